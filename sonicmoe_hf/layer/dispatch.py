@@ -84,4 +84,5 @@ def dispatch(
     arguments = expert_index, token_index, num_tokens, num_experts, sentinels, backend
     if torch_op.traced("dispatch", expert_index, token_index):
         return Rows(*_DISPATCH(False, *arguments))
-    return Rows(*_dispatch(*arguments))
+    run = _rows if backend == "eager" else _TAPES
+    return Rows(*run([expert_index, token_index], *arguments[2:]))

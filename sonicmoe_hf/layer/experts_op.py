@@ -9,6 +9,7 @@ y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and 
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..kernels.interface import Activation, PackedOperand, Rows
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from ..kernels.tape import Taped
 from . import backends, torch_op
-from .fetching import fetched
+from .fetching import STREAMED, fetched
 from .lora_operands import pack_all, padded_rank
 
 WHAT = "moe_experts"
@@ -69,6 +70,9 @@ class Inputs(NamedTuple):
     down_state: torch.Tensor | None = None
 
 
+_NUM_INPUTS = len(Inputs._fields)
+
+
 class Options(NamedTuple):
     """What else decides the function that a layer computes, and the backend."""
 
@@ -85,10 +89,13 @@ class Options(NamedTuple):
     fp8: bool = False
 
 
-def _projection(name: str, inputs: Inputs, options: Options) -> Projection:
-    parts = {part: getattr(inputs, f"{name}_{part}") for part in ("scales", "state", "bias", "a", "b")}
-    parts |= {part: getattr(options, f"{name}_{part}") for part in ("format", "scale")}
-    return Projection(getattr(inputs, name), **parts)
+def _fields_of(projection: str):
+    """What gives a Projection's tensors of Inputs, and what its other fields of Options."""
+    parts = (f"{projection}_{part}" for part in ("scales", "state", "bias", "a", "b"))
+    return operator.attrgetter(projection, *parts), operator.attrgetter(f"{projection}_format", f"{projection}_scale")
+
+
+_GATE_UP, _DOWN = _fields_of("gate_up"), _fields_of("down")
 
 
 class SaveFlags(NamedTuple):
@@ -118,8 +125,8 @@ class _Layer:
         self.scaled_dh: ScaledRows | None = None
         self.transposed, self.interleaved = options.transposed, options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
-        self.gate_up = gate_up = _projection("gate_up", inputs, options)
-        self.down = down = _projection("down", inputs, options)
+        self.gate_up = gate_up = Projection(*_GATE_UP[0](inputs), *_GATE_UP[1](options))
+        self.down = down = Projection(*_DOWN[0](inputs), *_DOWN[1](options))
         self.gate_up_adapter, self.down_adapter = pack_all(
             (
                 (gate_up.a, gate_up.b, gate_up.scale, gate_up.a is not None and self._is_in_last(gate_up)),
@@ -210,14 +217,18 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
     """[out_TH], and after it what `flags` name."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
-    with _without_autocast(x_TH.device, options.backend), fetched(inputs, rows, options) as inputs:
+    with (
+        _without_autocast(x_TH.device, options.backend),
+        fetched(inputs, rows, options) if STREAMED else contextlib.nullcontext(inputs) as inputs,
+    ):
         run = _forward if options.backend == "eager" else _FORWARD_TAPES
         return run([*inputs, *rows], options, flags)
 
 
 def _forward(tensors: list[torch.Tensor | None], options: Options, flags: SaveFlags) -> list[torch.Tensor]:
     """The same of Inputs' and Rows' tensors."""
-    inputs, rows = _taken(tensors)
+    inputs, rows = Inputs._make(tensors[:_NUM_INPUTS]), Rows._make(tensors[_NUM_INPUTS:])
+    tensors.clear()
     assert inputs.x is not None
     layer = _Layer(inputs, rows, options, inputs.x.dtype)
     kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
@@ -227,14 +238,6 @@ def _forward(tensors: list[torch.Tensor | None], options: Options, flags: SaveFl
         extra = adapter.forward_term(v_PJ)
     out_TH = kernels.combine(layer.y(a_RI, extra), inputs.weight.reshape(-1), rows, inputs.x.shape[0])
     return [out_TH, *(tensor for tensor, is_saved in zip((h_R2I, u_PJ, v_PJ), flags) if is_saved)]
-
-
-def _taken(tensors: list[Any]) -> tuple[Inputs, Rows]:
-    """Those of Inputs and Rows out of the list."""
-    count = len(Inputs._fields)
-    inputs, rows = Inputs._make(tensors[:count]), Rows._make(tensors[count:])
-    tensors.clear()
-    return inputs, rows
 
 
 def _fake_forward(inputs, rows, options, flags):
@@ -263,17 +266,21 @@ def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options:
     dx comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
     dout = dout.contiguous()
-    with _without_autocast(dout.device, options.backend), fetched(inputs, rows, options) as inputs:
+    with (
+        _without_autocast(dout.device, options.backend),
+        fetched(inputs, rows, options) if STREAMED else contextlib.nullcontext(inputs) as inputs,
+    ):
         run = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
         return run([dout, *saved.pop(), *inputs, *rows], options, tuple(needs))
 
 
-def _backward_of(tensors: list[torch.Tensor | None], options: Options, needs) -> list[torch.Tensor]:
+def _backward_of(tensors: list[Any], options: Options, needs) -> list[torch.Tensor]:
     """The same of dout, Saved's, Inputs' and Rows' tensors."""
-    dout: Any = tensors[0]
-    saved = [Saved._make(tensors[1 : 1 + len(Saved._fields)])]
-    del tensors[: 1 + len(Saved._fields)]
-    need, (inputs, rows) = Inputs._make(needs), _taken(tensors)
+    dout, h, u, v, *others = tensors
+    tensors.clear()
+    saved, need = [Saved(h, u, v)], Inputs._make(needs)
+    del h, u, v
+    inputs, rows = Inputs._make(others[:_NUM_INPUTS]), Rows._make(others[_NUM_INPUTS:])
     layer = _Layer(inputs, rows, options, dout.dtype)
     gradients, dh, a, u = _down_backward(layer, need, dout, saved)
     gradients |= _up_backward(layer, need, dh, u, dout.shape[0])

@@ -40,7 +40,7 @@ STREAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def fetched(inputs: Any, rows: Rows, options: Any) -> AbstractContextManager[Any]:
     """The op's inputs with weights that kernels of the device read inside `with`; themselves where none are streamed."""
-    layer = STREAMED.get(inputs.gate_up.data_ptr()) if STREAMED else None
+    layer = STREAMED.get(inputs.gate_up.data_ptr())
     if layer is None or not layer.holds(inputs.gate_up, inputs.down):
         return contextlib.nullcontext(inputs)
     if _reads_over_the_bus(rows, options) and (mapped := layer.mapped()) is not None:
