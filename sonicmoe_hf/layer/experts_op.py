@@ -22,14 +22,6 @@ from .fetching import STREAMED, fetched
 from .lora_operands import pack_all, padded_rank
 
 WHAT = "moe_experts"
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-def _without_autocast(device: torch.device, backend: str):
-    """For the eager backend, whose products are PyTorch's; kernels know no autocast, and the switch takes time."""
-    if backend == "eager" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return _NO_CONTEXT
 
 
 class Projection(NamedTuple):
@@ -217,12 +209,22 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
     """[out_TH], and after it what `flags` name."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
+    return _run(_FORWARD_TAPES, x_TH.device, [], inputs, rows, options, flags)
+
+
+def _run(function: Taped, device: torch.device, given: list[Any], inputs: Inputs, rows: Rows, options: Options, how):
+    """The function of `given`, which is emptied, of Inputs' tensors as the backend's kernels read them, and of Rows', by
+    a tape but for the eager backend."""
+    is_eager = options.backend == "eager"
+    # eager products are PyTorch's; kernels know no autocast, and the switch takes time
+    is_cast = is_eager and torch.is_autocast_enabled(device.type)
     with (
-        _without_autocast(x_TH.device, options.backend),
+        torch.autocast(device.type, enabled=False) if is_cast else contextlib.nullcontext(),
         fetched(inputs, rows, options) if STREAMED else contextlib.nullcontext(inputs) as inputs,
     ):
-        run = _forward if options.backend == "eager" else _FORWARD_TAPES
-        return run([*inputs, *rows], options, flags)
+        tensors = [*given, *inputs, *rows]
+        given.clear()
+        return (function.function if is_eager else function)(tensors, options, how)
 
 
 def _forward(tensors: list[torch.Tensor | None], options: Options, flags: SaveFlags) -> list[torch.Tensor]:
@@ -265,13 +267,8 @@ def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options:
     `saved` holds what forward saved; it is taken out, so that it is freed when it has been used. So is everything else:
     dx comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
-    dout = dout.contiguous()
-    with (
-        _without_autocast(dout.device, options.backend),
-        fetched(inputs, rows, options) if STREAMED else contextlib.nullcontext(inputs) as inputs,
-    ):
-        run = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
-        return run([dout, *saved.pop(), *inputs, *rows], options, tuple(needs))
+    given = [dout.contiguous(), *saved.pop()]
+    return _run(_BACKWARD_TAPES, dout.device, given, inputs, rows, options, tuple(needs))
 
 
 def _backward_of(tensors: list[Any], options: Options, needs) -> list[torch.Tensor]:
