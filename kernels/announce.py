@@ -26,4 +26,4 @@ def is_first_rank() -> bool:
 def announce(message: str) -> None:
     """Print it, unless bars are switched off or another rank does."""
     if is_first_rank() and os.environ.get(QUIET, "").upper() not in ("1", "ON", "YES", "TRUE"):
-        print(f"sonicmoe_hf: {message}", file=sys.stderr, flush=True)
+        print(f"sonicmoe_hf: {message}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,9 +1,9 @@
 """What a call allocates and launches, recorded once for its sizes and from then on run as straight-line Python.
 
 One layer's forward and backward take some 15 launches. Between them the host chooses kernels, tiles and grids and
-describes operands: all of that follows from sizes, and takes longer than the launches do. `Taped` calls a function once
-as it is, under a `Recorder`, which writes a Python function that allocates, launches and frees the same in that order.
-Later calls with tensors of these sizes run that.
+describes operands: all of that follows from sizes, and takes longer than the launches do. `Taped` calls a function
+whose sizes come again under a `Recorder`, which writes a Python function that allocates, launches and frees the same in
+that order. Later calls with tensors of these sizes run that.
 
 A function can be recorded if it allocates, takes views, calls torch ops, and launches in ways that tell `recording()`, on
 tensors that it was given or has made. Where it does something else (reads a value on the host, uses a tensor that came
@@ -26,6 +26,9 @@ Tensors = list  # of tensors and None
 
 ALIGNMENT = 16  # bytes; launches are prepared for pointers that are multiples of it
 TAPES = 4096  # of one function: sizes times layers that differ
+# Of those with the same sizes. Recording takes ten times as long as the call, which sizes that seldom come again, such as
+# the rows that a rank of expert parallelism receives, would never make up for; a model's layers share theirs.
+RECORDED_CALL = 4
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -34,13 +37,23 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_CONSTANTS = (bool, int, str, float, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS = (type(None), bool, int, str, float, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_HERE = contextlib.nullcontext()
 _thread = threading.local()
 
 
 def recording() -> Recorder | None:
-    """Whom to tell of launches: this thread's recorder."""
+    """This thread's recorder."""
     return getattr(_thread, "recorder", None)
+
+
+@contextlib.contextmanager
+def launching(device: int):
+    """Around a launch on this GPU, which need not be the current one (-1: a CPU); gives whom to tell of it, or None."""
+    recorder = recording()
+    elsewhere = device >= 0 and device != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else _HERE, _HERE if recorder is None else recorder.noting():
+        yield recorder
 
 
 class Unrecordable(Exception):
@@ -122,7 +135,7 @@ class Recorder(TorchDispatchMode):
         if type(value) in (list, tuple):
             given = "".join(f"{self.expression(each)}, " for each in value)
             return _Expression(f"[{given}]" if type(value) is list else f"({given})")
-        if value is None or isinstance(value, _CONSTANTS):
+        if isinstance(value, _CONSTANTS):
             return self.constant(value)
         raise Unrecordable(f"an argument of {type(value)}")
 
@@ -292,15 +305,6 @@ def _never(tensors):
     return None
 
 
-_EVERY: list[Taped] = []
-
-
-def forget() -> None:
-    """Forget every tape: what functions do is not what it was."""
-    for taped in _EVERY:
-        taped.tapes.clear()
-
-
 class Taped:
     """`function(tensors, *constants)`, which empties the list of tensors (or None) and gives a list of tensors, by its
     tape.
@@ -312,7 +316,7 @@ class Taped:
     def __init__(self, function: Callable[..., list[torch.Tensor]], num_last: int):
         self.function, self.num_last = function, num_last
         self.tapes: dict[Any, Callable[[Tensors], list[torch.Tensor] | None]] = {}
-        _EVERY.append(self)
+        self._counts: dict[Any, int] = {}  # of calls with sizes that have no tape
 
     def __call__(self, tensors: Tensors, *constants) -> list[torch.Tensor]:
         if recording() is not None:  # the other function's tape has this one's lines
@@ -322,11 +326,16 @@ class Taped:
         key = (tensors[0].get_device(), *sizes, *constants)
         tape = self.tapes.get(key)
         if tape is None:
-            return self._recorded(key, tensors, constants)
+            return self._without_tape(key, tensors, constants)
         result = tape(tensors)
         return self.function(tensors, *constants) if result is None else result
 
-    def _recorded(self, key, tensors: Tensors, constants) -> list[torch.Tensor]:
+    def _without_tape(self, key, tensors: Tensors, constants) -> list[torch.Tensor]:
+        if len(self._counts) >= TAPES:
+            self._counts.clear()
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        if count < RECORDED_CALL:
+            return self.function(tensors, *constants)
         given = [tensor for tensor in tensors if tensor is not None]
         is_ordinary = all(t.numel() and t.data_ptr() % ALIGNMENT == 0 for t in given) and not _share_memory(given)
         del given
@@ -342,9 +351,9 @@ class Taped:
             _thread.recorder = None
         if len(self.tapes) >= TAPES:
             self.tapes.clear()
+        self._counts.pop(key, None)
         try:
             self.tapes[key] = recorder.finish(result)
-        except Unrecordable as e:
-            print("NEVER", e)
+        except Unrecordable:
             self.tapes[key] = _never
         return result

@@ -25,7 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ or not HAS_WORKERS:
 
         del os.environ["TRITON_INTERPRET"]
 
-    from sonicmoe_hf.kernels import tape
+    from helpers import tapes
 
 
 def pytest_collection_finish():
@@ -39,7 +39,7 @@ def pytest_collection_finish():
 def _afresh():
     """With the same numbers, and no tape of what another test made of the kernels."""
     torch.manual_seed(0)
-    tape.forget()
+    tapes.forget()
 
 
 @pytest.fixture(scope="module")

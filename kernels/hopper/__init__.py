@@ -5,7 +5,6 @@ weights with gaps), and those that they are slower at (up and down_backward with
 token rounding, the bias gradients, and products that read packed weights always run in Triton.
 """
 
-import contextlib
 import functools
 
 import torch
@@ -14,7 +13,7 @@ from .. import triton
 from ..interface import PackedOperand
 from ..quantized import FP8_BLOCK
 from ..scaled import block_scales, empty_rows
-from ..tape import recording
+from ..tape import launching
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
@@ -35,7 +34,6 @@ from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_
 from .variants import training_step_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
-_HERE = contextlib.nullcontext()
 MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of dw, are 32-bit
 
 
@@ -113,9 +111,7 @@ def _first(compile_kernel, *parameters):
 
 def _run_on_its_device(kernel, tensor, *arguments):
     """Launch on the tensor's GPU, which need not be the current one."""
-    elsewhere = tensor.get_device() != torch.cuda.current_device()
-    recorder = recording()
-    with torch.cuda.device_of(tensor) if elsewhere else _HERE, _HERE if recorder is None else recorder.noting():
+    with launching(tensor.get_device()) as recorder:
         kernel(tensor, *arguments)
         if recorder is not None:
             recorder.call(kernel, tensor, *arguments)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..interface import Rows
+from ..tape import Taped
 from .config import SMALLEST_TILE, tile_rows
 from .launch import cdiv, launch_kernel, next_power_of_2
 
@@ -278,10 +279,17 @@ def unwritten_rows(like, num_pairs, num_tokens, num_experts):
 
 
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
+    return Rows._make(_TAPES([expert_P, token_P], num_tokens, num_experts, sentinels))
+
+
+def _dispatch(tensors, num_tokens, num_experts, sentinels):
+    """The fields of Rows."""
+    expert_P, token_P = tensors
+    tensors.clear()
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
     num_pairs = expert_P.shape[0]
     if not num_pairs:
-        return _no_rows(num_tokens, num_experts, device)
+        return list(_no_rows(num_tokens, num_experts, device))
     is_few = token_P is None and num_pairs <= FEW_PAIRS
     num_blocks, bins = cdiv(num_pairs, FEW_BLOCK if is_few else BLOCK), next_power_of_2(num_experts + 1)
     rows_of_tile = tile_rows(num_pairs, num_experts)
@@ -299,7 +307,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
             dispatch_few_kernel, (num_blocks + num_experts + 1,), (expert_P, *rows), numbers, constants, num_warps=4,
             **checked,
         )  # fmt: skip
-        return rows
+        return list(rows)
     token_counts = cursors = row_of_slot = None
     token_blocks = 0
     if token_P is not None:
@@ -326,4 +334,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
             dispatch_order_kernel, (cdiv(num_tokens, 16),), (row_of_slot, rows.token_offsets, rows.token_rows),
             (num_tokens,), (16, 16), num_warps=4,
         )  # fmt: skip
-    return rows
+    return list(rows)
+
+
+_TAPES = Taped(_dispatch, 0)

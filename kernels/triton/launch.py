@@ -11,18 +11,15 @@ tests/kernels/test_private_apis.py names what a newer one lacks.
 
 from __future__ import annotations
 
-import contextlib
 import time
 
-import torch
 from triton import knobs
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..announce import announce
-from ..tape import Recorder, recording
+from ..tape import Recorder, launching
 
-_HERE = contextlib.nullcontext()
 # (kernel, device, dtypes and blocks described, constants, options) -> compiled kernel: as many as Triton compiles
 _COMPILED = {}
 
@@ -70,9 +67,7 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options) ->
     """
     first = tensors[0]
     device = (first.base if type(first) is TensorDescriptor else first).get_device()
-    elsewhere = device >= 0 and device != torch.cuda.current_device()
-    recorder = recording()
-    with torch.cuda.device(device) if elsewhere else _HERE, _HERE if recorder is None else recorder.noting():
+    with launching(device) as recorder:
         launchable = _launch(kernel, grid, device, tensors, numbers, constants, options)
         if recorder is not None:
             _record(recorder, launchable, kernel, grid, device, tensors, numbers, constants, options)

@@ -99,5 +99,5 @@ def _run_child(command: list[str], environment: dict[str, str]) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
         code = process.wait()
         if not reached.exists():
-            print(NOTHING_PATCHED, file=sys.stderr)
+            print(NOTHING_PATCHED, file=sys.stderr)  # noqa: T201
     return code if code >= 0 else 128 - code  # as shells tell a signal

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..kernels.interface import Rows
-from ..kernels.tape import Taped
 from . import backends, torch_op
 
 
@@ -17,15 +16,7 @@ def _dispatch(
     sentinels: bool,
     backend: str,
 ) -> list[torch.Tensor]:
-    run = _rows if backend == "eager" else _TAPES
-    return run([expert_P, token_P], num_tokens, num_experts, sentinels, backend)
-
-
-def _rows(tensors, num_tokens: int, num_experts: int, sentinels: bool, backend: str) -> list[torch.Tensor]:
-    return list(backends.load(backend).dispatch(*tensors, num_tokens, num_experts, sentinels))
-
-
-_TAPES = Taped(_rows, 0)
+    return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
 
 
 def fake_rows(expert_P, num_tokens, num_experts, backend):
@@ -84,5 +75,4 @@ def dispatch(
     arguments = expert_index, token_index, num_tokens, num_experts, sentinels, backend
     if torch_op.traced("dispatch", expert_index, token_index):
         return Rows(*_DISPATCH(False, *arguments))
-    run = _rows if backend == "eager" else _TAPES
-    return Rows(*run([expert_index, token_index], *arguments[2:]))
+    return backends.load(backend).dispatch(*arguments[:-1])

@@ -8,17 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import tapes
 from kernel_helpers import same_bits
 from moe_problems import AdaptedLayer, layer, routing_ids, run
 
 from sonicmoe_hf.kernels import tape
 from sonicmoe_hf.kernels.tape import Taped
-from sonicmoe_hf.layer import dispatch, experts_op
 from sonicmoe_hf.layer.moe_experts import moe_experts
 from sonicmoe_hf.layer.packed_weight import PackedWeight
 
-TAPED = dispatch._TAPES, experts_op._FORWARD_TAPES, experts_op._BACKWARD_TAPES
 T, H, I, E, K = 11, 32, 32, 3, 2
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(tape, "RECORDED_CALL", 1)
 
 
 def plain(
@@ -81,10 +85,10 @@ PROBLEMS = {
 def test_a_tape_gives_the_bits_of_the_call_for_other_values(device, name, monkeypatch):
     first, second = PROBLEMS[name](device), PROBLEMS[name](device)
     expected = second()
-    tape.forget()
+    tapes.forget()
     first()
     refuse = mock.Mock(side_effect=AssertionError("not by tape"))
-    for taped in TAPED:
+    for taped in tapes.of_a_layer():
         monkeypatch.setattr(taped, "function", refuse)
     found = second()
     assert same_bits(found, expected)
@@ -146,9 +150,10 @@ UNSAID = {
 
 
 @pytest.mark.parametrize("what", UNSAID)
-def test_a_call_that_a_tape_cannot_say_is_made_as_it_is(what):
+def test_a_call_that_a_tape_cannot_say_is_made_as_it_is(what, capfd):
     taped = Taped(UNSAID[what], 0)
     assert not is_recorded(taped, lambda: [torch.randn(4)])
+    assert capfd.readouterr() == ("", "")
     assert len(taped.tapes) == 1, "and not tried again"
 
 
@@ -294,7 +299,7 @@ def test_a_call_that_fails_leaves_no_tape():
 def test_what_was_recorded_in_inference_mode_trains(device):
     problem = plain(device)
     expected = problem()
-    tape.forget()
+    tapes.forget()
     tensors, _ = layer(T, H, I, E, T * K, torch.bfloat16, device, bias=False)
     ids, _ = routing_ids(T, E, K, "top_k", device)
     with torch.inference_mode():
@@ -316,3 +321,16 @@ def test_no_more_tapes_are_kept_than_that(monkeypatch):
     for size in range(1, 9):
         taped([torch.randn(size)])
         assert len(taped.tapes) <= 3
+
+
+def test_sizes_that_come_again_are_recorded_and_others_not(monkeypatch):
+    monkeypatch.setattr(tape, "TAPES", 8)
+    monkeypatch.setattr(tape, "RECORDED_CALL", 4)
+    taped = Taped(doubled, 0)
+    for size in range(1, 100):
+        for _ in range(3 if size < 20 else 1):
+            taped([torch.randn(size)])
+        assert not taped.tapes and len(taped._counts) <= 8
+    for _ in range(3):
+        taped([torch.randn(99)])
+    assert len(taped.tapes) == 1
