@@ -2,7 +2,6 @@
 compiled kernels are called with. Nothing is compiled or launched."""
 
 import operator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -74,7 +73,6 @@ def launched(monkeypatch):
     monkeypatch.setattr(hopper, "_first", lambda compile_kernel, *parameters: compile_kernel(*parameters))
     monkeypatch.setattr(hopper, "_for_tiles", hopper._for_tiles.__wrapped__)
     monkeypatch.setattr(hopper, "num_sms", lambda device: SMS)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says it is on
     return launches
 
 
@@ -337,11 +335,8 @@ def test_the_number_of_rows_chooses_among_the_compiled_tiles(launched, triton):
 
 
 def test_a_launch_is_on_the_tensor_s_gpu(launched, triton, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_of", entered := mock.Mock(return_value=nullcontext()))
+    monkeypatch.setattr(hopper, "launching", entered := mock.Mock(side_effect=hopper.launching))
     t = operands()
     call("down", t)
-    entered.assert_not_called()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    call("down", t)
-    entered.assert_called_once_with(t.a)
-    assert len(launched) == 2
+    entered.assert_called_once_with(t.a.get_device())
+    assert len(launched) == 1

@@ -334,3 +334,16 @@ def test_sizes_that_come_again_are_recorded_and_others_not(monkeypatch):
     for _ in range(3):
         taped([torch.randn(99)])
     assert len(taped.tapes) == 1
+
+
+def test_a_launch_is_on_its_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", entered := mock.MagicMock())
+    for device in (-1, 1):
+        with tape.launching(device):
+            entered.assert_not_called()
+    with tape.launching(2):
+        entered.assert_called_once_with(2)
+        entered.return_value.__enter__.assert_called_once()
+        entered.return_value.__exit__.assert_not_called()
+    entered.return_value.__exit__.assert_called_once()
