@@ -3,10 +3,10 @@
     python -m benchmarks.layer.fp8_trial [--shape T,H,I,E,K ...] [--rounds 15] [--csv FILE]
 
 Contenders take turns: one call at a time, and "hot", a tenth of a second of calls without a pause. What they compute is
-compared in tests/kernels/test_fp8_gpu.py. Forward: FP8's time includes that of x's values and scales; those of a come
-from `up` itself. Both store h and a, and bf16's weights are dense. Backward and layer: of frozen FP8 experts, which bf16
-expands and FP8 transposes. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s, and errors against the
-unrounded product in fp32, those of "errors" with the packed weights' values.
+compared in tests/kernels/test_fp8_gpu.py. Forward: the products alone, in bf16 those of dense weights; the time of FP8
+has that of x's values and scales in it, and those of a come from `up` itself. Layer: forward and backward with adapters
+over frozen FP8 experts, which bf16 expands and FP8 transposes. Random data and routing. Writes fp8_trial.csv:
+milliseconds, TFLOP/s, and errors of h and y against the unrounded product in fp32.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import torch.nn.functional as F
 from benchmarks.common.command import Command
 from benchmarks.common.shapes import LARGE, SHAPES, shape_of
 from benchmarks.common.table import Table
-from benchmarks.common.timing import Clock, graph_of, interleaved_times, release
-from benchmarks.layer import fp8_backward as backward
+from benchmarks.common.timing import Clock, graph_of, interleaved_times, release, waited_times
+from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
-from sonicmoe_hf.kernels.quantized import quantize
+from sonicmoe_hf.kernels.quantized import Quantized, quantize
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
 BF16 = torch.bfloat16
 SWIGLU = Activation()
 TIMED = (SHAPES["Qwen3-30B-A3B"], LARGE["DeepSeek-V3"])
+RANK = 16
 HOT_SECONDS = 0.1
 MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several graphs would not fit
 
@@ -58,14 +60,6 @@ def problem(shape, seed=0, skipped=()):
     return x, gate_up, weight, hopper.dispatch(scores.topk(K).indices, None, T, E, False)
 
 
-def gradients_of(shape):
-    """dout, as small as gradients are, h and the pairs' routing weights."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    dout = 1e-9 * torch.randn(shape.T, shape.H, generator=generator, device="cuda", dtype=BF16)
-    h = torch.randn(shape.T * shape.K, 2 * shape.I, generator=generator, device="cuda", dtype=BF16)
-    return dout, h, torch.rand(shape.T * shape.K, generator=generator, device="cuda")
-
-
 def quantized(x, gate_up, weight):
     return hopper.scale_rows(x), weight_in_blocks(gate_up, "concatenated"), weight_in_blocks(weight, "whole")
 
@@ -87,17 +81,12 @@ def errors_of(shape, x, gate_up, weight, rows, results):
 
 
 def hot_times(calls, rounds):
-    """name -> milliseconds of a call among calls without a pause, in each round."""
+    """name -> milliseconds of a call among calls without a pause, in each round; the first half only heats the GPU."""
     times = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            clock = Clock(2)
-            clock.note()
-            call()
-            clock.note()
-            [once] = clock.milliseconds()
-            half = max(int(1e3 * HOT_SECONDS / once), 4) // 2
-            clock = Clock(2)
+            [once], _ = waited_times(call, 1, 0)
+            half, clock = max(int(1e3 * HOT_SECONDS / once), 4) // 2, Clock(2)
             for repeat in range(2 * half):
                 if repeat == half:
                     clock.note()
@@ -107,70 +96,65 @@ def hot_times(calls, rounds):
     return times
 
 
+def forward_calls(x, dense, packed, rows):
+    """contender -> what gives h and y of gate_up and down, dense or packed."""
+
+    def bf16():
+        h, a = hopper.up(x, dense[0], None, rows, SWIGLU, False, True, True)
+        return h, hopper.down(a, dense[1], None, rows)
+
+    def fp8():
+        h, _, a8 = hopper.scaled_up(hopper.scale_rows(x), packed[0], rows, SWIGLU, BF16, True, False, True)
+        return h, hopper.scaled_down(a8, packed[1], rows, BF16)
+
+    return {"bf16": bf16, "fp8": fp8}
+
+
+def layer_calls(shape, x, packed):
+    """contender -> forward and backward of a layer with adapters, to x, the routing weights and the adapters."""
+    weights = [PackedWeight.of(Quantized(*operand[:3]), "fp8", BF16) for operand in packed]
+    x, dout = x.detach().requires_grad_(), torch.randn_like(x)
+    expert = torch.rand(shape.T, shape.E, device="cuda").topk(shape.K).indices
+    routed = torch.full((shape.T, shape.K), 1 / shape.K, device="cuda", requires_grad=True)
+    leaves, adapters = [x, routed], {}
+    for name, size_in, size_out in (("gate_up_adapter", shape.H, 2 * shape.I), ("down_adapter", shape.I, shape.H)):
+        a = torch.randn(shape.E, RANK, size_in, device="cuda", dtype=BF16) * size_in**-0.5
+        b = torch.randn(shape.E, size_out, RANK, device="cuda", dtype=BF16) * 0.01
+        adapters[name] = LowRank(a.requires_grad_(), b.requires_grad_(), 2.0)
+        leaves += [a, b]
+
+    def step(compute):
+        out = moe_experts(x, *weights, (expert, routed), compute=compute, backend="hopper", **adapters)
+        return torch.autograd.grad(out, leaves, dout)
+
+    return {"bf16": lambda: step(None), "fp8": lambda: step("fp8")}
+
+
 def measure(table, config, shape, rounds):
     """The rows of one shape."""
     x, *dense, rows = problem(shape)
-    x8, *packed = quantized(x, *dense)
-    measure_forward(table, config, shape, rounds, rows, (x, *dense), (x8, *packed))
-    del dense, x8
-    dout, h, routed = gradients_of(shape)
-    for (contender, tensor), error in backward.errors(shape, x, *packed, dout, routed, rows).items():
-        table.add(config, shape, contender, "errors", "eager", {f"error_{tensor}": error})
-    release()
-    calls = backward.backward_calls(*packed, dout, h, routed, rows)
-    add_times(table, config, shape, "backward", calls, rounds)
-    del calls, h
-    release()
-    add_times(table, config, shape, "layer", backward.layer_calls(shape, x, *packed, dout), rounds)
-
-
-def measure_forward(table, config, shape, rounds, rows, dense, packed):
-    """dense, packed: x, gate_up and down."""
-    (x, gate_up, weight), (x8, gate_up8, weight8) = dense, packed
-
-    def up8(x8):
-        h, _, a8 = hopper.scaled_up(x8, gate_up8, rows, SWIGLU, BF16, True, False, True)
-        return h, a8
-
-    def bf16():
-        h, a = hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True)
-        return h, hopper.down(a, weight, None, rows)
-
-    def fp8():
-        h, a8 = up8(hopper.scale_rows(x))
-        return h, hopper.scaled_down(a8, weight8, rows, BF16)
-
-    _, a = hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True)
-    _, a8 = up8(x8)
-    whole = {"bf16": bf16, "fp8": fp8}
-    results = {name: call() for name, call in whole.items()}
-    for name, errors in errors_of(shape, x, gate_up, weight, rows, results).items():
+    _, *packed = quantized(x, *dense)
+    calls = forward_calls(x, dense, packed, rows)
+    results = {name: call() for name, call in calls.items()}
+    for name, errors in errors_of(shape, x, *dense, rows, results).items():
         table.add(config, shape, name, "forward", "eager", {f"error_{tensor}": e for tensor, e in errors.items()})
-    parts = {
-        "bf16 up": lambda: hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True),
-        "bf16 down": lambda: hopper.down(a, weight, None, rows),
-        "fp8 quantise x": lambda: hopper.scale_rows(x),
-        "fp8 up": lambda: up8(x8),
-        "fp8 down": lambda: hopper.scaled_down(a8, weight8, rows, BF16),
-    }
-    add_times(table, config, shape, "forward", whole | parts, rounds)
+    add_times(table, config, shape, "forward", calls, rounds)
+    del dense, calls, results
+    release()
+    add_times(table, config, shape, "layer", layer_calls(shape, x, packed), rounds)
 
 
 def add_times(table, config, shape, mode, calls, rounds):
-    """Rows of the calls' times: "contender", or "contender part"."""
-    flop = {"up": 4 * shape.T * shape.K * shape.H * shape.I, "down": 2 * shape.T * shape.K * shape.H * shape.I}
-    flop["whole"] = sum(flop.values()) * (2 if mode == "layer" else 1)
-    flop |= {"down_backward": flop["down"], "dx": flop["up"]}
+    """Rows of the calls' times."""
+    flop = 6 * shape.T * shape.K * shape.H * shape.I * (2 if mode == "layer" else 1)
     alone = "graph" if mode == "forward" or shape.E * shape.I * shape.H < MAX_CAPTURED else "eager"
     if alone == "graph":
         calls = {name: graph_of(call) for name, call in calls.items()}
     one_at_a_time = {name: on_device for name, (on_device, _) in interleaved_times(calls, rounds).items()}
     for launch, times in (("hot", hot_times(calls, 3)), (alone, one_at_a_time)):
         for name, ms in times.items():
-            contender, _, part = name.partition(" ")
-            part = part or "whole"
-            rates = {f"TFLOP/s {part}": [flop[part] / 1e9 / each for each in ms]} if part in flop else {}
-            table.add(config, shape, contender, mode, launch, {f"ms {part}": ms} | rates)
+            rates = [flop / 1e9 / each for each in ms]
+            table.add(config, shape, name, mode, launch, {"ms whole": ms, "TFLOP/s whole": rates})
 
 
 def main():

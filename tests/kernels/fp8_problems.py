@@ -111,9 +111,17 @@ def check_backward(
     return errors
 
 
+def gradients_of(shape):
+    """dout, as small as gradients are, h and the pairs' routing weights."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    dout = 1e-9 * torch.randn(shape.T, shape.H, generator=generator, device="cuda", dtype=BF16)
+    h = torch.randn(shape.T * shape.K, 2 * shape.I, generator=generator, device="cuda", dtype=BF16)
+    return dout, h, torch.rand(shape.T * shape.K, generator=generator, device="cuda")
+
+
 def check_gradients(shape, gate_up, down, rows, adapters=(None, None), kernels=hopper):
     """`check_backward`, repeated, and what comes before it."""
-    dout, h, routed = fp8_trial.gradients_of(shape)
+    dout, h, routed = gradients_of(shape)
     weights = [transposed(*packed[:2]) for packed in (gate_up, down)]
     for packed, expected in zip((gate_up, down), weights):
         assert all(map(torch.equal, hopper.transposed(packed.codes, packed.scales), expected)), "bit by bit"
