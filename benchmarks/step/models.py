@@ -169,10 +169,9 @@ def check_available(name: str) -> None:
         ALL_EXPERTS_FUNCTIONS.register(implementation, forward)
 
 
-def config_of(name: str, layers: int, tiny: bool, **changes) -> PreTrainedConfig:
-    """The model's config with this many layers and these changes; tiny: small enough for a CPU, its kind kept."""
+def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
+    """The model's config with this many layers; tiny: small enough for a CPU, its kind kept."""
     model_type, sizes, *_ = MODELS[name]
-    sizes = sizes | changes
     if tiny:
         own = AutoConfig.for_model(model_type)
         sizes = sizes | {key: value for key, value in TINY.items() if key in sizes or hasattr(own, key)}
@@ -188,7 +187,6 @@ def build(
     implementation: str = "grouped_mm",
     attention: str | None = None,
     packed: dict | None = None,
-    sizes: dict | None = None,
 ) -> PreTrainedModel:
     """The model with random weights, in training mode.
 
@@ -198,9 +196,8 @@ def build(
         dtype, implementation: of all weights, of the experts.
         attention: its implementation; default: the model's.
         packed: options of `random_packed_model`, which makes the model; experts: "nf4" and so on.
-        sizes: in place of the model's.
     """
-    config = config_of(name, layers, options.tiny, **sizes or {})
+    config = config_of(name, layers, options.tiny)
     chosen = {"dtype": dtype, "attn_implementation": attention or MODELS[name].attention}
     torch.manual_seed(0)
     if packed is not None:

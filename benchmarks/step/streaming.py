@@ -1,13 +1,10 @@
-"""Training steps with experts in host memory: the same bits as resident ones, milliseconds, peak memory.
+"""Training steps with experts in host memory: milliseconds and peak memory.
 
     python -m benchmarks.step.streaming [--part NAME ...] [--csv FILE]
 
-check      a small model's output and gradients, streamed and resident, in every format and with both kinds of gradient
-           checkpointing: equal to the bit, or the script ends
 bandwidth  GB/s from pinned host memory; the copy beside matmuls that take as long; seconds to pin a GiB
 qwen3      Qwen3-30B-A3B, NF4 experts, 16,384 tokens a step: all experts on the GPU, 4 GiB of them, none
 few        the same at 2,048 tokens, steps of 8 and forwards of 1 to 64 tokens, and generation
-layer      one layer of those few tokens: weights on the GPU, copied for each call, or read by the kernels over the bus
 gpt_oss    gpt-oss-120b's sizes, MXFP4 experts in host memory, 2,048 tokens, under a cap of 24 GiB of GPU memory
 
 Random packed bytes, random tokens in sequences of at most 4,096, LoRA with r = 8 on experts and attention in fp32, fused
@@ -22,7 +19,6 @@ import importlib.util
 import time
 
 import torch
-from torch import nn
 
 import sonicmoe_hf
 from benchmarks.common.command import Command
@@ -40,37 +36,24 @@ from benchmarks.step.training import (
     sequences,
 )
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.demo.random_bytes import random_packed
-from sonicmoe_hf.kernels.quantized import Quantized
 from sonicmoe_hf.streaming.copies import copies_to, page_aligned
-from sonicmoe_hf.streaming.placement import bytes_of, expert_layers
 
 QWEN3, GPT_OSS = "Qwen3-30B-A3B", "gpt-oss-120b"
 RANK = 8
 FEW = (1, 8, 12, 16, 64)  # tokens; kernels read those of up to 12 over the bus
 GENERATED = 16
 CAP_GIB = 24
-# (model, format, reentrant checkpointing, or None without checkpointing)
-CHECKS = (
-    (QWEN3, "nf4", None), (QWEN3, "nf4", True), (QWEN3, "nf4", False), (QWEN3, "fp8", False), (QWEN3, "nvfp4", False),
-    (QWEN3, None, False), (GPT_OSS, "mxfp4", False), (GPT_OSS, None, False),
-)  # fmt: skip
-CHECKED_LAYERS, TINY_LAYERS = 6, 5
-CHECKED_SIZES = {
-    QWEN3: {"num_experts": 16, "hidden_size": 512, "vocab_size": 1024},
-    GPT_OSS: {"num_local_experts": 8, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 1024},
-}
+TINY_LAYERS = 5
 EVERYTHING = 2**50
 SETTINGS = {"all on the GPU": EVERYTHING, "4 GiB on the GPU": "4GiB", "none on the GPU": 0}  # experts_memory
 
 
-def built(name: str, format: str | None, options, experts_memory=None, attention=None, layers=None, sizes=None):
+def built(name: str, options, experts_memory=None):
     """A frozen model with random packed experts, on the device and in host memory as experts_memory says."""
-    layers = layers or (TINY_LAYERS if options.tiny else MODELS[name].layers)
-    if name == GPT_OSS and attention is None and options.device == "cuda":
-        attention = "torch_sinks"
-    packed = {"experts": format, "experts_memory": experts_memory}
-    model = build(name, layers, options, attention=attention, packed=packed, sizes=sizes)
+    layers = TINY_LAYERS if options.tiny else MODELS[name].layers
+    attention = "torch_sinks" if name == GPT_OSS and options.device == "cuda" else None
+    packed = {"experts": MODELS[name].packed, "experts_memory": experts_memory}
+    model = build(name, layers, options, attention=attention, packed=packed)
     sonicmoe_hf.patch_model(model)
     return model.requires_grad_(False)
 
@@ -100,49 +83,6 @@ def add_steps(table: Table, name: str, contender: str, model, optimizer, tokens,
             "reserved_GiB": torch.cuda.max_memory_reserved() / GIB,
         }
     table.add(name, f"{tokens.numel()} tokens a step", contender, "", "eager", metrics)
-
-
-def outputs_and_gradients(name, format, experts_memory, reentrant, options, steps=3):
-    """Of `steps` equal batches of a small model, whose layers come from host memory again and again."""
-    small = argparse.Namespace(device=options.device, tiny=options.tiny)
-    layers = TINY_LAYERS if options.tiny else CHECKED_LAYERS
-    # fused attention sums in any order
-    model = built(name, format, small, experts_memory, "eager", layers, CHECKED_SIZES[name])
-    model = adapted(model, "LoRA", RANK, WHOLE_ATTENTION)
-    for parameter_name, parameter in model.named_parameters():
-        if "lora_B" in parameter_name:
-            nn.init.normal_(parameter, std=0.05)
-    if reentrant is not None:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    tokens, found = tokens_of(model, 1024, options.device), {}
-    found["bytes"] = torch.tensor(sum(bytes_of(experts, None) for _, experts in expert_layers(model)))
-    for step in range(steps):
-        model.zero_grad(set_to_none=True)
-        with torch.autocast(options.device, torch.bfloat16):
-            out = model(input_ids=tokens, labels=tokens, use_cache=False)
-        out.loss.backward()
-        found[f"{step} logits"] = out.logits.detach().clone()
-        found |= {f"{step} {key}": p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-        with torch.no_grad():  # evaluation between steps turns the order of layers
-            found[f"{step} evaluated"] = model(input_ids=tokens, use_cache=False).logits.clone()
-    return found
-
-
-def check(table: Table, options) -> None:
-    """Raise SystemExit unless streamed and resident experts give the same bits."""
-    for name, format, reentrant in CHECKS:
-        resident = outputs_and_gradients(name, format, None, reentrant, options)
-        for experts_memory in (0, resident["bytes"].item() // 2):
-            streamed = outputs_and_gradients(name, format, experts_memory, reentrant, options)
-            differ = [key for key, tensor in resident.items() if not torch.equal(tensor, streamed[key])]
-            if differ or set(resident) != set(streamed):
-                case = f"{name} {format} reentrant={reentrant} {experts_memory}"
-                raise SystemExit(f"{case}: {len(differ)} of {len(resident)} tensors differ, {differ[:3]}")
-        family = "qwen3" if name == QWEN3 else "gpt_oss"
-        table.add(
-            family, f"{format}, reentrant {reentrant}", "streamed", "", "eager", {"equal_tensors": len(resident)}
-        )
 
 
 def bandwidth(table: Table, options) -> None:
@@ -219,7 +159,7 @@ def generated(model, tokens):
 
 def train_qwen3(table: Table, options, count: int, names):
     """Rows of steps with each of these settings; the model and its optimiser."""
-    base = built(QWEN3, "nf4", options)
+    base = built(QWEN3, options)
     model = prepared(base)
     tokens = tokens_of(model, 64 if options.tiny else count, options.device)
     optimizer = optimizer_of(model)
@@ -229,59 +169,13 @@ def train_qwen3(table: Table, options, count: int, names):
     return model, optimizer
 
 
-def layer(table: Table, options) -> None:
-    """One layer of Qwen3's for few tokens, its weights here, there, or copied."""
-    if options.device == "cpu":
-        return
-    device, copies = options.device, copies_to(torch.device("cuda", torch.cuda.current_device()))
-    resident, mapped, pairs = [], [], []
-    for shape in ((128, 1536, 2048), (128, 2048, 768)):
-        packed, parts = random_packed(shape, "nf4", 0.02, "whole", device), []
-        for part in packed:
-            host = page_aligned(part.nbytes)
-            copies.pin(host)
-            host.copy_(part.view(-1).view(torch.uint8))
-            pairs.append((torch.empty(part.nbytes, dtype=torch.uint8, device=device), host))
-            parts.append(copies.mapped(host).view(part.dtype).view(part.shape))
-        resident.append(packed)
-        mapped.append(Quantized(*parts))
-    done = copies.event()
-
-    def compute(weights, x, routing):
-        gate_up, down = (PackedWeight(packed, "nf4", torch.bfloat16) for packed in weights)
-        return sonicmoe_hf.moe_experts(x, gate_up, down, routing)
-
-    def copy_and_compute(x, routing):
-        copies.copy(pairs, [], done)
-        copies.wait(done)
-        return compute(resident, x, routing)
-
-    for count in (1, 8, 12, 16, 64, 256):
-        x = torch.randn(count, 2048, dtype=torch.bfloat16, device=device)
-        weights, index = torch.rand(count, 128, device=device).softmax(-1).topk(8)
-        routing = (index, weights)
-        calls = {
-            "on the GPU": lambda x=x, routing=routing: compute(resident, x, routing),
-            "copied": lambda x=x, routing=routing: copy_and_compute(x, routing),
-            "over the bus": lambda x=x, routing=routing: compute(mapped, x, routing),
-        }
-        for name, call in calls.items():
-            ms, results = waited_times(call, 10, WARMUP)
-            if not torch.equal(results[0], calls["on the GPU"]()):
-                raise SystemExit(f"{name}: another result")
-            table.add("Qwen3 layer, NF4", f"{count} tokens", name, "", "eager", {"ms": ms})
-    copies.finish()
-    for _, host in pairs:
-        copies.unpin(host)
-
-
 def gpt_oss(table: Table, options) -> None:
     """A model whose experts are all in host memory from the start, with adapters of each kind until one fits."""
     if options.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.cap * GIB / total))
     began = time.perf_counter()
-    base = built(GPT_OSS, "mxfp4", options, experts_memory=0)
+    base = built(GPT_OSS, options, experts_memory=0)
     synchronize()
     shape, seconds = f"{base.config.num_hidden_layers} layers", time.perf_counter() - began
     host = sum(weight.nbytes for weight in base.parameters() if isinstance(weight, PackedWeight))
@@ -303,12 +197,12 @@ def gpt_oss(table: Table, options) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-PARTS = {part.__name__: part for part in (check, bandwidth, qwen3, few, layer, gpt_oss)}
+PARTS = {part.__name__: part for part in (bandwidth, qwen3, few, gpt_oss)}
 
 
 def main() -> None:
     parser = Command(__doc__, "streaming.csv", "--device cpu --tiny")
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="default: check, bandwidth and qwen3")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="default: bandwidth and qwen3")
     parser.add_argument("--cap", type=float, default=CAP_GIB, help="GiB of GPU memory for gpt_oss")
     parser.add_argument("--steps", type=int, default=5, help="timed, after the warm-up")
     parser.add_argument("--tokens", type=int, help="of a step of gpt_oss")
@@ -320,7 +214,7 @@ def main() -> None:
     if options.liger is None:
         options.liger = options.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
     table = Table(options.csv)
-    for name in options.part or ("check", "bandwidth", "qwen3"):
+    for name in options.part or ("bandwidth", "qwen3"):
         PARTS[name](table, options)
         table.write()
         release()
