@@ -9,15 +9,13 @@ importing the libraries takes; pages of mapped files count, they are reported on
 
 from __future__ import annotations
 
-import argparse
-import json
+import multiprocessing
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from benchmarks.common.command import Command
@@ -55,28 +53,33 @@ class PeakMemory:
         self.watcher.join()
 
 
-def make(folder: Path, layers: int, shard_size: str) -> None:
-    """A random checkpoint in the hub layout, through Transformers' own save_pretrained."""
+def make(config, folder: Path, shard_size: str) -> None:
+    """A random checkpoint in bf16 and the hub layout, through Transformers' own save_pretrained."""
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(num_hidden_layers=layers, **CONFIG), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=shard_size)
 
 
-def convert(src: str, dst: str, layout: str, shard_size: str) -> dict:
+def gigabytes(folder: Path) -> list[float]:
+    """Of each of a checkpoint's files."""
+    return [path.stat().st_size / 1e9 for path in folder.glob("*.safetensors")]
+
+
+def convert(src: Path, dst: Path, layout: str, shard_size: str) -> dict:
     """One conversion: seconds and peak memory in GB."""
     import sonicmoe_hf
 
     with PeakMemory() as watched:
         start = time.perf_counter()
-        done = sonicmoe_hf.convert_checkpoint(src, dst, layout, max_shard_size=shard_size)
+        sonicmoe_hf.convert_checkpoint(src, dst, layout, max_shard_size=shard_size)
         seconds = time.perf_counter() - start
-    return {"seconds": seconds, "gigabytes": done.nbytes / 1e9, **watched.peak}
+    return {"seconds": seconds, **watched.peak}
 
 
-def load(folder: str) -> dict:
+def load(folder: Path) -> dict:
     """from_pretrained on the CPU: seconds and peak memory in GB."""
     from transformers import AutoModelForCausalLM
 
@@ -85,9 +88,10 @@ def load(folder: str) -> dict:
     with PeakMemory() as watched:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        total = sum(float(parameter.detach().view(-1)[::2048].float().sum()) for parameter in model.parameters())
+        for parameter in model.parameters():  # files are mapped: this reads every page
+            parameter.detach().view(-1)[::2048].float().sum()
         seconds = time.perf_counter() - start
-    return {"seconds": seconds, "checksum": total, **watched.peak}
+    return {"seconds": seconds, **watched.peak}
 
 
 def forget(folder: Path) -> None:
@@ -99,29 +103,25 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def in_process(step: str, *arguments: str) -> dict:
-    """Run a step of this script in a process of its own."""
-    command = [sys.executable, "-m", __spec__.name, "--step", step, *arguments]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+def in_process(step, *arguments) -> dict:
+    """What a step returns in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(step, *arguments).result()
 
 
 def main() -> None:
     """Make, convert both ways, load; write the rows."""
+    from transformers import Qwen3MoeConfig
+
     parser = Command(__doc__, "checkpoints.csv", needs_gpu=False)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/checkpoints"))
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--shard-size", default="500MB")
-    parser.add_argument("--step", nargs="+", help=argparse.SUPPRESS)
-    arguments, rest = parser.parse_known_args()
-    if arguments.step:
-        step, *values = [*arguments.step, *rest]
-        print(json.dumps({"convert": convert, "load": load}[step](*values)))
-        return
+    arguments = parser.parse_args()
     shutil.rmtree(arguments.folder, ignore_errors=True)
     hub, native, back = (arguments.folder / name for name in ("hub", "native", "back"))
-    make(hub, arguments.layers, arguments.shard_size)
-    size = sum(path.stat().st_size for path in hub.glob("*.safetensors")) / 1e9
-    common = {"checkpoint_gb": f"{size:.2f}", "shard_size": arguments.shard_size}
+    make(Qwen3MoeConfig(num_hidden_layers=arguments.layers, **CONFIG), hub, arguments.shard_size)
+    common = {"checkpoint_gb": f"{sum(gigabytes(hub)):.2f}", "shard_size": arguments.shard_size}
     table = Rows(arguments.csv, gpu=False)
 
     def add(what: str, figures: dict) -> None:
@@ -131,12 +131,12 @@ def main() -> None:
 
     for layout, src, dst, kind in (("hub -> native", hub, native, "native"), ("native -> hub", native, back, "hub")):
         forget(src)
-        add(f"convert {layout}", in_process("convert", str(src), str(dst), kind, arguments.shard_size))
+        add(f"convert {layout}", in_process(convert, src, dst, kind, arguments.shard_size))
     for layout, folder in (("hub", hub), ("native", native)):
         for cache in ("cold", "warm", "warm"):
             if cache == "cold":
                 forget(folder)
-            add(f"load {layout}, {cache} page cache", in_process("load", str(folder)))
+            add(f"load {layout}, {cache} page cache", in_process(load, folder))
     table.write()
     shutil.rmtree(arguments.folder)
 
