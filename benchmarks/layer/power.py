@@ -11,17 +11,20 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
+from functools import partial
 
 import torch
 
 from benchmarks.common.command import Command
 from benchmarks.common.shapes import Shape, add_shapes, chosen_shapes, problem
 from benchmarks.common.table import Rows
-from sonicmoe_hf.kernels.interface import Activation
+from benchmarks.sweep.candidates import products
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.dispatch import dispatch
 
 SECONDS = 1.0
+GEMMS = {name: name for name in ("up", "down", "down_backward", "up_backward_input")}
+GEMMS |= {"dW1": "gate_up_gradient", "dW2": "down_gradient"}
 QUERY = ("power.draw.instant", "clocks.sm", "clocks_event_reasons.sw_power_cap", "clocks_event_reasons.hw_slowdown",
          "clocks_event_reasons.sw_thermal_slowdown", "enforced.power.limit", "clocks.max.sm")  # fmt: skip
 FIELDS = ("shape", "kernel", "microseconds", "watts", "clock_MHz", "power_cap", "hw_slowdown", "thermal_slowdown",
@@ -30,22 +33,10 @@ FIELDS = ("shape", "kernel", "microseconds", "watts", "clock_MHz", "power_cap", 
 
 def kernels_of(shape: Shape) -> dict:
     """The six GEMMs of a layer as calls without arguments."""
-    hopper, swiglu = backends.load("hopper"), Activation()
-    x, gate_up, down, index, weights, dout = problem(shape)
-    rows = dispatch(index, shape.T, shape.E, backend="hopper")
-    weight_P = weights.detach().float().reshape(-1)
-    x, gate_up, down = x.detach(), gate_up.detach(), down.detach()
-    h, a = hopper.up(x, gate_up, None, rows, swiglu, False, want_h=True, want_a=True)
-    wanted = {"want_dh": True, "want_a": True, "want_dw": True}
-    dh, weighted, _ = hopper.down_backward(dout, down, None, h, weight_P, rows, swiglu, False, **wanted)
-    return {
-        "up": lambda: hopper.up(x, gate_up, None, rows, swiglu, False, want_h=True, want_a=True),
-        "down": lambda: hopper.down(a, down, None, rows),
-        "down_backward": lambda: hopper.down_backward(dout, down, None, h, weight_P, rows, swiglu, False, **wanted),
-        "up_backward_input": lambda: hopper.up_backward_input(dh, gate_up, rows),
-        "dW1": lambda: hopper.gate_up_gradient(dh, x, rows, gate_up),
-        "dW2": lambda: hopper.down_gradient(dout, weighted, rows, down),
-    }
+    hopper, inputs = backends.load("hopper"), problem(shape)
+    rows = dispatch(inputs[3], shape.T, shape.E, backend="hopper")
+    calls = products(shape, inputs, rows)
+    return {kernel: partial(calls[name][1], hopper) for kernel, name in GEMMS.items()}
 
 
 def sampled(call) -> tuple[float, list[list[str]]]:
