@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,10 +88,18 @@ def waited_times(call, count: int, warmup: int) -> tuple[list[float], list]:
     return times[warmup:], results
 
 
-def interleaved_times(calls: dict, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """name -> (device milliseconds, host milliseconds) of each round. Every round runs every call once, in an order of
-    its own, since the clock that a GPU at its power cap gives a call depends on what ran before."""
-    times, order, generator = {name: ([], []) for name in calls}, list(calls), random.Random(0)
+class Times(NamedTuple):
+    """Milliseconds of a call in each round: on the device, until the host had issued it, and until it was done."""
+
+    on_device: list[float]
+    issued: list[float]
+    waited: list[float]
+
+
+def interleaved_times(calls: dict, rounds: int) -> dict[Any, Times]:
+    """Every round runs every call once, in an order of its own, since the clock that a GPU at its power cap gives a call
+    depends on what ran before."""
+    times, order, generator = {name: Times([], [], []) for name in calls}, list(calls), random.Random(0)
     for call in calls.values():
         call()
     for _ in range(rounds):
@@ -102,6 +111,8 @@ def interleaved_times(calls: dict, rounds: int) -> dict[str, tuple[list[float], 
             clock.note()
             calls[name]()
             clock.note()
-            times[name][1].append(1e3 * (time.perf_counter() - began))
-            times[name][0].extend(clock.milliseconds())
+            times[name].issued.append(1e3 * (time.perf_counter() - began))
+            synchronize()
+            times[name].waited.append(1e3 * (time.perf_counter() - began))
+            times[name].on_device.extend(clock.milliseconds())
     return times

@@ -150,7 +150,7 @@ def add_times(table, config, shape, mode, calls, rounds):
     alone = "graph" if mode == "forward" or shape.E * shape.I * shape.H < MAX_CAPTURED else "eager"
     if alone == "graph":
         calls = {name: graph_of(call) for name, call in calls.items()}
-    one_at_a_time = {name: on_device for name, (on_device, _) in interleaved_times(calls, rounds).items()}
+    one_at_a_time = {name: on_device for name, (on_device, *_) in interleaved_times(calls, rounds).items()}
     for launch, times in (("hot", hot_times(calls, 3)), (alone, one_at_a_time)):
         for name, ms in times.items():
             rates = [flop / 1e9 / each for each in ms]

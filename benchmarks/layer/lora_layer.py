@@ -87,7 +87,7 @@ def measure(table, config, shape, options):
         errors = {f"error_{tensor}": error for tensor, error in relative_errors(step, inputs).items()}
         add(name, "eager", errors | (memory(step) if on_gpu else {}))
     for launch, calls in (("eager", steps), ("graph", captured(steps) if on_gpu else {})):
-        times = {name: on_device for name, (on_device, _) in interleaved_times(calls, options.rounds).items()}
+        times = {name: on_device for name, (on_device, *_) in interleaved_times(calls, options.rounds).items()}
         for name, ms in times.items():
             ratios = [value / frozen for value, frozen in zip(ms, times.get(FROZEN, ()))]
             add(name, launch, {"ms": ms} | ({"ratio_to_frozen": ratios} if ratios else {}))

@@ -88,7 +88,7 @@ def measure(table: Table, config: str, shape: Shape, names, rounds: int, device:
         is_large = shape in LARGE.values()
         graphs = captured(steps) if on_gpu and not is_large else {}
         for launch, calls in (("eager", steps), ("graph", graphs)):
-            for name, (on_device, host) in interleaved_times(calls, rounds).items():
+            for name, (on_device, host, _) in interleaved_times(calls, rounds).items():
                 table.add(config, shape, name, mode, launch, {"ms": on_device, "host_ms": host})
         for name, layer in layers.items():
             # the bound's buffers serve one layer at a time, and a stack of large layers does not fit

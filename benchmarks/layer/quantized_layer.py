@@ -98,7 +98,7 @@ def check(shape, options, add):
 def measured(calls, calls_each, options):
     """name -> microseconds of one of the `calls_each` calls that each makes, by CUDA graph where there is a GPU."""
     times = interleaved_times(captured(calls) if options.device == "cuda" else calls, options.rounds)
-    return {name: [1e3 * ms / calls_each for ms in on_device] for name, (on_device, _) in times.items()}
+    return {name: [1e3 * ms / calls_each for ms in on_device] for name, (on_device, *_) in times.items()}
 
 
 def dequantize_bandwidth(shape, options, add):

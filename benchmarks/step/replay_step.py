@@ -11,24 +11,23 @@ steps each in every round, and every round compares them with its own plain step
     replaying         the step inside replay_routing, with what was recorded of the model before the first round
     a host's tensor   the same from an int64 tensor [layers, tokens, K] in the host's memory, as a server's answer is
 
-The CSV has milliseconds a step (GPU: between events around a step, the median of a round; wall: by the host's clock
-around a round's steps, which it waits for), and their ratio to plain's of the same round.
+The CSV has milliseconds a step (GPU: between events around a round's steps; wall: by the host's clock around them, which
+it waits for), and their ratio to plain's of the same round.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
+import functools
 
 import torch
 
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
-from benchmarks.common.timing import Clock, synchronize
-from benchmarks.step import models
-from benchmarks.step.training import WARMUP, one_step, optimizer_of, sequences
+from benchmarks.common.timing import interleaved_times
+from benchmarks.step.run import Run, bare, trained
+from benchmarks.step.training import one_step, optimizer_of, sequences
 from sonicmoe_hf.patching.support import find_layers
 
 MODEL = "Qwen3-30B-A3B"
@@ -62,40 +61,28 @@ def check(model, tokens: torch.Tensor) -> None:
     print("replay: the same bits from the same model, and all experts as given", flush=True)
 
 
-def timed(model, optimizer, tokens: torch.Tensor, context, steps: int) -> tuple[float, float]:
-    """Median GPU milliseconds of a step, and the mean by the host's clock, of steps inside `context()`."""
-    synchronize()
-    clock, began = Clock(1 + steps), time.perf_counter()
-    clock.note()
-    for _ in range(steps):
-        with context():
-            one_step(model, optimizer, tokens, autocast=False)
-        clock.note()
-    synchronize()
-    wall = 1e3 * (time.perf_counter() - began) / steps
-    return statistics.median(clock.milliseconds()), wall
-
-
-def measure(model, tokens: torch.Tensor, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """case -> (GPU, wall) milliseconds of each round. Every round begins with another case."""
+def measure(model, tokens: torch.Tensor, rounds: int, steps: int) -> dict[str, tuple[list[float], list[float]]]:
+    """case -> (GPU, wall) milliseconds a step of each round."""
     optimizer = optimizer_of(model)
     routing, _ = record_of(model, tokens)
     given = routing.tensors()[0].long().cpu()
-    cases = {
+    contexts = {
         "plain": contextlib.nullcontext,
         "recording": lambda: sonicmoe_hf.record_routing(model),
         "replaying": lambda: sonicmoe_hf.replay_routing(model, routing),
         "a host's tensor": lambda: sonicmoe_hf.replay_routing(model, given),
     }
-    for context in cases.values():
-        timed(model, optimizer, tokens, context, WARMUP)
-    found: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
-    order = list(cases)
-    for _ in range(rounds):
-        for case in order:
-            found[case].append(timed(model, optimizer, tokens, cases[case], steps))
-        order = order[1:] + order[:1]
-    return found
+
+    def several(context):
+        for _ in range(steps):
+            with context():
+                one_step(model, optimizer, tokens, autocast=False)
+
+    calls = {case: functools.partial(several, context) for case, context in contexts.items()}
+    times = interleaved_times(calls, rounds)
+    return {
+        case: tuple([ms / steps for ms in each] for each in (of.on_device, of.waited)) for case, of in times.items()
+    }
 
 
 def main(arguments=None) -> None:
@@ -107,20 +94,21 @@ def main(arguments=None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     options = parser.parse_args(arguments)
     options.liger, options.spread_load = not options.tiny, True
-    model = models.build(MODEL, options.layers, options)
+    run = Run(MODEL, options.layers, options.tokens, "full")
+    model = bare(run, options)
     for layer in find_layers(model) if options.tiny else ():
         layer.router.top_k = 2  # the tiny models' tokens take all experts, which leaves no other choice
-    sonicmoe_hf.patch_model(model)
+    model = trained(model, run)
     tokens = sequences(options.tokens, model.config.vocab_size, options.device)
     check(model, tokens)
-    found = measure(model.requires_grad_(True), tokens, options.rounds, options.steps)
+    found = measure(model, tokens, options.rounds, options.steps)
     table = Table(options.csv, ("shape", "case", "metric"), RANGE | {"rounds": len})
     shape = f"{len(list(find_layers(model)))} layers, {options.tokens} tokens"
     for case, rounds in found.items():
         metrics = {}
-        for clock, values, plain in zip(("GPU", "wall"), zip(*rounds), zip(*found["plain"])):
+        for clock, values, plain in zip(("GPU", "wall"), rounds, found["plain"]):
             ratios = [value / base for value, base in zip(values, plain)]
-            metrics |= {f"{clock} ms": list(values), f"{clock}, over plain": ratios}
+            metrics |= {f"{clock} ms": values, f"{clock}, over plain": ratios}
         table.add(shape, case, metrics)
     table.write()
 

@@ -24,22 +24,13 @@ import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release, synchronize, waited_times
-from benchmarks.step.models import MODELS, build
-from benchmarks.step.training import (
-    GIB,
-    WARMUP,
-    WHOLE_ATTENTION,
-    adapted,
-    learned,
-    one_step,
-    optimizer_of,
-    sequences,
-)
+from benchmarks.step.models import MODELS
+from benchmarks.step.run import Run, bare, trained
+from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, learned, one_step, optimizer_of, sequences
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.streaming.copies import copies_to, page_aligned
 
 QWEN3, GPT_OSS = "Qwen3-30B-A3B", "gpt-oss-120b"
-RANK = 8
 FEW = (1, 8, 12, 16, 64)  # tokens; kernels read those of up to 12 over the bus
 GENERATED = 16
 CAP_GIB = 24
@@ -48,21 +39,11 @@ EVERYTHING = 2**50
 SETTINGS = {"all on the GPU": EVERYTHING, "4 GiB on the GPU": "4GiB", "none on the GPU": 0}  # experts_memory
 
 
-def built(name: str, options, experts_memory=None):
-    """A frozen model with random packed experts, on the device and in host memory as experts_memory says."""
+def run_of(name: str, options) -> Run:
+    """Of a model with packed experts and all its layers."""
     layers = TINY_LAYERS if options.tiny else MODELS[name].layers
-    attention = "torch_sinks" if name == GPT_OSS and options.device == "cuda" else None
-    packed = {"experts": MODELS[name].packed, "experts_memory": experts_memory}
-    model = build(name, layers, options, attention=attention, packed=packed)
-    sonicmoe_hf.patch_model(model)
-    return model.requires_grad_(False)
-
-
-def prepared(model, trained: str = "LoRA"):
-    """The model with adapters and checkpointing."""
-    model = adapted(model, trained, RANK, WHOLE_ATTENTION)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    run = Run(name, layers, 0, "LoRA", experts=MODELS[name].packed, checkpointing=True)
+    return run._replace(rank=8, targets=WHOLE_ATTENTION)
 
 
 def tokens_of(model, count: int, device) -> torch.Tensor:
@@ -159,8 +140,9 @@ def generated(model, tokens):
 
 def train_qwen3(table: Table, options, count: int, names):
     """Rows of steps with each of these settings; the model and its optimiser."""
-    base = built(QWEN3, options)
-    model = prepared(base)
+    run = run_of(QWEN3, options)
+    base = bare(run, options)
+    model = trained(base, run)
     tokens = tokens_of(model, 64 if options.tiny else count, options.device)
     optimizer = optimizer_of(model)
     for name in names:
@@ -174,16 +156,18 @@ def gpt_oss(table: Table, options) -> None:
     if options.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.cap * GIB / total))
-    began = time.perf_counter()
-    base = built(GPT_OSS, options, experts_memory=0)
+    began, run = time.perf_counter(), run_of(GPT_OSS, options)
+    if options.device == "cuda":
+        run = run._replace(attention="torch_sinks")
+    base = bare(run, options, experts_memory=0)
     synchronize()
     shape, seconds = f"{base.config.num_hidden_layers} layers", time.perf_counter() - began
     host = sum(weight.nbytes for weight in base.parameters() if isinstance(weight, PackedWeight))
     table.add(GPT_OSS, shape, "built", "", "eager", {"s": seconds})
     table.add(GPT_OSS, shape, "experts in host memory", "", "eager", {"GiB": host / GIB})
     count = options.tokens or 2048
-    for contender, trained in (("LoRA on experts and attention", "LoRA"), ("LoRA on attention", "frozen")):
-        model = prepared(base, trained)
+    for contender, mode in (("LoRA on experts and attention", "LoRA"), ("LoRA on attention", "frozen")):
+        model = trained(base, run._replace(mode=mode))
         tokens = tokens_of(model, 64 if options.tiny else count, options.device)
         try:
             add_steps(table, GPT_OSS, contender, model, optimizer_of(model), tokens, min(3, options.steps))

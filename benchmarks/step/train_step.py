@@ -19,40 +19,26 @@ Running out of memory is a result. --profile writes what each part of a step tak
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
-import sonicmoe_hf
 from benchmarks.common.command import RESULTS, Command
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release
-from benchmarks.step import checking, models
+from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.training import WARMUP, Measured, adapted, record, sequences, timed_steps, varying
+from benchmarks.step.run import Run, built, check
+from benchmarks.step.training import WARMUP, Measured, record, sequences, timed_steps, varying
 from sonicmoe_hf.kernels.quantized import FORMATS
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
 ATTENTION = ("eager", "torch_sinks", "flex_attention", "sdpa")
 DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
-
-
-class Run(NamedTuple):
-    """One measurement. tokens: a step and GPU; mode: what is trained; contender: who computes the experts; attention: its
-    implementation, None for the model's own."""
-
-    model: str
-    layers: int
-    tokens: int
-    mode: str
-    contender: str
-    attention: str | None = None
 
 
 def runs_of(options) -> list[Run]:
@@ -64,7 +50,10 @@ def runs_of(options) -> list[Run]:
         model = MODELS[name]
         own = model.trained_layers if mode == "full" else model.layers
         layers = own if options.layers is None else options.layers or model.layers
-        found.append(Run(name, layers, options.tokens or model.tokens, mode, contender, attention))
+        run = Run(name, layers, options.tokens or model.tokens, mode, contender, attention)
+        packed = options.packed or model.packed if mode == "QLoRA" else None
+        weights = torch.float32 if options.weights == "fp32" else torch.bfloat16
+        found.append(run._replace(experts=packed, weights=weights, checkpointing=options.checkpointing))
     return found
 
 
@@ -88,36 +77,9 @@ def settings(run: Run, options, world: int) -> str:
     return ", ".join(chosen) or "plain"
 
 
-def bare(run: Run, options):
-    """The model of `run` before it is patched and adapted."""
-    contender = CONTENDERS[run.contender]
-    return models.build(
-        run.model,
-        run.layers,
-        options,
-        dtype=torch.float32 if options.weights == "fp32" else torch.bfloat16,
-        implementation="grouped_mm" if contender.implementation == "ours" else contender.implementation,
-        packed={"experts": options.packed or MODELS[run.model].packed} if run.mode == "QLoRA" else None,
-    )
-
-
-def trained(model, run: Run, routing=None, compute=None):
-    """A bare model as `run` trains it."""
-    if run.attention is not None:
-        model.set_attn_implementation(run.attention)
-    if CONTENDERS[run.contender].implementation == "ours":
-        sonicmoe_hf.patch_model(model, routing, experts_compute=compute)
-    return adapted(model, run.mode)
-
-
 def prepared(run: Run, options):
-    """The model as `run` trains it. Raises Unavailable."""
-    models.check_available(run.contender)
-    if run.mode == "QLoRA" and CONTENDERS[run.contender].implementation != "ours":
-        raise Unavailable(f"{run.contender} has no packed experts")
-    model = trained(bare(run, options), run, CONTENDERS[run.contender].routing, CONTENDERS[run.contender].compute)
-    if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    """The model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
+    model = built(run, options)
     if options.fsdp:
         models.shard(model, next(model.parameters()).dtype)
     if options.compile == "model":
@@ -127,18 +89,6 @@ def prepared(run: Run, options):
             if "DecoderLayer" in type(module).__name__:
                 module.compile()
     return model
-
-
-def check(runs: list[Run], options) -> None:
-    """Gradients of runs of one model and mode; of peers' kernels none, which tune for minutes at each new shape."""
-    tiny = argparse.Namespace(**vars(options) | {"tiny": True, "liger": False, "spread_load": False})
-    others = {}
-    for run in runs:
-        implementation = CONTENDERS[run.contender].implementation
-        if implementation == "ours" or (implementation == "grouped_mm" and run.mode != "QLoRA"):
-            others[f"{implementation}, {run.attention or 'its own'} attention"] = functools.partial(trained, run=run)
-    run = runs[0]._replace(layers=checking.LAYERS, contender=OURS)
-    checking.check(bare(run, tiny), lambda model: adapted(model, run.mode), others, computes_in_autocast(run, options))
 
 
 def computes_in_autocast(run: Run, options) -> bool:
@@ -171,7 +121,7 @@ def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
 def measure(table: Table, runs: list[Run], options, world: int) -> None:
     """The rows of runs that take turns: each round trains every one of them anew, and begins with another."""
     if not options.fsdp:
-        check(runs, options)
+        check(runs, options, computes_in_autocast(runs[0], options))
     found: dict[Run, list[Measured] | Exception] = {run: [] for run in runs}
     for number in range(options.rounds):
         first = number % len(runs)

@@ -9,7 +9,7 @@ import pytest
 import torch.nn.functional as F
 
 from benchmarks import charts
-from benchmarks.step import step_parts, train_step
+from benchmarks.step import run, step_parts, train_step
 
 matplotlib.use("Agg")
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
@@ -105,13 +105,13 @@ def test_a_package_that_is_here_is_named_in_place_of_torch(monkeypatch):
 
 
 def test_a_wrong_gradient_stops_the_benchmark_before_it_times(tmp_path, monkeypatch):
-    patch_model = train_step.sonicmoe_hf.patch_model
+    patch_model = run.sonicmoe_hf.patch_model
 
     def wrong(model, routing, **options):
         model.model.layers[0].mlp.experts.down_proj.data.mul_(2)
         return patch_model(model, routing, **options)
 
-    monkeypatch.setattr(train_step.sonicmoe_hf, "patch_model", wrong)
+    monkeypatch.setattr(run.sonicmoe_hf, "patch_model", wrong)
     with pytest.raises(SystemExit, match="ours, its own attention computes another gradient of"):
         measured(tmp_path / "a.csv", "--contender", "sonicmoe-hf")
     assert not (tmp_path / "a.csv").exists()
