@@ -1,18 +1,15 @@
-"""One MoE layer with packed experts (NF4, MXFP4, FP8, NVFP4) beside one in bf16: errors, the bandwidth of the
-dequantizing kernel, times.
+"""One MoE layer with packed experts (NF4, MXFP4, FP8, NVFP4) beside one in bf16: times, and errors of training.
 
-    python -m benchmarks.layer.quantized_layer [--part check|dequantize|generate|train ...] [--shape T,H,I,E,K ...]
+    python -m benchmarks.layer.quantized_layer [--part generate|train ...] [--shape T,H,I,E,K ...]
 
-check: errors of forward against fp32 on the dequantized weights.
-dequantize: bytes read and written per second, every expert having rows. generate: forward without gradients at few
-tokens, by CUDA graph of a stack of layers, whose weights no cache holds; "expanded": the same with packed weights
-expanded first. train: errors, and forward and backward, of a LoRA layer as in lora_layer.py. bf16, SwiGLU, random
-routing. Writes quantized_layer.csv. --device cpu checks the script on small shapes; its times mean nothing.
+generate: forward without gradients at few tokens, by CUDA graph of a stack of layers, whose weights no cache holds;
+"expanded": the same with packed weights expanded first. train: errors, and forward and backward, of a LoRA layer as in
+lora_layer.py. bf16, SwiGLU, random routing. Writes quantized_layer.csv. --device cpu checks the script on small shapes;
+its times mean nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from unittest import mock
 
@@ -21,14 +18,13 @@ import torch
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import EAGER, available
 from benchmarks.common.measuring import memory, relative_errors
-from benchmarks.common.shapes import SHAPES, Shape, activated, add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import SHAPES, Shape, add_shapes, chosen_shapes, problem
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
 from benchmarks.layer.lora_contenders import through_peft
 from benchmarks.layer.lora_layer import step_of
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.checkpoints.comparing import relative_error
-from sonicmoe_hf.kernels.quantized import FORMATS, quantize
+from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
@@ -62,68 +58,10 @@ def random_tokens(shape: Shape, device):
     return x, expert, (weight / weight.sum(-1, keepdim=True)).bfloat16()
 
 
-def forward_error(out, x, expert, weight, dense):
-    """Of a layer's output against fp32 on the dense weights, relative to its norm."""
-    expected = torch.zeros_like(out, dtype=torch.float32)
-    for e in range(len(dense[0])):
-        token, place = (expert == e).nonzero(as_tuple=True)
-        y = activated(x[token].float() @ dense[0][e].float().T, "swiglu") @ dense[1][e].float().T
-        expected.index_add_(0, token, weight[token, place].float()[:, None] * y)
-    return relative_error(out, expected)
-
-
-def check(shape, options, add):
-    """Errors of forward at few tokens, packed beside bf16 on the same values, of which bf16 has the nearest."""
-    weights = problem(shape._replace(T=1), torch.bfloat16, options.device)[1:3]
-    for name in formats_of(shape):
-        packed = packed_pair(weights, name)
-        dense, exact = ([weight.dequantize(dtype) for weight in packed] for dtype in (torch.bfloat16, torch.float32))
-        for tokens in options.tokens:
-            x, expert, weight = random_tokens(shape._replace(T=tokens), options.device)
-            errors = {}
-            for backend in options.backends:
-                for label, operands, how in (
-                    (name, packed, contextlib.nullcontext()),
-                    (f"{name}, expanded", packed, never_read_packed()),
-                    ("bf16", dense, contextlib.nullcontext()),
-                ):
-                    with torch.no_grad(), how:
-                        out = moe_experts(x, *operands, (expert, weight), backend=backend)
-                    errors[f"{backend} {label}"] = forward_error(out, x, expert, weight, exact)
-            for label, error in errors.items():
-                add(label, f"forward, {tokens} tokens", "eager", {"error_out": error})
-            assert max(errors.values()) < 1.2 * min(errors.values()) + 2**-10, "errors differ"
-
-
 def measured(calls, calls_each, options):
     """name -> microseconds of one of the `calls_each` calls that each makes, by CUDA graph where there is a GPU."""
     times = interleaved_times(captured(calls) if options.device == "cuda" else calls, options.rounds)
     return {name: [1e3 * ms / calls_each for ms in on_device] for name, (on_device, *_) in times.items()}
-
-
-def dequantize_bandwidth(shape, options, add):
-    """Of the dequantizing kernel, beside a copy."""
-    kernels = backends.load("eager" if options.device == "cpu" else "triton")
-    expert = torch.arange(shape.E, device=options.device).view(1, shape.E)
-    rows = kernels.dispatch(expert, None, 1, shape.E, False)
-    for which, size in (("gate_up", (shape.E, 2 * shape.I, shape.H)), ("down", (shape.E, shape.H, shape.I))):
-        for name in FORMATS:
-            if size[2] % FORMATS[name]:
-                continue
-            weight = torch.randn(size, device=options.device, dtype=torch.bfloat16)
-            packed, copied = quantize(weight, name), torch.empty_like(weight)
-            kernel, copy = f"dequantize {name}", "copy of bf16"
-            calls = {
-                kernel: lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows),
-                copy: lambda source=weight, target=copied: target.copy_(source),
-            }
-            read = sum(part.nbytes for part in packed if part is not None)
-            moved = {kernel: read + weight.nbytes, copy: 2 * weight.nbytes}
-            for label, us in measured(calls, 1, options).items():
-                rates = [moved[label] / value * 1e6 for value in us]
-                add(label, which, "graph", {"us": us, "bytes_per_second": rates})
-            del weight, packed, copied, calls
-            release()
 
 
 def generate(shape, options, add):
@@ -194,7 +132,7 @@ def train_on(shape, prefix: str, options, add):
             add(prefix + name, mode, "eager", memory(step))
 
 
-PARTS = {"check": check, "dequantize": dequantize_bandwidth, "generate": generate, "train": train}
+PARTS = {"generate": generate, "train": train}
 
 
 def main():
@@ -202,7 +140,7 @@ def main():
     parser = Command(__doc__, "quantized_layer.csv", small)
     add_shapes(parser)
     parser.add_argument("--part", action="append", choices=list(PARTS))
-    parser.add_argument("--tokens", action="append", type=int, help=f"of generate and check; default {GENERATED}")
+    parser.add_argument("--tokens", action="append", type=int, help=f"of generate; default {GENERATED}")
     parser.add_argument("--trained-tokens", action="append", type=int, help="of train; default 16384 and 2048")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
