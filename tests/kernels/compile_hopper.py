@@ -1,17 +1,19 @@
-"""Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|waits N" a line; needs no GPU.
+"""Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|waits N|code N" a line; needs no GPU.
 
     python compile_hopper.py          REPRESENTATIVE: every class of kernel, storage order and kind of tile
     python compile_hopper.py --all    every entry of the table in kernels/hopper/config.py, every other option once
 
 stack: bytes of it. local: loads and stores of spilled registers. wgmma: how many there are. waits: how often groups of
-them are waited for; as often as there are wgmmas where ptxas has serialised them. Run with CUTE_DSL_KEEP=cubin
-CUTE_DSL_NO_CACHE=1 CUTE_DSL_DUMP_DIR=(an empty folder).
+them are waited for; as often as there are wgmmas where ptxas has serialised them. code: a checksum of the instructions,
+the same in two trees where their machine code is. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_NO_CACHE=1 CUTE_DSL_DUMP_DIR=(an
+empty folder).
 """
 
 import os
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -169,8 +171,11 @@ def main(names):
         local, wgmma, waits = (
             len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "[HQ]GMMA", r"WARPGROUP\.DEPBAR")
         )
+        # without addresses and encodings
+        instructions = (re.sub(r"/\*.*?\*/", "", line).strip() for line in sass.splitlines())
+        code = zlib.crc32("\n".join(line for line in instructions if line.endswith(";")).encode())
         cubin.unlink()
-        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}", flush=True)
+        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}|code {code}", flush=True)
 
 
 if __name__ == "__main__":
