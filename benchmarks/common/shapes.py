@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -55,25 +56,19 @@ LARGE = {  # DeepSeek-V3's layer: left out unless asked for
 UNGATED = {"Nemotron-3-Nano-30B-A3B": UngatedShape(16384, 2688, 1856, 128, 6)}  # likewise
 
 
-def add_shapes(parser) -> None:
-    """The option by which shapes are chosen."""
-    parser.add_argument(
-        "--shape", action="append", help="T,H,I,E,K[,relu2] or a name of shapes.py; may be given several times"
-    )
-
-
 def shape_of(text: str) -> Shape:
     """The shape that `text` is the str of."""
     kind = UngatedShape if text.endswith(f",{UngatedShape.activation}") else Shape
     return kind(*map(int, text.removesuffix(f",{UngatedShape.activation}").split(",")))
 
 
-def chosen_shapes(options, ungated: bool = False) -> dict[str, Shape]:
-    """name -> shape of those asked for, or the general ones. Raises SystemExit for ungated ones unless `ungated`."""
+def chosen_shapes(texts: Iterable[str], ungated: bool) -> dict[str, Shape]:
+    """name -> shape of names and shapes as text; a shape without a name is its own. Raises SystemExit for ungated ones
+    unless `ungated`."""
     known = SHAPES | LARGE | UNGATED
     names = {str(shape): name for name, shape in known.items()}
     chosen = {}
-    for text in options.shape or SHAPES:
+    for text in texts:
         shape = known.get(text) or shape_of(text)
         if isinstance(shape, UngatedShape) and not ungated:
             raise SystemExit(f"--shape {text}: this benchmark's layers have a gate; moe_layer.py takes this shape")

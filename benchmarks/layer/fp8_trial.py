@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.command import Command
-from benchmarks.common.shapes import LARGE, SHAPES, shape_of
+from benchmarks.common.shapes import shape_of  # noqa: F401 - for its tests
 from benchmarks.common.table import Table
 from benchmarks.common.timing import Clock, graph_of, interleaved_times, release, waited_times
 from sonicmoe_hf import PackedWeight
@@ -26,7 +26,6 @@ from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
 BF16 = torch.bfloat16
 SWIGLU = Activation()
-TIMED = (SHAPES["Qwen3-30B-A3B"], LARGE["DeepSeek-V3"])
 RANK = 16
 HOT_SECONDS = 0.1
 MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several graphs would not fit
@@ -158,14 +157,12 @@ def add_times(table, config, shape, mode, calls, rounds):
 
 
 def main():
-    parser = Command(__doc__, "fp8_trial.csv")
-    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
+    parser = Command(__doc__, "fp8_trial.csv", shapes=("Qwen3-30B-A3B", "DeepSeek-V3"))
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    names = {str(shape): name for name, shape in (SHAPES | LARGE).items()}
     table = Table(options.csv)
-    for shape in [shape_of(text) for text in options.shape or ()] or TIMED:
-        measure(table, names.get(str(shape), str(shape)), shape, options.rounds)
+    for config, shape in options.shapes.items():
+        measure(table, config, shape, options.rounds)
         table.write()
         release()
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import CONTENDERS, available
 from benchmarks.common.measuring import relative_errors
-from benchmarks.common.shapes import Shape, add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import SHAPES, Shape, problem
 from benchmarks.common.table import Table
 from benchmarks.layer.moe_layer import step_of
 
@@ -85,13 +85,12 @@ def measure(table: Table, config: str, shape: Shape, contenders, rounds: int) ->
 
 
 def main():
-    parser = Command(__doc__, "layer_kernels.csv")
-    add_shapes(parser)
-    parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
+    parser = Command(__doc__, "layer_kernels.csv", shapes=SHAPES)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
     options = parser.parse_args()
     table = Table(options.csv)
-    for config, shape in chosen_shapes(options).items():
+    for config, shape in options.shapes.items():
         measure(table, config, shape, options.contender or list(PRODUCTS), options.rounds)
         table.write()
 

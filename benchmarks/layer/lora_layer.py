@@ -18,7 +18,7 @@ import torch
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.measuring import Step, first_step, memory, relative_errors
-from benchmarks.common.shapes import add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import SHAPES, problem
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
 from benchmarks.layer.lora_contenders import AXOLOTL, PEERS, UPSTREAM, Experts, experts_module, through_peft
@@ -94,14 +94,13 @@ def measure(table, config, shape, options):
 
 
 def main():
-    parser = Command(__doc__, "lora_layer.csv", "--device cpu --shape 64,32,16,8,2")
-    add_shapes(parser)
+    parser = Command(__doc__, "lora_layer.csv", "--device cpu --shape 64,32,16,8,2", shapes=SHAPES)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rank", action="append", type=int, help="of ours; default 8, 16 and 64")
     parser.add_argument("--peer-rank", type=int, default=16)
     parser.add_argument("--contender", action="append", choices=list(PEERS), help="beside ours")
     parser.add_argument("--upstream", action="store_true", help="also PEFT over Transformers' sonicmoe")
     parser.add_argument("--axolotl", action="store_true", help="also Axolotl's ScatterMoE LoRA")
-    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     options.rank = options.rank or [8, 16, 64]
     tuned = {UPSTREAM: options.upstream, AXOLOTL: options.axolotl}
@@ -109,7 +108,7 @@ def main():
     backend = backends.choose(torch.device(options.device), torch.bfloat16)
     print(f"{OURS}: {backend.name} backend", flush=True)
     table = Table(options.csv)
-    for config, shape in chosen_shapes(options).items():
+    for config, shape in options.shapes.items():
         measure(table, config, shape, options)
         table.write()
         release()

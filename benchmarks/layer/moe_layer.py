@@ -20,7 +20,7 @@ import torch
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, available
 from benchmarks.common.measuring import Step, first_step, memory, relative_errors
-from benchmarks.common.shapes import LARGE, Shape, add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import LARGE, SHAPES, Shape, problem
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
 
@@ -100,16 +100,15 @@ def measure(table: Table, config: str, shape: Shape, names, rounds: int, device:
 
 
 def main():
-    parser = Command(__doc__, "moe_layer.csv", "--device cpu --shape 64,32,16,8,2")
-    add_shapes(parser)
+    parser = Command(__doc__, "moe_layer.csv", "--device cpu --shape 64,32,16,8,2", shapes=SHAPES, ungated=True)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
     parser.add_argument("--upstream", action="store_true", help="also Transformers' sonicmoe, which tunes for minutes")
-    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     on_gpu = [n for n in CONTENDERS if n != EAGER and (options.upstream or "Transformers" not in n)]
     names = options.contender or (on_gpu if options.device == "cuda" else ON_CPU)
     table = Table(options.csv)
-    for config, shape in chosen_shapes(options, ungated=True).items():
+    for config, shape in options.shapes.items():
         measure(table, config, shape, names, options.rounds, options.device)
         table.write()
 

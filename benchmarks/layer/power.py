@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from benchmarks.common.command import Command
-from benchmarks.common.shapes import Shape, add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import SHAPES, Shape, problem
 from benchmarks.common.table import Rows
 from benchmarks.sweep.candidates import products
 from sonicmoe_hf.layer import backends
@@ -66,11 +66,10 @@ def sampled(call) -> tuple[float, list[list[str]]]:
 
 
 def main() -> None:
-    parser = Command(__doc__, "power.csv")
-    add_shapes(parser)
+    parser = Command(__doc__, "power.csv", shapes=SHAPES)
     options = parser.parse_args()
     table = Rows(options.csv)
-    for shape in chosen_shapes(options).values():
+    for shape in options.shapes.values():
         for name, call in kernels_of(shape).items():
             microseconds, samples = sampled(call)
             if not samples:

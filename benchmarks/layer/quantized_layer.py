@@ -18,7 +18,7 @@ import torch
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import EAGER, available
 from benchmarks.common.measuring import memory, relative_errors
-from benchmarks.common.shapes import SHAPES, Shape, add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import SHAPES, Shape, problem
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
 from benchmarks.layer.lora_contenders import through_peft
@@ -31,7 +31,7 @@ from sonicmoe_hf.layer.moe_experts import moe_experts
 GENERATED = (1, 8, 64, 128, 256, 512)  # tokens
 STACK = 8  # layers: their packed weights together exceed the L2 cache
 RANK = 16
-GENERAL = {name: SHAPES[name] for name in ("Qwen3-30B-A3B", "gpt-oss-20b")}
+GENERAL = ("Qwen3-30B-A3B", "gpt-oss-20b")
 
 
 def never_read_packed():
@@ -137,19 +137,18 @@ PARTS = {"generate": generate, "train": train}
 
 def main():
     small = "--device cpu --shape 64,64,64,4,2 --tokens 4 --trained-tokens 16"
-    parser = Command(__doc__, "quantized_layer.csv", small)
-    add_shapes(parser)
+    parser = Command(__doc__, "quantized_layer.csv", small, shapes=GENERAL)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--part", action="append", choices=list(PARTS))
     parser.add_argument("--tokens", action="append", type=int, help=f"of generate; default {GENERATED}")
     parser.add_argument("--trained-tokens", action="append", type=int, help="of train; default 16384 and 2048")
-    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     options.tokens = options.tokens or list(GENERATED)
     options.trained_tokens = options.trained_tokens or [16384, 2048]
     names = ("hopper", "triton") if options.device == "cuda" else (EAGER,)
-    options.backends = list(available(names, GENERAL["Qwen3-30B-A3B"]))
+    options.backends = list(available(names, SHAPES["Qwen3-30B-A3B"]))
     table = Table(options.csv)
-    for config, shape in (chosen_shapes(options) if options.shape else GENERAL).items():
+    for config, shape in options.shapes.items():
 
         def add(*columns, config=config, shape=shape):
             table.add(config, shape, *columns)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks.common.command import Command
 from benchmarks.common.measuring import Step
-from benchmarks.common.shapes import Shape, shape_of
+from benchmarks.common.shapes import Shape
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
 from sonicmoe_hf.layer import backends
@@ -91,15 +91,14 @@ def measure(table: Table, shape: Shape, rounds: int, backend: str) -> None:
 
 
 def main():
-    parser = Command(__doc__, "token_rounding.csv")
-    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
-    parser.add_argument("--backend", choices=("hopper", "triton"), help="ours; the best that fits unless given")
+    parser = Command(__doc__, "token_rounding.csv", shapes=SHAPES)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backend", choices=("hopper", "triton"), help="ours; the best that fits unless given")
     options = parser.parse_args()
     backend = options.backend or backends.choose(torch.device("cuda"), torch.bfloat16).name
     table = Table(options.csv)
-    for text in options.shape or SHAPES:
-        measure(table, shape_of(text), options.rounds, backend)
+    for shape in options.shapes.values():
+        measure(table, shape, options.rounds, backend)
         table.write()
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from unittest import mock
 
 from benchmarks.common.command import Command
-from benchmarks.common.shapes import problem, shape_of
+from benchmarks.common.shapes import problem
 from benchmarks.common.table import Rows
 from benchmarks.common.timing import release
 from benchmarks.sweep.candidates import KEYS, add_timed, products
@@ -85,11 +85,10 @@ def jobs(call, candidates):
 
 
 def main():
-    parser = Command(__doc__, "sweep_hopper.csv")
-    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
+    parser = Command(__doc__, "sweep_hopper.csv", shapes=SHAPES)
     parser.add_argument("--kernel", action="append", choices=CANDIDATES)
     options = parser.parse_args()
-    shapes = [shape_of(text) for text in options.shape or SHAPES]
+    shapes = list(options.shapes.values())
     wanted = options.kernel or list(CANDIDATES)
     candidates = compile_all(shapes, wanted)
     table = Rows(options.csv, KEYS)

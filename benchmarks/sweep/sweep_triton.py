@@ -14,7 +14,7 @@ from importlib import import_module
 import torch
 
 from benchmarks.common.command import Command
-from benchmarks.common.shapes import SHAPES, Shape, problem, shape_of
+from benchmarks.common.shapes import SHAPES, Shape, problem
 from benchmarks.common.table import Rows
 from benchmarks.common.timing import release
 from benchmarks.sweep.candidates import KEYS, add_share, add_timed, compile_in_processes, compile_share, products
@@ -99,12 +99,11 @@ def unwritten(shape: Shape):
 
 
 def main():
-    parser = Command(__doc__, "sweep_triton.csv")
-    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
+    parser = Command(__doc__, "sweep_triton.csv", shapes=SHAPES)
     parser.add_argument("--kernel", action="append")
     add_share(parser)
     options = parser.parse_args()
-    shapes = [shape_of(text) for text in options.shape or ()] or list(SHAPES.values())
+    shapes = list(options.shapes.values())
     wanted = options.kernel or [*CANDIDATES[128], "gate_up_gradient", "down_gradient", "combine", "dispatch"]
     if options.share is not None:
         every = (jobs(shape, wanted, unwritten(shape)) for shape in shapes)
