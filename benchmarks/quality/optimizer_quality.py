@@ -13,25 +13,26 @@ in nats per token. The methods:
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 
 import torch
 from torchao.optim import AdamW8bit
-from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
 import sonicmoe_hf
 from benchmarks.common.command import ROOT, Command
 from benchmarks.common.table import Rows
+from benchmarks.quality.qlora_curves import LENGTH, held_out_loss, patched_and_balanced, train
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
 sys.path.insert(0, str(ROOT / "examples"))
 from full_finetune_one_gpu import step_in_backward
 
-LENGTH, BATCH, HELD_OUT_WINDOWS = 128, 8, 256
+HELD_OUT_WINDOWS = 256
 PHASES = {"from scratch": 2e-3, "trained further": 1e-4}  # their learning rates
-PER_LAYER_LOSS = 0.01
 
 
 def plain(model, learning_rate: float):
@@ -53,34 +54,14 @@ def nearest(model, learning_rate: float):
 METHODS: dict[str, Callable] = {"plain": plain, "one GPU": one_gpu, "nearest": nearest}
 
 
-def train(base, method: str, learning_rate: float, rows, steps: int, seed: int):
-    """A copy of `base` trained by `method`, on batches that depend on the seed alone."""
+def trained(base, method: str, learning_rate: float, rows, steps: int, seed: int):
+    """A copy of `base` trained by `method`, on batches that depend on the seed alone; in fp32."""
     model, optimizer = METHODS[method](copy.deepcopy(base), learning_rate)
-    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-    sonicmoe_hf.patch_model(model)
-    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
-    balancing.start(model)
-    generator = torch.Generator().manual_seed(seed)
-    model.train()
-    for _ in range(steps):
-        batch = rows[torch.randint(len(rows), (BATCH,), generator=generator)]
-        with torch.autocast("cpu", torch.bfloat16, enabled=method == "plain"):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        balancing.step(model)
-    balancing.stop(model)
+    dtype = torch.bfloat16 if method == "plain" else torch.float32  # of autocast, which the others do without
+    with patched_and_balanced(model):
+        train(model, rows, steps, learning_rate, seed, dtype=dtype, optimizer=optimizer, max_norm=math.inf)
     sonicmoe_hf.unpatch_model(model)
     return model.float()
-
-
-@torch.no_grad()
-def held_out_loss(model, rows) -> float:
-    """Mean loss in nats per token, in fp32."""
-    losses = [model.eval()(input_ids=batch, labels=batch).loss for batch in rows.split(32)]
-    return torch.stack(losses).mean().item()
 
 
 def main():
@@ -91,10 +72,7 @@ def main():
     torch.compiler.set_stance("force_eager")
     texts, held_out_texts = standard_library()
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
-    rows, held_out = (
-        torch.stack([block["input_ids"] for block in blocks(files, tokenizer, LENGTH)])
-        for files in (texts, held_out_texts)
-    )
+    rows, held_out = (blocks(files, tokenizer, LENGTH) for files in (texts, held_out_texts))
     table = Rows(options.csv, gpu=False)
     for seed in range(options.seeds):
         set_seed(seed)
@@ -102,15 +80,15 @@ def main():
         config.num_hidden_layers, config.num_experts = 2, 16
         base = AutoModelForCausalLM.from_config(config)
         for phase, learning_rate in PHASES.items():
-            trained = {}
+            models = {}
             for method in METHODS:
                 set_seed(seed)
                 batches = 2 * seed + (phase != "from scratch")
-                trained[method] = train(base, method, learning_rate, rows, options.steps, batches)
-                loss = held_out_loss(trained[method], held_out[:HELD_OUT_WINDOWS])
+                models[method] = trained(base, method, learning_rate, rows, options.steps, batches)
+                loss = held_out_loss(models[method], held_out[:HELD_OUT_WINDOWS], torch.float32)
                 run = {"phase": phase, "seed": seed, "method": method, "steps": options.steps}
                 table.add(**run, held_out_loss=f"{loss:.5f}")
-            base = trained["plain"]
+            base = models["plain"]
     table.write()
     for phase in PHASES:
         loss = {

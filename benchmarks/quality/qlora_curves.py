@@ -11,6 +11,7 @@ qlora_curves.png.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator
@@ -32,11 +33,15 @@ LENGTH, BATCH, RANK, EVALUATIONS = 128, 16, 8, 12
 PIECE = 1 << 14  # characters of a --text that are held out together
 
 
-def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16):
-    """AdamW with a warm-up and a linear decay; gives {step: held-out loss}. dtype: of the arithmetic, by autocast."""
+def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16, optimizer=None, max_norm=1.0):
+    """A warm-up and a linear decay; gives {step: held-out loss}.
+
+    Args:
+        dtype: of the arithmetic, by autocast. optimizer: AdamW unless given. max_norm: of the clipped gradients.
+    """
     device = model.device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    optimizer = optimizer or torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
@@ -49,13 +54,23 @@ def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bf
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = model.train()(input_ids=ids, labels=ids).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, max_norm)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         if evaluate is not None and (step + 1) % max(1, steps // EVALUATIONS) == 0:
             found[step + 1] = evaluate(model)
     return found
+
+
+@contextlib.contextmanager
+def patched_and_balanced(model):
+    """Our experts, with a balancing loss of every layer."""
+    sonicmoe_hf.patch_model(model)
+    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
+    balancing.start(model)
+    yield
+    balancing.stop(model)
 
 
 @torch.no_grad()
@@ -87,11 +102,8 @@ def start(options, dtype=torch.bfloat16, **sizes):
     config = small_config(tokenizer)
     config.update(sizes)
     model = AutoModelForCausalLM.from_config(config).to(options.device)
-    sonicmoe_hf.patch_model(model)
-    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
-    balancing.start(model)
-    train(model, blocks(texts[0::2], tokenizer, LENGTH), options.start_steps, 3e-3, 0, dtype=dtype)
-    balancing.stop(model)
+    with patched_and_balanced(model):
+        train(model, blocks(texts[0::2], tokenizer, LENGTH), options.start_steps, 3e-3, 0, dtype=dtype)
     rows = blocks(held_out, tokenizer, LENGTH)
     held_out = rows[:: max(1, len(rows) // options.held_out)]
     return model.to(dtype), blocks(texts[1::2], tokenizer, LENGTH), held_out, name

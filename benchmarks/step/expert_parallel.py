@@ -16,8 +16,6 @@ Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. --tiny checks t
 from __future__ import annotations
 
 import collections
-import os
-import sys
 from typing import NamedTuple
 from unittest import mock
 
@@ -35,7 +33,8 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
 from benchmarks.common.timing import release, waited_times
 from benchmarks.step.models import add_settings, apply_liger, config_of, settings_of, spread_load
-from benchmarks.step.training import GIB, SEQUENCE, one_step
+from benchmarks.step.sharding import join_ranks
+from benchmarks.step.training import GIB, one_step, sequences
 from sonicmoe_hf.expert_parallel import collectives
 
 MODEL = "Qwen3-30B-A3B"
@@ -114,13 +113,6 @@ class BytesSent(TorchDispatchMode):
             self.exchange += sent
         else:
             self.other += sent
-
-
-def sequences(num_tokens: int, vocabulary: int, rank: int, device: str) -> torch.Tensor:
-    """Random tokens of this rank, without padding."""
-    length = min(SEQUENCE, num_tokens)
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(vocabulary, (num_tokens // length, length), generator=generator).to(device)
 
 
 def fill(model) -> None:
@@ -211,7 +203,7 @@ def measure(model, case: Case, tokens, options) -> dict:
 
 def results_of(options, table: Table, shape: str) -> dict[str, dict]:
     """Of every case, which are also rows of the table; those of one implementation share a model."""
-    tokens = sequences(options.tokens, options.config.vocab_size, dist.get_rank(), options.device)
+    tokens = sequences(options.tokens, options.config.vocab_size, options.device, seed=dist.get_rank())
     results = {}
     names = options.case or CASES
     for implementation in dict.fromkeys(CASES[name].ep_implementation for name in names):
@@ -248,17 +240,13 @@ def main() -> None:
     options = parser.parse_args()
     options.config = config_of(MODEL, options.layers, options.tiny)
     options.config.vocab_size = options.vocabulary or options.config.vocab_size
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if dist.get_rank():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - one rank speaks, until the end of the process
-    vocabulary, world = f"vocabulary {options.config.vocab_size}", f"{dist.get_world_size()} ranks"
+    rank, num_ranks = join_ranks(options.device)
+    vocabulary, world = f"vocabulary {options.config.vocab_size}", f"{num_ranks} ranks"
     settings = settings_of(MODEL, options)
     shape = ", ".join([f"{options.layers} layers", vocabulary, f"{options.tokens} tokens a rank", world, *settings])
     table = Table(options.csv, ("shape", "case", "metric"), RANGE)
     results = results_of(options, table, shape)
-    if dist.get_rank() == 0:
+    if rank == 0:
         table.write()
         check(results)
         print("losses and gradients of the top-k cases agree")

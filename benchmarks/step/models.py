@@ -293,16 +293,3 @@ def settings_of(name: str, options: argparse.Namespace) -> list[str]:
     """Those of `add_settings` that were chosen for the model, as the CSVs name them."""
     liger = "Liger" if MODELS[name].model_type in LIGER else "Liger's loss"
     return [liger] * options.liger + ["spread load"] * options.spread_load
-
-
-def shard(model, weights: torch.dtype) -> None:
-    """FSDP2 over all ranks, a unit a layer and one for the rest. Weights in fp32 are computed with in bf16, and their
-    gradients summed over the ranks in fp32."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy()
-    if weights == torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.base_model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)

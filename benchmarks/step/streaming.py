@@ -4,7 +4,7 @@
 
 bandwidth  GB/s from pinned host memory; the copy beside matmuls that take as long; seconds to pin a GiB
 qwen3      Qwen3-30B-A3B, NF4 experts, 16,384 tokens a step: all experts on the GPU, 4 GiB of them, none
-few        the same at 2,048 tokens, steps of 8 and forwards of 1 to 64 tokens, and generation
+few        the same at 2,048 tokens, and forwards of 1 to 64 tokens
 gpt_oss    gpt-oss-120b's sizes, MXFP4 experts in host memory, 2,048 tokens, under a cap of 24 GiB of GPU memory
 
 Random packed bytes, random tokens in sequences of at most 4,096, LoRA with r = 8 on experts and attention in fp32, fused
@@ -32,7 +32,6 @@ from sonicmoe_hf.streaming.copies import copies_to, page_aligned
 
 QWEN3, GPT_OSS = "Qwen3-30B-A3B", "gpt-oss-120b"
 FEW = (1, 8, 12, 16, 64)  # tokens; kernels read those of up to 12 over the bus
-GENERATED = 16
 CAP_GIB = 24
 TINY_LAYERS = 5
 EVERYTHING = 2**50
@@ -104,42 +103,21 @@ def qwen3(table: Table, options) -> None:
 
 
 def few(table: Table, options) -> None:
-    """Steps, forwards and generation of few tokens."""
+    """Steps and forwards of few tokens."""
     names = ("all on the GPU", "none on the GPU")
-    model, optimizer = train_qwen3(table, options, 2048, names)
-    given = {}
+    model = train_qwen3(table, options, 2048, names).eval()
     for name in reversed(names):
         sonicmoe_hf.patch_model(model, experts_memory=SETTINGS[name])
-        model.eval()
         for count in FEW:
             tokens = tokens_of(model, count, options.device)
             with torch.no_grad(), torch.autocast(options.device, torch.bfloat16):
                 call = lambda tokens=tokens: model(input_ids=tokens, use_cache=False).logits  # noqa: E731
                 ms, _ = waited_times(call, 5, WARMUP)
             table.add(QWEN3, f"forward of {count} tokens", name, "", "eager", {"ms": ms})
-        for number in (1, 8):
-            tokens = tokens_of(model, 16, options.device).expand(number, -1)
-            with torch.autocast(options.device, torch.bfloat16):
-                ms, results = waited_times(lambda tokens=tokens: generated(model, tokens), 2, 1)
-            each = {"ms_per_token": [milliseconds / GENERATED for milliseconds in ms]}
-            table.add(QWEN3, f"generation, {number} sequences", name, "", "eager", each)
-            if not torch.equal(results[0], given.setdefault(number, results[0])):
-                raise SystemExit(f"{name}: other tokens were generated")
-    for name in names:
-        sonicmoe_hf.patch_model(model, experts_memory=SETTINGS[name])
-        tokens = tokens_of(model.train(), 8, options.device)
-        ms, _ = waited_times(lambda tokens=tokens: one_step(model, optimizer, tokens), options.steps, WARMUP)
-        table.add(QWEN3, "8 tokens a step", name, "", "eager", {"ms": ms})
-
-
-def generated(model, tokens):
-    """GENERATED tokens after a prompt, the likeliest ones, with a cache of keys and values."""
-    options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False, "use_cache": True}
-    return model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
 
 
 def train_qwen3(table: Table, options, count: int, names):
-    """Rows of steps with each of these settings; the model and its optimiser."""
+    """Rows of steps with each of these settings; the model."""
     run = run_of(QWEN3, options)
     base = bare(run, options)
     model = trained(base, run)
@@ -148,7 +126,7 @@ def train_qwen3(table: Table, options, count: int, names):
     for name in names:
         sonicmoe_hf.patch_model(base, experts_memory=SETTINGS[name])
         add_steps(table, QWEN3, name, model, optimizer, tokens, options.steps)
-    return model, optimizer
+    return model
 
 
 def gpt_oss(table: Table, options) -> None:

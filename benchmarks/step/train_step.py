@@ -20,8 +20,6 @@ Running out of memory is a result. --profile writes what each part of a step tak
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from itertools import product
 
 import torch
@@ -33,6 +31,7 @@ from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.run import Run, built, check
+from benchmarks.step.sharding import join_ranks, shard
 from benchmarks.step.training import WARMUP, Measured, record, sequences, timed_steps, varying
 from sonicmoe_hf.kernels.quantized import FORMATS
 
@@ -81,7 +80,7 @@ def prepared(run: Run, options):
     """The model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
     model = built(run, options)
     if options.fsdp:
-        models.shard(model, next(model.parameters()).dtype)
+        shard(model, next(model.parameters()).dtype)
     if options.compile == "model":
         model = torch.compile(model)
     elif options.compile == "layers":
@@ -208,19 +207,6 @@ def obstacle(options) -> str | None:
     if options.weights == "fp32" and options.mode not in (None, ["full"]):
         return "--weights fp32: mode full only; adapters are in fp32 anyway"
     return None
-
-
-def join_ranks(device: str) -> tuple[int, int]:
-    """(this rank, how many there are), as torchrun says; one alone without it."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
-    os.environ.update(alone | os.environ)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-    rank = torch.distributed.get_rank()
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - one rank speaks, until the end of the process
-    return rank, torch.distributed.get_world_size()
 
 
 def main():

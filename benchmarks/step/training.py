@@ -43,9 +43,9 @@ def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] = ATTE
         return get_peft_model(model, adapters)
 
 
-def sequences(num_tokens: int, vocabulary: int, device: str) -> torch.Tensor:
+def sequences(num_tokens: int, vocabulary: int, device: str, seed: int = 1) -> torch.Tensor:
     """Random tokens in full sequences of 4,096, as packing makes them: no padding."""
-    generator = torch.Generator(device).manual_seed(1)
+    generator = torch.Generator(device).manual_seed(seed)
     length = min(SEQUENCE, num_tokens)
     return torch.randint(vocabulary, (num_tokens // length, length), generator=generator, device=device)
 
