@@ -93,16 +93,16 @@ class ModelCall:
 class Forward:
     """A forward of the model, or of a model inside it, that is part of a call.
 
-    name: of the module in the model, "" for the whole. outer: the forward around it in this thread, of any model.
-    depth: how many Python frames there were below it. attention_mask: [B, S] or None; token_types: [B, S] or None, see
-    `Family.token_types`; both are the outer forward's of the same call where this one has none.
+    hook: the ModelHook of the module. outer: the forward around it in this thread, of any model. depth: how many Python
+    frames there were below it. attention_mask: [B, S] or None; token_types: [B, S] or None, see `Family.token_types`;
+    both are the outer forward's of the same call where this one has none.
     recomputing: whether checkpointing runs it again. max_sizes: under expert parallelism, this rank's numbers of tokens
     and pairs, and the maximum over the ranks.
     """
 
-    def __init__(self, call: ModelCall, name: str, outer: Forward | None, depth: int):
+    def __init__(self, call: ModelCall, hook: Any, outer: Forward | None, depth: int):
         self.call = call
-        self.name = name
+        self.hook = hook
         self.outer = outer
         self.depth = depth
         self.attention_mask: torch.Tensor | None = None
@@ -170,9 +170,9 @@ def checkpoint_in_progress() -> Checkpoint | None:
     return getattr(_thread, "checkpoint", None)
 
 
-def begin(state: PatchState, name: str) -> Forward:
-    """A forward of a model begins. It is part of the call around it, unless that is of another model or inside a forward
-    of the same module already (a hook may call the model that it is in).
+def begin(hook: Any) -> Forward:
+    """A forward of the module with this ModelHook begins. It is part of the call around it, unless that is of another
+    model or inside a forward of the same module already (a hook may call the model that it is in).
 
     What interrupted forwards left behind ends here (torch calls no hooks after KeyboardInterrupt): Python's frames below
     a forward around this one are fewer.
@@ -182,20 +182,20 @@ def begin(state: PatchState, name: str) -> Forward:
         depth = _stack_depth()
         while outer is not None and outer.depth >= depth:
             outer = outer.outer
-    if outer is None or outer.call.state is not state or _is_inside(outer, name):
-        _thread.forward = forward = Forward(ModelCall(state), name, outer, depth)
+    if outer is None or outer.call.state is not hook.state or _is_inside(outer, hook):
+        _thread.forward = forward = Forward(ModelCall(hook.state), hook, outer, depth)
     else:
-        _thread.forward = forward = Forward(outer.call, name, outer, depth)
+        _thread.forward = forward = Forward(outer.call, hook, outer, depth)
         forward.attention_mask, forward.token_types = outer.attention_mask, outer.token_types
         forward.recomputing = outer.recomputing
     return forward
 
 
-def _is_inside(forward: Forward, name: str) -> bool:
+def _is_inside(forward: Forward, hook: Any) -> bool:
     """Whether this module's is among the forwards of the same call that this one is inside."""
     around: Forward | None = forward
     while around is not None and around.call is forward.call:
-        if around.name == name:
+        if around.hook is hook:
             return True
         around = around.outer
     return False
@@ -209,10 +209,10 @@ def _stack_depth() -> int:
     return depth
 
 
-def end(state: PatchState, name: str) -> Forward | None:
-    """A model's forward is over, by an error too: it, or None where it never began."""
+def end(hook: Any) -> Forward | None:
+    """A forward of the module with this ModelHook is over, by an error too: it, or None where it never began."""
     forward = getattr(_thread, "forward", None)
-    if forward is None or forward.call.state is not state or forward.name != name:
+    if forward is None or forward.hook is not hook:
         return None
     _thread.forward = forward.outer
     return forward

@@ -1,6 +1,6 @@
-"""The hooks that patching installs: on each router, and one pair on each model that contains experts.
+"""The hooks that patching installs: on each router, and on each model that contains experts.
 
-All are module-level classes. A router's know nothing of its model but its state, and what the call in progress says
+They are module-level classes. A router's know nothing of its model but its state, and what the call in progress says
 (calls.py), so that patched models, and any part of one, copy, pickle and compile as before. On and off is an attribute of
 that state: a hook added or removed has compiled code compiled again.
 """
@@ -28,19 +28,15 @@ from .padding import given_mask, given_token_types
 from .support import Layer, experts_and_wrappers, find_layers, undo_liger_and_check
 
 
-def note_installed(module: nn.Module, hook: Any, handle: Any) -> None:
-    """Keep what `installed` and `remove_installed` need."""
-    vars(module).setdefault(attributes.HOOKS, []).append((hook, handle))
-
-
-def installed(module: nn.Module, kind: type) -> Any:
-    """The hook of that class that patching installed on a module, or None."""
-    return next((hook for hook, _ in vars(module).get(attributes.HOOKS, ()) if isinstance(hook, kind)), None)
+def installed(module: nn.Module) -> Any:
+    """The RouterHook or ModelHook that patching installed on a module, or None."""
+    return vars(module).get(attributes.HOOK, (None,))[0]
 
 
 def remove_installed(module: nn.Module) -> None:
     """Remove what patching installed on a module."""
-    for _, handle in vars(module).pop(attributes.HOOKS, ()):
+    _, *handles = vars(module).pop(attributes.HOOK, (None,))
+    for handle in handles:
         handle.remove()
 
 
@@ -50,22 +46,20 @@ class RouterHook:
     load, balance: what it counted, for reports and for the next update of its bias.
     """
 
+    state: PatchState  # of the model
+
     def __init__(self, family_name: str, layer_name: str):
         self.family_name = family_name
         self.layer_name = layer_name
         self.load = ExpertLoad()
         self.balance = BiasLoad()
 
-    def bind(self, state: PatchState) -> None:
-        """Take the settings of a model."""
-        self.state = state
-
     def __deepcopy__(self, memo):
         """In a copy of the whole model, whose own hooks are copied first, a hook of the copy; otherwise (PEFT copies
         routers) of the same model."""
         copied = memo[id(self)] = type(self)(self.family_name, self.layer_name)
         copied.load, copied.balance = copy.deepcopy((self.load, self.balance), memo)
-        copied.bind(memo.get(id(self.state), self.state))
+        copied.state = memo.get(id(self.state), self.state)
         return copied
 
     def __call__(self, router: nn.Module, args, output):
@@ -90,8 +84,9 @@ class RouterHook:
         return run.output()
 
 
-class ModelEntryHook:
-    """Forward pre-hook (with kwargs) of a model: notes whether gradients are on, and which tokens are padding.
+class ModelHook:
+    """Forward pre-hook (with kwargs) of a model, `enter`, and forward hook, called after errors too, `leave`: they note
+    whether gradients are on, and which tokens are padding.
 
     Before the first call, and the first under a policy, it also checks that the layers support it: quantizers,
     use_kernels, parallelism and Liger may have changed them since patching. Later and compiled calls check only whether a
@@ -99,16 +94,15 @@ class ModelEntryHook:
     """
 
     def __init__(self) -> None:
-        self.is_checked = False
-        self.checked_policy: TokenRounding | None = None
+        self.checked_policies: tuple[TokenRounding | None, ...] = ()
         self.layers: list[Layer] = []
         self.forwards: list[
             tuple[nn.Module, Callable | None]
         ] = []  # experts and wrappers, with a forward of their own
 
-    def bind(self, state: PatchState, name: str, model: nn.Module) -> None:
-        """Take the settings of a model in which `model`, the hook's module, is called `name`."""
-        self.state, self.name = state, name
+    def bind(self, state: PatchState, model: nn.Module) -> None:
+        """Take the settings of a model that is `model`, the hook's module, or has it inside."""
+        self.state = state
         self.parameters = list(inspect.signature(type(model).forward).parameters)[1:]  # without self
         self._list_forwards(model)
 
@@ -116,16 +110,16 @@ class ModelEntryHook:
         self.forwards = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
 
     def __getstate__(self):
-        return {**vars(self), "is_checked": False, "layers": [], "forwards": []}  # a copy is checked afresh
+        return {**vars(self), "checked_policies": (), "layers": [], "forwards": []}  # a copy is checked afresh
 
     def __setstate__(self, attributes):
         vars(self).update(attributes)
         guard_module_hooks()  # for a model that comes from another process
         calls.capture()
 
-    def __call__(self, model: nn.Module, args, kwargs):
-        state = self.state
-        forward = calls.begin(state, self.name)
+    def enter(self, model: nn.Module, args, kwargs):
+        """A forward of the model begins."""
+        forward = calls.begin(self)
         call = forward.call
         if forward.is_outermost:
             if torch.compiler.is_compiling():
@@ -196,7 +190,7 @@ class ModelEntryHook:
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
-        is_checked = self.is_checked and (policy is None or policy == self.checked_policy)
+        is_checked = policy in self.checked_policies
         for module, forward in self.forwards:
             is_checked = is_checked and vars(module).get("forward") is forward
         if not is_checked:
@@ -205,13 +199,31 @@ class ModelEntryHook:
             if policy is not None:
                 check_live(self.layers)
             self._list_forwards(model)
-            self.is_checked, self.checked_policy = True, policy
+            self.checked_policies = None, policy
+
+    def leave(self, model: nn.Module, args, output):
+        """A forward of the model is over, by an error if there is no output."""
+        forward = calls.end(self)
+        if forward is None or output is None or forward.recomputing:
+            return
+        state, call = self.state, forward.call
+        if not (call.in_training and forward.is_outermost):
+            return
+        if call.replayed is not None:
+            call.replayed.check_used()
+        if call.recorded is not None and not call.recorded:
+            raise RuntimeError("record_routing: the model was called, and no router of it reported its experts")
+        if state.balancing is not None and call.gradients and not torch.compiler.is_compiling():
+            hook_loss(call, output)
+            state.last = call
+            if state.calls_of_loss is not None:
+                state.calls_of_loss.append(call)
 
 
 def check_live(layers: list[Layer]) -> None:
     """Raise RuntimeError where the router of a layer that has one would not tell us what it routes."""
     for layer in layers:
-        if layer.router is not None and installed(layer.router, RouterHook) is None:
+        if layer.router is not None and installed(layer.router) is None:
             raise RuntimeError(
                 f"{layer.name}: its {type(layer.router).__name__} came into the model after patch_model, whose hook it "
                 "lacks; call sonicmoe_hf.patch_model(model) again"
@@ -240,29 +252,3 @@ def _check_runs_once(model: nn.Module, gradients: bool, follows: bool) -> None:
             "recording and replaying; checkpoint its layers: model.activation_checkpointing_enable() "
             "(gradient_checkpointing_enable() before Transformers 5.23)"
         )
-
-
-class ModelExitHook:
-    """Forward hook of a model, called after errors too: its forward is over."""
-
-    def bind(self, state: PatchState, name: str) -> None:
-        """As ModelEntryHook."""
-        self.state, self.name = state, name
-
-    def __call__(self, model: nn.Module, args, output):
-        state = self.state
-        forward = calls.end(state, self.name)
-        if forward is None or output is None or forward.recomputing:  # None: after an error
-            return
-        call = forward.call
-        if not (call.in_training and forward.is_outermost):
-            return
-        if call.replayed is not None:
-            call.replayed.check_used()
-        if call.recorded is not None and not call.recorded:
-            raise RuntimeError("record_routing: the model was called, and no router of it reported its experts")
-        if state.balancing is not None and call.gradients and not torch.compiler.is_compiling():
-            hook_loss(call, output)
-            state.last = call
-            if state.calls_of_loss is not None:
-                state.calls_of_loss.append(call)

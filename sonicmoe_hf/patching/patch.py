@@ -32,15 +32,7 @@ from . import calls
 from .calls import PatchState
 from .experts import is_fp8_experts, known_facts
 from .fp8_experts import give_back_weights, take_weights
-from .hooks import (
-    ModelEntryHook,
-    ModelExitHook,
-    RouterHook,
-    check_live,
-    installed,
-    note_installed,
-    remove_installed,
-)
+from .hooks import ModelHook, RouterHook, check_live, installed, remove_installed
 from .layer_ranges import collapse
 from .own_configs import use_own_configs
 from .support import (
@@ -91,8 +83,8 @@ def _root(model: nn.Module) -> PreTrainedModel:
 
 
 def _state(root: nn.Module) -> PatchState | None:
-    entries = (installed(module, ModelEntryHook) for module in root.modules())
-    return next((entry.state for entry in entries if entry is not None), None)
+    hooks = map(installed, root.modules())
+    return next((hook.state for hook in hooks if isinstance(hook, ModelHook)), None)
 
 
 def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> None:
@@ -126,21 +118,24 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
     guard_module_hooks()
     calls.capture()
     for family, layer_name, router in routers(root):
-        hook = installed(router, RouterHook)
+        hook = installed(router)
         if hook is None:
             hook = RouterHook(family.name, layer_name)
-            note_installed(router, hook, router.register_forward_hook(hook))
-        hook.layer_name = layer_name
-        hook.bind(state)
+            vars(router)[attributes.HOOK] = hook, router.register_forward_hook(hook)
+        hook.layer_name, hook.state = layer_name, state
     every = set(every_experts(root))
-    for name, module in root.named_modules():
+    for module in root.modules():
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
-            if installed(module, ModelEntryHook) is None:
-                entry, exit = ModelEntryHook(), ModelExitHook()
-                note_installed(module, entry, module.register_forward_pre_hook(entry, with_kwargs=True))
-                note_installed(module, exit, module.register_forward_hook(exit, always_call=True))
-            installed(module, ModelEntryHook).bind(state, name, module)
-            installed(module, ModelExitHook).bind(state, name)
+            hook = installed(module)
+            if hook is None:
+                hook = ModelHook()
+                before = module.register_forward_pre_hook(hook.enter, with_kwargs=True)
+                vars(module)[attributes.HOOK] = (
+                    hook,
+                    before,
+                    module.register_forward_hook(hook.leave, always_call=True),
+                )
+            hook.bind(state, module)
 
 
 def patch_model(
@@ -261,7 +256,7 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
     """The hooks of a patched model's routers in use, in the order of its layers, under the names of these layers."""
     hooks = []
     for layer in find_layers(_root(model)):
-        hook = None if layer.router is None else installed(layer.router, RouterHook)
+        hook = None if layer.router is None else installed(layer.router)
         if hook is not None:
             hook.layer_name = layer.name
             hooks.append(hook)
@@ -276,7 +271,7 @@ def clear_counts(model: nn.Module) -> None:
     """
     check_routers_live(model)
     for *_, router in routers(model):
-        installed(router, RouterHook).load.start(router.num_experts, router.weight.device)
+        installed(router).load.start(router.num_experts, router.weight.device)
 
 
 def set_routing(model: nn.Module, routing) -> None:

@@ -1,7 +1,7 @@
 """The attributes that sonicmoe_hf puts on objects of other packages, all of them. Copies and pickles take them along."""
 
 # modules that patch_model changes
-HOOKS = "_sonicmoe_hf_hooks"  # what it installed there: (hook, the handle that removes it) of each
+HOOK = "_sonicmoe_hf_hook"  # what it installed there: (the hook, the handles that remove it)
 
 # experts modules
 SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactivation" or "input"

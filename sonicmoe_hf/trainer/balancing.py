@@ -9,7 +9,7 @@ from ..errors import UnsupportedModelError
 from ..layer.experts_module import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.balance import ScaleHook, update_bias
 from ..patching.calls import Balancing
-from ..patching.hooks import RouterHook, installed
+from ..patching.hooks import installed
 from ..patching.patch import check_routers_live, is_pipelined, patch_state, routers
 from ..patching.support import Layer, find_layers
 from .callbacks import StepCallback
@@ -84,7 +84,7 @@ class LoadBalancing(StepCallback):
         if self.bias_update is not None:
             _check_saved(model, layers)
             for *_, router in routers(model):
-                counts = installed(router, RouterHook).balance
+                counts = installed(router).balance
                 bias = counts.keep_bias(router.e_score_correction_bias)
                 counts.start(bias.numel(), bias.device)
         return Balancing(self.per_layer_loss or 0.0, self.bias_update is not None)
@@ -94,7 +94,7 @@ class LoadBalancing(StepCallback):
         if self.bias_update is None:
             return
         live = [layer.router for layer in find_layers(model)]
-        balance = [installed(router, RouterHook).balance for router in live]
+        balance = [installed(router).balance for router in live]
         totals = summed_over_ranks([layer.rows_E for layer in balance])
         for router, layer, total_E in zip(live, balance, totals):
             bias_E = layer.keep_bias(router.e_score_correction_bias)

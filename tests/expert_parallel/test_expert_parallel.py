@@ -23,7 +23,7 @@ from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.layer.experts_module import expert_parallelism, has_expert_parallelism
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching import calls
-from sonicmoe_hf.patching.patch import patch_state
+from sonicmoe_hf.patching.hooks import installed
 from sonicmoe_hf.patching.support import find_layers
 
 pytestmark = pytest.mark.skipif(
@@ -356,11 +356,11 @@ def refusals(rank, folder):
     note(model, batch()["input_ids"])
 
     model = load(folder, APART)
-    experts, state = next(find_layers(model)).experts, patch_state(model)
-    calls.begin(state, "")
+    experts, hook = next(find_layers(model)).experts, installed(model)
+    calls.begin(hook)
     for num_tokens in (8, 9):
         note(experts, *pairs(num_tokens, is_list=False)[:3])
-    calls.end(state, "")
+    calls.end(hook)
     return messages
 
 

@@ -14,7 +14,7 @@ from transformers import (
 import sonicmoe_hf
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.patching.hooks import ModelEntryHook, ModelExitHook
+from sonicmoe_hf.patching.hooks import ModelHook
 from sonicmoe_hf.patching.patch import patch_state, router_hooks
 from sonicmoe_hf.patching.support import (
     UnsupportedModelError,
@@ -27,11 +27,11 @@ from sonicmoe_hf.patching.support import (
 def states(model):
     """The settings that the hooks of the models inside `model` use, by identity."""
     return {
-        id(hook.state)
+        id(hook.__self__.state)
         for module in model.modules()
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for hook in hooks.values()
-        if isinstance(hook, (ModelEntryHook, ModelExitHook))
+        if isinstance(getattr(hook, "__self__", None), ModelHook)
     }
 
 
