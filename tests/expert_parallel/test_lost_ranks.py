@@ -1,7 +1,6 @@
 """A rank that dies or stops in the middle of a step: the other ends with an error within the process group's timeout, and the
 last checkpoint resumes."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
 from helpers.models import build
-from helpers.ranks import IMPORTED_ONCE, WORLD, join
+from helpers.ranks import WORLD, forkserver, join
 from safetensors.torch import load_file
 from test_expert_parallel import APART, load
 from test_expert_parallel import pytestmark as pytestmark
@@ -46,9 +45,7 @@ def train(rank, folder, run, lost_by):
 
 def start(folder, run, lost_by=None):
     """The ranks' processes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_ONCE)
-    processes = [context.Process(target=train, args=(rank, folder, run, lost_by)) for rank in range(WORLD)]
+    processes = [forkserver().Process(target=train, args=(rank, folder, run, lost_by)) for rank in range(WORLD)]
     for process in processes:
         process.start()
     return processes

@@ -6,23 +6,28 @@ import sys
 import time
 import traceback
 from multiprocessing import connection
+from multiprocessing.forkserver import ensure_running
+from unittest import mock
 
 import torch
 import torch.multiprocessing as multiprocessing
 from accelerate.state import AcceleratorState
 
 WORLD = 2  # unless a test asks for more
-# by the process that ranks are forked from, one for all tests of a run: importing is what costs time. Nothing of ours:
-# this process does not have the tests' sys.path, which ranks get.
-IMPORTED_ONCE = [
-    "accelerate",
-    "peft",
-    "torch.distributed.fsdp",
-    "transformers.trainer",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")),
-]
+# by the process that ranks are forked from, one for all tests of a run: importing is what costs time
+IMPORTED_ONCE = ["pytest", "accelerate", "peft", "torch.distributed.fsdp", "helpers.parallel", "helpers.training"]
+IMPORTED_ONCE += ["helpers.adapters", "helpers.checkpoints", "sonicmoe_hf.trainer.callbacks"]
 SECONDS = 120  # for one function; a rank that waits for a dead one would wait for ever
 SECONDS_AFTER_FAILURE = 5
+
+
+def forkserver():
+    """The context that ranks' processes are of; the process that they are forked from finds what this one does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        ensure_running()
+    return context
 
 
 def join(rank, world, store, **options):
@@ -63,8 +68,7 @@ class Ranks:
     order."""
 
     def __init__(self, folder, world=WORLD):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)
+        context = forkserver()
         ends = [context.Pipe() for _ in range(world)]
         self.pipes = [mine for mine, _ in ends]
         self.processes = [
