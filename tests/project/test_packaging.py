@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,27 @@ import sonicmoe_hf
 from sonicmoe_hf.private.versions import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = """
+import json, os, sys, traceback
+
+for name, folder, path, code in json.loads(sys.stdin.read()):
+    if not name:
+        exec(code)
+    elif not (child := os.fork()):
+        with open(name, "w") as told:
+            os.dup2(told.fileno(), 1)
+        os.chdir(folder)
+        sys.path[:0] = ["", *path]
+        try:
+            exec(code, {"__name__": "__main__"})
+        except BaseException as error:
+            if getattr(error, "code", error):  # not of a program that exits with 0
+                traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    else:
+        os.waitpid(child, 0)
+"""
 IMPORTS = "import sonicmoe_hf, sonicmoe_hf.kernels.eager, sonicmoe_hf.model_patches, sonicmoe_hf.demo"
 WHERE = f"{IMPORTS}; print(*sonicmoe_hf.kernels.__path__)"
 
@@ -27,13 +49,6 @@ def run(*command, **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def python(*arguments, path, cwd):
-    """Run Python with `path` before the dependencies, and without site: an editable install's finder stays out."""
-    dependencies = next(folder for folder in sys.path if (Path(folder) / "torch").is_dir())
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), dependencies])}
-    return run(sys.executable, "-S", *arguments, cwd=cwd, env={**environment, "PYTHONDONTWRITEBYTECODE": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -130,33 +145,66 @@ def test_the_sdist_has_no_tests_and_builds_the_same_wheel(wheel, sources, tmp_pa
     assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
-@pytest.mark.slow
-def test_an_installed_wheel_imports_from_anywhere_prints_its_examples_and_they_start(installed, tmp_path):
-    code = f"{WHERE}; from sonicmoe_hf.cli.main import main; main(['example', 'qlora'])"
-    where, _, example = python("-c", code, path=[installed], cwd=tmp_path).partition("\n")
-    assert Path(where) == installed / "sonicmoe_hf" / "kernels"
-    (tmp_path / "mine.py").write_text(example, encoding="utf-8")
-    assert "--model MODEL" in python("mine.py", "--help", path=[installed], cwd=tmp_path)  # it imports two others
+COLLECTED = "tests/layer/test_bad_input.py"
+ASK = "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as found; assert 'sonicmoe_hf' in found"
+NATIVE = "from transformers import AutoConfig; assert AutoConfig.for_model('sonicmoe_olmoe').model_type"
+ORDERS = (
+    "import sonicmoe_hf",
+    "import sonicmoe_hf.patching.experts",
+    "import sonicmoe_hf.checkpoints.modeling",
+    "import transformers.modeling_utils, sonicmoe_hf",
+)
+
+
+@pytest.fixture(scope="module")
+def told(installed, with_kernels, sources, tmp_path_factory):
+    """What programs printed, by their names. Each runs in a process of its own, forked from one that has imported what
+    Transformers does of torch, or Transformers; without site, so that an editable install's finder stays out."""
+    folder, editable = tmp_path_factory.mktemp("told"), tmp_path_factory.mktemp("editable")
+    zipfile.ZipFile(build("editable", sources, editable)).extractall(editable)
+    as_module = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+    qwen3 = "import transformers, sys; transformers.Qwen3MoeForCausalLM; assert 'kernels.layer' in sys.modules"
+    example = "import sys; sys.argv[1:] = ['--help']; exec(open('wheel').read().partition('\\n')[2])"
+    printing = "from sonicmoe_hf.cli.main import main; main(['example', 'qlora'])"
+    programs = [
+        ("", "", [], "import torch._dynamo, torch.distributed.tensor"),
+        *((order, ROOT, [ROOT], f"{order}; {ASK}; {NATIVE}") for order in ORDERS),
+        ("python -m", ROOT, [installed, *with_kernels], as_module.format(["--version"], "sonicmoe_hf")),
+        ("pytest", ROOT, with_kernels, as_module.format(["--collect-only", "-q", COLLECTED], "pytest")),
+        ("a model's import", ROOT, with_kernels, qwen3),
+        ("", "", [], "import transformers.modeling_utils, transformers.models.auto.modeling_auto"),
+        ("wheel", folder, [installed], f"{WHERE}; {printing}"),
+        ("example", folder, [installed], example),
+        ("checkout", folder, [ROOT], WHERE),
+        ("editable", folder, [], f"import site; site.addsitedir({str(editable)!r}); {WHERE}"),
+    ]
+    dependencies = next(path for path in sys.path if (Path(path) / "torch").is_dir())
+    environment = {**os.environ, "PYTHONPATH": dependencies, "PYTHONDONTWRITEBYTECODE": "1"}
+    given = json.dumps(programs, default=str)
+    run(sys.executable, "-S", "-c", PROGRAMS, cwd=folder, env=environment, input=given)
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
 @pytest.mark.slow
-def test_the_checkout_imports_without_an_install(tmp_path):
-    printed = Path(python("-c", WHERE, path=[ROOT], cwd=tmp_path).strip())
-    assert printed.samefile(ROOT / "kernels")
+def test_an_installed_wheel_imports_from_anywhere_prints_its_examples_and_they_start(installed, told):
+    assert Path(told["wheel"].partition("\n")[0]) == installed / "sonicmoe_hf" / "kernels"
+    assert "--model MODEL" in told["example"]  # it imports two others
 
 
 @pytest.mark.slow
-def test_an_editable_install_imports_from_anywhere(sources, tmp_path):
-    zipfile.ZipFile(build("editable", sources, tmp_path)).extractall(tmp_path)
-    printed = python("-c", f"import site; site.addsitedir({str(tmp_path)!r}); {WHERE}", path=[], cwd=tmp_path)
-    assert Path(printed.strip()).samefile(sources / "kernels")
+def test_the_checkout_imports_without_an_install(told):
+    assert Path(told["checkout"].strip()).samefile(ROOT / "kernels")
 
 
 @pytest.mark.slow
-def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(installed, with_kernels):
+def test_an_editable_install_imports_from_anywhere(sources, told):
+    assert Path(told["editable"].strip()).samefile(sources / "kernels")
+
+
+@pytest.mark.slow
+def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(told):
     """There `sonicmoe_hf` is the checkout's, which links to kernels/ beside it; the folder does not shadow `kernels`."""
-    version = python("-m", "sonicmoe_hf", "--version", path=[installed, *with_kernels], cwd=ROOT)
-    assert version.startswith("sonicmoe-hf ")
+    assert told["python -m"].startswith("sonicmoe-hf ")
 
 
 def test_every_export_is_there_and_known_to_type_checkers():
@@ -168,36 +216,15 @@ def test_every_export_is_there_and_known_to_type_checkers():
 
 
 @pytest.mark.slow
-def test_transformers_knows_our_names_in_whatever_order_things_are_imported():
-    ask = "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as found; assert 'sonicmoe_hf' in found"
-    native = "from transformers import AutoConfig; assert AutoConfig.for_model('sonicmoe_olmoe').model_type"
-    # a process each, forked from one that has imported what Transformers does of torch, which is most of the time
-    in_processes = (
-        "import os, sys, torch._dynamo, torch.distributed.tensor\n"
-        "for code in sys.argv[1:]:\n    child = os.fork()\n    if child == 0:\n        "
-    )
-    in_processes += "exec(code)\n        os._exit(0)\n    assert os.waitpid(child, 0)[1] == 0, code"
-    orders = (
-        "import sonicmoe_hf",
-        "import sonicmoe_hf.patching.experts",
-        "import sonicmoe_hf.checkpoints.modeling",
-        "import transformers.modeling_utils, sonicmoe_hf",
-    )
-    run(sys.executable, "-c", in_processes, *(f"{first}; {ask}; {native}" for first in orders), cwd=ROOT)
+@pytest.mark.parametrize("order", ORDERS)
+def test_transformers_knows_our_names_in_whatever_order_things_are_imported(order, told):
+    assert told[order] == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("-m", "pytest", "--collect-only", "-q", "tests/layer/test_bad_input.py"),
-        ("-c", "import transformers, sys; transformers.Qwen3MoeForCausalLM; assert 'kernels.layer' in sys.modules"),
-    ],
-    ids=["pytest", "a model's import"],
-)
-def test_the_folder_kernels_does_not_shadow_the_package_kernels(with_kernels, arguments):
+def test_the_folder_kernels_does_not_shadow_the_package_kernels(told):
     """Transformers imports Hugging Face's `kernels` where it is installed; the root's folder comes first on sys.path."""
-    python(*arguments, path=with_kernels, cwd=ROOT)
+    assert f"{COLLECTED}::" in told["pytest"] and "Traceback" not in told["pytest"] and told["a model's import"] == ""
 
 
 def test_the_extras_hold_what_they_promise(wheel):
