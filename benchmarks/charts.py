@@ -145,7 +145,7 @@ def draw_small_batches(results: Path, path: Path) -> None:
         axis.set_xlabel("tokens a step", fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("milliseconds a step", fontsize=8)
-    figure.legend(lines.values(), lines.keys(), loc="upper center", ncols=3, frameon=False, fontsize=7)
+    figure.legend(lines.values(), lines.keys(), loc="upper center", ncols=3, frameon=False, fontsize=7, handlelength=4)
     origins = sorted({(row["gpu"], row["commit"]) for row in rows})
     conditions = "; ".join(f"{gpu}, commit {commit}" for gpu, commit in origins)
     figure.text(0.5, 0.01, f"Whole steps, random weights, balanced rows; {conditions}", ha="center", fontsize=8)

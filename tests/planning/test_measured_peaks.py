@@ -141,8 +141,10 @@ def of_streaming():
 def of_small_batches(name):
     for row in rows_of(name):
         layers, tokens = map(int, row["shape"].split(","))
-        adapters = {"experts_r": 16, "targets": ("q_proj", "v_proj")} if row["mode"] == "LoRA" else {}
-        training = Training(method=METHODS[row["mode"]], tokens=tokens, checkpointing=False, liger=False, **adapters)
+        more = {"experts_r": 16, "targets": ("q_proj", "v_proj")} if row["mode"] == "LoRA" else {}
+        if row["config"] == "gpt-oss-20b":
+            more["attention"] = "torch_sinks"
+        training = Training(method=METHODS[row["mode"]], tokens=tokens, checkpointing=False, liger=False, **more)
         if row["launch"] == "eager":  # compiled ones are EXEMPT
             yield (
                 f"{name} {row['config']} {row['shape']} {row['contender']}",
