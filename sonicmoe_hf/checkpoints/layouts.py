@@ -27,23 +27,19 @@ NATIVE_PREFIX = "sonicmoe_"
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # a parameter of experts that is packed
-INTERLEAVED = {  # layouts of [E, 2I, H] with gate and up rows in turn, by the model's names: what follows the block's
-    "native": {
-        "gate_up_proj": "experts.c_fc",
-        "down_proj": "experts.c_proj",
-        "gate_up_proj_bias": "experts.c_fc_bias",
-        "down_proj_bias": "experts.c_proj_bias",
-    },
-    "upstream": {  # SonicMoE's own MoE module
-        "gate_up_proj": "c_fc.weight",
-        "down_proj": "c_proj.weight",
-        "gate_up_proj_bias": "c_fc.bias",
-        "down_proj_bias": "c_proj.bias",
-    },
+NATIVE_NAMES = {  # of the parameters of experts, as the families declare them: what SonicMoEExperts calls them
+    "gate_up_proj": "c_fc",
+    "gate_up_proj_bias": "c_fc_bias",
+    "down_proj": "c_proj",
+    "down_proj_bias": "c_proj_bias",
 }
-UPSTREAM_NAMES = {  # of an upstream module's parameters: their names in a SonicMoEExperts
-    theirs: INTERLEAVED["native"][name].removeprefix("experts.") for name, theirs in INTERLEAVED["upstream"].items()
+UPSTREAM_NAMES = {  # of a SonicMoEExperts' parameters: their names in SonicMoE's own MoE module
+    "c_fc": "c_fc.weight",
+    "c_fc_bias": "c_fc.bias",
+    "c_proj": "c_proj.weight",
+    "c_proj_bias": "c_proj.bias",
 }
+INTERLEAVED = ("native", "upstream")  # layouts of [E, 2I, H] with gate and up rows in turn
 CHECKPOINT_LAYOUTS = {  # name: what inspect says of it
     "native": "native (experts.c_fc interleaved, experts.c_proj)",
     "upstream": "a SonicMoE MoE module's (c_fc.weight interleaved, c_proj.weight)",
@@ -97,7 +93,8 @@ def _interleaved(
     """The name of a parameter in a layout of INTERLEAVED, and what makes the parameter of it; in others its own."""
     block, _, parameter = target.rpartition(".experts.")
     if layout in INTERLEAVED and block in blocks:
-        name = f"{block}.{INTERLEAVED[layout][parameter]}"
+        own = NATIVE_NAMES[parameter]
+        name = f"{block}.experts.{own}" if layout == "native" else f"{block}.{UPSTREAM_NAMES[own]}"
         if family.hub_layout == "gpt_oss":
             return name, Transpose(1, 2) if parameter in EXPERT_WEIGHTS else None
         return name, Interleave(1) if parameter == EXPERT_WEIGHTS[0] else None
@@ -116,10 +113,9 @@ def from_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"the state dict of a SonicMoE MoE module has {missing[0]}; this one has {sorted(state)}"
         )
-    return {ours: state[theirs] for theirs, ours in UPSTREAM_NAMES.items() if theirs in state}
+    return {ours: state[theirs] for ours, theirs in UPSTREAM_NAMES.items() if theirs in state}
 
 
 def to_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state dict of a `SonicMoEExperts` -> the same weights as an upstream SonicMoE `MoE` module names them."""
-    names = {ours: theirs for theirs, ours in UPSTREAM_NAMES.items()}
-    return {names.get(name, name): tensor for name, tensor in state.items()}
+    return {UPSTREAM_NAMES.get(name, name): tensor for name, tensor in state.items()}

@@ -26,7 +26,7 @@ from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.experts import ExpertsFacts, experts_facts, sizes_of, sonicmoe_hf_experts_forward
 from ..patching.support import load_family_class
 from ..private.transformers import register_recording
-from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
+from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_NAMES, NATIVE_PREFIX, VERSION_KEY
 
 if TYPE_CHECKING:  # what NativeConfig and NativeModel are mixed into
     from transformers import PreTrainedConfig as _ConfigBase
@@ -35,11 +35,9 @@ else:
     _ConfigBase = _ModelBase = object
 
 CONVERT = "convert it first: sonicmoe-hf convert SRC DST --layout native"
-PARALLEL_PLANS = {  # name in the family's tp and ep plans: (name here, tensor-parallel style here)
-    "gate_up_proj": ("c_fc", "colwise"),  # gate and up rows alternate: a plain slice of rows holds pairs of both
-    "down_proj": ("c_proj", "rowwise"),
-    "gate_up_proj_bias": ("c_fc_bias", None),  # no family splits biases
-    "down_proj_bias": ("c_proj_bias", None),
+STYLES = {  # name in the family's tp plan: style here; no family splits biases
+    "gate_up_proj": "colwise",  # gate and up rows alternate: a plain slice of rows holds pairs of both
+    "down_proj": "rowwise",
 }
 
 
@@ -224,8 +222,7 @@ def _renamed_plan(plan: dict[str, str] | None) -> dict[str, str | None] | None:
     for pattern, style in plan.items():
         module, _, name = pattern.rpartition(".")
         if module.endswith(".experts"):
-            name, tensor_parallel = PARALLEL_PLANS[name]
-            renamed[f"{module}.{name}"] = style if style == "grouped_gemm" else tensor_parallel
+            renamed[f"{module}.{NATIVE_NAMES[name]}"] = style if style == "grouped_gemm" else STYLES.get(name)
         else:
             renamed[pattern] = style
     return renamed

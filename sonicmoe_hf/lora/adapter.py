@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
-from ..checkpoints.layouts import NATIVE_PREFIX
+from ..checkpoints.layouts import NATIVE_NAMES, NATIVE_PREFIX
 from ..errors import CheckpointError
 from ..kernels.factors import by_expert
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
@@ -33,7 +33,6 @@ from .rules import (
     ADAPTER_WEIGHTS,
     KEY,
     NATIVE_ORDER,
-    PARAMETERS,
     PREFIX,
     check_factors,
     check_plain,
@@ -140,7 +139,7 @@ class _Reader:
     def _trained_on_native(self) -> bool:
         targets = self.config.get("target_parameters") or []
         last = {target.rpartition(".")[2] for target in targets}
-        if last & set(PARAMETERS) and last & set(NATIVE_ORDER):
+        if last & set(NATIVE_NAMES) and last & set(NATIVE_ORDER):
             raise CheckpointError(f"{self.config_path}: target_parameters {targets} name experts of both layouts")
         return bool(last & set(NATIVE_ORDER))
 
@@ -183,8 +182,8 @@ class _Reader:
         own = [name for name, parameter in self.modules[module]._parameters.items() if parameter is not None]
         if module not in self.experts or is_native(self.modules[module]) == self.native:
             return {name: name for name in own}
-        order = NATIVE_ORDER if self.native else tuple(PARAMETERS)
-        here = {native: hub for hub, native in PARAMETERS.items()} if self.native else PARAMETERS
+        order = NATIVE_ORDER if self.native else tuple(NATIVE_NAMES)
+        here = {native: hub for hub, native in NATIVE_NAMES.items()} if self.native else NATIVE_NAMES
         return {name: here[name] for name in order if here[name] in own}
 
     def _adapted(self, module: str) -> list[_Place]:

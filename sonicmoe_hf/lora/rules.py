@@ -17,12 +17,6 @@ from ..checkpoints.files import read_json
 from ..errors import CheckpointError
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them
-    "gate_up_proj": "c_fc",
-    "gate_up_proj_bias": "c_fc_bias",
-    "down_proj": "c_proj",
-    "down_proj_bias": "c_proj_bias",
-}
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 PREFIX = "base_model.model."
 ROUTERS = {"gate", "router"}

@@ -21,7 +21,6 @@ SYNCHRONOUS = (
 FP8_FUNCTIONS = "transformers.integrations.finegrained_fp8"  # where it registers what computes FP8Experts
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 OPTIMIZER_LOADING_METHOD = "_load_optimizer_and_scheduler"  # of a Trainer: the schedule too
-_WARNING_METHOD = "_issue_warnings_after_load"
 
 
 def fp8_experts_functions() -> Any:
@@ -136,20 +135,9 @@ def weight_conversions(model) -> list | None:
 
 def load_converted(model, files: list[str], conversions: list):
     """Transformers' loader, through the conversions. It puts new tensors into the modules' slots; returns what it reports
-    on names. The model's own conversions stay.
-
-    Raises:
-        RuntimeError: this version of Transformers has no such loader.
-    """
+    on names. The model's own conversions stay."""
     from transformers import PreTrainedModel, modeling_utils
 
-    needed = ((PreTrainedModel, "_load_pretrained_model"), (modeling_utils, "LoadStateDictConfig"))
-    missing = [name for owner, name in needed if not hasattr(owner, name)]
-    if missing:
-        raise RuntimeError(
-            f"this version of Transformers has no {' and no '.join(missing)}, which sonicmoe_hf needs to restore experts "
-            "from a checkpoint; load the model from the checkpoint's folder with from_pretrained instead"
-        )
     config = modeling_utils.LoadStateDictConfig(weight_mapping=copy.deepcopy(conversions))
     own_conversions = weight_conversions(model)
     try:
@@ -158,11 +146,6 @@ def load_converted(model, files: list[str], conversions: list):
         vars(model).pop("_weight_conversions", None)
         if own_conversions is not None:
             vars(model)["_weight_conversions"] = own_conversions
-
-
-def missing_loading_methods(trainer) -> list[str]:
-    """Which of the private methods that a Trainer loads checkpoints by this Trainer lacks."""
-    return [name for name in (*LOADING_METHODS, _WARNING_METHOD) if not hasattr(trainer, name)]
 
 
 @contextmanager

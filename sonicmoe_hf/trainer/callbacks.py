@@ -23,12 +23,13 @@ from ..patching.patch import (
     router_hooks,
 )
 from ..patching.support import find_layers
+from ..private.transformers import LOADING_METHODS
 from .around import put_around
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
-from .resume import check_experts_restored, restore_experts_on_resume
+from .resume import check_experts_restored, load_whole
 from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
 
 logger = logging.get_logger(__name__)
@@ -306,13 +307,11 @@ def attach(trainer) -> ExpertLoadCallback:
         The callback, whose `history` keeps rows per expert.
     Raises:
         ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization.
-        RuntimeError: this version's Trainer has no such methods to be attached to.
     """
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
         if isinstance(callback, TokenRoundingCallback):
             callback._check_trainer(trainer, trainer.args)
-    restore_experts_on_resume(trainer)
     save_rank_states(trainer)
     callback = _load_callback(trainer)
     if callback is None:
@@ -321,6 +320,8 @@ def attach(trainer) -> ExpertLoadCallback:
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
+    for name in LOADING_METHODS:
+        put_around(trainer, name, load_whole)
     put_around(trainer, "log", _log_with_load)
     put_around(trainer, "train", _train_to_the_end)
     put_around(trainer, "compute_loss", loss_with_scale)

@@ -18,14 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..patching.support import find_layers
-from ..private.transformers import (
-    LOADING_METHODS,
-    load_converted,
-    missing_loading_methods,
-    warnings_held_back,
-    weight_conversions,
-)
-from .around import put_around
+from ..private.transformers import load_converted, warnings_held_back, weight_conversions
 
 
 class Restored(NamedTuple):
@@ -129,8 +122,9 @@ def check_experts_restored(wrapped: nn.Module, args: TrainingArguments, state: T
         )
 
 
-def _load_whole(trainer, load, resume_from_checkpoint=None, model=None) -> None:
-    """A method of a Trainer that loads a checkpoint by name, followed by what it leaves out.
+def load_whole(trainer, load, resume_from_checkpoint=None, model=None) -> None:
+    """`load`, a method of a Trainer that loads a checkpoint by name, on resume or with load_best_model_at_end, followed by
+    what it leaves out of hub-named checkpoints.
 
     The Trainer's own warning about missing keys is held back, and given after the conversion if it is still true.
     """
@@ -144,19 +138,3 @@ def _load_whole(trainer, load, resume_from_checkpoint=None, model=None) -> None:
     restored = restore(converted_model, resume_from_checkpoint or trainer.state.best_model_checkpoint)
     for result in results if restored is None else [restored]:
         warn(result)
-
-
-def restore_experts_on_resume(trainer) -> None:
-    """Have this Trainer restore hub-named checkpoints whole, on resume and with load_best_model_at_end.
-
-    Raises:
-        RuntimeError: the Trainer lacks a private method that this relies on.
-    """
-    missing = missing_loading_methods(trainer)
-    if missing:
-        raise RuntimeError(
-            f"{type(trainer).__name__} of this version of Transformers has no {' and no '.join(missing)}, so that "
-            "sonicmoe_hf cannot have it restore experts; load the model from the checkpoint's folder before resuming"
-        )
-    for name in LOADING_METHODS:
-        put_around(trainer, name, _load_whole)

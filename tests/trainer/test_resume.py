@@ -325,17 +325,3 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
         assert_equal(weights(model), before)
         assert all(parameter is slots[name] for name, parameter in model.named_parameters())
     assert not hasattr(model, "_weight_conversions")
-
-
-def test_a_version_of_transformers_that_lacks_what_we_use_is_named(tmp_path, monkeypatch):
-    from transformers import modeling_utils
-
-    class NewTrainer(Trainer):
-        _load_best_model = property(lambda self: (_ for _ in ()).throw(AttributeError("gone")))
-
-    with pytest.raises(RuntimeError, match="NewTrainer of this version of Transformers has no _load_best_model"):
-        sonicmoe_hf.attach(NewTrainer(build("qwen3_moe"), arguments(tmp_path)))
-    build("qwen3_moe").save_pretrained(tmp_path / "saved")
-    monkeypatch.delattr(modeling_utils, "LoadStateDictConfig")
-    with pytest.raises(RuntimeError, match=r"no LoadStateDictConfig, .* load the model from the checkpoint's folder"):
-        restore(build("qwen3_moe"), tmp_path / "saved")
