@@ -148,16 +148,9 @@ def load_converted(model, files: list[str], conversions: list):
             vars(model)["_weight_conversions"] = own_conversions
 
 
-@contextmanager
-def warnings_held_back(trainer) -> Iterator[tuple[list, Any]]:
-    """(the load results that a Trainer would have warned about inside the block, the function that warns about one)."""
-    warn: Any = trainer._issue_warnings_after_load
-    held: list = []
-    trainer._issue_warnings_after_load = held.append
-    try:
-        yield held, warn
-    finally:
-        trainer._issue_warnings_after_load = warn
+def warn_after_load(trainer, result) -> None:
+    """Have a Trainer warn of what a checkpoint lacked, and what its model did."""
+    trainer._issue_warnings_after_load(result)
 
 
 def save_random_state(trainer, folder: str) -> None:

@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..patching.support import find_layers
-from ..private.transformers import load_converted, warnings_held_back, weight_conversions
+from ..private.transformers import load_converted, warn_after_load, weight_conversions
 
 
 class Restored(NamedTuple):
@@ -123,18 +123,13 @@ def check_experts_restored(wrapped: nn.Module, args: TrainingArguments, state: T
 
 
 def load_whole(trainer, load, resume_from_checkpoint=None, model=None) -> None:
-    """`load`, a method of a Trainer that loads a checkpoint by name, on resume or with load_best_model_at_end, followed by
-    what it leaves out of hub-named checkpoints.
-
-    The Trainer's own warning about missing keys is held back, and given after the conversion if it is still true.
-    """
-    arguments = [argument for argument in (resume_from_checkpoint, model) if argument is not None]
+    """In place of `load`, a method of a Trainer that loads a checkpoint by name, on resume or with
+    load_best_model_at_end: by conversion, where there is something to convert."""
     own_format = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    converted_model = None if own_format else whole_model(trainer.model if model is None else model)
-    if converted_model is None:
-        return load(*arguments)
-    with warnings_held_back(trainer) as (results, warn):
-        load(*arguments)
-    restored = restore(converted_model, resume_from_checkpoint or trainer.state.best_model_checkpoint)
-    for result in results if restored is None else [restored]:
-        warn(result)
+    whole = None if own_format else whole_model(trainer.model if model is None else model)
+    folder = resume_from_checkpoint or trainer.state.best_model_checkpoint
+    restored = None if whole is None else restore(whole, folder)
+    if restored is None:
+        load(*(argument for argument in (resume_from_checkpoint, model) if argument is not None))
+    else:
+        warn_after_load(trainer, restored)

@@ -26,7 +26,7 @@ from helpers.trl_trainers import sentence_tokenizer, trl_trainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
@@ -325,3 +325,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
         assert_equal(weights(model), before)
         assert all(parameter is slots[name] for name, parameter in model.named_parameters())
     assert not hasattr(model, "_weight_conversions")
+    trainer = trainer_for(model, tmp_path)
+    sonicmoe_hf.attach(trainer)
+    with pytest.raises(RuntimeError, match="does not hold the experts"):
+        trainer._load_from_checkpoint(str(tmp_path / "narrow"))
+    assert_equal(weights(model), before)
