@@ -47,8 +47,8 @@ class RankStates(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         parts = recursively_apply(local_part, optimizer.state_dict())
         states = {"optimizer": parts, "lr_scheduler": lr_scheduler.state_dict()}
+        save_random_state(self.trainer, str(folder))  # which makes the folder, on a node where no rank wrote weights
         torch.save(states, folder / _file_of(args))
-        save_random_state(self.trainer, str(folder))
 
 
 def _file_of(args) -> str:

@@ -31,6 +31,7 @@ from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing
+from sonicmoe_hf.trainer.rank_states import RankStates
 from sonicmoe_hf.trainer.resume import check_experts_restored, restore
 
 # resumed = straight
@@ -330,3 +331,16 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="does not hold the experts"):
         trainer._load_from_checkpoint(str(tmp_path / "narrow"))
     assert_equal(weights(model), before)
+
+
+# what ranks write beside sharded models
+
+
+def test_a_rank_on_a_node_without_the_checkpoints_folder_makes_it(tmp_path):
+    trainer = trainer_for(build("qwen3_moe"), tmp_path)
+    trainer.create_optimizer_and_scheduler(1)
+    state = TrainerState(global_step=1)
+    RankStates(trainer).on_save(
+        trainer.args, state, None, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler
+    )
+    assert {file.name for file in (tmp_path / "checkpoint-1").iterdir()} == {"rank0-of-1.pt", "rng_state.pth"}
