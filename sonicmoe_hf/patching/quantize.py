@@ -173,7 +173,7 @@ def config_for(name, kwargs: dict) -> PreTrainedConfig:
 def _folder_of(name, kwargs: dict, file: str) -> Path | None:
     """The folder of a checkpoint that is here; of one of the hub, its place in the cache once it has this file."""
     if Path(name).is_dir():
-        return Path(name)
+        return Path(name, kwargs.get("subfolder") or "")
     try:
         return Path(hf_hub_download(str(name), file, **{k: kwargs[k] for k in FOR_FILE if k in kwargs})).parent
     except (EntryNotFoundError, HFValidationError):

@@ -237,6 +237,8 @@ def test_fp8_weights_that_no_config_declares_are_an_error(options, tmp_path):
     edit_config(tmp_path / "fp8", quantization_config=None)
     with pytest.raises(CheckpointError, match=r"is FP8, but .*add quantization_config to config\.json"):
         from_pretrained(tmp_path / "fp8", **options)
+    with pytest.raises(CheckpointError, match="is FP8, but"):
+        from_pretrained(tmp_path, subfolder="fp8", **options)
 
 
 @pytest.mark.parametrize("declared", [["fp8"], "fp8", 8])
