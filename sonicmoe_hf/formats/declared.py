@@ -58,8 +58,6 @@ class Declared(NamedTuple):
         if self.method == MODELOPT:
             self.check_nvfp4()
             return "nvfp4"
-        if self.method == "compressed-tensors":
-            return f"compressed-tensors, {_scheme(self.entries.get('config_groups') or {})}"
         return self.method
 
     def stored(self) -> Format | HubFormat | None:
@@ -117,14 +115,6 @@ class Declared(NamedTuple):
 
 def _is_size(size) -> bool:
     return isinstance(size, int) and size > 0
-
-
-def _scheme(groups: dict) -> str:
-    """What compressed-tensors says of its scales."""
-    weights = [group.get("weights") or {} for group in groups.values()]
-    inputs = [group.get("input_activations") or {} for group in groups.values()]
-    scales = f"scales by {' and '.join(sorted({str(weight.get('strategy')) for weight in weights})) or 'none'}"
-    return f"{scales}, static activations" if any(each.get("dynamic") is False for each in inputs) else scales
 
 
 def declared_quantization(

@@ -35,7 +35,6 @@ from .rules import (
     NATIVE_ORDER,
     PREFIX,
     check_factors,
-    check_plain,
     is_target_parameter,
     read_adapter_config,
     resolved,
@@ -80,7 +79,6 @@ class Adapter(NamedTuple):
         """
         refuse_model_beside_adapter(folder)
         config = read_adapter_config(folder / ADAPTER_CONFIG)
-        check_plain(config, folder / ADAPTER_CONFIG, WITH_PEFT)
         reader = _Reader(folder / ADAPTER_WEIGHTS, config, model)
         return cls(config, _Lazy(reader.factors()), _Lazy(reader.replaced))
 

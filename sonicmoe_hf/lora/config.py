@@ -66,21 +66,19 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
     peft = import_peft()
     if isinstance(model, peft.PeftModel):
         model = model.get_base_model()
-    experts = _experts(model)
-    chosen = options.get("layers_to_transform")
     defaults = {
         "lora_alpha": 2 * r,
         "task_type": next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None),
-        "target_parameters": _expert_weights(model, experts, chosen),
+        "target_parameters": experts_targets(model, options.get("layers_to_transform")),
     }
     settings = {**defaults, **options, "r": r}
     modules = options.get("target_modules", "attention")
     if modules == "attention" or (isinstance(modules, str) and modules.lower() == "all-linear"):
-        settings["target_modules"] = _linear_targets(model, experts, modules == "attention")
+        settings["target_modules"] = _linear_targets(model, modules == "attention")
     if settings["target_parameters"]:
         refuse_what_parameters_cannot(settings)
     if experts_r is not None:
-        settings |= patterns(settings, _expert_weights(model, experts, None), experts_r)
+        settings |= patterns(settings, experts_targets(model), experts_r)
     return peft.LoraConfig(**settings)
 
 
@@ -128,9 +126,13 @@ def _names(key: str, name: str) -> bool:
 
 
 def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> list[str]:
-    """What `target_parameters` of a LoraConfig calls the experts' weights of `model`; of the layers `chosen` alone, where
-    they are given. Raises UnsupportedModelError as `lora_config`."""
-    return _expert_weights(model, _experts(model), chosen)
+    """What `target_parameters` of a LoraConfig calls the experts' weights of `model`, by names that end as no other
+    parameter's; of the layers `chosen` alone, where they are given. Raises UnsupportedModelError as `lora_config`."""
+    weights = [f"{name}.{weight}" for name, module in _experts(model).items() for weight in weight_names(module)]
+    if chosen is None:
+        return endings(weights, [without_wrappers(name) for name, _ in model.named_parameters()], parts=(2,))
+    layers = {chosen} if isinstance(chosen, int) else set(chosen)
+    return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
 
 
 def _experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -153,22 +155,13 @@ def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
         )
 
 
-def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int | list[int] | None) -> list[str]:
-    """The experts' weights, under names that end as no other parameter's; by layer where layers are `chosen`."""
-    weights = [f"{name}.{weight}" for name, module in experts.items() for weight in weight_names(module)]
-    if chosen is None:
-        return endings(weights, [without_wrappers(name) for name, _ in model.named_parameters()], parts=(2,))
-    layers = {chosen} if isinstance(chosen, int) else set(chosen)
-    return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
-
-
-def _linear_targets(model: nn.Module, experts: dict[str, nn.Module], attention_alone: bool) -> list[str]:
+def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
     """The linear layers in the stacks that have the experts (not in a vision tower, say), or those of attention alone.
 
     A family's own class of them (DeepSeek-V4's grouped one) computes something else than PEFT adds. An indexer chooses
     which keys attention reads, so that no gradient reaches it.
     """
-    stacks = tuple({re.split(r"(?<=\.)\d+\.", name)[0] for name in experts})
+    stacks = tuple({re.split(r"(?<=\.)\d+\.", name)[0] for name in _experts(model)})
     taken = _taken_for_experts(model)
     targets = [
         f"{name}.{child}"

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import read_json
 from ..errors import CheckpointError
 
@@ -43,10 +44,10 @@ def is_in_router(name: str) -> bool:
 
 
 def read_adapter_config(path: Path) -> dict:
-    """adapter_config.json, whose entries that are read here are of the right kinds.
+    """adapter_config.json of plain LoRA, whose entries that are read here are of the right kinds.
 
     Raises:
-        CheckpointError: there is none, or it is not that of a LoRA adapter.
+        CheckpointError: there is none, or it is not that of a LoRA adapter, or describes more than A and B.
     """
     config = read_json(path)
     if config.get("peft_type") != "LORA":
@@ -57,11 +58,6 @@ def read_adapter_config(path: Path) -> dict:
         names = value if isinstance(value, (list, dict)) else []
         if not isinstance(value, (kind, type(None))) or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"{path}: {key} is {value!r}; PEFT writes a {kind.__name__} of names there")
-    return config
-
-
-def check_plain(config: dict, path: Path, remedy: str) -> None:
-    """Raise CheckpointError, with the remedy, where adapter_config.json at `path` describes more than A and B."""
     set_otherwise = {key: value for key, value in config.items() if key not in PLAIN and value}
     if config.get("bias", "none") != "none":
         set_otherwise["bias"] = config["bias"]
@@ -69,7 +65,8 @@ def check_plain(config: dict, path: Path, remedy: str) -> None:
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
         set_otherwise["init_lora_weights"] = init
     for key, value in set_otherwise.items():
-        raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {remedy}")
+        raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}")
+    return config
 
 
 def is_target_parameter(name: str, config: dict) -> bool:

@@ -63,7 +63,7 @@ def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tenso
 
 def _share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], mask: torch.Tensor | None):
     """A scalar tensor; nan where no token is known."""
-    differing, known = torch.zeros(()), torch.zeros(())
+    counts = []
     for given_TK, own_TK in zip(runs, own_runs):
         if given_TK.shape != own_TK.shape:
             raise ValueError(
@@ -75,6 +75,6 @@ def _share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], m
         if mask is not None and mask.numel() == len(known_T):
             known_T &= mask.flatten().to(known_T)
         differs_T = (given_TK.sort(-1).values != own_TK.sort(-1).values).any(-1)
-        differing = differing.to(known_T.device) + (differs_T & known_T).sum()
-        known = known.to(known_T.device) + known_T.sum()
+        counts.append(torch.stack([(differs_T & known_T).sum(), known_T.sum()]))
+    differing, known = torch.stack(counts).sum(0)
     return differing / known

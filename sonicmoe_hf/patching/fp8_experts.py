@@ -100,15 +100,13 @@ def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
             taken[name] = weight.dtype, tuple(weight.shape), weight.requires_grad, scales.requires_grad
             scales.requires_grad_(False)
             setattr(experts, name, as_parameter(packed))
-        if not hasattr(experts, attributes.HAS_FP8_HOOKS):
-            setattr(experts, attributes.HAS_FP8_HOOKS, True)
-            experts.register_state_dict_post_hook(_write)
-            experts.register_load_state_dict_pre_hook(_read)
+        before = experts.register_load_state_dict_pre_hook(_read)
+        vars(experts)[attributes.HOOK] = None, before, experts.register_state_dict_post_hook(_write)
         setattr(experts, attributes.FP8_PARAMETERS, taken)
 
 
 def give_back_weights(experts: nn.Module) -> None:
-    """Undo `take_weights`; nothing where it was not called."""
+    """Undo `take_weights`, but for its hooks; nothing where it was not called."""
     for name, (dtype, shape, requires_grad, of_scales) in vars(experts).pop(attributes.FP8_PARAMETERS, {}).items():
         weight: Any = getattr(experts, name)
         weight = weight.resident() if isinstance(weight, HostWeight) else weight
@@ -118,13 +116,13 @@ def give_back_weights(experts: nn.Module) -> None:
 
 
 def _write(experts, state_dict, prefix, local_metadata):
-    for name, (dtype, shape, *_) in vars(experts).get(attributes.FP8_PARAMETERS, {}).items():
+    for name, (dtype, shape, *_) in vars(experts)[attributes.FP8_PARAMETERS].items():
         if isinstance(weight := state_dict.get(prefix + name), PackedWeight):
             state_dict[prefix + name] = weight.codes.view(shape).view(dtype)
 
 
 def _read(experts, state_dict, prefix, *_):
-    for name in vars(experts).get(attributes.FP8_PARAMETERS, {}):
+    for name in vars(experts)[attributes.FP8_PARAMETERS]:
         values, scales = (state_dict.get(prefix + name + end) for end in ("", SCALES))
         own = experts._parameters[name]
         if isinstance(own, PackedWeight) and values is not None and scales is not None:

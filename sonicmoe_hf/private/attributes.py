@@ -1,7 +1,7 @@
 """The attributes that sonicmoe_hf puts on objects of other packages, all of them. Copies and pickles take them along."""
 
 # modules that patch_model changes
-HOOK = "_sonicmoe_hf_hook"  # what it installed there: (the hook, the handles that remove it)
+HOOK = "_sonicmoe_hf_hook"  # (the hook that it installed there, or None of a state dict's, the handles that remove it)
 
 # experts modules
 SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactivation" or "input"
@@ -9,7 +9,6 @@ COMPUTE = "_sonicmoe_hf_compute"  # what patched experts multiply in: None or "f
 KNOWN_FACTS = "_sonicmoe_hf_known_facts"  # (the act_fn that they hold for, patching.experts.known_facts)
 UNPATCHED = "_sonicmoe_hf_unpatched"  # what their config named before patch_model
 FP8_PARAMETERS = "_sonicmoe_hf_fp8_parameters"  # of FP8Experts held as packed weights: what each was, by name
-HAS_FP8_HOOKS = "_sonicmoe_hf_has_fp8_hooks"  # True: their state dicts have the hooks that name these bytes
 PARALLELISM = (
     "_sonicmoe_hf_expert_parallelism"  # what brings them their tokens: a layer.experts_module.ExpertParallelism
 )

@@ -199,10 +199,7 @@ def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others()
     ({"weight_block_size": None}, "weight_block_size None"),
     ({"activation_scheme": "static"}, "activation_scheme 'static'"),
     ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}},
-     "compressed-tensors, scales by channel"),
-    ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {
-        "weights": {"strategy": "tensor"}, "input_activations": {"strategy": "tensor", "dynamic": False}}}},
-     "compressed-tensors, scales by tensor, static activations"),
+     "compressed-tensors"),
     ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ModelOpt as 'FP8'"),
 ])  # fmt: skip
