@@ -38,19 +38,9 @@ def hub_config(config: dict, family: NativeFamily) -> dict:
     if config.get("model_type") == family.name:
         return kept
     kept.pop("auto_map", None)
-    return {**kept, "architectures": [family.causal_lm], **_replaced_entries(config), "model_type": family.name}
-
-
-def _replaced_entries(config: dict) -> dict:
-    """The hub's entries that a native config.json replaced."""
-    replaced = config.get(HUB_CONFIG_KEY) or {}
-    if not isinstance(replaced, dict) or (unknown := sorted(set(replaced) - set(HUB_ENTRIES))):
-        what = f"has {unknown[0]!r}" if isinstance(replaced, dict) else f"is {replaced!r}"
-        raise CheckpointError(
-            f"{HUB_CONFIG_KEY} of config.json {what}; it keeps {' and '.join(HUB_ENTRIES)} of the hub's, and nothing "
-            "else: remove the rest"
-        )
-    return replaced
+    replaced = config.get(HUB_CONFIG_KEY)
+    hubs = {key: replaced[key] for key in HUB_ENTRIES if key in replaced} if isinstance(replaced, dict) else {}
+    return {**kept, "architectures": [family.causal_lm], **hubs, "model_type": family.name}
 
 
 def native_config(config: dict, family: NativeFamily) -> dict:

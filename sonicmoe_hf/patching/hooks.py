@@ -149,7 +149,12 @@ class ModelHook:
             if is_compiled() or policy is not None:
                 raise RuntimeError(handlers.NOT_RECORDED)
             if replay is not None:
-                call.replayed = replay.next_call()
+                if not replay:
+                    raise RuntimeError(
+                        "the model was called more often than the replayed routing has calls; record as many calls, or "
+                        "call it after the `with`"
+                    )
+                call.replayed = replay.popleft()
                 work.append(handlers.replay)
             if recording is not None:
                 call.recorded = {}

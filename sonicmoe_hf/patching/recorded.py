@@ -138,28 +138,6 @@ class ReplayedCall:
                 )
 
 
-class Replay:
-    """What model calls take their experts from, one recorded call each."""
-
-    def __init__(self, calls: Sequence[Mapping[str, Sequence[torch.Tensor]]]):
-        self.calls = calls
-        self.used = 0
-
-    def next_call(self) -> ReplayedCall:
-        """The experts of the next model call.
-
-        Raises:
-            RuntimeError: there are no more.
-        """
-        if self.used == len(self.calls):
-            raise RuntimeError(
-                f"replay_routing was given {len(self.calls)} model calls, and the model was called once more; record as "
-                "many calls, or call it after the `with`"
-            )
-        self.used += 1
-        return ReplayedCall(self.calls[self.used - 1])
-
-
 def replayed(family: Family, router: nn.Module, output: tuple, given_TK: torch.Tensor) -> tuple:
     """The router's output (logits, weights, indices) with the experts of `given_TK`, and their weights by the family's
     formula from these logits. Tokens whose experts stay, and those with ids below 0, keep the router's own weights bit

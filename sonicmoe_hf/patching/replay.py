@@ -6,6 +6,7 @@ Letters: L layers with experts, T tokens of a call, K experts per token.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .patch import check_routers_live, patch_state, router_hooks
-from .recorded import RecordedRouting, Replay
+from .recorded import RecordedRouting, ReplayedCall
 from .routing_contexts import in_this_thread
 from .support import find_layers
 
@@ -92,7 +93,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
             new = model(**batch).logits
     """
     routing = RecordedRouting(list(_layers(model)))
-    with in_this_thread(patch_state(model), recording=routing):
+    with in_this_thread(patch_state(model), routing):
         yield routing
 
 
@@ -117,6 +118,6 @@ def replay_routing(
         RuntimeError, from the model: more calls than were recorded, or a layer that runs more or less often in a call; a
             layer that runs several times under gradient checkpointing; it is compiled, or rounds tokens.
     """
-    replay = Replay(checked_calls(model, routing))
-    with in_this_thread(patch_state(model), replay=replay):
+    calls = map(ReplayedCall, checked_calls(model, routing))
+    with in_this_thread(patch_state(model), deque(calls)):
         yield

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import NamedTuple
+from collections import deque
 
 from .calls import PatchState
-from .recorded import RecordedRouting, Replay
+from .recorded import RecordedRouting, ReplayedCall
 
-
-class _Context(NamedTuple):
-    """A `with` of record_routing or replay_routing, of the model with this state."""
-
-    state: PatchState
-    recording: RecordedRouting | None
-    replay: Replay | None
-
-
-_thread = threading.local()  # contexts: those that this thread is in, the innermost last
+Replay = deque[ReplayedCall]  # what the calls to come take their experts from
+_thread = threading.local()  # contexts: (a model's state, its RecordedRouting or Replay) of each, the innermost last
 
 
 @contextlib.contextmanager
-def in_this_thread(state: PatchState, *, recording: RecordedRouting | None = None, replay: Replay | None = None):
+def in_this_thread(state: PatchState, routing: RecordedRouting | Replay):
     """Have this thread's calls of a model note their routing, or take it from a replay. Other threads' do not."""
-    context = _Context(state, recording, replay)
+    context = state, routing
     _thread.contexts = (*getattr(_thread, "contexts", ()), context)
     try:
         yield
@@ -35,7 +27,9 @@ def in_this_thread(state: PatchState, *, recording: RecordedRouting | None = Non
 def active(state: PatchState) -> tuple[RecordedRouting | None, Replay | None]:
     """Where this thread's calls of a model note their routing, and what they take their experts from, if they do."""
     recording, replay = None, None
-    for context in getattr(_thread, "contexts", ()):  # the innermost counts
-        if context.state is state:
-            recording, replay = context.recording or recording, context.replay or replay
+    for of_model, routing in getattr(_thread, "contexts", ()):  # the innermost counts
+        if of_model is state and isinstance(routing, RecordedRouting):
+            recording = routing
+        elif of_model is state:
+            replay = routing
     return recording, replay
