@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -199,6 +200,33 @@ def test_commands_of_this_environment_take_over_and_all_others_are_children(tmp_
     assert _own_python(["package", "-x"]) == [sys.executable, "package", "-x"]
     for foreign in ("python", "sh", "-u", str(write(tmp_path, "train.sh", "#!/bin/bash\ntrl sft\n"))):
         assert _own_python([foreign]) is None
+
+
+def test_the_commands_options_are_the_programs_settings(monkeypatch):
+    monkeypatch.setattr(os, "execve", execve := mock.Mock())
+    main(
+        [
+            "run",
+            "--routing",
+            "nearest",
+            "--tile",
+            "8",
+            "--save",
+            "input",
+            "--experts-quantization",
+            "nf4",
+            "--adapt-experts",
+            "4",
+            "--",
+            "-m",
+            "x",
+        ]
+    )
+    command, environment = execve.call_args.args[1:]
+    assert command == [sys.executable, "-m", "x"]
+    found = from_environment(environment)
+    assert (found.routing, found.tile, found.save) == ("nearest", 8, "input")
+    assert (found.experts_quantization, found.adapt_experts) == ("nf4", 4)
 
 
 def test_what_cannot_be_run_is_refused_with_the_remedy(capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.programs import make_model, texts, write_rows
 from helpers.terminal import assert_prints_what_is_shown, sessions
+from test_program import START  # which has what the command does before it gives way
 
 import sonicmoe_hf
 from sonicmoe_hf.autopatch.program import _environment, _own_python
@@ -16,7 +17,6 @@ from sonicmoe_hf.autopatch.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
-RUN = [sys.executable, "-m", "sonicmoe_hf", "run"]  # test_program.py has what it does before it gives way
 PATCHED = "sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k"
 SHOWN = {
     "max_steps": 2,
@@ -121,9 +121,10 @@ def launch(*command, cwd, change=dict):
     return done
 
 
-def launch_own(*program, cwd):
+def launch_own(*program, cwd, **settings):
     """What `sonicmoe-hf run` gives way to, without that command's own start, which imports Transformers."""
-    return launch(*_own_python(list(map(str, program))), cwd=cwd, change=lambda own: _environment(RunSettings(), own))
+    command = _own_python(list(map(str, program)))
+    return launch(*command, cwd=cwd, change=lambda own: _environment(RunSettings(**settings), own))
 
 
 def losses(output):
@@ -162,8 +163,9 @@ def test_the_same_in_children_of_accelerate_launch(folder, losses_by_hand):
 def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_by_hand_and_one_of_them_reports(
     folder, losses_by_hand
 ):
+    (folder / "start.py").write_text(START)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    run = launch(*torchrun, "-m", "sonicmoe_hf", "run", "--", "loop.py", "small-qwen3-moe", "run", cwd=folder)
+    run = launch(*torchrun, "start.py", "loop.py", "small-qwen3-moe", "run", cwd=folder)
     assert last_line(run) == losses_by_hand[0] and len(losses_by_hand[0][0]) == 2
     assert run.stderr.count(PATCHED) == 1
 
@@ -217,7 +219,7 @@ def test_trls_lora_of_attention_alone_is_left_alone_and_gets_experts_when_asked(
     options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_r", 8]
     program = ["-m", "trl.scripts.sft", *options, "--output_dir"]
     alone = launch_own(*program, "alone", cwd=folder)
-    asked = launch(*RUN, "--adapt-experts", 4, "--", *program, "experts", cwd=folder)
+    asked = launch_own(*program, "experts", cwd=folder, adapt_experts=4)
     for run, name, targets in ((alone, "alone", 0), (asked, "experts", 2)):
         config = json.loads((folder / name / "adapter_config.json").read_text())
         assert len(config["target_parameters"] or []) == targets
