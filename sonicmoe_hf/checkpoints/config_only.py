@@ -24,11 +24,11 @@ from transformers.utils import logging
 from ..errors import CheckpointError
 from ..formats.declared import declared_quantization
 from ..patching.support import find_layers
-from ..private.transformers import auto_classes, builds
+from ..private.transformers import builds
 from .files import CONFIG_FILE, read_json
 from .hub import local_folder
 
-ASKED_FIRST = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModel)
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModel)
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
@@ -114,7 +114,7 @@ def _construct(entries: dict, config: PreTrainedConfig) -> PreTrainedModel:
         declared: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if getattr(declared, "config_class", None) is type(config):
             return declared._from_config(config)
-    for auto_class in dict.fromkeys([*ASKED_FIRST, *auto_classes()]):
+    for auto_class in AUTO_CLASSES:
         if builds(auto_class, config):
             return auto_class.from_config(config, trust_remote_code=False)
     raise ValueError(f"no model class belongs to model_type {entries['model_type']!r}")

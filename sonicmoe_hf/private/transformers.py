@@ -81,15 +81,6 @@ def mark_initialized(parameter: Any) -> None:
     parameter._is_hf_initialized = True
 
 
-def auto_classes() -> list:
-    """Every Auto class of models."""
-    from transformers.models.auto import modeling_auto
-
-    return [
-        value for value in vars(modeling_auto).values() if isinstance(value, type) and hasattr(value, "_model_mapping")
-    ]
-
-
 def builds(auto_class, config) -> bool:
     """Whether an Auto class of models has one for this config."""
     return type(config) in auto_class._model_mapping
