@@ -1,6 +1,7 @@
 """Native models on two gloo ranks: expert and tensor parallelism, FSDP2, and token rounding refused where it cannot be."""
 
 import pytest
+from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched
 from helpers.native import in_native_names, save_both
 from helpers.parallel import PARTIAL_SUMS, gathered, load_parallel, trained_and_evaluated
@@ -23,7 +24,7 @@ def parallel_step(rank, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["expert", "tensor"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", rest_pinned(["qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3"], 2))
 def test_under_parallelism_of_the_experts_a_native_model_equals_the_unsharded_one(ranks, family, kind, tmp_path):
     model = build(family)
     _, folder = save_both(model, tmp_path)

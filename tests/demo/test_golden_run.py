@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from sonicmoe_hf.demo import run
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
+pytestmark = pytest.mark.pinned
 GOLDEN = Path(__file__).with_name("golden") / "demo_losses.json"
 STEPS = 20
 

@@ -154,7 +154,7 @@ for function in (up, down, down_backward, wgrad):
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
 REPRESENTATIVE = (
     "down, fp16, odd sizes", "wide down, fp16, bias", "tall down, transposed weight, rank 104", "up, fp16, odd sizes",
-    "up, interleaved, bias, transposed", "up, rank 16", "fp8 up, odd sizes", "fp8 up, rank 104", "fp8 down, rank 104", "fp8 down_backward, odd sizes", "fp8 down_backward, frozen experts", "down_backward, fp16, odd sizes", "down_backward, interleaved",
+    "up, interleaved, bias, transposed", "fp8 up, odd sizes, rank 16", "fp8 down, rank 104", "fp8 down_backward, odd sizes", "fp8 down_backward, frozen experts", "down_backward, fp16, odd sizes", "down_backward, interleaved",
     "down_backward, transposed, rank 104", "up, relu2, bias, rank 64", "down_backward, relu2, odd sizes", "wgrad, stored across, many rows of tiles", "gemm_wgrad, 128x4",
 )  # fmt: skip
 

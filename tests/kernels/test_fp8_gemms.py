@@ -114,7 +114,7 @@ def test_rows_are_scaled_as_in_pytorch(kernels, device):
 
 
 @pytest.mark.parametrize("kernels", TRITON, indirect=True)
-@pytest.mark.parametrize(("save", "rank"), [("preactivation", 0), ("input", 8)])
+@pytest.mark.parametrize(("save", "rank"), rest_pinned([("input", 8), ("preactivation", 0)]))
 def test_a_layer_in_fp32_gives_what_the_eager_backend_gives(kernels, device, save, rank):
     """out, and the gradients of x, of the routing weights and of adapters. Sums differ in their order, by which a code on an
     edge may go to the other side: that moves dx by 1/16 of one of 144 values. Few rows an expert, and one without."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.checkpoints import fp8_by_transformers
-from helpers.marks import rest_slow
+from helpers.marks import rest_pinned, rest_slow
 from moe_problems import poisoned
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -236,7 +236,7 @@ def every_value(name, order, device):
 @pytest.mark.parametrize(
     "name, order",
     [
-        *(("nf4", "whole"), ("mxfp4", "whole"), *(("nvfp4", order) for order in ORDERS)),
+        *rest_pinned([("nf4", "whole"), ("mxfp4", "whole"), *(("nvfp4", order) for order in ORDERS)], 3),
         *rest_slow((("fp8", order) for order in ORDERS), 1),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from rounding_problems import KINDS, check_against_definition, matrix
 
 from sonicmoe_hf.kernels import eager
@@ -13,7 +14,7 @@ from sonicmoe_hf.layer.config import ROUNDINGS
 SIZES = {"odd": (70, 5, 2, 8), "one token": (1, 4, 2, 1), "every expert": (33, 3, 3, 4), "one expert": (40, 1, 1, 16)}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", rest_pinned(SIZES))
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_it_rounds_by_the_definition(device, rounding, size):
     num_tokens, num_experts, top_k, tile = SIZES[size]

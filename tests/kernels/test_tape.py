@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import tapes
+from helpers.marks import rest_pinned
 from kernel_helpers import same_bits
 from moe_problems import AdaptedLayer, layer, routing_ids, run
 
@@ -70,18 +71,18 @@ def in_fp8(device):
 
 PROBLEMS = {
     "FP8 products": in_fp8,
-    "biases": plain,
+    "adapters": adapted,
     "fp32, stored transposed, a list": lambda device: plain(device, "transposed_interleaved", "list", torch.float32),
     "no gate, sentinels": lambda device: plain(device, kind="sentinels", activation="relu2"),
     "h computed again": lambda device: plain(device, save="input"),
     "one weight's gradient": weights_alone,
-    "adapters": adapted,
+    "biases": plain,
     "adapters of packed experts": lambda device: adapted(device, layout="concatenated", format="mxfp4", bias=False),
     "adapters beyond one pass": lambda device: adapted(device, 40, "transposed_concatenated"),
 }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", rest_pinned(PROBLEMS, 3))
 def test_a_tape_gives_the_bits_of_the_call_for_other_values(device, name, monkeypatch):
     first, second = PROBLEMS[name](device), PROBLEMS[name](device)
     expected = second()

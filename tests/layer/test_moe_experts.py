@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, relative_error
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -74,7 +75,11 @@ def output_and_gradients(function, inputs, *args, **options):
 
 
 @pytest.mark.parametrize(
-    "layout, name", [*itertools.product(LAYOUTS, GATED), *itertools.product(OF_ONE_KIND, UNGATED)]
+    "layout, name",
+    [
+        *rest_pinned(itertools.product(LAYOUTS, GATED), len(GATED)),
+        *rest_pinned(itertools.product(OF_ONE_KIND, UNGATED), len(UNGATED)),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("save", ["preactivation", "input"])
@@ -366,7 +371,7 @@ def test_second_derivatives_are_refused_not_left_out(needed):
         (gradients[0].square().sum() + wanted[0].sum()).backward()
 
 
-@pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
+@pytest.mark.parametrize("layout", rest_pinned(["concatenated", "transposed_interleaved"]))
 def test_the_custom_ops_pass_torchs_own_checks(layout):
     inputs, index = problem(T=5, dtype=torch.float32, layout=layout)
     rows = functional.dispatch(index, 5, 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, save_with_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
+from helpers.marks import rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build
 from helpers.native import save_both
 from helpers.served import (
@@ -75,7 +76,11 @@ def there_and_back(folder, engine="vllm", **options):
 
 @pytest.mark.parametrize(
     "name, options",
-    [*((name, options) for name in (*FAMILIES, *OTHERS) for options in ({}, UNEVEN)), ("olmoe", {"use_rslora": True})],
+    [
+        *((name, {}) for name in (*FAMILIES, *OTHERS)),
+        *rest_pinned((name, UNEVEN) for name in (*FAMILIES, *OTHERS)),
+        ("olmoe", {"use_rslora": True}),
+    ],
 )
 def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, tmp_path):
     """With the same bits where ranks are equal, but for layers that SGLang fuses, else with the same products."""
@@ -96,7 +101,8 @@ def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, 
 
 
 @pytest.mark.parametrize(
-    "family, engine", [*((f, "vllm") for f in FAMILIES_IN_VLLM), *((f, "sglang") for f in FAMILIES_IN_SGLANG)]
+    "family, engine",
+    [*((f, "vllm") for f in FAMILIES_IN_VLLM), *rest_pinned((f, "sglang") for f in FAMILIES_IN_SGLANG)],
 )
 def test_every_family_that_was_read_in_an_engine_is_served_as_pefts_merge(family, engine, tmp_path):
     """Names and products are those of the hub's checkpoint, which the engines' classes follow."""

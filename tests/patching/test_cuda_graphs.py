@@ -1,13 +1,12 @@
 """mode="reduce-overhead": what keeps Inductor from capturing a graph, looked for in the graphs; and captured, on a GPU."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import training
 from helpers.attention import packed
-from helpers.marks import rest_slow
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import batch, build, patched
 from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpointed, start_counting
 from torch._dynamo.backends.common import aot_autograd
@@ -94,8 +93,13 @@ MODELS = {
     "LoRA": with_adapters,
     "NF4 with LoRA": lambda: with_adapters("nf4"),
 }
-# LoRA with every version of torch, as the counting models below are; the oldest cannot trace gpt_oss
-STEPS = sorted(itertools.product(MODELS, (False, True)), key=lambda step: step != ("LoRA", False))
+# LoRA with every version of torch, as the counting model below is; the oldest cannot trace gpt_oss
+STEPS = [
+    ("LoRA", False),
+    *((name, True) for name in MODELS if name != "LoRA"),
+    ("full", False),
+    ("token rounding", False),
+]
 
 
 @pytest.mark.parametrize(("name", "padding"), rest_slow(STEPS))
@@ -103,6 +107,7 @@ def test_nothing_in_a_compiled_step_keeps_it_from_being_captured(monkeypatch, na
     assert list(traced(monkeypatch, MODELS[name]().to("meta"), padding).obstacles()) == []
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("kind", rest_slow(["non_reentrant", "reentrant"]))
 def test_nor_does_checkpointing(monkeypatch, kind):
     assert list(traced(monkeypatch, checkpointed(full().to("meta"), kind)).obstacles()) == []
@@ -118,7 +123,7 @@ WITH_SINKS = {
 }
 
 
-@pytest.mark.parametrize("case", rest_slow(WITH_SINKS, 2))
+@pytest.mark.parametrize("case", [*rest_pinned(list(WITH_SINKS)[:2]), *rest_slow(list(WITH_SINKS)[2:], 0)])
 def test_attention_with_sinks_is_captured_as_docs_attention_says(monkeypatch, case):
     inputs, is_captured = WITH_SINKS[case]
     monkeypatch.setattr(flash, "uses_cuda_kernels", lambda device: True)
@@ -138,7 +143,7 @@ def test_reading_packed_sequences_while_a_graph_is_captured_is_an_error(monkeypa
         check_not_captured(SimpleNamespace(is_cuda=True))
 
 
-@pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
+@pytest.mark.parametrize("routing", rest_pinned([None, POLICY]), ids=["top_k", "token_rounding"])
 def test_counting_writes_into_a_tensor_that_stays_where_it_is_and_keeps_no_step_from_being_captured(
     monkeypatch, routing
 ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS, fused, with_lora
-from helpers.marks import rest_slow
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, patching
 from helpers.parallel import (
     HAS_EP_SIZE,
@@ -85,7 +85,7 @@ def test_every_rank_routes_its_own_tokens_and_gradients_are_averaged(ranks, opti
     "kind, is_odd, is_adapted",
     [("FSDP2", True, False), ("FSDP2", True, True), ("FSDP2", False, True), ("DDP", False, True)],
 )
-@pytest.mark.parametrize("family", list(ODD))
+@pytest.mark.parametrize("family", rest_pinned(ODD))
 def test_odd_sizes_and_adapted_experts_get_the_unsharded_models_gradients(ranks, family, kind, is_odd, is_adapted):
     changes = {"family": family, "is_odd": is_odd, "is_adapted": is_adapted}
     results = ranks.run(step, kind, **changes)
@@ -150,7 +150,7 @@ def parallel_step(rank, folder, kind, routing=None):
 
 
 @pytest.mark.parametrize("kind", ["expert", "tensor"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", rest_pinned(["qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3"], 2))
 def test_under_parallelism_of_the_experts_top_k_equals_the_unsharded_model(ranks, family, kind, tmp_path):
     model = build(family)
     model.save_pretrained(tmp_path)

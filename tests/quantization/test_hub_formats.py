@@ -23,6 +23,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_fp8,
 )
+from helpers.marks import rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV4Config
@@ -54,7 +55,7 @@ def make_fp8(folder, family, kind="fp32", **declared):
     return to_fp8(folder, kind, **declared)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "ue8m0"])
+@pytest.mark.parametrize("kind", rest_pinned(["fp32", "bf16", "ue8m0"]))
 @pytest.mark.parametrize("family", SIZES)
 def test_an_fp8_checkpoints_experts_are_taken_bit_for_bit(family, kind, tmp_path):
     stored, dense = make_fp8(tmp_path / "fp8", family, kind)
@@ -110,7 +111,7 @@ def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family
     assert_all_close(gradients_of(packed), gradients_of(dense), 1e-5, ORDER_OF_SUMS)
 
 
-@pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("format", rest_pinned(["nf4", "mxfp4", "nvfp4"]))
 @pytest.mark.parametrize("family", SIZES | UNGATED)
 def test_fp8_experts_become_4_bits_while_they_stream_in_as_the_dequantized_do(family, format, tmp_path, monkeypatch):
     sizes = (SIZES | UNGATED)[family]

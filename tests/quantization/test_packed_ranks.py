@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.checkpoints import fp8_of
+from helpers.marks import rest_pinned
 from helpers.models import OF_64, assert_all_close, batch, build, loss_and_gradients
 from helpers.parallel import OWN_BATCH, SUMMATION, gradients, mean_of_ranks, parallelism
 from helpers.ranks import WORLD
@@ -75,11 +76,16 @@ def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
     "format, family, precision, tolerance",
     [
         ("nf4", "qwen3_moe", torch.float32, 1e-5),
-        ("mxfp4", "qwen3_moe", torch.bfloat16, 0.2),
-        ("nf4", "gpt_oss", torch.float32, 1e-5),
         ("mxfp4", "gpt_oss", torch.float32, 1e-5),
-        ("fp8", "qwen3_moe", torch.float32, 1e-5),
-        ("nvfp4", "qwen3_moe", torch.float32, 1e-5),
+        *rest_pinned(
+            [
+                ("mxfp4", "qwen3_moe", torch.bfloat16, 0.2),
+                ("nf4", "gpt_oss", torch.float32, 1e-5),
+                ("fp8", "qwen3_moe", torch.float32, 1e-5),
+                ("nvfp4", "qwen3_moe", torch.float32, 1e-5),
+            ],
+            0,
+        ),
     ],
 )
 def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
@@ -118,7 +124,7 @@ def packed_logits(rank, folder, format):
         return sonicmoe_hf.from_pretrained(folder, **options)(**batch()).logits
 
 
-@pytest.mark.parametrize("format", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("format", rest_pinned(["nf4", "mxfp4"]))
 def test_transformers_own_expert_parallelism_packs_and_computes_each_ranks_experts(ranks, format, tmp_path):
     build("qwen3_moe", hidden_size=64, moe_intermediate_size=128).save_pretrained(tmp_path)
     with torch.no_grad():

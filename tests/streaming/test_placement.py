@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from helpers.adapters import with_lora
+from helpers.marks import rest_pinned
 from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
 from helpers.parallel import gradients
@@ -91,7 +92,7 @@ def test_bytes_before_packing_are_those_that_are_stored(format):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("format", [None, "nf4"])
-@pytest.mark.parametrize("layout", ["hub", "native"])
+@pytest.mark.parametrize("layout", rest_pinned(["hub", "native"]))
 def test_loaded_into_host_memory_experts_are_those_loaded_to_the_device(late_copies, family, format, layout, tmp_path):
     folder = dict(zip(("hub", "native"), save_both(small(family).bfloat16(), tmp_path)))[layout]
     resident = from_pretrained(folder, experts_quantization=format)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS
 from helpers.late_copies import Hazard
-from helpers.marks import rest_slow
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import batch, loss_and_gradients
 from helpers.streamed import adapted, engine_of, host_weights, layers_of
 from helpers.streamed import streamed as streamed_of
@@ -56,7 +56,7 @@ def assert_equal(given, expected):
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "recomputed"])
-@pytest.mark.parametrize("format", [None, "nf4"])
+@pytest.mark.parametrize("format", rest_pinned(["nf4", None]))
 def test_training_evaluation_and_generation_are_equal_to_the_bit(late_copies, format, checkpointing):
     expected = lived(adapted(streamed(None, format), checkpointing))
     for experts_memory, layers in ((0, LAYERS), ("half", (LAYERS + 1) // 2)):
@@ -284,7 +284,7 @@ def test_a_trainer_resumes(late_copies, tmp_path):
     assert_equal(resumed, expected)
 
 
-@pytest.mark.parametrize("format", [None, "nf4"])
+@pytest.mark.parametrize("format", rest_pinned(["nf4", None]))
 def test_compiled_layers_give_the_same_gradients(late_copies, format):
     torch._dynamo.reset()
     expected = loss_and_gradients(adapted(streamed(None, format, layers=3)), BATCH)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS
-from helpers.marks import rest_slow
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import CONFIGS, batch, build, patched
 from helpers.native import native_twin, save_both
 from helpers.resuming import (
@@ -127,7 +127,7 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
 
 
 @pytest.mark.parametrize("attach", [True, False])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", rest_pinned(["qwen3_moe", "gpt_oss"]))
 def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_path, messages):
     def adapted():
         torch.manual_seed(3)
@@ -141,7 +141,7 @@ def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_
     assert_equal(weights(resumed.model), snapshots.at[4])
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", rest_pinned(CONFIGS))
 def test_native_models_resume_and_find_their_best_with_a_plain_trainer(family, tmp_path, messages):
     def make(seed):
         return native_twin(build(family, seed=seed), tmp_path / f"{seed}")
