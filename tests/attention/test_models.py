@@ -142,6 +142,7 @@ def test_compiled_without_graph_breaks(kernels, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["cuda_path"], indirect=True)
 def test_compiled_once_for_batches_of_several_lengths(kernels):
     torch._dynamo.reset()
     model = build(experts="sonicmoe_hf")

@@ -204,24 +204,8 @@ def test_commands_of_this_environment_take_over_and_all_others_are_children(tmp_
 
 def test_the_commands_options_are_the_programs_settings(monkeypatch):
     monkeypatch.setattr(os, "execve", execve := mock.Mock())
-    main(
-        [
-            "run",
-            "--routing",
-            "nearest",
-            "--tile",
-            "8",
-            "--save",
-            "input",
-            "--experts-quantization",
-            "nf4",
-            "--adapt-experts",
-            "4",
-            "--",
-            "-m",
-            "x",
-        ]
-    )
+    words = "run --routing nearest --tile 8 --save input --experts-quantization nf4 --adapt-experts 4 -- -m x"
+    main(words.split())
     command, environment = execve.call_args.args[1:]
     assert command == [sys.executable, "-m", "x"]
     found = from_environment(environment)

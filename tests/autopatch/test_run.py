@@ -146,18 +146,14 @@ def losses_by_hand(folder):
     return [json.loads(line) for line in done.stdout.strip().splitlines()[-2:]]
 
 
-def test_a_script_with_accelerates_loop_has_the_losses_of_the_same_run_by_hand(folder, losses_by_hand):
-    run = launch_own("loop.py", "small-qwen3-moe", "run", cwd=folder)
-    assert last_line(run) == losses_by_hand[1]
-    assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
-
-
-def test_the_same_in_children_of_accelerate_launch(folder, losses_by_hand):
+def test_a_loop_of_accelerates_in_a_child_of_its_launcher_has_the_losses_of_the_same_run_by_hand(
+    folder, losses_by_hand
+):
     accelerate = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
                   "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
     run = launch_own("-m", *accelerate, "loop.py", "small-qwen3-moe", "run", cwd=folder)
     assert last_line(run) == losses_by_hand[1]
-    assert run.stderr.count(PATCHED) == 1
+    assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
 
 
 def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_by_hand_and_one_of_them_reports(

@@ -1,11 +1,13 @@
 """Whether a call of the experts reaches us: subclasses, forwards that somebody replaced, experts outside the interface."""
 
 import functools
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 from helpers.models import batch, build, loss_and_gradients, patched, relative_error
-from helpers.programs import run_python
+from helpers.ranks import Ranks
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
 
 import sonicmoe_hf
@@ -51,9 +53,16 @@ assert len(computed) == 2, computed
 """
 
 
+def run_as_main(rank, code):
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(code, vars(main))
+
+
 @pytest.mark.slow
-def test_a_users_own_subclass_in_main_is_accelerated():
-    run_python(SUBCLASS)
+def test_a_users_own_subclass_in_main_is_accelerated(tmp_path):
+    ranks = Ranks(tmp_path, world=1)  # a process that has imported what this takes
+    ranks.run(run_as_main, SUBCLASS)
+    ranks.close()
 
 
 def of_somebody_else(hidden_states, top_k_index, top_k_weights):
