@@ -68,7 +68,9 @@ def output_of(command: str) -> str:
     """What a command of sonicmoe-hf prints in a terminal of COLUMNS columns, without times and the folder's path; of a
     program that it runs, its own lines and LOGGED."""
     words = shlex.split(command.replace("\\\n", " "))[1:]
-    printed = ON_A_CPU[words[0]](_of_process(words)) if words[0] in ON_A_CPU else _of_main(words)
+    shown = ON_A_CPU.get(words[0], str)
+    apart = words[0] == "run" or (shown is not str and torch.cuda.is_available())
+    printed = shown(_of_process(words) if apart else _of_main(words))
     printed = re.sub(r"\d+ s$", "0 s", printed.replace(f"{Path.cwd()}/", ""), flags=re.MULTILINE)
     return "".join(line.rstrip() + "\n" for line in printed.splitlines())
 
@@ -76,6 +78,7 @@ def output_of(command: str) -> str:
 def _of_main(words: list[str]) -> str:
     columns = mock.patch.dict(os.environ, COLUMNS="300" if words[0] in NAMES_PATHS else COLUMNS)
     with columns, contextlib.redirect_stdout(io.StringIO()) as printed:
+        os.environ.pop(VARIABLE, None)
         main(words)
     return printed.getvalue()
 

@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
-from helpers.terminal import ON_A_CPU, assert_prints_what_is_shown, make_folders, sessions
+from helpers.terminal import assert_prints_what_is_shown, make_folders, sessions
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
 
 import sonicmoe_hf
@@ -88,12 +88,9 @@ def folder_of_sessions(tmp_path_factory):
     return folder
 
 
-def marked(session):
-    name = session.command.split()[1]
-    return pytest.param(session, marks=[pytest.mark.slow] if name in ON_A_CPU else [], id=session.command[12:40])
-
-
-@pytest.mark.parametrize("session", [marked(each) for each in sessions() if each.command.split()[1] != "run"])
+@pytest.mark.parametrize(
+    "session", [each for each in sessions() if each.command.split()[1] != "run"], ids=lambda each: each.command[12:40]
+)
 def test_terminal_sessions_of_the_documents_are_what_the_commands_print(session, folder_of_sessions, monkeypatch):
     """`run`'s is tests/autopatch/test_run.py's."""
     monkeypatch.chdir(folder_of_sessions)
