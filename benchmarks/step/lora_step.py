@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import itertools
-from typing import NamedTuple
 
 import torch
 
@@ -25,28 +23,21 @@ import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release
-from benchmarks.step import checking, models
-from benchmarks.step.training import WARMUP, adapted, sequences, timed_in_turn
+from benchmarks.step import models
+from benchmarks.step.models import OURS
+from benchmarks.step.run import Run, bare, check, trained
+from benchmarks.step.training import WARMUP, sequences, timed_in_turn
 
 MODEL = "Qwen3-30B-A3B"
 FORMS = ("plain", "checkpointing")
 ROWS = ("48,4096,plain", "48,16384,checkpointing", "4,16384,plain", "4,16384,checkpointing")
 FULL_LAYERS = 8  # 12 GB a layer
-
-
-class Case(NamedTuple):
-    """Whether our kernels compute the experts, and what is trained: "LoRA", "frozen" or "full"."""
-
-    ours: bool
-    trained: str
-
-
-CASES = {
-    "LoRA on experts, sonicmoe-hf": Case(True, "LoRA"),
-    "PEFT over grouped_mm": Case(False, "LoRA"),
-    "experts frozen, sonicmoe-hf": Case(True, "frozen"),
-    "experts frozen, grouped_mm": Case(False, "frozen"),
-    "full, sonicmoe-hf": Case(True, "full"),  # of few layers: weights, gradients and Adam in bf16
+CASES = {  # who computes the experts, and what is trained
+    "LoRA on experts, sonicmoe-hf": (OURS, "LoRA"),
+    "PEFT over grouped_mm": ("grouped_mm", "LoRA"),
+    "experts frozen, sonicmoe-hf": (OURS, "frozen"),
+    "experts frozen, grouped_mm": ("grouped_mm", "frozen"),
+    "full, sonicmoe-hf": (OURS, "full"),  # of few layers: weights, gradients and Adam in bf16
 }
 
 
@@ -58,23 +49,15 @@ def row_of(text: str) -> str:
     return text
 
 
-def check(names: list[str], options) -> None:
-    """Gradients of tiny models of the cases."""
-    tiny = argparse.Namespace(device=options.device, tiny=True)
-    for mode in dict.fromkeys(CASES[name].trained for name in names):
-        finish = functools.partial(adapted, trained=mode)
-
-        def ours(model, finish=finish):
-            sonicmoe_hf.patch_model(model)
-            return finish(model)
-
-        others = {name: ours if CASES[name].ours else finish for name in names if CASES[name].trained == mode}
-        checking.check(models.build(MODEL, checking.LAYERS, tiny), finish, others, autocast=True)
+def run_of(name: str, row: str) -> Run:
+    """A case in a row."""
+    (contender, mode), (layers, tokens, form) = CASES[name], row.split(",")
+    return Run(MODEL, int(layers), int(tokens), mode, contender, checkpointing=form == "checkpointing")
 
 
 def groups(names: list[str]) -> list[list[str]]:
     """The cases whose steps are taken in turn."""
-    in_turn = [name for name in names if CASES[name].ours and CASES[name].trained != "full"]
+    in_turn = [name for name in names if CASES[name] in ((OURS, "LoRA"), (OURS, "frozen"))]
     return [group for group in (in_turn, *([name] for name in names if name not in in_turn)) if group]
 
 
@@ -85,18 +68,11 @@ def sharing_weights(base):
 
 def measure(table: Table, base, row: str, names: list[str], options) -> None:
     """Cases in turn in one row. The base is bare again afterwards."""
-    cases, (_, tokens, form) = [CASES[name] for name in names], row.split(",")
-    if cases[0].ours:
-        sonicmoe_hf.patch_model(base)
-    bases = [base, *(sharing_weights(base) for _ in cases[1:])]
-    trained = [adapted(each, case.trained) for each, case in zip(bases, cases)]
-    if form == "checkpointing":
-        for model in trained:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-
+    runs = [run_of(name, row) for name in names]
+    adapted = [trained(each, run) for each, run in zip([base, *(sharing_weights(base) for _ in runs[1:])], runs)]
     try:
-        batch = sequences(int(tokens), base.config.vocab_size, options.device)
-        steps = timed_in_turn(trained, [batch] * (WARMUP + options.steps))
+        batch = sequences(runs[0].tokens, base.config.vocab_size, options.device)
+        steps = timed_in_turn(adapted, [batch] * (WARMUP + options.steps))
     except torch.OutOfMemoryError:  # which is a result
         metrics = [{"out_of_memory": 1} for _ in names]
     else:
@@ -106,14 +82,14 @@ def measure(table: Table, base, row: str, names: list[str], options) -> None:
             metrics[0]["ratio_to_frozen"] = [first / second for first, second in zip(ours, frozen)]
     for name, values in zip(names, metrics):
         table.add(MODEL, row, name, ", ".join(models.settings_of(MODEL, options)), "eager", values)
-    if form == "checkpointing":
-        trained[0].gradient_checkpointing_disable()
-    if cases[0].trained != "full":
-        trained[0].unload()
+    if runs[0].checkpointing:
+        adapted[0].gradient_checkpointing_disable()
+    if runs[0].mode != "full":
+        adapted[0].unload()
     base.zero_grad(set_to_none=True)
-    if cases[0].ours:
+    if runs[0].is_ours:
         sonicmoe_hf.unpatch_model(base)
-    del trained, bases
+    del adapted
     release()
 
 
@@ -127,11 +103,13 @@ def main() -> None:
     options = parser.parse_args()
     # in the order of CASES, whatever that of --case: the ratio is of LoRA to frozen
     names = [name for name in CASES if name in (options.case or CASES)]
-    check(names, options)
+    asked = options.row or ROWS
+    for mode in dict.fromkeys(CASES[name][1] for name in names):
+        check([run_of(name, asked[0]) for name in names if CASES[name][1] == mode], options, autocast=True)
     table = Table(options.csv)
-    for layers, rows in itertools.groupby(options.row or ROWS, lambda row: int(row.split(",")[0])):
-        model = models.build(MODEL, layers, options)
-        fitting = [name for name in names if CASES[name].trained != "full" or layers <= FULL_LAYERS]
+    for layers, rows in itertools.groupby(asked, lambda row: int(row.split(",")[0])):
+        model = bare(Run(MODEL, layers, 0, "LoRA"), options)
+        fitting = [name for name in names if CASES[name][1] != "full" or layers <= FULL_LAYERS]
         for row, group in itertools.product(rows, groups(fitting)):
             measure(table, model, row, group, options)
             table.write()

@@ -16,9 +16,7 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import CausalLMOutput
@@ -26,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable, peer_module, scattermoe, upstream
 from benchmarks.common.shapes import Shape
-from sonicmoe_hf.demo.model import PATTERN, PUBLISHED, config_from, random_packed_model
+from sonicmoe_hf.demo.model import PATTERN, PUBLISHED, config_from
 from sonicmoe_hf.patching.support import find_layers
 
 # For a CPU, of every model its own of these. Each token goes to every expert, so that what rounding does to a score
@@ -176,40 +174,6 @@ def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
         own = AutoConfig.for_model(model_type)
         sizes = sizes | {key: value for key, value in TINY.items() if key in sizes or hasattr(own, key)}
     return config_from(model_type, sizes | {"use_cache": False}, layers)
-
-
-def build(
-    name: str,
-    layers: int,
-    options: argparse.Namespace,
-    *,
-    dtype=torch.bfloat16,
-    implementation: str = "grouped_mm",
-    attention: str | None = None,
-    packed: dict | None = None,
-) -> PreTrainedModel:
-    """The model with random weights, in training mode.
-
-    Args:
-        name, layers: one of MODELS, and how many of its layers.
-        options: the script's: device, tiny, and the settings of `add_settings` where it has them.
-        dtype, implementation: of all weights, of the experts.
-        attention: its implementation; default: the model's.
-        packed: options of `random_packed_model`, which makes the model; experts: "nf4" and so on.
-    """
-    config = config_of(name, layers, options.tiny)
-    chosen = {"dtype": dtype, "attn_implementation": attention or MODELS[name].attention}
-    torch.manual_seed(0)
-    if packed is not None:
-        model = random_packed_model(config, device=options.device, **packed, **chosen)
-    else:
-        with torch.device(options.device):
-            model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, **chosen)
-    if getattr(options, "liger", False):
-        apply_liger(name, model)
-    if getattr(options, "spread_load", False):
-        spread_load(model)
-    return model.train()
 
 
 def kernel_functions(modeling: ModuleType) -> dict[str, FunctionType]:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable
 from benchmarks.step import checking, models
-from benchmarks.step.models import CONTENDERS, OURS
+from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.training import ATTENTION, RANK, adapted
+from sonicmoe_hf.demo.model import random_packed_model
 
 
 class Run(NamedTuple):
@@ -41,18 +43,28 @@ class Run(NamedTuple):
 
 
 def bare(run: Run, options: argparse.Namespace, **packed):
-    """The model of `run` before it is patched and adapted. options: as `models.build` takes them; packed: further ones of
-    `random_packed_model`."""
+    """The model of `run` with random weights, in training mode, before it is patched and adapted.
+
+    Args:
+        options: the script's: device, tiny, and the settings of `models.add_settings` where it has them.
+        packed: further options of `random_packed_model`, which makes models of which some is packed.
+    """
     if run.experts is not None or run.linear is not None:
         packed |= {"experts": run.experts, "linear": run.linear}
-    return models.build(
-        run.model,
-        run.layers,
-        options,
-        dtype=run.weights,
-        implementation="grouped_mm" if run.is_ours else CONTENDERS[run.contender].implementation,
-        packed=packed or None,
-    )
+    config = models.config_of(run.model, run.layers, options.tiny)
+    chosen = {"dtype": run.weights, "attn_implementation": MODELS[run.model].attention}
+    torch.manual_seed(0)
+    if packed:
+        model = random_packed_model(config, device=options.device, **packed, **chosen)
+    else:
+        implementation = "grouped_mm" if run.is_ours else CONTENDERS[run.contender].implementation
+        with torch.device(options.device):
+            model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, **chosen)
+    if getattr(options, "liger", False):
+        models.apply_liger(run.model, model)
+    if getattr(options, "spread_load", False):
+        models.spread_load(model)
+    return model.train()
 
 
 def trained(model, run: Run):
@@ -78,6 +90,22 @@ def built(run: Run, options: argparse.Namespace):
     if run.experts is not None and not run.is_ours:
         raise Unavailable(f"{run.contender} has no packed experts")
     return trained(bare(run, options), run)
+
+
+def compiled(model, execution: str | None, **options):
+    """What is called for a step: the model as it is (None or "eager"); with each decoder layer compiled ("layers"); or
+    compiled as a whole ("model", or a mode of torch.compile). options: of torch.compile."""
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None  # undoes Module.compile, for which torch has no function
+        if execution == "layers":
+            layer.compile(**options)
+    if execution in (None, "eager", "layers"):
+        return model
+    return torch.compile(model, mode=None if execution == "model" else execution, **options)
+
+
+def decoder_layers(model):
+    return [module for module in model.modules() if "DecoderLayer" in type(module).__name__]
 
 
 def check(runs: Sequence[Run], options: argparse.Namespace, autocast: bool) -> None:

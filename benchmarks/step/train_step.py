@@ -30,7 +30,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.run import Run, built, check
+from benchmarks.step.run import Run, built, check, compiled
 from benchmarks.step.sharding import join_ranks, shard
 from benchmarks.step.training import WARMUP, Measured, record, sequences, timed_steps, varying
 from sonicmoe_hf.kernels.quantized import FORMATS
@@ -81,13 +81,7 @@ def prepared(run: Run, options):
     model = built(run, options)
     if options.fsdp:
         shard(model, next(model.parameters()).dtype)
-    if options.compile == "model":
-        model = torch.compile(model)
-    elif options.compile == "layers":
-        for module in model.modules():
-            if "DecoderLayer" in type(module).__name__:
-                module.compile()
-    return model
+    return compiled(model, options.compile)
 
 
 def computes_in_autocast(run: Run, options) -> bool:
