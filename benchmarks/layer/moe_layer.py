@@ -13,10 +13,6 @@ layer alone (host_ms) and of one in a stack of layers (stacked_host_ms).
 
 from __future__ import annotations
 
-import time
-
-import torch
-
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, available
 from benchmarks.common.measuring import Step, first_step, memory, relative_errors
@@ -25,47 +21,31 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
 
 NAMES = ("x", "gate_up", "down", "weight")
+DEPTH = 4  # of a stack of layers
 WANTED = {"forward": (), "forward+backward": NAMES, "frozen": ("x", "weight")}
 
 
-def step_of(layer, inputs, mode: str) -> Step:
-    """A contender's step on a problem."""
-    x, gate_up, down, expert, weight, dout = inputs
-    leaves = {
-        name: tensor.detach().requires_grad_(name in WANTED[mode])
-        for name, tensor in zip(NAMES, (x, gate_up, down, weight))
-    }
+def step_of(layer, inputs, mode: str, depth: int = 1) -> Step:
+    """A contender's step on a problem: of one layer, or of a stack of so many with weights of their own.
 
-    def forward():
-        return layer(leaves["x"], leaves["gate_up"], leaves["down"], expert, leaves["weight"])
-
-    return Step(forward, {name: leaves[name] for name in WANTED[mode]}, dout)
-
-
-def stacked_host_times(layer, inputs, mode, rounds, depth=4):
-    """Host milliseconds a layer of each round, without waiting for the GPU, in a stack of `depth` layers.
-
-    So a model runs: one call of backward, on autograd's thread for the GPU, goes through all layers. A layer alone
-    (`host_ms`) also pays for going to that thread and back, and for starting after a pause.
+    In a stack, as a model runs, one call of backward, on autograd's thread for the GPU, goes through all layers. A layer
+    alone also pays for going to that thread and back, and for starting after a pause.
     """
     x, *others, expert, weight, dout = inputs
-    frozen, forward_only = mode == "frozen", mode == "forward"
-    stack = [[t.detach().requires_grad_(not forward_only and not frozen) for t in others] for _ in range(depth)]
-    routings = [weight.detach().requires_grad_(not forward_only) for _ in range(depth)]
-    x = x.detach().requires_grad_(not forward_only)
-    wanted = [t for t in (x, *routings, *(t for pair in stack for t in pair)) if t.requires_grad]
-    times = []
-    for _ in range(rounds + 1):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        with torch.set_grad_enabled(not forward_only):
-            out = x
-            for (gate_up, down), routing in zip(stack, routings):
-                out = layer(out, gate_up, down, expert, routing)
-        if wanted:
-            torch.autograd.grad(out, wanted, dout, allow_unused=True)
-        times.append(1e3 * (time.perf_counter() - began) / depth)
-    return times[1:]
+    x = x.detach().requires_grad_("x" in WANTED[mode])
+    stack = [
+        {name: t.detach().requires_grad_(name in WANTED[mode]) for name, t in zip(NAMES[1:], (*others, weight))}
+        for _ in range(depth)
+    ]
+
+    def forward():
+        out = x
+        for leaves in stack:
+            out = layer(out, leaves["gate_up"], leaves["down"], expert, leaves["weight"])
+        return out
+
+    leaves = {"x": x} | {f"{name}{n or ''}": leaf for n, each in enumerate(stack) for name, leaf in each.items()}
+    return Step(forward, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}, dout)
 
 
 def measure(table: Table, config: str, shape: Shape, names, rounds: int, device: str) -> None:
@@ -93,7 +73,8 @@ def measure(table: Table, config: str, shape: Shape, names, rounds: int, device:
         for name, layer in layers.items():
             # the bound's buffers serve one layer at a time, and a stack of large layers does not fit
             if name != BOUND and not is_large and on_gpu:
-                stacked = stacked_host_times(layer, inputs, mode, rounds)
+                stack = {name: step_of(layer, inputs, mode, DEPTH)}
+                stacked = [ms / DEPTH for ms in interleaved_times(stack, rounds)[name].issued]
                 table.add(config, shape, name, mode, "eager", {"stacked_host_ms": stacked})
         del steps, graphs, calls
         release()
