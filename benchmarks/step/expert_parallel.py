@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
@@ -32,9 +31,10 @@ import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
 from benchmarks.common.timing import release, waited_times
-from benchmarks.step.models import add_settings, apply_liger, config_of, settings_of, spread_load
+from benchmarks.step.models import add_settings, apply_settings, config_of, settings_of
 from benchmarks.step.sharding import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
+from sonicmoe_hf.demo.model import random_packed_model
 from sonicmoe_hf.expert_parallel import collectives
 
 MODEL = "Qwen3-30B-A3B"
@@ -131,19 +131,10 @@ def build(ep_implementation: str | None, options):
     sizes = {"fsdp_size": world}
     if ep_implementation is not None:
         sizes |= {"ep_size": world, "ep_implementation": ep_implementation}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            options.config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf"
-        )
-    if options.liger:
-        apply_liger(MODEL, model)
-    distributed, _, mesh = model.prepare_distribute_model(DistributedConfig(**sizes))
-    model = model.maybe_distribute_model(model, distributed, mesh).to_empty(device=options.device)
+    chosen = {"dtype": torch.bfloat16, "attn_implementation": "sdpa", "experts_implementation": "sonicmoe_hf"}
+    model = random_packed_model(options.config, None, distributed_config=DistributedConfig(**sizes), **chosen)
     fill(model)
-    with torch.device(options.device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(options.config)  # buffers, and no weights
-    if options.spread_load:
-        spread_load(model)
+    apply_settings(MODEL, model, options)
     sonicmoe_hf.patch_model(model)
     return model.train()
 

@@ -253,6 +253,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def apply_settings(name: str, model, options: argparse.Namespace) -> None:
+    """Change the model as those of `add_settings` say that the options have."""
+    if getattr(options, "liger", False):
+        apply_liger(name, model)
+    if getattr(options, "spread_load", False):
+        spread_load(model)
+
+
 def settings_of(name: str, options: argparse.Namespace) -> list[str]:
     """Those of `add_settings` that were chosen for the model, as the CSVs name them."""
     liger = "Liger" if MODELS[name].model_type in LIGER else "Liger's loss"

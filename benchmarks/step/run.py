@@ -60,10 +60,7 @@ def bare(run: Run, options: argparse.Namespace, **packed):
         implementation = "grouped_mm" if run.is_ours else CONTENDERS[run.contender].implementation
         with torch.device(options.device):
             model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, **chosen)
-    if getattr(options, "liger", False):
-        models.apply_liger(run.model, model)
-    if getattr(options, "spread_load", False):
-        models.spread_load(model)
+    models.apply_settings(run.model, model, options)
     return model.train()
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step.streaming [--part NAME ...] [--csv FILE]
 
-bandwidth  GB/s from pinned host memory; the copy beside matmuls that take as long; seconds to pin a GiB
+bandwidth  GB/s from pinned host memory; seconds to pin a GiB
 qwen3      Qwen3-30B-A3B, NF4 experts, 16,384 tokens a step: all experts on the GPU, 4 GiB of them, none
 few        the same at 2,048 tokens, and forwards of 1 to 64 tokens
 gpt_oss    gpt-oss-120b's sizes, MXFP4 experts in host memory, 2,048 tokens, under a cap of 24 GiB of GPU memory
@@ -66,32 +66,21 @@ def add_steps(table: Table, name: str, contender: str, model, optimizer, tokens,
 
 
 def bandwidth(table: Table, options) -> None:
-    """What a copy takes alone, beside matmuls, and to be pinned."""
-    on_gpu = options.device == "cuda"
-    nbytes, size = (2**31, 8192) if on_gpu else (2**24, 64)
+    """What a copy takes, and to be pinned."""
+    nbytes = 2**31 if options.device == "cuda" else 2**24
     copies, host = copies_to(torch.device(options.device)), page_aligned(nbytes)
     began = time.perf_counter()
     copies.pin(host)
     pinned = (time.perf_counter() - began) / (nbytes / GIB)
     host.fill_(1)
     target, done = copies.buffer(nbytes), copies.event()
-    a = torch.randn(size, size, dtype=torch.bfloat16, device=options.device)
 
-    def copy(beside=lambda: None):
+    def copy():
         copies.copy([(target, host)], [], done)
-        beside()
         copies.wait(done)
 
-    def multiply(count=20):
-        for _ in range(count):
-            torch.mm(a, a)
-
-    ms = {
-        name: waited_times(call, 10, WARMUP)[0]
-        for name, call in (("copy", copy), ("matmuls", multiply), ("both", lambda: copy(multiply)))
-    }
-    rows = {"pin": {"s_per_GiB": pinned}, **{name: {"ms": times} for name, times in ms.items()}}
-    rows["copy"]["GB_per_s"] = [nbytes / each / 1e6 for each in ms["copy"]]
+    ms, _ = waited_times(copy, 10, WARMUP)
+    rows = {"pin": {"s_per_GiB": pinned}, "copy": {"ms": ms, "GB_per_s": [nbytes / each / 1e6 for each in ms]}}
     for name, metrics in rows.items():
         table.add("copies", f"{nbytes / GIB:.2f} GiB", name, "", "eager", metrics)
     copies.finish()
