@@ -45,19 +45,28 @@ def use(candidate):
     gemm_packed.packed_blocks = lambda *size: candidate
 
 
-def experiments(shape: Shape, weights):
-    """(name, call) of both products in each format; weights: format -> [(gate_up, down) of a layer]."""
+def jobs(shape: Shape, weights):
+    """product and format -> [(name, what has the candidate used, call)]; weights: format -> [(gate_up, down) of a
+    layer]."""
     T, H, I, E, K = shape
     x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)
     a = torch.randn(T * K, I, device="cuda", dtype=torch.bfloat16)
     rows = kernels.dispatch(torch.rand(T, E, device="cuda").topk(K, dim=-1).indices, None, T, E, False)
-    for name, layers in weights.items():
-        for product, place, call in (
-            ("up", 0, lambda weight: kernels.up(x, weight, None, rows, Activation(), False, False, True)[1]),
-            ("down", 1, lambda weight: kernels.down(a, weight, None, rows)),
-        ):
-            operands = [layer[place] for layer in layers]
-            yield f"{product} {name}", lambda call=call, operands=operands: [call(weight) for weight in operands][-1]
+    products = {
+        "up": lambda layer: kernels.up(x, layer[0], None, rows, Activation(), False, False, True)[1],
+        "down": lambda layer: kernels.down(a, layer[1], None, rows),
+    }
+
+    def through(product, layers):
+        return lambda: [product(layer) for layer in layers][-1]
+
+    return {
+        f"{product} {name}": [
+            (" ".join(map(str, candidate)), partial(use, candidate), through(call, layers)) for candidate in CANDIDATES
+        ]
+        for name, layers in weights.items()
+        for product, call in products.items()
+    }
 
 
 def packed_weights(shape: Shape, layers):
@@ -71,14 +80,6 @@ def packed_weights(shape: Shape, layers):
             for _ in range(layers)
         ]
     return found
-
-
-def jobs(shape: Shape, weights):
-    """product and format -> [(name, what has the candidate used, call)]."""
-    return {
-        name: [(" ".join(map(str, candidate)), partial(use, candidate), call) for candidate in CANDIDATES]
-        for name, call in experiments(shape, weights)
-    }
 
 
 def main():

@@ -61,33 +61,28 @@ def use(tile, candidate):
     gemm_common._plan.cache_clear()
 
 
-def experiments(shape: Shape, inputs):
-    """(kernel, tile, candidate, FLOP, call) for each kernel and candidate."""
-    x, _, _, expert, weight, _ = inputs
-    T, H, _, E, K = shape
-    R = T * K
-    for tile in (64, 128) if R <= 512 * E else (128,):
-        use(tile, None)
-        rows = kernels.dispatch(expert, None, T, E, True)
-        calls = products(shape, inputs, rows)
-        for kernel, candidates in CANDIDATES[tile].items():
-            for candidate in candidates:
-                yield kernel, tile, candidate, calls[kernel][0], partial(calls[kernel][1], kernels)
-    y, weight = torch.randn(R, H, device=x.device, dtype=x.dtype), weight.float().reshape(-1)
-    for kernel in ("gate_up_gradient", "down_gradient"):
-        for candidate in GRADIENTS:
-            yield kernel, tile, candidate, calls[kernel][0], partial(calls[kernel][1], kernels)
-    yield "combine", tile, None, 0, lambda: kernels.combine(y, weight, rows, T)
-    yield "dispatch", tile, None, 0, lambda: kernels.dispatch(expert, None, T, E, False)[:5]
-
-
 def jobs(shape: Shape, wanted, inputs):
     """kernel -> ([(name, what has the candidate used, call)], FLOP)."""
+    x, _, _, expert, weight, _ = inputs
+    T, H, _, E, K = shape
     found: dict[str, tuple[list, float]] = {}
-    for kernel, tile, candidate, flop, call in experiments(shape, inputs):
-        if kernel in wanted:
+
+    def add(kernel, tile, candidates, flop, call):
+        for candidate in candidates if kernel in wanted else ():
             name = f"{tile}:{'' if candidate is None else ' '.join(map(str, candidate))}"
             found.setdefault(kernel, ([], flop))[0].append((name, partial(use, tile, candidate), call))
+
+    for tile in (64, 128) if T * K <= 512 * E else (128,):
+        use(tile, None)
+        rows = kernels.dispatch(expert, None, T, E, True)
+        calls = {name: (flop, partial(call, kernels)) for name, (flop, call) in products(shape, inputs, rows).items()}
+        for kernel, candidates in CANDIDATES[tile].items():
+            add(kernel, tile, candidates, *calls[kernel])
+    for kernel in ("gate_up_gradient", "down_gradient"):
+        add(kernel, tile, GRADIENTS, *calls[kernel])
+    y, weight = torch.randn(T * K, H, device=x.device, dtype=x.dtype), weight.float().reshape(-1)
+    add("combine", tile, [None], 0, lambda: kernels.combine(y, weight, rows, T))
+    add("dispatch", tile, [None], 0, lambda: kernels.dispatch(expert, None, T, E, False)[:5])
     return found
 
 
