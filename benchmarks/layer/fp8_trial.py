@@ -12,10 +12,9 @@ milliseconds, TFLOP/s, and errors of h and y against the unrounded product in fp
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.common.command import Command
-from benchmarks.common.shapes import shape_of  # noqa: F401 - for its tests
+from benchmarks.common.shapes import activated, shape_of  # noqa: F401 - shape_of for its tests
 from benchmarks.common.table import Table
 from benchmarks.common.timing import Clock, graph_of, interleaved_times, release, waited_times
 from sonicmoe_hf import PackedWeight
@@ -34,11 +33,6 @@ MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several grap
 def weight_in_blocks(weight_ENK, order: str) -> PackedOperand:
     """A dense weight as `from_pretrained(experts_quantization="fp8")` packs it."""
     return PackedOperand(*quantize(weight_ENK, "fp8", order), "fp8")
-
-
-def activated(h):
-    gate, up = h.float().chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def problem(shape, seed=0, skipped=()):
@@ -71,7 +65,7 @@ def errors_of(shape, x, gate_up, weight, rows, results):
         for e in range(0, shape.E, max(shape.E // 8, 1)):
             own = slice(ends[e], ends[e + 1])
             h_exact = x[rows.token[own].long()].float() @ gate_up[e].float().T
-            y_exact = activated(h_exact) @ weight[e].float().T
+            y_exact = activated(h_exact, "swiglu") @ weight[e].float().T
             for i, (one, exact) in enumerate(((h[own], h_exact), (y[own], y_exact))):
                 wrong[i] += (one.float() - exact).square().sum()
                 whole[i] += exact.square().sum()

@@ -21,8 +21,8 @@ from sonicmoe_hf.demo.model import random_packed_model
 class Run(NamedTuple):
     """model, layers: one of MODELS, and how many of its layers. tokens: a step and GPU. mode: what is trained, as
     `adapted` takes it. contender: who computes the experts. attention: its implementation, None for the model's own.
-    experts, linear: formats of packed experts and linear layers, None where they are in `weights`, the dtype of all
-    others. rank, targets: of adapters."""
+    experts, linear: formats of packed experts and linear layers, None where they are in bf16 as all others. rank,
+    targets: of adapters."""
 
     model: str
     layers: int
@@ -32,7 +32,6 @@ class Run(NamedTuple):
     attention: str | None = None
     experts: str | None = None
     linear: str | None = None
-    weights: torch.dtype = torch.bfloat16
     checkpointing: bool = False
     rank: int = RANK
     targets: tuple[str, ...] = ATTENTION
@@ -52,7 +51,7 @@ def bare(run: Run, options: argparse.Namespace, **packed):
     if run.experts is not None or run.linear is not None:
         packed |= {"experts": run.experts, "linear": run.linear}
     config = models.config_of(run.model, run.layers, options.tiny)
-    chosen = {"dtype": run.weights, "attn_implementation": MODELS[run.model].attention}
+    chosen = {"dtype": torch.bfloat16, "attn_implementation": MODELS[run.model].attention}
     torch.manual_seed(0)
     if packed:
         model = random_packed_model(config, device=options.device, **packed, **chosen)
@@ -91,14 +90,12 @@ def built(run: Run, options: argparse.Namespace):
 
 def compiled(model, execution: str | None, **options):
     """What is called for a step: the model as it is (None or "eager"); with each decoder layer compiled ("layers"); or
-    compiled as a whole ("model", or a mode of torch.compile). options: of torch.compile."""
+    compiled as a whole, in a mode of torch.compile. options: of torch.compile."""
     for layer in decoder_layers(model):
         layer._compiled_call_impl = None  # undoes Module.compile, for which torch has no function
         if execution == "layers":
             layer.compile(**options)
-    if execution in (None, "eager", "layers"):
-        return model
-    return torch.compile(model, mode=None if execution == "model" else execution, **options)
+    return model if execution in (None, "eager", "layers") else torch.compile(model, mode=execution, **options)
 
 
 def decoder_layers(model):

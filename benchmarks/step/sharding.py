@@ -21,14 +21,10 @@ def join_ranks(device: str) -> tuple[int, int]:
     return rank, torch.distributed.get_world_size()
 
 
-def shard(model, weights: torch.dtype) -> None:
-    """FSDP2 over all ranks, a unit a layer and one for the rest. Weights in fp32 are computed with in bf16, and their
-    gradients summed over the ranks in fp32."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def shard(model) -> None:
+    """FSDP2 over all ranks, a unit a layer and one for the rest."""
+    from torch.distributed.fsdp import fully_shard
 
-    policy = MixedPrecisionPolicy()
-    if weights == torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.base_model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer)
+    fully_shard(model)

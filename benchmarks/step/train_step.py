@@ -7,8 +7,8 @@
 
 Models at full width with random weights (models.py), sequences of 4,096 random tokens without padding, the same at every
 step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
-tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments, unless
---weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4, gpt-oss's in
+tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments),
+frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4, gpt-oss's in
 MXFP4, or in --packed), adapters in fp32 under autocast. Ours and Transformers' are first checked on a tiny model
 (checking.py; FP8 products are not, whose rounding tests/kernels compares).
 Contenders take turns as whole runs from the same weights, in --rounds rounds, each of which begins with another of them;
@@ -51,8 +51,7 @@ def runs_of(options) -> list[Run]:
         layers = own if options.layers is None else options.layers or model.layers
         run = Run(name, layers, options.tokens or model.tokens, mode, contender, attention)
         packed = options.packed or model.packed if mode == "QLoRA" else None
-        weights = torch.float32 if options.weights == "fp32" else torch.bfloat16
-        found.append(run._replace(experts=packed, weights=weights, checkpointing=options.checkpointing))
+        found.append(run._replace(experts=packed, checkpointing=options.checkpointing))
     return found
 
 
@@ -66,7 +65,6 @@ def settings(run: Run, options, world: int) -> str:
         f"compiled {options.compile}": options.compile,
         "varying lengths": options.varying_lengths,
         f"FSDP2, {world} GPU{'s' * (world > 1)}": options.fsdp,
-        "fp32 weights": options.weights == "fp32",
     }
     chosen = (
         models.settings_of(run.model, options)
@@ -80,12 +78,8 @@ def prepared(run: Run, options):
     """The model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
     model = built(run, options)
     if options.fsdp:
-        shard(model, next(model.parameters()).dtype)
+        shard(model)
     return compiled(model, options.compile)
-
-
-def computes_in_autocast(run: Run, options) -> bool:
-    return run.mode != "full" or (options.weights == "fp32" and not options.fsdp)
 
 
 def steps_of(run: Run, options) -> Measured:
@@ -94,7 +88,7 @@ def steps_of(run: Run, options) -> Measured:
     tokens = sequences(run.tokens, model.config.vocab_size, options.device)
     steps = WARMUP + options.steps
     batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
-    return timed_steps(model, batches, computes_in_autocast(run, options))
+    return timed_steps(model, batches, run.mode != "full")
 
 
 def profile_of(run: Run, options) -> dict[str, float]:
@@ -103,7 +97,7 @@ def profile_of(run: Run, options) -> dict[str, float]:
 
     model = prepared(run, options)
     tokens = sequences(run.tokens, model.config.vocab_size, options.device)
-    return dict(profiled(model, tokens, computes_in_autocast(run, options), options.steps).metrics())
+    return dict(profiled(model, tokens, run.mode != "full", options.steps).metrics())
 
 
 def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
@@ -114,7 +108,7 @@ def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
 def measure(table: Table, runs: list[Run], options, world: int) -> None:
     """The rows of runs that take turns: each round trains every one of them anew, and begins with another."""
     if not options.fsdp:
-        check(runs, options, computes_in_autocast(runs[0], options))
+        check(runs, options, autocast=runs[0].mode != "full")
     found: dict[Run, list[Measured] | Exception] = {run: [] for run in runs}
     for number in range(options.rounds):
         first = number % len(runs)
@@ -170,16 +164,13 @@ def options_of(arguments=None):
     parser.add_argument("--attention", action="append", choices=ATTENTION, help="default: the model's own")
     parser.add_argument("--packed", choices=FORMATS, help="of the experts in mode QLoRA; default: the model's")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument(
-        "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"
-    )
+    parser.add_argument("--compile", choices=("layers",), help="torch.compile of each decoder layer")
     parser.add_argument(
         "--varying-lengths",
         action="store_true",
         help="another number of tokens at every step; without cuDNN's attention, which plans anew for each",
     )
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 over the ranks of torchrun, one or more; mode full")
-    parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="what the optimiser keeps")
     parser.add_argument("--profile", action="store_true", help="what each part of a step takes, in place of its time")
     parser.add_argument("--steps", type=int, default=8, help="timed, after the warm-up; or profiled")
     parser.add_argument(
@@ -198,8 +189,6 @@ def obstacle(options) -> str | None:
         return "--profile tells parts apart only without --checkpointing, --compile and --fsdp"
     if options.fsdp and set(options.mode or ["full"]) != {"full"}:
         return "--fsdp: mode full only"
-    if options.weights == "fp32" and options.mode not in (None, ["full"]):
-        return "--weights fp32: mode full only; adapters are in fp32 anyway"
     return None
 
 

@@ -181,11 +181,10 @@ def test_settings_that_no_figure_could_be_told_of_are_errors(capsys):
     for wrong in (
         ("--profile", "--checkpointing"),
         ("--fsdp", "--mode", "LoRA"),
-        ("--weights", "fp32", "--mode", "QLoRA"),
     ):
         with pytest.raises(SystemExit):
             train_step.options_of(wrong)
-    assert "--weights fp32: mode full only" in capsys.readouterr().err
+    assert "--fsdp: mode full only" in capsys.readouterr().err
 
 
 def test_the_chart_shows_what_was_measured_of_one_commit(tmp_path):

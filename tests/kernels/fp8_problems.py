@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.layer import fp8_trial
+from benchmarks.common.shapes import activated
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand
@@ -62,7 +62,7 @@ def check(
     h_exact, *_ = eager.scaled_up(x, gate_up, rows, SWIGLU, torch.float32, True, False, False, adapters[0])
     y_exact = eager.scaled_down(a, down, rows, torch.float32, adapters[1])[:num_rows]
     h, whole_a, y, alone, h_exact = (tensor[:num_rows] for tensor in (h, whole_a, y, alone, h_exact))
-    a, a_exact = ScaledRows(*(part[:num_rows] for part in a)), fp8_trial.activated(h)
+    a, a_exact = ScaledRows(*(part[:num_rows] for part in a)), activated(h.float(), "swiglu")
     assert torch.equal(alone, h) and nothing == [None, None]
     found = {"h": (h, h_exact), "whole a": (whole_a, a_exact), "a": (a.values(), a_exact), "y": (y, y_exact)}
     errors = {name: relative_error(*pair) for name, pair in found.items()}
