@@ -9,7 +9,6 @@ Writes moe_layer.png, train_step.png and small_batches.png to docs/images. Needs
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from matplotlib import pyplot, ticker
 
 from benchmarks.common.command import RESULTS, ROOT
+from benchmarks.common.table import read_rows
 
 CONTENDERS = {  # as the CSVs name it: (as the chart does, colour)
     "grouped_mm": ("grouped_mm (Transformers' default)", "#b8bcc4"),
@@ -81,9 +81,7 @@ def read_medians(path: Path, chart: Chart) -> tuple[dict[tuple[str, str, str, st
     Raises:
         ValueError: the file mixes runs of several commits or GPUs.
     """
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    rows = [row for row in rows if all(row[column] == value for column, value in chart.rows.items())]
+    rows = [row for row in read_rows(path) if all(row[column] == value for column, value in chart.rows.items())]
     origins = {(row["gpu"], row["commit"]) for row in rows}
     if len(origins) != 1:
         raise ValueError(f"{path} mixes runs, {sorted(origins)}: compare figures of one commit and GPU only")
@@ -118,7 +116,7 @@ def draw_panel(axis, chart: Chart, medians: dict[tuple[str, str, str, str], floa
 def draw_small_batches(results: Path, path: Path) -> None:
     """Milliseconds a step over tokens a step: a panel a model and mode, a colour a contender, a line style an execution;
     below each in grey what the GPU computes of ours as CUDA graphs."""
-    rows = [row for row in csv.DictReader(results.read_text(encoding="utf-8").splitlines()) if row["metric"] in BUSY]
+    rows = [row for row in read_rows(results) if row["metric"] in BUSY]
     panels, lines = {}, {}
     for row in rows:
         layers, tokens = map(int, row["shape"].split(","))

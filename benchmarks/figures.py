@@ -17,8 +17,8 @@ else a value of its column `metric`; without a name the cell has the median. A c
 CSV.
 
 Where several rows differ, `mean`, `sum`, `min` or `max` stands before the name. `1e-3 * NAME` is in another unit, and
-`NAME less 1` a gain. `A & B` gives a cell both figures. `A ÷ B` is a ratio, in which A's conditions hold for B unless
-it has its own. Decimals, signs, `k` and `%` stay as the cell has them.
+`NAME less 1` a gain. `A ÷ B` is a ratio, in which A's conditions hold for B unless it has its own. Decimals, signs, `k`
+and `%` stay as the cell has them.
 """
 
 from __future__ import annotations
@@ -88,18 +88,15 @@ def value_of(folder: Path, name: str, filters: dict[str, str]) -> float:
 
 def values_of(folder: Path, outer: dict[str, str], cell: str) -> list[float]:
     """The figures of a cell. outer: the conditions of its row and table."""
-    values = []
-    for expression in cell.split(" & "):
-        first, _, second = expression.partition(" ÷ ")
-        filters, names = conditions(first)
-        filters = {**outer, **filters}
-        figures = [value_of(folder, name, dict(filters)) for name in names or ["median"]]
-        if second:
-            others, other_names = conditions(second)
-            divisor = value_of(folder, (other_names or names or ["median"])[0], {**filters, **others})
-            figures = [figure / divisor for figure in figures]
-        values += figures
-    return values
+    first, _, second = cell.partition(" ÷ ")
+    filters, names = conditions(first)
+    filters = {**outer, **filters}
+    figures = [value_of(folder, name, dict(filters)) for name in names or ["median"]]
+    if second:
+        others, other_names = conditions(second)
+        divisor = value_of(folder, (other_names or names or ["median"])[0], {**filters, **others})
+        figures = [figure / divisor for figure in figures]
+    return figures
 
 
 def rounded(written: str, value: float) -> str:

@@ -11,6 +11,7 @@ its times mean nothing.
 from __future__ import annotations
 
 import os
+from functools import partial
 from unittest import mock
 
 import torch
@@ -149,12 +150,8 @@ def main():
     options.backends = list(available(names, SHAPES["Qwen3-30B-A3B"]))
     table = Table(options.csv)
     for config, shape in options.shapes.items():
-
-        def add(*columns, config=config, shape=shape):
-            table.add(config, shape, *columns)
-
         for part in options.part or PARTS:
-            PARTS[part](shape, options, add)
+            PARTS[part](shape, options, partial(table.add, config, shape))
             table.write()
             release()
 
