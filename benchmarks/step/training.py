@@ -86,20 +86,16 @@ def learned(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
     return first, last
 
 
-def record(table: Table, columns: Sequence, measure: Callable[[], dict]) -> bool:
-    """The rows of what `measure` returns, metric -> values, and whether there are any: running out of memory is a result,
-    and who is not here has none."""
+def record(table: Table, columns: Sequence, measure: Callable[[], dict]) -> None:
+    """The rows of what `measure` returns, metric -> values: running out of memory is a result, and who is not here has
+    none."""
     try:
-        metrics = measure()
+        table.add(*columns, measure())
     except Unavailable as reason:
         print(*columns, f"left out: {reason}", sep="  ", flush=True)
-        metrics = {}
     except torch.OutOfMemoryError:
-        metrics = {"out_of_memory": 1}
-    if metrics:
-        table.add(*columns, metrics)
+        table.add(*columns, {"out_of_memory": 1})
     release()
-    return bool(metrics)
 
 
 def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
