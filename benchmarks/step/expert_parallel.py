@@ -32,7 +32,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
 from benchmarks.common.timing import release, waited_times
 from benchmarks.step.models import add_settings, apply_settings, config_of, settings_of
-from benchmarks.step.sharding import join_ranks
+from benchmarks.step.run import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
 from sonicmoe_hf.demo.model import random_packed_model
 from sonicmoe_hf.expert_parallel import collectives

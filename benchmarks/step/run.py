@@ -1,13 +1,16 @@
-"""One model as a benchmark trains it: built, patched, with adapters, and checked before it is timed."""
+"""One model as a benchmark trains it: built, patched, with adapters, checked before it is timed, and on several ranks."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
@@ -116,3 +119,23 @@ def check(runs: Sequence[Run], options: argparse.Namespace, autocast: bool) -> N
             others[name] = functools.partial(trained, run=run._replace(contender=OURS) if run.is_ours else run)
     run = runs[0]._replace(layers=checking.LAYERS, contender=OURS, linear=None)
     checking.check(bare(run, tiny), lambda model: adapted(model, run.mode, run.rank, run.targets), others, autocast)
+
+
+def join_ranks(device: str) -> tuple[int, int]:
+    """(this rank, how many there are), as torchrun says; one alone without it."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
+    os.environ.update(alone | os.environ)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    rank = torch.distributed.get_rank()
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - one rank speaks, until the end of the process
+    return rank, torch.distributed.get_world_size()
+
+
+def shard(model) -> None:
+    """FSDP2 over all ranks, a unit a layer and one for the rest."""
+    for layer in model.base_model.layers:
+        fully_shard(layer)
+    fully_shard(model)

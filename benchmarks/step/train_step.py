@@ -30,8 +30,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.run import Run, built, check, compiled
-from benchmarks.step.sharding import join_ranks, shard
+from benchmarks.step.run import Run, built, check, compiled, join_ranks, shard
 from benchmarks.step.training import WARMUP, Measured, record, sequences, timed_steps, varying
 from sonicmoe_hf.kernels.quantized import FORMATS
 
