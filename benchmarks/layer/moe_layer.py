@@ -73,7 +73,7 @@ def measure(table: Table, config: str, shape: Shape, names, rounds: int, device:
         for name, layer in layers.items():
             # the bound's buffers serve one layer at a time, and a stack of large layers does not fit
             if name != BOUND and not is_large and on_gpu:
-                stack = {name: step_of(layer, inputs, mode, DEPTH)}
+                stack = {name: step_of(layer, inputs, mode, DEPTH).results}  # which lets go of the gradients
                 stacked = [ms / DEPTH for ms in interleaved_times(stack, rounds)[name].issued]
                 table.add(config, shape, name, mode, "eager", {"stacked_host_ms": stacked})
         del steps, graphs, calls
