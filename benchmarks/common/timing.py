@@ -116,3 +116,16 @@ def interleaved_times(calls: dict, rounds: int) -> dict[Any, Times]:
             times[name].waited.append(1e3 * (time.perf_counter() - began))
             times[name].on_device.extend(clock.milliseconds())
     return times
+
+
+def hot_times(calls: dict, rounds: int, warmup: int) -> dict[Any, list[float]]:
+    """name -> milliseconds of each round after the warm-up. Calls take turns without a pause, so that all run at the
+    clock that a GPU keeps."""
+    clocks: dict[Any, list[Clock]] = {name: [] for name in calls}
+    for _ in range(warmup + rounds):
+        for name, call in calls.items():
+            clocks[name].append(Clock(2))
+            clocks[name][-1].note()
+            call()
+            clocks[name][-1].note()
+    return {name: [clock.milliseconds()[0] for clock in each[warmup:]] for name, each in clocks.items()}

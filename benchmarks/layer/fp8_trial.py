@@ -2,11 +2,11 @@
 
     python -m benchmarks.layer.fp8_trial [--shape T,H,I,E,K ...] [--rounds 15] [--csv FILE]
 
-Contenders take turns: one call at a time, and "hot", a tenth of a second of calls without a pause. What they compute is
-compared in tests/kernels/test_fp8_gpu.py. Forward: the products alone, in bf16 those of dense weights; the time of FP8
-has that of x's values and scales in it, and those of a come from `up` itself. Layer: forward and backward with adapters
-over frozen FP8 experts, which bf16 expands and FP8 transposes. Random data and routing. Writes fp8_trial.csv:
-milliseconds, TFLOP/s, and errors of h and y against the unrounded product in fp32.
+Contenders take turns: one call at a time, and "hot", without a pause. What they compute is compared in
+tests/kernels/test_fp8_gpu.py. Forward: the products alone, in bf16 those of dense weights; the time of FP8 has that of
+x's values and scales in it, and those of a come from `up` itself. Layer: forward and backward with adapters over frozen
+FP8 experts, which bf16 expands and FP8 transposes. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s,
+and errors of h and y against the unrounded product in fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from benchmarks.common.command import Command
 from benchmarks.common.shapes import activated, shape_of  # noqa: F401 - shape_of for its tests
 from benchmarks.common.table import Table
-from benchmarks.common.timing import Clock, graph_of, interleaved_times, release, waited_times
+from benchmarks.common.timing import graph_of, hot_times, interleaved_times, release
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
@@ -26,7 +26,7 @@ from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 BF16 = torch.bfloat16
 SWIGLU = Activation()
 RANK = 16
-HOT_SECONDS = 0.1
+HOT_ROUNDS = 32  # and as many before that only heat the GPU
 MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several graphs would not fit
 
 
@@ -71,22 +71,6 @@ def errors_of(shape, x, gate_up, weight, rows, results):
                 whole[i] += exact.square().sum()
         errors[name] = dict(zip(("h", "y"), (wrong / whole).sqrt().tolist()))
     return errors
-
-
-def hot_times(calls, rounds):
-    """name -> milliseconds of a call among calls without a pause, in each round; the first half only heats the GPU."""
-    times = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            [once], _ = waited_times(call, 1, 0)
-            half, clock = max(int(1e3 * HOT_SECONDS / once), 4) // 2, Clock(2)
-            for repeat in range(2 * half):
-                if repeat == half:
-                    clock.note()
-                call()
-            clock.note()
-            times[name].append(clock.milliseconds()[0] / half)
-    return times
 
 
 def forward_calls(x, dense, packed, rows):
@@ -144,7 +128,7 @@ def add_times(table, config, shape, mode, calls, rounds):
     if alone == "graph":
         calls = {name: graph_of(call) for name, call in calls.items()}
     one_at_a_time = {name: on_device for name, (on_device, *_) in interleaved_times(calls, rounds).items()}
-    for launch, times in (("hot", hot_times(calls, 3)), (alone, one_at_a_time)):
+    for launch, times in (("hot", hot_times(calls, HOT_ROUNDS, HOT_ROUNDS)), (alone, one_at_a_time)):
         for name, ms in times.items():
             rates = [flop / 1e9 / each for each in ms]
             table.add(config, shape, name, mode, launch, {"ms whole": ms, "TFLOP/s whole": rates})

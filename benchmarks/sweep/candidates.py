@@ -13,14 +13,14 @@ from triton.runtime import JITFunction
 
 from benchmarks.common.measuring import largest_error
 from benchmarks.common.shapes import Shape
-from benchmarks.common.table import Rows
-from benchmarks.common.timing import graph_of
+from benchmarks.common.table import Rows, quantile
+from benchmarks.common.timing import graph_of, hot_times
 from sonicmoe_hf.kernels import triton
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import launch as launching
 
 KEYS = ("shape", "kernel")  # of the CSVs' rows
-ROUNDS, WARM = 16, 4
+ROUNDS, WARMUP = 12, 4
 SHARES = 14  # processes that compile
 
 
@@ -89,22 +89,6 @@ def compile_in_processes(module: str) -> None:
     print("compiled", flush=True)
 
 
-def interleaved_us(replays: list[Callable]) -> list[float]:
-    """The median time of each graph; they take turns without a pause, so that all run at the clock that a GPU keeps."""
-    times: list[list] = [[] for _ in replays]
-    for _ in range(ROUNDS):
-        for replay, events in zip(replays, times):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            replay()
-            end.record()
-            events.append((start, end))
-    torch.cuda.synchronize()
-    return [
-        1e3 * sorted(start.elapsed_time(end) for start, end in events[WARM:])[(ROUNDS - WARM) // 2] for events in times
-    ]
-
-
 def timed(candidates: Iterable[tuple[str, Callable, Callable]]) -> Iterator[tuple[str, float, float]]:
     """(name, microseconds, relative difference from the first) of each (name, what has it used, call)."""
     first, ran = None, []
@@ -117,8 +101,9 @@ def timed(candidates: Iterable[tuple[str, Callable, Callable]]) -> Iterator[tupl
             ran.append((name, largest_error(results, first), graph_of(call)))
         except Exception as error:  # as in compile_share
             print("failed", name, str(error)[:80])
-    for us, (name, difference, _) in zip(interleaved_us([replay for *_, replay in ran]), ran):
-        yield name, us, difference
+    times = hot_times({name: replay for name, _, replay in ran}, ROUNDS, WARMUP)
+    for name, difference, _ in ran:
+        yield name, 1e3 * quantile(times[name]), difference
 
 
 def add_timed(table: Rows, shape, kernel: str, tile: str, candidates, flop: float | None = None, calls: int = 1):
