@@ -33,11 +33,9 @@ from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.table import Table
 from benchmarks.common.timing import Clock, interleaved_times, release, synchronize
-from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.run import Run, built, compiled
 from benchmarks.step.training import GIB, one_step, optimizer_of, record, sequences
-from sonicmoe_hf.patching.support import find_layers
 
 TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 EXECUTIONS = ("eager", "layers", "reduce-overhead")
@@ -49,16 +47,6 @@ ATTENTION = {"gpt-oss-20b": "torch_sinks"}
 def masked(call, run: Run, tokens: torch.Tensor):
     """`call` with a mask of ones for attention that cannot be captured without one (docs/attention.md)."""
     return call if run.attention is None else partial(call, attention_mask=torch.ones_like(tokens))
-
-
-def steer(model, tokens: torch.Tensor):
-    """Spread the load, by noise that is made before anything is compiled. Returns the hooks' handles."""
-    compiled(model, "eager")
-    hook = models.SpreadLoad()
-    handles = [layer.router.register_forward_pre_hook(hook) for layer in find_layers(model)]
-    with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16):
-        model(input_ids=tokens, use_cache=False)
-    return handles
 
 
 def uncaptured() -> tuple[int, int]:
@@ -74,11 +62,13 @@ def forget() -> None:
 
 
 def stepping(model, run: Run, execution: str, device: str):
-    """(the hooks' handles, what takes a step and returns its loss) of a model as `run` has it."""
+    """What takes a step and returns its loss, of a model as `run` has it, after a forward in which the noise that spreads
+    the load is made: before anything is compiled."""
     tokens = sequences(run.tokens, model.config.vocab_size, device)
-    handles = steer(model, tokens)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        compiled(model, "eager")(input_ids=tokens, use_cache=False)
     call = masked(compiled(model, execution, dynamic=False), run, tokens)
-    return handles, partial(one_step, call, optimizer_of(model), tokens, run.mode != "full")
+    return partial(one_step, call, optimizer_of(model), tokens, run.mode != "full")
 
 
 def busy_milliseconds(step) -> float:
@@ -103,7 +93,7 @@ def measure(model, run: Run, execution: str, options) -> dict:
     """metric -> values of one run."""
     forget()
     on_gpu = options.device == "cuda"
-    handles, step = stepping(model, run, execution, options.device)
+    step = stepping(model, run, execution, options.device)
     clock = Clock(1 + options.steps)
     try:
         began = time.perf_counter()
@@ -126,25 +116,8 @@ def measure(model, run: Run, execution: str, options) -> dict:
             busy = busy_milliseconds(step)
             values |= {"busy_ms": busy, "ms_over_busy": statistics.median(values["ms"]) / busy}
     finally:
-        for handle in handles:
-            handle.remove()
         model.zero_grad(set_to_none=True)
     return values
-
-
-def measure_in_turn(models_of: dict, run: Run, execution: str, options) -> dict[str, dict]:
-    """contender -> metric -> values of `run`; models_of: contender -> model."""
-    forget()
-    handles, steps = [], {}
-    for name, model in models_of.items():
-        own, steps[name] = stepping(model, run, execution, options.device)
-        handles += own
-        for _ in range(WARMUP):
-            steps[name]()
-    times = interleaved_times(steps, options.steps)
-    for handle in handles:
-        handle.remove()
-    return {name: {"ms": of.waited, "issue_ms": of.issued} for name, of in times.items()}
 
 
 def runs_of(options) -> dict[str, Run]:
@@ -160,11 +133,16 @@ def run_in_turn(options, table: Table) -> None:
     """--in-turn."""
     runs = runs_of(options)
     models_of = {name: built(run, options) for name, run in runs.items()}
-    first, *_ = runs.values()
     for execution, tokens in itertools.product(options.execution or EXECUTIONS, options.tokens):
-        run = first._replace(tokens=tokens)
-        for name, values in measure_in_turn(models_of, run, execution, options).items():
-            table.add(run.model, f"{run.layers},{tokens}", name, run.mode, f"{execution}, in turn", values)
+        forget()
+        steps = {}
+        for name, run in runs.items():
+            steps[name] = stepping(models_of[name], run._replace(tokens=tokens), execution, options.device)
+            for _ in range(WARMUP):
+                steps[name]()
+        for name, times in interleaved_times(steps, options.steps).items():
+            columns = options.model, f"{runs[name].layers},{tokens}", name, options.mode, f"{execution}, in turn"
+            table.add(*columns, {"ms": times.waited, "issue_ms": times.issued})
         table.write()
 
 
@@ -184,6 +162,7 @@ def options_of(arguments=None):
 
 def main():
     options = options_of()
+    options.spread_load = True
     # every number of tokens is compiled for anew, and each layer's weights are other inputs of the same code
     torch._dynamo.config.recompile_limit = 128
     table = Table(options.csv)
