@@ -30,7 +30,7 @@ from transformers import Dots1Config
 
 import sonicmoe_hf
 from benchmarks.quality import quality_corpus
-from benchmarks.quality.counting import count_rows, counted
+from benchmarks.quality.counting import count_rows
 from benchmarks.quality.runs import do_missing, parser_of
 from benchmarks.quality.training import (
     COUNTED_STEPS,
@@ -89,7 +89,7 @@ def sigmoid_config(preset: Preset) -> Dots1Config:
 
 
 def build(preset: Preset, case: Case, seed: int, device: torch.device):
-    """(model, row counters, what is to be called after every optimiser step or None), balanced by the case."""
+    """(model, counter of rows, what is to be called after every optimiser step or None), balanced by the case."""
     pooled = {"output_router_logits": True, "router_aux_loss_coef": case.rate} if case.balancing == "pooled" else {}
     config = sigmoid_config(preset) if case.router == "sigmoid" else qwen3_config(preset, **pooled)
     model = random_model(config, seed, device)
@@ -124,12 +124,12 @@ def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: tor
     """Train and evaluate one run: FIGURES."""
     began = time.perf_counter()
     case, seed = run
-    model, counters, after = build(preset, case, seed, device)
-    train(model, counters, preset, corpus.train.to(device), seed, graph, after)
+    model, counter, after = build(preset, case, seed, device)
+    train(model, counter, preset, corpus.train.to(device), seed, graph, after)
     seconds = time.perf_counter() - began
-    rows, _, busiest = counted(counters)
+    rows, _, busiest = counter.counted()
     steps = min(COUNTED_STEPS, preset.steps)
-    loss, held_out = evaluate(model, counters, preset, corpus.held_out.to(device))
+    loss, held_out = evaluate(model, counter, preset, corpus.held_out.to(device))
     load, load_held_out = over_mean(rows), over_mean(held_out)
     figures = (
         loss,

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3MoeConfi
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import sonicmoe_hf
-from benchmarks.quality.counting import count_rows, counted
+from benchmarks.quality.counting import RowCounter, count_rows
 from benchmarks.quality.quality_corpus import VOCAB_SIZE, Corpus
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.routing import Routing
@@ -172,7 +172,7 @@ def random_model(config, seed: int, device: torch.device):
 
 
 def build_model(preset: Preset, run: Run, device: torch.device):
-    """The model, randomly initialised, patched for the run's method: (model, row counters, one a layer)."""
+    """The model, randomly initialised, patched for the run's method: (model, counter of rows)."""
     model = random_model(qwen3_config(preset), run.seed, device)
     if run.replica:
         generator = torch.Generator().manual_seed(1000 * run.seed + run.replica)
@@ -190,9 +190,9 @@ def build_model(preset: Preset, run: Run, device: torch.device):
             layer.router.register_forward_hook(CapacityRouting(1.0, only_top_k=False))
         elif run.method == "token_drop":
             layer.router.register_forward_hook(CapacityRouting(DROP_CAPACITY_FACTOR, only_top_k=True))
-    counters = count_rows(model, preset.experts, device)
+    counter = count_rows(model, preset.experts, device)
     torch.manual_seed(run.seed)  # stochastic rounding draws from here
-    return model, counters
+    return model, counter
 
 
 def make_optimizer(model, preset: Preset, device: torch.device) -> torch.optim.Optimizer:
@@ -273,9 +273,9 @@ class Step:
 
 
 def train(
-    model, counters, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool, after: After = None
+    model, counter: RowCounter, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool, after: After = None
 ) -> torch.Tensor:
-    """Train: the loss of every step [steps]. The counters count the last steps' rows."""
+    """Train: the loss of every step [steps]. The counter counts the last steps' rows."""
     stream = None
     if tokens.is_cuda:
         stream = torch.cuda.Stream()  # on which a graph is captured
@@ -290,8 +290,7 @@ def train(
             if graph and step == EAGER_STEPS:
                 one_step.capture()
             if step == max(preset.steps - COUNTED_STEPS, 0):
-                for counter in counters:
-                    counter.reset()
+                counter.reset()
             set_rate(optimizer, preset, step)
             one_step.ids.copy_(batch_of(step))
             one_step()
@@ -300,7 +299,7 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(model, counters, preset: Preset, tokens: torch.Tensor):
+def evaluate(model, counter: RowCounter, preset: Preset, tokens: torch.Tensor):
     """Mean loss in nats per token over the held-out files, and top-k's rows per expert there [layers, E].
 
     Where there are too many windows, an even selection of them.
@@ -311,14 +310,13 @@ def evaluate(model, counters, preset: Preset, tokens: torch.Tensor):
     model.eval()
     windows = tokens[: len(tokens) // preset.length * preset.length].view(-1, preset.length).long()
     windows = windows[:: -(-len(windows) // preset.held_out_windows)]
-    for counter in counters:
-        counter.reset()
+    counter.reset()
     total = 0.0
     for ids in windows.split(4 * preset.batch):
         with autocast(tokens.device):
             out = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False)
         total = total + out.loss.double() * len(ids)
-    rows = counted(counters).rows
+    rows, *_ = counter.counted()
     per_layer = rows.sum(1)
     if not (per_layer == windows.numel() * preset.top_k).all():
         raise RuntimeError(f"evaluation routed {per_layer.tolist()} rows per layer, not {preset.top_k} a token")
@@ -328,12 +326,12 @@ def evaluate(model, counters, preset: Preset, tokens: torch.Tensor):
 def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, graph: bool) -> dict:
     """Train and evaluate one run: the figures of its row in the CSV. graph: train by CUDA graph."""
     began = time.perf_counter()
-    model, counters = build_model(preset, run, device)
-    cross_entropies = train(model, counters, preset, corpus.train.to(device), run.seed, graph)
+    model, counter = build_model(preset, run, device)
+    cross_entropies = train(model, counter, preset, corpus.train.to(device), run.seed, graph)
     trained = time.perf_counter() - began
-    rows, starved, _ = counted(counters)
+    rows, starved, _ = counter.counted()
     steps = min(COUNTED_STEPS, preset.steps)
-    loss, held_out_rows = evaluate(model, counters, preset, corpus.held_out.to(device))
+    loss, held_out_rows = evaluate(model, counter, preset, corpus.held_out.to(device))
     tokens_per_byte = len(corpus.held_out) / corpus.held_out_bytes
     spread = held_out_rows.double().std(1, correction=0) / held_out_rows.double().mean(1)
     last = {percent: max(preset.steps * percent // 100, 1) for percent in (25, 50, 75, 100)}

@@ -67,11 +67,12 @@ def test_all_cases_of_a_router_start_alike_and_the_pooled_loss_is_transformers_o
 
 def test_load_is_counted_by_layer_and_by_step():
     assert load_balance.over_mean(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]])).tolist() == [1.0, 4.0]
-    counter = RowCounter(4, CPU)
+    counter = RowCounter(2, 4, CPU)
     for rows in ([0, 0, 1], [2, 2, 1]):
-        counter(None, (None, torch.tensor([rows])))
-    assert counter.rows_E.tolist() == [2, 2, 2, 0] and counter.starved_E.tolist() == [1, 0, 1, 2]
-    assert counter.busiest == 4, "2 rows in each call, of another expert"
+        counter.count(1, None, (None, torch.tensor([rows])))
+    rows, starved, busiest = counter.counted()
+    assert rows.tolist() == [[0] * 4, [2, 2, 2, 0]] and starved.tolist() == [[0] * 4, [1, 0, 1, 2]]
+    assert busiest.tolist() == [0, 4], "2 rows in each call, of another expert"
 
 
 def test_a_second_call_skips_finished_runs(corpus, tmp_path, monkeypatch, capsys):
