@@ -18,6 +18,10 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
 
@@ -55,9 +59,6 @@ class PeakMemory:
 
 def make(config, folder: Path, shard_size: str) -> None:
     """A random checkpoint in bf16 and the hub layout, through Transformers' own save_pretrained."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -70,8 +71,6 @@ def gigabytes(folder: Path) -> list[float]:
 
 def convert(src: Path, dst: Path, layout: str, shard_size: str) -> dict:
     """One conversion: seconds and peak memory in GB."""
-    import sonicmoe_hf
-
     with PeakMemory() as watched:
         start = time.perf_counter()
         sonicmoe_hf.convert_checkpoint(src, dst, layout, max_shard_size=shard_size)
@@ -81,10 +80,6 @@ def convert(src: Path, dst: Path, layout: str, shard_size: str) -> dict:
 
 def load(folder: Path) -> dict:
     """from_pretrained on the CPU: seconds and peak memory in GB."""
-    from transformers import AutoModelForCausalLM
-
-    import sonicmoe_hf  # noqa: F401 - registers the native classes
-
     with PeakMemory() as watched:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -111,8 +106,6 @@ def in_process(step, *arguments) -> dict:
 
 def main() -> None:
     """Make, convert both ways, load; write the rows."""
-    from transformers import Qwen3MoeConfig
-
     parser = Command(__doc__, "checkpoints.csv", needs_gpu=False)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/checkpoints"))
     parser.add_argument("--layers", type=int, default=5)

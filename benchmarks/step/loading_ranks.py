@@ -21,7 +21,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.distributed import DistributedConfig
 
+import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
 from benchmarks.step.checkpoints import PeakMemory, forget, gigabytes, make
@@ -35,27 +38,15 @@ CONFIG = {
 HELD_AS = {"fp8": "fp8", "bf16": "nf4"}  # how a checkpoint stores experts: how ranks hold them
 
 
-def config(layers: int):
-    """Of the checkpoint's model."""
-    from transformers import DeepseekV3Config
-
-    return DeepseekV3Config(**CONFIG, num_hidden_layers=layers)
-
-
 def load(rank: int, ranks: int, folder: Path, held_as: str) -> dict[str, float]:
     """One rank: seconds, GB held, and the peaks of loading."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    import sonicmoe_hf
-
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     store = folder / f"store-{ranks}"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     with torch.device("meta"):
-        AutoModelForCausalLM.from_config(config(1))  # imports
+        AutoModelForCausalLM.from_config(DeepseekV3Config(**CONFIG, num_hidden_layers=1))  # imports
     sharing = {"fsdp_size": ranks, "ep_size": ranks, "ep_implementation": "sonicmoe_hf"}
     options = {} if ranks == 1 else {"distributed_config": DistributedConfig(**sharing)}
     torch.distributed.barrier()
@@ -83,8 +74,6 @@ def on_ranks(ranks: int, folder: Path, held_as: str) -> list[dict[str, float]]:
 
 def main() -> None:
     """Make, load, write the rows."""
-    import sonicmoe_hf
-
     parser = Command(__doc__, "loading_ranks.csv", needs_gpu=False)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/loading_ranks"))
     parser.add_argument("--layers", type=int, default=3)
@@ -94,7 +83,7 @@ def main() -> None:
     machine, table = f"{platform.machine()}, {os.cpu_count()} cores", Rows(arguments.csv)
     shutil.rmtree(arguments.folder, ignore_errors=True)
     made = arguments.folder / "bf16"
-    make(config(arguments.layers), made, SHARD_SIZE)
+    make(DeepseekV3Config(**CONFIG, num_hidden_layers=arguments.layers), made, SHARD_SIZE)
     if "fp8" in arguments.stored:
         packed = {"quantize": "fp8", "max_shard_size": SHARD_SIZE}
         sonicmoe_hf.convert_checkpoint(made, arguments.folder / "fp8", "hub", **packed)
