@@ -25,10 +25,15 @@ from sonicmoe_hf.layer.dispatch import dispatch
 SECONDS = 1.0
 GEMMS = {name: name for name in ("up", "down", "down_backward", "up_backward_input")}
 GEMMS |= {"dW1": "gate_up_gradient", "dW2": "down_gradient"}
-QUERY = ("power.draw.instant", "clocks.sm", "clocks_event_reasons.sw_power_cap", "clocks_event_reasons.hw_slowdown",
-         "clocks_event_reasons.sw_thermal_slowdown", "enforced.power.limit", "clocks.max.sm")  # fmt: skip
-FIELDS = ("shape", "kernel", "microseconds", "watts", "clock_MHz", "power_cap", "hw_slowdown", "thermal_slowdown",
-          "limit_watts", "max_clock_MHz")  # fmt: skip
+QUERY = {  # column: what nvidia-smi calls it
+    "watts": "power.draw.instant",
+    "clock_MHz": "clocks.sm",
+    "power_cap": "clocks_event_reasons.sw_power_cap",
+    "hw_slowdown": "clocks_event_reasons.hw_slowdown",
+    "thermal_slowdown": "clocks_event_reasons.sw_thermal_slowdown",
+    "limit_watts": "enforced.power.limit",
+    "max_clock_MHz": "clocks.max.sm",
+}
 
 
 def kernels_of(shape: Shape) -> dict:
@@ -44,13 +49,8 @@ def sampled(call) -> tuple[float, list[list[str]]]:
     for _ in range(3):
         call()
     torch.cuda.synchronize()
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(QUERY)}",
-        "--format=csv,noheader,nounits",
-        "--loop-ms=50",
-        f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}",
-    ]
+    options = f"--query-gpu={','.join(QUERY.values())}", "--format=csv,noheader,nounits", "--loop-ms=50"
+    command = ["nvidia-smi", *options, f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sampler:
         began, calls = time.perf_counter(), 0
         while time.perf_counter() - began < SECONDS:
@@ -65,6 +65,13 @@ def sampled(call) -> tuple[float, list[list[str]]]:
     return 1e6 * seconds / calls, samples[len(samples) // 2 :]
 
 
+def figure(values: tuple[str, ...]) -> float:
+    """The median, or the share of the samples in which the driver names a reason."""
+    if set(values) <= {"Active", "Not Active"}:
+        return statistics.fmean(value == "Active" for value in values)
+    return statistics.median(map(float, values))
+
+
 def main() -> None:
     parser = Command(__doc__, "power.csv", shapes=SHAPES)
     options = parser.parse_args()
@@ -74,11 +81,8 @@ def main() -> None:
             microseconds, samples = sampled(call)
             if not samples:
                 raise SystemExit("nvidia-smi gave no samples; run it by hand with the query of this file")
-            watts, clock = (statistics.median(float(sample[i]) for sample in samples) for i in (0, 1))
-            # the share of the samples in which the driver names each reason
-            reasons = [statistics.fmean(sample[i] == "Active" for sample in samples) for i in (2, 3, 4)]
-            figures = (shape, name, microseconds, watts, clock, *reasons, *samples[-1][5:])
-            table.add(**dict(zip(FIELDS, figures)))
+            figures = dict(zip(QUERY, map(figure, zip(*samples))))
+            table.add(shape=shape, kernel=name, microseconds=microseconds, **figures)
     table.write()
 
 
