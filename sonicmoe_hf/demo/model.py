@@ -22,7 +22,7 @@ from ..formats.shares import hide_when_split, show
 from ..formats.state import hold_packed, local_part
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..layer.packed_weight import PackedWeight
-from ..streaming.placement import placement_of
+from ..streaming.placement import Placement
 from .random_bytes import random_packed
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def random_packed_model(
         model = _made(config, options)
     if distributed_config is not None:
         device = _distribute(model, distributed_config, experts)
-    placement = None if experts_memory is None else placement_of(model, experts_memory, experts, device)
+    placement = None if experts_memory is None else Placement(model, experts_memory, experts, device)
     std = getattr(config.get_text_config(), "initializer_range", 0.02)
     names = [name for name, _ in model.named_modules()]  # names alone: what is packed must not be held
     for name in logging.tqdm(names, desc="Making random weights"):

@@ -17,7 +17,7 @@ from ..layer.config import COMPUTE as COMPUTE_CHOICES
 from ..layer.config import as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..private.transformers import loaded_one_by_one
-from ..streaming.placement import LoadingPlacement, check_memory
+from ..streaming.placement import LoadingPlacement
 from .experts import is_fp8_experts
 from .patch import guard_streamed, patch_model
 from .quantize import check_not_packed, with_packed_experts
@@ -104,7 +104,6 @@ def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tu
     Raises:
         UnsupportedModelError: ranks share or shard the model. ValueError: experts_memory.
     """
-    check_memory(experts_memory)
     if kwargs.get("distributed_config") is not None or is_deepspeed_zero3_enabled():
         raise UnsupportedModelError(
             "experts_memory takes experts that ranks neither share nor shard (distributed_config, DeepSpeed's ZeRO-3); "

@@ -23,7 +23,7 @@ from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, row_order
 from ..layer.packed_weight import PackedWeight
-from ..streaming.placement import placement_of
+from ..streaming.placement import Placement
 from ..streaming.weight import HostWeight
 from .own_configs import use_own_configs
 from .support import REMEDIES
@@ -74,7 +74,7 @@ def quantize_experts(
     for full_name, module, name in weights:
         if getattr(module, name).is_meta:
             raise UnsupportedExpertsError(f"{full_name} is on the meta device; load the model's weights first")
-    placement = None if experts_memory is None else placement_of(model, experts_memory, format)
+    placement = None if experts_memory is None else Placement(model, experts_memory, format)
     for full_name, module, name in logging.tqdm(weights, desc=f"Packing experts in {format}"):
         try:
             packed = PackedWeight.quantize(

@@ -39,16 +39,8 @@ def _weights(experts: nn.Module) -> list[Any]:
     return [experts._parameters[name] for name in weight_names(experts)]
 
 
-def check_memory(experts_memory: Any) -> None:
-    """Raise ValueError where experts_memory is neither "auto" nor a number of bytes."""
-    if experts_memory != AUTO:
-        as_bytes(experts_memory)
-
-
-def check_streamable(layers: Iterable[tuple[str, nn.Module]], experts_memory: Any) -> None:
-    """Raise UnsupportedExpertsError where experts are shared or sharded by ranks; ValueError where experts_memory is no
-    number of bytes."""
-    check_memory(experts_memory)
+def _check_streamable(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise UnsupportedExpertsError where experts are shared or sharded by ranks."""
     for name, experts in layers:
         if expert_parallelism(experts) is not None or is_expert_parallel(experts):
             raise UnsupportedExpertsError(
@@ -65,24 +57,41 @@ def check_streamable(layers: Iterable[tuple[str, nn.Module]], experts_memory: An
                 )
 
 
-class Placement:
-    """Which experts of a model are streamed to a device.
+def _device_of(layers: Iterable[tuple[str, nn.Module]]) -> torch.device:
+    """The one that holds these layers' experts."""
+    devices = {weight.device for _, experts in layers for weight in _weights(experts)}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise UnsupportedExpertsError(
+            f"experts_memory takes a model whose experts are on one device, not on {sorted(map(str, devices)) or 'none'}"
+        )
+    return devices.pop()
 
-    sizes: bytes of each layer's experts. others: bytes of the model's other weights that are still to come to the device.
+
+class Placement:
+    """Which experts of a model live in host memory, and which on its device.
+
+    Args:
+        format: that they are about to be packed in. device: of a model on the meta device.
+    Raises:
+        UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices. ValueError: experts_memory.
+        MemoryError: the host's free memory does not hold them.
     """
 
-    def __init__(
-        self, layers: list[tuple[str, nn.Module]], sizes: list[int], experts_memory: Any, device: Any, others: int = 0
-    ):
-        device = torch.device(device)
+    def __init__(self, model: nn.Module, experts_memory: Any, format: str | None = None, device: Any = None):
+        layers = expert_layers(model)
+        _check_streamable(layers)
+        device = _device_of(layers) if device is None else torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        check_streamable(layers, experts_memory)
-        budget = (
-            on_the_card(device, others, max(sizes, default=0)) if experts_memory == AUTO else as_bytes(experts_memory)
-        )
-        weights = [weight for _, experts in layers for weight in _weights(experts) if _is_host(weight)]
-        streams = [weight.layer.stream for weight in weights]
+        sizes = [bytes_of(experts, format) for _, experts in layers]
+        held = [weight for _, experts in layers for weight in _weights(experts)]
+        if experts_memory == AUTO:
+            to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
+            there = sum(weight.nbytes for weight in held if not _is_host(weight))
+            budget = on_the_card(device, to_come - there, max(sizes, default=0))
+        else:
+            budget = as_bytes(experts_memory)
+        streams = [weight.layer.stream for weight in held if _is_host(weight)]
         self.device, self.stays = device, spread(sizes, budget)
         self.number = {id(experts): number for number, (_, experts) in enumerate(layers)}
         self.stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
@@ -98,10 +107,6 @@ class Placement:
                 f"{free / 2**30:.1f} GiB are free; {REMEDY}"
             )
 
-    def is_streamed(self, experts: nn.Module) -> bool:
-        """Whether these experts live in host memory."""
-        return not self.stays[self.number[id(experts)]]
-
     def hold_all(self, module: nn.Module) -> None:
         """Move the weights of a layer's experts to where they are to live; nothing of another module."""
         if id(module) in self.number:
@@ -110,13 +115,14 @@ class Placement:
 
     def hold(self, experts: nn.Module, name: str, weight: Any) -> nn.Parameter:
         """A weight of the layer, packed or dense, where it is to live: a frozen parameter."""
-        if self.is_streamed(experts) == _is_host(weight):
+        number = self.number[id(experts)]
+        if self.stays[number] != _is_host(weight):
             return weight if _is_host(weight) else _frozen(weight)
         if _is_host(weight):
             return _frozen(weight.resident())
         keep_stored_names(experts)
         projection = PROJECTIONS[weight_names(experts).index(name)]
-        layer = self.stream.layer_for(self.number[id(experts)], projection)
+        layer = self.stream.layer_for(number, projection)
         return as_parameter(HostWeight.held(layer, projection, weight, is_transposed(experts)))
 
 
@@ -144,30 +150,10 @@ def bytes_of(experts: nn.Module, format: str | None) -> int:
     return total
 
 
-def placement_of(model: nn.Module, experts_memory: Any, format: str | None = None, device: Any = None) -> Placement:
-    """Where the experts of a model are to live, once they are packed in `format`. device: of a model on the meta device.
-
-    Raises:
-        UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices. ValueError: experts_memory.
-        MemoryError: the host's free memory does not hold them.
-    """
-    layers = expert_layers(model)
-    check_streamable(layers, experts_memory)
-    devices = {torch.device(device)} if device is not None else {w.device for _, e in layers for w in _weights(e)}
-    if len(devices) != 1 or next(iter(devices)).type == "meta":
-        raise UnsupportedExpertsError(
-            f"experts_memory takes a model whose experts are on one device, not on {sorted(map(str, devices)) or 'none'}"
-        )
-    sizes = [bytes_of(experts, format) for _, experts in layers]
-    to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
-    there = sum(weight.nbytes for _, experts in layers for weight in _weights(experts) if not _is_host(weight))
-    return Placement(layers, sizes, experts_memory, next(iter(devices)), to_come - there)
-
-
 def place_experts(model: nn.Module, experts_memory: Any) -> None:
     """Move the experts of a loaded model between its device and host memory, weight by weight, and freeze them. Raises as
-    `placement_of`; nothing is changed then."""
-    placement = placement_of(model, experts_memory)
+    `Placement`; nothing is changed then."""
+    placement = Placement(model, experts_memory)
     for _, experts in expert_layers(model):
         placement.hold_all(experts)
 
@@ -176,11 +162,13 @@ class LoadingPlacement:
     """Places each experts' weight of a model as soon as it has been loaded.
 
     Raises:
-        UnsupportedExpertsError, ValueError, MemoryError: at the first weight, as `placement_of`; or the model has no
-            experts, or they are on several devices.
+        UnsupportedExpertsError, MemoryError: at the first weight, as `Placement`; or the model has no experts, or they
+            are on several devices. ValueError: experts_memory.
     """
 
     def __init__(self, experts_memory: Any):
+        if experts_memory != AUTO:
+            as_bytes(experts_memory)
         self.experts_memory = experts_memory
         self.placement: Placement | None = None
 
@@ -193,7 +181,7 @@ class LoadingPlacement:
         weight: Any = experts._parameters[name]
         if self.placement is None:
             format = weight.format if isinstance(weight, PackedWeight) else None
-            self.placement = placement_of(model, self.experts_memory, format, weight.device)
+            self.placement = Placement(model, self.experts_memory, format, weight.device)
         if weight.device != self.placement.device:
             raise UnsupportedExpertsError(
                 f"{full_name} is on {weight.device} and others on {self.placement.device}; experts_memory takes a model "

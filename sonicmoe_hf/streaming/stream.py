@@ -8,9 +8,10 @@ computes after its copy, and a copy begins after the work that used the buffer b
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,8 +93,13 @@ class HostLayer:
         pointers = [self.weights[name].codes.data_ptr() for name in ("gate_up", "down") if name in self.weights]
         return pointers == [gate_up.data_ptr(), down.data_ptr()]
 
-    def fetched(self) -> _Use:
-        return _Use(self)
+    @contextlib.contextmanager
+    def fetched(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Its weights on the device: between entry and exit the op launches all that reads them."""
+        try:
+            yield self.stream.begin(self)
+        finally:
+            self.stream.end()
 
     def mapped(self) -> dict[str, torch.Tensor] | None:
         if self._mapped is None:
@@ -135,19 +141,6 @@ def _unpin(copies: Copies, pinned: list[torch.Tensor]) -> None:
     copies.finish()
     for host in pinned:
         copies.unpin(host)
-
-
-class _Use:
-    """Inside `with`, a layer's weights on the device: between entry and exit the op launches all that reads them."""
-
-    def __init__(self, layer: HostLayer):
-        self.layer = layer
-
-    def __enter__(self) -> Mapping[str, torch.Tensor]:
-        return self.layer.stream.begin(self.layer)
-
-    def __exit__(self, *error) -> None:
-        self.layer.stream.end()
 
 
 class ExpertsStream:

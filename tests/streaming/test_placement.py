@@ -317,7 +317,7 @@ def test_experts_on_the_meta_device_are_an_error(late_copies):
 
 def test_a_device_without_copies_is_an_error():
     with pytest.raises(ValueError, match="brings experts to CUDA GPUs, not to meta"):
-        Placement(expert_layers(small()), [1] * LAYERS, 0, "meta")
+        Placement(small(), 0, device="meta")
 
 
 def test_the_saved_config_says_nothing_of_where_experts_lived(late_copies, tmp_path):
