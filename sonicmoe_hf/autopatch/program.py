@@ -24,10 +24,6 @@ NOTHING_PATCHED = (
 )
 
 
-class ProgramError(Exception):
-    """The program cannot be started; the message says why and what to do."""
-
-
 def run_program(program: list[str], settings: RunSettings) -> int:
     """Run the program; its models, and those of its children, are patched as `settings` say.
 
@@ -38,7 +34,7 @@ def run_program(program: list[str], settings: RunSettings) -> int:
     Returns:
         The child's exit code.
     Raises:
-        ProgramError: there is no such program.
+        ValueError: there is no such program.
     """
     environment = _environment(settings, os.environ)
     command = _own_python(program)
@@ -70,7 +66,7 @@ def _foreign(program: list[str]) -> list[str]:
         return [sys.executable, *program]
     path = _which(program[0])
     if path is None:
-        raise ProgramError(
+        raise ValueError(
             f"there is no command {program[0]!r} in this environment or on PATH, and no file of that name; a module is "
             f"run by sonicmoe-hf run -- -m {program[0]}"
         )

@@ -10,10 +10,6 @@ from typing import Any, NamedTuple
 MAX_DIGITS = 12  # of a number on the command line
 
 
-class CommandError(Exception):
-    """What the command line asks for cannot be done; the message says why and what to do."""
-
-
 class Option(NamedTuple):
     """What argparse's add_argument takes."""
 

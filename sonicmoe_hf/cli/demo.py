@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from ..layer.config import ROUNDINGS
-from .command import CommandError, at_least, command, option
+from .command import at_least, command, option
 
 PACKAGES = ("accelerate", "matplotlib")
 TALKATIVE = ("torchao", "bitsandbytes", "DeepSpeed", "torch.utils._pytree")  # on import they say what a CPU lacks
@@ -32,7 +32,7 @@ def demo(**settings) -> int:
     """
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
+        raise ValueError(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
     for library in TALKATIVE:
         logging.getLogger(library).setLevel(logging.ERROR)
     from ..demo.run import DemoSettings, run

@@ -20,7 +20,7 @@ from ..patching.experts import experts_facts, sizes_of
 from ..patching.layer_ranges import LayerRange, collapse
 from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from ..private.versions import untested_versions, versions
-from .command import CommandError, at_least, command, json_option, option
+from .command import at_least, command, json_option, option
 from .warmup import placement
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,13 +50,11 @@ def doctor(
     printed), 1 if not, 2 if the model cannot be examined.
     """
     if (batch_size is None) != (sequence_length is None):
-        raise CommandError("--batch-size and --sequence-length belong together: give both")
+        raise ValueError("--batch-size and --sequence-length belong together: give both")
     if tile is not None and batch_size is None:
-        raise CommandError("--tile needs --batch-size and --sequence-length")
+        raise ValueError("--tile needs --batch-size and --sequence-length")
     if model is None and batch_size is not None:
-        raise CommandError(
-            "--batch-size and --sequence-length need a model: sonicmoe-hf doctor MODEL --batch-size ..."
-        )
+        raise ValueError("--batch-size and --sequence-length need a model: sonicmoe-hf doctor MODEL --batch-size ...")
     facts = machine()
     if model is not None:
         facts["model"] = examine(model, batch_size=batch_size, sequence_length=sequence_length, tile=tile)

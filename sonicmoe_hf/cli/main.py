@@ -9,10 +9,8 @@ import json
 import sys
 
 from .. import __version__
-from ..autopatch.program import ProgramError
-from ..errors import CheckpointError, DoctorError, WarmupError
+from ..errors import DoctorError, WarmupError
 from .checkpoints import convert, inspect, merge
-from .command import CommandError
 from .demo import demo
 from .doctor import doctor
 from .example import example
@@ -62,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             argparse.ArgumentParser.error(parser, message)
         return _say(message, as_json, 2)
     # what this package or the system says of an input, such as a folder that another user keeps closed
-    except (CheckpointError, CommandError, DoctorError, OSError, ProgramError, ValueError, WarmupError) as error:
+    except (DoctorError, OSError, ValueError, WarmupError) as error:
         return _say(" ".join(str(error).split()) or type(error).__name__, as_json, 2)
     except KeyboardInterrupt:
         return _say("interrupted", as_json, 130)
@@ -74,7 +72,3 @@ def _say(message: str, as_json: bool, code: int) -> int:
     else:
         print(f"sonicmoe-hf: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

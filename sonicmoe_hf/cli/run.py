@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..autopatch.program import ProgramError, run_program
+from ..autopatch.program import run_program
 from ..autopatch.settings import ROUTINGS, RunSettings
 from ..kernels.quantized import FORMATS
 from ..layer.config import SAVE_POLICIES
@@ -65,5 +65,5 @@ def run(program: list[str], **settings) -> int:
     sonicmoe_hf run -- script.py.
     """
     if not program:
-        raise ProgramError("no program to run; name it after --: sonicmoe-hf run -- trl sft ...")
+        raise ValueError("no program to run; name it after --: sonicmoe-hf run -- trl sft ...")
     return run_program(program, RunSettings(**settings))

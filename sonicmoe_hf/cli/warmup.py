@@ -24,7 +24,7 @@ from ..layer.moe_experts import Activation
 from ..patching.experts import experts_facts, sizes_of
 from ..patching.support import supported_layers, supports
 from .bar import progress
-from .command import MAX_DIGITS, CommandError, at_least, command, option
+from .command import MAX_DIGITS, at_least, command, option
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def warmup(
     if nothing could be compiled.
     """
     if (model is None) == (not shape):
-        raise CommandError(
+        raise ValueError(
             "give a model, or --shape H,I: sonicmoe-hf warmup MODEL, or sonicmoe-hf warmup --shape 2048,768"
         )
     torch_dtype = getattr(torch, dtype)
@@ -107,7 +107,7 @@ def warmup(
     else:
         kinds = kinds_of_model(build_on_meta(model), torch_dtype)
         if not kinds:
-            raise CommandError(f"{model} has no layer that is supported; sonicmoe-hf doctor says why")
+            raise ValueError(f"{model} has no layer that is supported; sonicmoe-hf doctor says why")
     began = time.perf_counter()
     total, outcomes = warm_up(kinds, processes)
     for kind in kinds:

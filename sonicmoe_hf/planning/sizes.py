@@ -16,7 +16,7 @@ from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import DoctorError
 from ..formats.declared import declared_quantization
 from ..layer.experts_module import matrix_shape, weight_names
-from ..patching.support import LayerSupport, supported_layers, supports
+from ..patching.support import LayerSupport, check_accelerated, find_layers
 
 DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
 MIXERS = (
@@ -116,15 +116,14 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         DoctorError: it has no experts, some that sonicmoe_hf does not compute, or its checkpoint is quantized in a way
             that is not known here; the message says why.
     """
-    support = supports(model)
-    _check_supported(name, support)
-    layers = supported_layers(model, support, "accelerated")
     config: Any = model.config.get_text_config()
     try:
+        support = check_accelerated(model)
         declared = declared_quantization(model.config)
         quantization = None if declared is None else declared.format()
     except ValueError as error:
         raise DoctorError(f"{name}: {error}") from error
+    layers = list(find_layers(model))
     every_experts = [layer.experts for layer in layers]
     shapes = [matrix_shape(each, getattr(each, name)) for each in every_experts for name in weight_names(each)]
     num_experts, up, experts_hidden = shapes[0]
@@ -184,17 +183,6 @@ def _entry(config: Any, name: str) -> int | None:
     of_layers = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or ()]
     values = of_layers or [getattr(config, name, None)]
     return max((value for value in values if isinstance(value, int)), default=None)
-
-
-def _check_supported(name: str, support: list[LayerSupport]) -> None:
-    if not support:
-        raise DoctorError(
-            f"{name} has no mixture-of-experts layer that goes through Transformers' experts interface: there is nothing "
-            "to plan for"
-        )
-    for layer in support:
-        if not layer.accelerated:
-            raise DoctorError(f"{name}: sonicmoe_hf does not compute {layer.name}: {layer.reason}")
 
 
 def _embeddings(model: PreTrainedModel):

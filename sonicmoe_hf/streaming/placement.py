@@ -162,8 +162,8 @@ class LoadingPlacement:
     """Places each experts' weight of a model as soon as it has been loaded.
 
     Raises:
-        UnsupportedExpertsError, MemoryError: at the first weight, as `Placement`; or the model has no experts, or they
-            are on several devices. ValueError: experts_memory.
+        UnsupportedExpertsError, MemoryError: at the first weight, as `Placement`; or experts are on several devices.
+        ValueError: experts_memory.
     """
 
     def __init__(self, experts_memory: Any):
@@ -193,13 +193,9 @@ class LoadingPlacement:
 
     def finish(self, model: nn.Module) -> None:
         """Place what the checkpoint did not have."""
-        if self.placement is None:
-            raise UnsupportedExpertsError(
-                f"{type(model).__name__} has no experts that go through Transformers' experts interface; leave out "
-                "experts_memory"
-            )
-        for _, experts in expert_layers(model):
-            self.placement.hold_all(experts)
+        for place, experts in expert_layers(model):
+            for name in weight_names(experts):
+                self.take(model, f"{place}.{name}")
 
 
 def keep_stored_names(experts: nn.Module) -> None:

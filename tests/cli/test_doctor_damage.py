@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 from helpers.models import CONFIGS
+from helpers.small_families import CHANGES, small_config
 
 from sonicmoe_hf.cli.main import main
 
@@ -85,53 +86,26 @@ def test_experts_packed_in_no_format_are_named(declared, tmp_path, capsys):
     assert words in refusal(capsys, write(tmp_path, config))
 
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
+IN_GROUPS_OF_ONE = {**CHANGES["deepseek_v2"], "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 2}
+OMNI = {
+    "thinker_config": CHANGES["qwen3_omni_moe"],
+    "talker_config": {"text_config": {"shared_expert_intermediate_size": 16}, "spatial_merge_size": 2},
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]}
 
 
-def omni():
-    """Qwen3-Omni: a thinker and a talker, which have experts, under one config that no Auto class of text has."""
-    audio = {"encoder_layers": 1, "d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
-    thinker = {"text_config": {**SIZES, **EXPERTS}, "audio_config": audio, "vision_config": VISION}
-    text = {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 16}
-    talker = {"text_config": text, "code_predictor_config": SIZES, "spatial_merge_size": 2}
-    return transformers.Qwen3OmniMoeConfig(
-        thinker_config=thinker, talker_config=talker, code2wav_config={"num_hidden_layers": 1}
-    )
-
-
-def deepseek_v2(**changes):
-    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    experts = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 0,
-    }
-    return transformers.DeepseekV2Config(**{**SIZES, **heads, **experts, **changes})
-
-
-def with_infinity():
-    """Its time_step_limit ends with infinity, which Transformers writes as an object."""
-    return transformers.GraniteMoeHybridConfig(
-        **SIZES, mamba_n_heads=2, layer_types=["attention"], num_local_experts=4, num_experts_per_tok=2
-    )
-
-
-def in_groups_of_one():
-    return deepseek_v2(topk_method="group_limited_greedy", n_group=4, topk_group=2)
-
-
-@pytest.mark.parametrize("config", [deepseek_v2, in_groups_of_one, omni, with_infinity])
-def test_models_that_work_are_supported(config, tmp_path):
-    config().save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("cls", "changes"),
+    [
+        (transformers.DeepseekV2Config, CHANGES["deepseek_v2"]),
+        (transformers.DeepseekV2Config, IN_GROUPS_OF_ONE),
+        # a thinker and a talker, under a config that no Auto class of text has
+        (transformers.Qwen3OmniMoeConfig, OMNI),
+        (transformers.GraniteMoeHybridConfig, CHANGES["granitemoehybrid"]),  # which writes infinity as an object
+    ],
+    ids=["deepseek_v2", "groups of one", "omni", "infinity"],
+)
+def test_models_that_work_are_supported(cls, changes, tmp_path):
+    small_config(cls, changes).save_pretrained(tmp_path)
     assert main(["doctor", str(tmp_path)]) == 0
 
 

@@ -13,7 +13,7 @@ from sonicmoe_hf.planning.sizes import sizes_of_model
 from sonicmoe_hf.planning.ways import ways_of
 
 FOLDERS = sorted({architecture.folder for architecture in architectures()} & set(CONFIG_MAPPING))
-REFUSALS = ("no mixture-of-experts layer", "does not compute")  # of a default config without experts; of experts
+REFUSALS = ("no mixture-of-experts layer", "cannot be accelerated")  # of a default config without experts; of experts
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from helpers.adapters import with_lora
+from helpers.checkpoints import edit_tensors, tensors_in
 from helpers.marks import rest_pinned
 from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
@@ -135,6 +136,12 @@ def test_no_more_than_one_weight_is_on_the_device_while_a_checkpoint_streams_in(
     from_pretrained(tmp_path, experts_quantization=format, experts_memory=0)
     while_loading = there[: 2 * LAYERS]
     assert while_loading == [1] * (2 * LAYERS)
+
+
+def test_experts_that_the_checkpoint_does_not_have_go_to_host_memory_too(tmp_path):
+    small().save_pretrained(tmp_path)
+    edit_tensors(tmp_path, dict.fromkeys(name for name in tensors_in(tmp_path) if ".experts." in name))
+    assert len(host_weights(from_pretrained(tmp_path, experts_memory=0))) == 2 * LAYERS
 
 
 def test_other_models_load_as_before(tmp_path):
