@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers.flash_kernels import Attention, as_on_cuda, causal, reference
+from helpers.flash_kernels import as_on_cuda
+from helpers.sinks import Attention, causal, compare, compute, gradients, in_fp64, tensors
 
 from sonicmoe_hf.attention.implementation import sinks_attention_forward
 from sonicmoe_hf.attention.mask import sinks_mask
@@ -10,7 +11,6 @@ from sonicmoe_hf.attention.models import NAME
 from sonicmoe_hf.attention.packing import sequence_starts, sides_of
 from sonicmoe_hf.attention.positions import starts_of
 
-EXACT = 1e-12  # fp64: the same numbers summed in another order
 CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
     "one_sequence": (1, 7, 7, 2, 2, 8, 8, None, True),
     "grouped_heads": (2, 9, 9, 6, 2, 8, 8, None, True),
@@ -27,59 +27,25 @@ CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
 }
 
 
-def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torch.float64, seed=0):
-    """q, k, v as models hand them over [B, heads, T, D], and sinks."""
-    torch.manual_seed(seed)
-    q, k = torch.randn(batch, heads, queries, size), torch.randn(batch, key_heads, keys, size)
-    v, sinks = torch.randn(batch, key_heads, keys, value_size), torch.randn(heads)
-    return [x.to(dtype).requires_grad_() for x in (q, k, v, sinks)]
-
-
-def compute(inputs, mask=None, scale=0.3, module=None, **options):
-    q, k, v, sinks = inputs
-    module = Attention() if module is None else module
-    return sinks_attention_forward(module, q, k, v, mask, scaling=scale, s_aux=sinks, **options)[0]
-
-
-def formula(inputs, sees, scale=0.3):
-    q, k, v, sinks = inputs
-    return reference(*(x.transpose(1, 2) for x in (q, k, v)), sinks, sees, scale)
-
-
-def gradients(out, inputs):
-    """For a fixed gradient of `out`; the same numbers whatever its dtype."""
-    torch.manual_seed(1)
-    gradient = torch.randn(out.shape).bfloat16().to(out.dtype)
-    return torch.autograd.grad(out, [x for x in inputs if x is not None], gradient)
-
-
-def compare(ours, theirs, inputs, tolerance=EXACT):
-    assert ours.shape == theirs.shape and ours.is_contiguous()
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-    for name, a, b in zip(["q", "k", "v", "sinks"], gradients(ours, inputs), gradients(theirs, inputs)):
-        torch.testing.assert_close(
-            a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"d{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_result_and_every_gradient_are_the_formula_s(kernels, case):
     *sizes, window, is_causal = CASES[case]
     inputs = tensors(*sizes)
     if not is_causal or sizes[1] == sizes[2] or sizes[1] == 1 or window:
         ours = compute(inputs, module=Attention(is_causal), sliding_window=window)
-        compare(ours, formula(inputs, causal(sizes[1], sizes[2], window, is_causal)), inputs)
+        compare(ours, inputs, causal(sizes[1], sizes[2], window, is_causal))
 
 
 def test_a_causal_model_that_is_told_to_see_both_ways_sees_as_far_as_transformers_masks(kernels):
     """Which include the distance sliding_window; models that are never causal add 1 to theirs."""
     inputs = tensors(2, 9, 9, 4, 2, 8, 8)
-    compare(compute(inputs, sliding_window=3, is_causal=False), formula(inputs, causal(9, 9, 4, False)), inputs)
+    compare(compute(inputs, sliding_window=3, is_causal=False), inputs, causal(9, 9, 4, False))
 
 
-def test_a_layer_may_have_no_sinks(kernels):
-    inputs = [*tensors(2, 7, 7, 4, 2, 8, 8)[:3], None]
-    compare(compute(inputs), formula(inputs, causal(7, 7)), inputs)
+def test_a_layer_may_have_no_sinks(place):
+    tokens, window = place.either((7, None), (130, 33))
+    inputs = [*place.tensors(2, tokens)[:3], None]
+    compare(compute(inputs, sliding_window=window), inputs, causal(tokens, tokens, window))
 
 
 def test_slices_of_fused_projections(kernels):
@@ -87,29 +53,32 @@ def test_slices_of_fused_projections(kernels):
     fused = torch.randn(2, 7, 8, 8, dtype=torch.float64).transpose(1, 2)
     sinks = torch.randn(4, dtype=torch.float64)
     inputs = [x.detach().requires_grad_() for x in (*fused.split([4, 2, 2], dim=1), sinks)]
-    compare(compute(inputs, sliding_window=3), formula(inputs, causal(7, 7, 3)), inputs)
+    compare(compute(inputs, sliding_window=3), inputs, causal(7, 7, 3))
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_window", [False, True])
 @pytest.mark.parametrize("padding", ["left", "right", "both", "whole_row"])
-def test_padding_on_either_side(kernels, padding, window):
-    inputs, is_real = tensors(3, 9, 9, 4, 2, 8, 8), torch.ones(3, 9, dtype=torch.bool)
+def test_padding_on_either_side(place, padding, has_window):
+    tokens, window = place.either((9, 4), (130, 33))
+    inputs, window = place.tensors(3, tokens), window if has_window else None
+    is_real = torch.ones(3, tokens, dtype=torch.bool, device=place.device)
     if padding in ("left", "both"):
-        is_real[0, :4] = False
+        is_real[0, : place.either(4, 71)] = False
     if padding in ("right", "both"):
-        is_real[1, 7:] = False
+        is_real[1, tokens - 2 :] = False
     if padding == "both":
-        is_real[0, 8:] = False
+        is_real[0, tokens - 1] = False
     if padding == "whole_row":
         is_real[2] = False
-    made = sinks_mask(3, 9, 9, attention_mask=is_real, local_size=window, dtype=torch.float64, device="cpu")
-    if kernels == "cpu":  # eager's mask: the window comes with the mask function
-        made = made.masked_fill(~causal(9, 9, window), torch.finfo(torch.float64).min)
+    made = sinks_mask(
+        3, tokens, tokens, attention_mask=is_real, local_size=window, dtype=torch.float64, device=place.device
+    )
+    sees = causal(tokens, tokens, window)
+    if place.kernels == "cpu":  # eager's mask: the window comes with the mask function
+        made = made.masked_fill(~sees, torch.finfo(torch.float64).min)
     ours = compute(inputs, made, sliding_window=window)
-    theirs = formula(inputs, causal(9, 9, window) & is_real[:, None, None])
-    is_seen = is_real[..., None, None]  # what padding's own queries get is nobody's concern, but finite
-    assert ours.isfinite().all()
-    compare((ours * is_seen).contiguous(), theirs * is_seen, inputs)
+    assert ours.isfinite().all()  # what padding's own queries get is nobody's concern
+    compare(ours, inputs, sees & is_real[:, None, None].cpu(), seen=is_real[..., None, None])
 
 
 def test_keys_that_are_padding_get_no_gradient(kernels):
@@ -120,16 +89,24 @@ def test_keys_that_are_padding_get_no_gradient(kernels):
     assert not dk[0, :, :2].any() and not dv[0, :, :2].any() and dk[0, :, 2:].any()
 
 
-@pytest.mark.parametrize("lengths", [[4, 1, 6], [11], [1] * 11, [5, 0, 6]])
-@pytest.mark.parametrize("window", [None, 3])
-def test_packed_sequences_by_cu_seq_lens(kernels, lengths, window):
-    inputs = tensors(1, 11, 11, 4, 2, 8, 8)
-    starts = torch.tensor([0, *lengths]).cumsum(0)
+@pytest.mark.parametrize(
+    "few, many", [([4, 1, 6], [71, 1, 200]), ([11], [272]), ([1] * 11, [1] * 272), ([5, 0, 6], [5, 0, 267])]
+)
+@pytest.mark.parametrize("has_window", [False, True])
+@pytest.mark.parametrize("told_by", ["cu_seq_lens", "lengths_too", "position_ids"])
+def test_packed_sequences(place, few, many, has_window, told_by):
+    lengths, window = place.either((few, 3), (many, 33))
+    tokens, window = sum(lengths), window if has_window else None
+    inputs = place.tensors(1, tokens)
+    starts = torch.tensor([0, *lengths], device=place.device).cumsum(0)
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    for given in (longest, {}):
-        ours = compute(inputs, cu_seq_lens_q=starts, cu_seq_lens_k=starts, sliding_window=window, **given)
-        compare(ours, formula(inputs, causal(11, 11, window) & (number[:, None] == number)), inputs)
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    if told_by == "lengths_too":
+        given |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    if told_by == "position_ids":
+        given = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(place.device)}
+    ours = compute(inputs, sliding_window=window, **given)
+    compare(ours, inputs, causal(tokens, tokens, window) & (number[:, None] == number))
 
 
 def test_tokens_after_the_last_packed_sequence_have_zeros(kernels):
@@ -140,20 +117,29 @@ def test_tokens_after_the_last_packed_sequence_have_zeros(kernels):
         assert not gradient[:, :, 5:].any() and gradient.isfinite().all()
 
 
-def test_rows_of_packed_sequences_follow_one_another(kernels):
-    inputs = tensors(2, 5, 5, 4, 2, 8, 8)
-    ours = compute(inputs, cu_seq_lens_q=torch.tensor([0, 2, 5, 10]), cu_seq_lens_k=torch.tensor([0, 2, 5, 10]))
-    number = torch.tensor([[0, 0, 1, 1, 1], [2] * 5])
-    compare(ours, formula(inputs, causal(5, 5) & (number[:, None, :, None] == number[:, None, None])), inputs)
+@pytest.mark.parametrize("told_by", ["cu_seq_lens", "position_ids"])
+def test_rows_of_packed_sequences_follow_one_another(place, told_by):
+    first, tokens = place.either((2, 5), (40, 100))
+    inputs = place.tensors(2, tokens)
+    if told_by == "cu_seq_lens":
+        starts = torch.tensor([0, first, tokens, 2 * tokens], device=place.device)
+        ours = compute(inputs, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+    else:
+        positions = torch.arange(tokens) - torch.tensor([first, 0])[:, None]
+        ours = compute(inputs, position_ids=positions.remainder(tokens).to(place.device))
+    number = torch.stack([(torch.arange(tokens) >= first).long(), torch.full((tokens,), 2)])
+    compare(ours, inputs, causal(tokens, tokens) & (number[:, None, :, None] == number[:, None, None]))
 
 
-def test_a_query_that_sees_no_key_has_zeros_and_finite_gradients(kernels):
-    inputs = tensors(1, 4, 4, 4, 2, 8, 8)
-    starts_q, starts_k = torch.tensor([0, 2, 4]), torch.tensor([0, 0, 4])
+def test_queries_without_keys_and_tokens_after_the_last_sequence_have_zeros(place):
+    first, last, tokens = place.either((2, 5, 8), (20, 50, 64))
+    inputs = place.tensors(1, tokens)
+    starts_q, starts_k = (torch.tensor([0, start, last], device=place.device) for start in (first, 0))
     ours = compute(inputs, cu_seq_lens_q=starts_q, cu_seq_lens_k=starts_k)
-    assert not ours[:, :2].any() and ours[:, 2:].all()
-    each = gradients(ours, inputs)
-    assert all(gradient.isfinite().all() for gradient in each) and not each[0][:, :, :2].any()
+    assert not ours[:, :first].any() and not ours[:, last:].any() and ours[:, first:last].any(-1).all()
+    dq, dk, dv, ds = gradients(ours, inputs)
+    assert all(x.isfinite().all() for x in (dq, dk, dv, ds))
+    assert not dq[:, :, :first].any() and not any(x[:, :, last:].any() for x in (dq, dk, dv))
 
 
 @pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float64).min])
@@ -162,7 +148,7 @@ def test_a_query_masked_from_every_key_has_zeros_and_finite_gradients(masked):
     mask[..., 1, :] = masked
     ours = compute(inputs, mask)
     assert not ours[:, 1].any() and ours[:, 0].all()
-    compare(ours, formula(inputs, mask == 0), inputs)
+    compare(ours, inputs, mask == 0)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
@@ -179,8 +165,7 @@ def test_lower_precisions_keep_their_dtypes(kernels, dtype, sink_dtype):
     """Within four roundings to 16 bits: o, o', and two of the gradients' products; in fp32 sums have 18 terms."""
     inputs = tensors(2, 9, 9, 4, 2, 8, 8, dtype)
     inputs[3] = inputs[3].detach().to(sink_dtype).requires_grad_()
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    ours, theirs = compute(inputs, sliding_window=4), formula(exact, causal(9, 9, 4))
+    ours, (exact, theirs) = compute(inputs, sliding_window=4), in_fp64(inputs, causal(9, 9, 4))
     ours_all, theirs_all = [ours, *gradients(ours, inputs)], [theirs, *gradients(theirs, exact)]
     assert [x.dtype for x in ours_all] == [dtype] * 4 + [sink_dtype]
     for a, b in zip(ours_all, theirs_all):
@@ -230,7 +215,7 @@ def test_a_boolean_mask_says_which_keys_are_seen():
     inputs = tensors(2, 6, 6, 4, 4, 8, 8)
     sees = (torch.rand(2, 1, 6, 6) < 0.5) | torch.eye(6, dtype=torch.bool)
     seen = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -torch.inf)
-    torch.testing.assert_close(compute(inputs, sees), compute(inputs, seen), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(compute(inputs, sees), compute(inputs, seen), rtol=1e-12, atol=1e-12)
 
 
 def test_second_derivatives_are_refused(kernels):
@@ -241,17 +226,19 @@ def test_second_derivatives_are_refused(kernels):
 
 
 @pytest.mark.slow
-def test_the_op_is_what_torch_asks_of_ops(kernels):
-    q, k, v, sinks = tensors(2, 5, 5, 4, 2, 8, 8, torch.float32)
-    forms = [(None,) * 4]
-    if kernels == "cuda_path":
-        flags = torch.full((2, 5), 3, dtype=torch.uint8)
+def test_the_op_is_what_torch_asks_of_ops(place):
+    inputs, forms = place.tensors(2, 40), [(None,) * 4]
+    if place.kernels != "cpu":
+        flags = torch.full((2, 40), 3, dtype=torch.uint8, device=place.device)
         flags[0, :2] = 2
-        forms += [(None, flags, None, None), (None, None, torch.tensor([0, 4, 10, 10]), None)]
+        starts = torch.tensor([0, 4, 80, 80], dtype=torch.int32)
+        forms += [(None, flags, None, None), (None, None, starts, None)]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for form in forms:
         torch.library.opcheck(
             torch.ops.sonicmoe_hf.attention_with_sinks.default,
-            (*(x.transpose(1, 2) for x in (q, k, v)), sinks, *form, 0.3, True, 3, 0, 0),
+            (*(x.transpose(1, 2) for x in inputs[:3]), inputs[3], *form, 0.3, True, 3, 0, 0),
+            test_utils=place.either((*checks, "test_aot_dispatch_dynamic"), checks),
         )
 
 

@@ -5,38 +5,8 @@ import contextlib
 import math
 
 import torch
-from torch import nn
 
 from sonicmoe_hf.attention import flash
-
-
-class Attention(nn.Module):
-    """What the attention function asks of a module."""
-
-    class config:
-        model_type = "gpt_oss"
-
-    def __init__(self, is_causal=True):
-        super().__init__()
-        self.is_causal = is_causal
-
-
-def reference(q, k, v, sinks, sees, scale):
-    """Attention by its formula, [B, T, H, D]. sees: bool, broadcasts to [B, H, T, S]; a query that sees no key has 0."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
-    scores = scores.masked_fill(~sees, -torch.inf)
-    sink = torch.full((q.shape[2],), -torch.inf).to(q) if sinks is None else sinks.to(q.dtype)
-    scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., :-1], v)
-
-
-def causal(num_queries, num_keys, window=None, is_causal=True):
-    """[T, S]: the last query has the last key's position."""
-    distance = torch.arange(num_queries)[:, None] + (num_keys - num_queries) - torch.arange(num_keys)
-    sees = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    return sees if window is None else sees & (distance.abs() < window)
 
 
 def _check(q, k, v, cum_q, cum_k, max_q, max_k, *others):
