@@ -26,7 +26,9 @@ LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 @pytest.fixture
 def make_session():
     """A Session that follows nothing of this process but what a test hands it."""
-    return lambda **settings: Session(RunSettings(**settings))
+    AcceleratorState._reset_state(True)  # other tests' mixed precision
+    yield lambda **settings: Session(RunSettings(**settings))
+    AcceleratorState._reset_state(True)
 
 
 def build(family="qwen3_moe", **changes):
@@ -58,12 +60,8 @@ def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_s
 def test_the_backend_is_told_for_the_dtype_of_accelerates_mixed_precision(make_session, capsys):
     session, model = make_session(), build()
     session.built(model)
-    AcceleratorState._reset_state(True)
     Accelerator(mixed_precision="bf16", cpu=True)
-    try:
-        session.report()
-    finally:
-        AcceleratorState._reset_state(True)
+    session.report()
     assert "in torch.bfloat16" in capsys.readouterr().err
 
 
