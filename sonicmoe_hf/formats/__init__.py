@@ -9,6 +9,5 @@ from .nf4 import NF4
 from .nvfp4 import NVFP4, HubNVFP4
 
 PACKED: dict[str, Format] = {format.name: format for format in (NF4(), MXFP4(), FP8(), NVFP4())}
-HUB: dict[str, HubFormat] = {
-    format.name: format for format in (HubFP8(), HubFP4(), HubNVFP4())
-}  # by the experts' format
+# by the experts' format
+HUB: dict[str, HubFormat] = {format.name: format for format in (HubFP8(), HubFP4(), HubNVFP4())}

@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 MODULES_ALONE = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
 INITS_OF_MODULES = ("pissa", "olora", "orthogonal", "corda", "loftq", "eva", "lora_ga")
-TAKEN_FOR_EXPERTS = (
-    "gate",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "w1",
-    "w2",
-    "w3",
-)  # by PEFT, where experts were layers
+# by PEFT, where experts were layers
+TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 READ_PAST = {  # linear layers whose weight their module reads past them, so that an adapter would have no effect
     "GraniteMoeHybridMambaLayer": "out_proj",
     "JambaMambaMixer": "dt_proj",
@@ -143,16 +136,12 @@ def _experts(model: nn.Module) -> dict[str, nn.Module]:
 
 def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
     """Raise ValueError for options that PEFT has for modules alone, where it adapts the experts' parameters too."""
-    for field in MODULES_ALONE:
-        if settings.get(field):
-            raise ValueError(
-                f"{field} is {settings[field]!r}: PEFT does not support it for experts (target_parameters); {remedy}"
-            )
+    given = {field: settings[field] for field in MODULES_ALONE if settings.get(field)}
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_OF_MODULES):
-        raise ValueError(
-            f"init_lora_weights is {init!r}: PEFT does not support it for experts (target_parameters); {remedy}"
-        )
+        given["init_lora_weights"] = init
+    for field, value in given.items():
+        raise ValueError(f"{field} is {value!r}: PEFT does not support it for experts (target_parameters); {remedy}")
 
 
 def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:

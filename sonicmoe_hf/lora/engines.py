@@ -182,9 +182,8 @@ def _tensors(pairs: dict[str, Factors]) -> dict[str, torch.Tensor]:
         else:
             tensors |= wrapped(name.removesuffix(".weight"), [factors])
     for module, weights in fused.items():
-        tensors |= wrapped(
-            module, [weights[name] for name in sorted(weights, reverse=True)]
-        )  # gate_up_proj, down_proj
+        # gate_up_proj comes before down_proj
+        tensors |= wrapped(module, [weights[name] for name in sorted(weights, reverse=True)])
     return tensors
 
 

@@ -96,9 +96,8 @@ class ModelHook:
     def __init__(self) -> None:
         self.checked_policies: tuple[TokenRounding | None, ...] = ()
         self.layers: list[Layer] = []
-        self.forwards: list[
-            tuple[nn.Module, Callable | None]
-        ] = []  # experts and wrappers, with a forward of their own
+        # experts and wrappers, with a forward of their own
+        self.forwards: list[tuple[nn.Module, Callable | None]] = []
 
     def bind(self, state: PatchState, model: nn.Module) -> None:
         """Take the settings of a model that is `model`, the hook's module, or has it inside."""

@@ -9,9 +9,7 @@ COMPUTE = "_sonicmoe_hf_compute"  # what patched experts multiply in: None or "f
 KNOWN_FACTS = "_sonicmoe_hf_known_facts"  # (the act_fn that they hold for, patching.experts.known_facts)
 UNPATCHED = "_sonicmoe_hf_unpatched"  # what their config named before patch_model
 FP8_PARAMETERS = "_sonicmoe_hf_fp8_parameters"  # of FP8Experts held as packed weights: what each was, by name
-PARALLELISM = (
-    "_sonicmoe_hf_expert_parallelism"  # what brings them their tokens: a layer.experts_module.ExpertParallelism
-)
+PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # what brings them their tokens, an ExpertParallelism
 PARAMETER_NAMES = "_sonicmoe_hf_parameter_names"  # until their checkpoint is read: of their parameters, in order
 WHEN_SPLIT = "_sonicmoe_hf_when_split"  # called with them once they know the ranks that share them
 HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook of weights in host memory
@@ -21,6 +19,4 @@ HAS_STORED_NAMES = "_sonicmoe_hf_has_stored_names"  # True: state dicts have the
 
 # PEFT
 HAS_SHARDED_FACTORS = "_sonicmoe_hf_has_sharded_factors"  # True, of a ParamWrapper: sharded with its experts
-HAS_AVERAGED_ADAPTERS = (
-    "_sonicmoe_hf_has_averaged_adapters"  # True, of a model: ranks average replicated adapters' gradients
-)
+HAS_AVERAGED_ADAPTERS = "_sonicmoe_hf_has_averaged_adapters"  # True, of a model: ranks average adapters' gradients

@@ -23,9 +23,8 @@ flash_forward = torch.ops.aten._flash_attention_forward.default
 flash_backward = torch.ops.aten._flash_attention_backward.default
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-without_torch_function = (
-    torch._C._disabled_torch_function_impl
-)  # for subclasses: their operations go to the dispatcher
+# for subclasses: their operations go to the dispatcher
+without_torch_function = torch._C._disabled_torch_function_impl
 wrapper_of = torch.Tensor._make_wrapper_subclass
 
 

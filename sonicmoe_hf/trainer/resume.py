@@ -95,9 +95,8 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
             tensors[name] = tensor
     loaded_ids = {id(tensor) for tensor, _ in loaded}
     state = model.state_dict(keep_vars=True)
-    missing = sorted(
-        name for name in info.missing_keys if id(state[name]) not in loaded_ids
-    )  # tied weights: two names
+    # tied weights have two names
+    missing = sorted(name for name in info.missing_keys if id(state[name]) not in loaded_ids)
     unread = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
     misfits = sorted(unread | (set(missing) & set(expert_weights(model))))
     if misfits:
