@@ -7,7 +7,6 @@ was part of at first (private/torch.py says how we hear of it).
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -119,28 +118,36 @@ class Forward:
 class Checkpoint:
     """What one use of torch.utils.checkpoint computes, and computes again in backward; part of `forward`."""
 
-    def __init__(self, is_reentrant: bool):
+    def __init__(self, function: Callable, is_reentrant: bool):
+        self.function = function
         self.forward = in_progress()
         self.is_reentrant = is_reentrant
+        self.has_run = False
+
+    def __call__(self, *args):
+        """What a reentrant one runs, at first in forward and then in backward."""
+        run = self.run_again if self.has_run else self.run
+        self.has_run = True
+        return run(*args)
 
     def enter(self) -> Checkpoint | None:
         """It begins in this thread; the one around it."""
         around, _thread.checkpoint = checkpoint_in_progress(), self
         return around
 
-    def run(self, function: Callable, *args, **kwargs):
+    def run(self, *args, **kwargs):
         """The first time."""
         around = self.enter()
         try:
-            return function(*args, **kwargs)
+            return self.function(*args, **kwargs)
         finally:
             _thread.checkpoint = around
 
-    def run_again(self, function: Callable, *args, **kwargs):
+    def run_again(self, *args, **kwargs):
         """In backward: the forward that this is part of is in progress once more, in whichever thread this is."""
         forward, _thread.forward = in_progress(), _recomputing(self.forward)
         try:
-            return self.run(function, *args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
             _thread.forward = forward
 
@@ -236,8 +243,8 @@ def capture() -> None:
 
 def _non_reentrant(checkpointed: Callable, function: Callable, *args, **kwargs):
     """In place of torch's generator: it runs until its first yield before `function` does, and on when that is over."""
-    checkpoint = Checkpoint(is_reentrant=False)
-    steps = checkpointed(functools.partial(checkpoint.run_again, function), *args, **kwargs)
+    checkpoint = Checkpoint(function, is_reentrant=False)
+    steps = checkpointed(checkpoint.run_again, *args, **kwargs)
     around = checkpoint.enter()
     try:
         yield from steps
@@ -245,20 +252,6 @@ def _non_reentrant(checkpointed: Callable, function: Callable, *args, **kwargs):
         _thread.checkpoint = around
 
 
-class _Reentrant:
-    """What a reentrant checkpoint runs, at first in forward and then in backward."""
-
-    def __init__(self, function: Callable):
-        self.function = function
-        self.checkpoint = Checkpoint(is_reentrant=True)
-        self.has_run = False
-
-    def __call__(self, *args):
-        run = self.checkpoint.run_again if self.has_run else self.checkpoint.run
-        self.has_run = True
-        return run(self.function, *args)
-
-
 def _reentrant(checkpointed: Callable, ctx, function: Callable, *args):
     """In place of torch's CheckpointFunction.forward."""
-    return checkpointed(ctx, _Reentrant(function), *args)
+    return checkpointed(ctx, Checkpoint(function, is_reentrant=True), *args)

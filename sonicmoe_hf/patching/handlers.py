@@ -17,7 +17,6 @@ from ..model_patches import FAMILIES
 from ..private.torch import is_compiled
 from .balance import layer_loss, with_layer_loss
 from .calls import Forward, PatchState
-from .padding import valid_tokens
 from .recorded import replayed
 
 logger = logging.getLogger(__name__)
@@ -46,12 +45,6 @@ class RouterRun:
         self.valid_T: torch.Tensor | None = None
         self.routing: Routing | None = None
         self.fell_back: bool | torch.Tensor = False
-
-    def find_valid_tokens(self) -> None:
-        """Set valid_T."""
-        self.valid_T = valid_tokens(
-            self.forward, self.family, self.hook.layer_name, self.num_tokens, self.logits_TE.device
-        )
 
     def output(self) -> tuple:
         """What the router is to return. The weights stand beside a Routing too: DeepSpeed gathers the router's own for

@@ -24,7 +24,7 @@ from . import calls, handlers, routing_contexts
 from .balance import BiasLoad, hook_loss, share_of_batch
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
-from .padding import given_mask, given_token_types
+from .padding import given_mask, given_token_types, valid_tokens
 from .support import Layer, experts_and_wrappers, find_layers, undo_liger_and_check
 
 
@@ -76,7 +76,7 @@ class RouterHook:
         run = handlers.RouterRun(self, router, output, forward)
         if router.training and call.gradients:
             calls.check_checkpointing(state, self.layer_name, call)
-            run.find_valid_tokens()
+            run.valid_T = valid_tokens(forward, run.family, self.layer_name, run.num_tokens, run.logits_TE.device)
             if state.reports:
                 state.reported = True
         for handle in work:
