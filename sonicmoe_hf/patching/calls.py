@@ -225,14 +225,14 @@ def end(hook: Any) -> Forward | None:
     return forward
 
 
-def check_checkpointing(state: PatchState, layer: str, call: ModelCall | None) -> None:
-    """Raise RuntimeError where a router with something to do, or of a model that had, is run by a checkpointing that we
-    do not hear of: without gradients in a call that has them, or in backward outside any call."""
+def check_checkpointing(layer: str, call: ModelCall | None) -> None:
+    """Raise RuntimeError where a router that has something to do in `call`, or had before, is run by a checkpointing that
+    we do not hear of: without gradients in a call that has them, or in backward outside any call."""
     if torch.compiler.is_compiling() or checkpoint_in_progress() is not None:
         return
     if call is not None and call.gradients and not torch.is_grad_enabled():
         raise RuntimeError(NOT_KNOWN.format(layer=layer, what="runs without gradients in a model call that has them"))
-    if call is None and state.has_trained and current_graph_task_id() != -1:
+    if call is None and current_graph_task_id() != -1:
         raise RuntimeError(NOT_KNOWN.format(layer=layer, what="runs in backward"))
 
 

@@ -67,7 +67,7 @@ class RouterHook:
         forward = calls.in_progress(state)
         if forward is None:
             if state.has_trained:
-                calls.check_checkpointing(state, self.layer_name, None)
+                calls.check_checkpointing(self.layer_name, None)
             return None
         call = forward.call
         work = call.in_training if router.training else call.handlers
@@ -75,7 +75,7 @@ class RouterHook:
             return None
         run = handlers.RouterRun(self, router, output, forward)
         if router.training and call.gradients:
-            calls.check_checkpointing(state, self.layer_name, call)
+            calls.check_checkpointing(self.layer_name, call)
             run.valid_T = valid_tokens(forward, run.family, self.layer_name, run.num_tokens, run.logits_TE.device)
             if state.reports:
                 state.reported = True
@@ -137,11 +137,12 @@ class ModelHook:
         state = self.state
         policy, balancing = state.policy, state.balancing
         recording, replay = routing_contexts.active(state)
-        if policy is None and balancing is None and recording is None and replay is None and not state.counting:
-            return
-        if policy is not None or balancing is not None or state.counting:
-            _check_no_replica(model)
+        trains = policy is not None or balancing is not None or state.counting
         follows = recording is not None or replay is not None
+        if not (trains or follows):
+            return
+        if trains:
+            _check_no_replica(model)
         _check_runs_once(model, call.gradients, follows)
         work: list[Callable] = []
         if follows:
