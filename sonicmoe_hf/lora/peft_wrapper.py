@@ -51,12 +51,10 @@ _said: set[str] = set()
 class _Checked(NamedTuple):
     """What was found out about a wrapper and its experts, and what that depends on.
 
-    obstacle: why we leave the adapter to PEFT, or None; is_reached: whether a call of the experts reaches the experts
-    interface; parallelism: ours, or None.
+    obstacle: why we leave the adapter to PEFT, or None; parallelism: ours, or None.
     """
 
     depends_on: tuple
-    is_reached: bool
     obstacle: str | None
     parallelism: Any
 
@@ -81,9 +79,8 @@ def _implementation(experts: Any) -> str | None:
 
 def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Checked:
     # compiled calls are checked by hooks
-    is_reached = torch.compiler.is_compiling() or why_not_reached(experts) is None
-    obstacle = _obstacle(wrapper, experts) if is_reached else None
-    return _Checked(depends_on, is_reached, obstacle, expert_parallelism(experts))
+    obstacle = None if torch.compiler.is_compiling() else why_not_reached(experts)
+    return _Checked(depends_on, obstacle or _obstacle(wrapper, experts), expert_parallelism(experts))
 
 
 def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
@@ -123,7 +120,7 @@ def _check_split(experts: nn.Module, name: str) -> None:
 
 
 def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
-    """Why we leave this adapter of our experts to PEFT, or None. Raises as `_check_split`."""
+    """Why we leave this adapter of experts that we compute to PEFT, or None. Raises as `_check_split`."""
     name = wrapper.parameter_name
     _check_split(experts, name)
     if name not in weight_names(experts):
@@ -158,8 +155,6 @@ def _activate_lora(self, active_adapters):
     if not adapters or _implementation(experts) != IMPLEMENTATION:
         return _PEFTS_ACTIVATE(self, active_adapters)
     checked = _check_once(self, experts)
-    if not checked.is_reached:
-        return _PEFTS_ACTIVATE(self, active_adapters)
     if checked.obstacle is not None:
         _say(f"{type(experts).__name__}.{self.parameter_name}", checked.obstacle)
         return _PEFTS_ACTIVATE(self, active_adapters)

@@ -331,6 +331,19 @@ def test_an_adapter_of_another_parameter_is_left_to_peft_which_is_said_once(capl
     assert "PEFT itself computes the adapter of GptOssExperts.down_proj_bias" in record.message
 
 
+def test_an_adapter_of_experts_with_another_forward_is_left_to_peft_which_is_said(caplog, monkeypatch):
+    monkeypatch.setattr(peft_adapters, "_said", set())
+    expected = loss_and_gradients(with_lora(small("qwen3_moe")), batch())
+    model = with_lora(build("qwen3_moe", "sonicmoe_hf", **ONE_LAYER))
+    experts = next(find_layers(model)).experts
+    experts.forward = lambda *arguments: type(experts).forward(experts, *arguments)
+    with caplog.at_level(logging.WARNING, "sonicmoe_hf"):
+        actual = loss_and_gradients(model, batch())
+    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
+    assert {record.name for record in caplog.records} == {"sonicmoe_hf.lora.peft_wrapper"}
+    assert all("never reaches sonicmoe_hf; undo what put it there" in record.message for record in caplog.records)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_experts_that_are_not_ours_are_pefts(implementation):
     model = with_lora(build("qwen3_moe", implementation, **ONE_LAYER))
