@@ -25,7 +25,7 @@ from .balance import BiasLoad, hook_loss, share_of_batch
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types, valid_tokens
-from .support import Layer, experts_and_wrappers, find_layers, undo_liger_and_check
+from .support import experts_and_wrappers, find_layers, undo_liger_and_check
 
 
 def installed(module: nn.Module) -> Any:
@@ -95,7 +95,6 @@ class ModelHook:
 
     def __init__(self) -> None:
         self.checked_policies: tuple[TokenRounding | None, ...] = ()
-        self.layers: list[Layer] = []
         # experts and wrappers, with a forward of their own
         self.forwards: list[tuple[nn.Module, Callable | None]] = []
 
@@ -109,7 +108,7 @@ class ModelHook:
         self.forwards = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
 
     def __getstate__(self):
-        return {**vars(self), "checked_policies": (), "layers": [], "forwards": []}  # a copy is checked afresh
+        return {**vars(self), "checked_policies": (), "forwards": []}  # a copy is checked afresh
 
     def __setstate__(self, attributes):
         vars(self).update(attributes)
@@ -171,9 +170,10 @@ class ModelHook:
             work.append(handlers.count_load)
         if balancing is not None:
             call.share, call.loss_weight = share_of_batch(model, kwargs), balancing.loss_weight
-            work += [handlers.count_tokens] * balancing.counting + [handlers.add_layer_loss] * bool(
-                balancing.loss_weight
-            )
+            if balancing.counting:
+                work.append(handlers.count_tokens)
+            if balancing.loss_weight:
+                work.append(handlers.add_layer_loss)
         call.in_training = tuple(work)
         state.has_trained = True
 
@@ -182,7 +182,7 @@ class ModelHook:
         mesh = parallel_mesh(model, "tp")
         if mesh is not None:
             return mesh.get_group()
-        implementations = (expert_parallelism(layer.experts) for layer in self.layers)
+        implementations = (expert_parallelism(module) for module, _ in self.forwards)
         return next((ours.batch_group for ours in implementations if ours is not None), None)
 
     def _check_compiled(self) -> None:
@@ -200,9 +200,8 @@ class ModelHook:
             is_checked = is_checked and vars(module).get("forward") is forward
         if not is_checked:
             undo_liger_and_check(model, policy)
-            self.layers = list(find_layers(model))
             if policy is not None:
-                check_live(self.layers)
+                check_live(model)
             self._list_forwards(model)
             self.checked_policies = None, policy
 
@@ -225,9 +224,9 @@ class ModelHook:
                 state.calls_of_loss.append(call)
 
 
-def check_live(layers: list[Layer]) -> None:
+def check_live(model: nn.Module) -> None:
     """Raise RuntimeError where the router of a layer that has one would not tell us what it routes."""
-    for layer in layers:
+    for layer in find_layers(model):
         if layer.router is not None and installed(layer.router) is None:
             raise RuntimeError(
                 f"{layer.name}: its {type(layer.router).__name__} came into the model after patch_model, whose hook it "

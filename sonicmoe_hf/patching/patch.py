@@ -249,7 +249,7 @@ def check_routers_live(
     patch_state(model)
     root = _root(model)
     undo_liger_and_check(root, policy, remedy)
-    check_live(list(find_layers(root)))
+    check_live(root)
 
 
 def router_hooks(model: nn.Module) -> list[RouterHook]:
