@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import trl
+from datasets import load_dataset
 from helpers.programs import make_model, texts, write_rows
 from helpers.terminal import assert_prints_what_is_shown, sessions
 from test_program import START  # which has what the command does before it gives way
+from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf.autopatch.program import _environment, _own_python
@@ -74,23 +77,6 @@ if sys.argv[2] == "by hand":  # two ranks first, then this process alone: import
     assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0, 0]
 train()
 """
-BY_HAND = """
-import json, sys
-import sonicmoe_hf
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM
-import trl
-
-options = json.loads(sys.argv[1])
-for kind, data in (("SFT", "texts"), ("DPO", "pairs")):
-    model = AutoModelForCausalLM.from_pretrained("small-qwen3-moe", dtype="float32")
-    sonicmoe_hf.patch_model(model)
-    settings = getattr(trl, f"{kind}Config")(f"{kind.lower()}-by-hand", **options[kind])
-    trainer = getattr(trl, f"{kind}Trainer")(model=model, args=settings, train_dataset=load_dataset(data)["train"])
-    sonicmoe_hf.attach(trainer)
-    trainer.train()
-    trainer.save_state()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +87,6 @@ def folder(tmp_path_factory):
     write_rows(folder / "texts", [{"text": text} for text in texts()])
     write_rows(folder / "pairs", [{"prompt": text, "chosen": f" yes {text}", "rejected": " no"} for text in texts()])
     (folder / "loop.py").write_text(ACCELERATE)
-    (folder / "by_hand.py").write_text(BY_HAND)
     return folder
 
 
@@ -168,9 +153,17 @@ def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_b
 
 @pytest.fixture(scope="module")
 def trained_by_hand(folder):
-    """The folder, in which one process has trained by TRL's trainers what its commands train."""
-    options = {"SFT": {**SHOWN, "report_to": "none", "gradient_checkpointing": True}, "DPO": TRAINING}
-    launch(sys.executable, "by_hand.py", json.dumps(options), cwd=folder)
+    """The folder, in which this process has trained by TRL's trainers what its commands train."""
+    sft = {**SHOWN, "report_to": "none", "gradient_checkpointing": True}
+    for kind, data, options in (("SFT", "texts", sft), ("DPO", "pairs", TRAINING)):
+        model = AutoModelForCausalLM.from_pretrained(folder / "small-qwen3-moe", dtype="float32")
+        sonicmoe_hf.patch_model(model)
+        settings = getattr(trl, f"{kind}Config")(folder / f"{kind.lower()}-by-hand", **options)
+        rows = load_dataset(str(folder / data), cache_dir=str(folder / "cache"))["train"]
+        trainer = getattr(trl, f"{kind}Trainer")(model=model, args=settings, train_dataset=rows)
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+        trainer.save_state()
     return folder
 
 
@@ -201,7 +194,7 @@ def test_trls_dpo_has_the_losses_of_the_same_run_by_hand(trained_by_hand):
     assert_same_losses(trained_by_hand, "dpo-run/checkpoint-3", "dpo-by-hand", 3)
 
 
-def test_trls_lora_of_attention_alone_is_left_alone_and_gets_experts_when_asked(folder):
+def test_trls_lora_of_attention_gets_experts_when_asked(folder):
     options = [word for name, value in {**TRAINING, "max_steps": 1}.items() for word in (f"--{name}", value)]
     options += [
         "--dataset_name",
@@ -213,10 +206,6 @@ def test_trls_lora_of_attention_alone_is_left_alone_and_gets_experts_when_asked(
         0,
     ]
     options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_r", 8]
-    program = ["-m", "trl.scripts.sft", *options, "--output_dir"]
-    alone = launch_own(*program, "alone", cwd=folder)
-    asked = launch_own(*program, "experts", cwd=folder, adapt_experts=4)
-    for run, name, targets in ((alone, "alone", 0), (asked, "experts", 2)):
-        config = json.loads((folder / name / "adapter_config.json").read_text())
-        assert len(config["target_parameters"] or []) == targets
-        assert ("experts: frozen, with LoRA of rank 4" in run.stderr) == (targets > 0)
+    run = launch_own("-m", "trl.scripts.sft", *options, "--output_dir", "experts", cwd=folder, adapt_experts=4)
+    assert len(json.loads((folder / "experts" / "adapter_config.json").read_text())["target_parameters"]) == 2
+    assert "experts: frozen, with LoRA of rank 4" in run.stderr

@@ -210,14 +210,16 @@ def test_a_lora_that_cannot_take_experts_is_refused_with_the_remedy(make_session
         train_step(session, model)
 
 
-def test_a_saved_adapter_and_a_dense_model_are_left_alone(make_session):
+def test_a_saved_adapter_a_dense_model_and_a_lora_of_attention_alone_are_left_alone(make_session):
     session, model = make_session(adapt_experts=4), build()
     session.built(model)
     saved = peft.LoraConfig(**LORA, inference_mode=True)
     session.adapt(saved, model)
     other = peft.LoraConfig(**LORA)
     session.adapt(other, nn.Linear(2, 2))
-    assert saved.target_parameters is None and other.target_parameters is None
+    not_asked = peft.LoraConfig(**LORA)
+    make_session().adapt(not_asked, model)
+    assert all(config.target_parameters is None for config in (saved, other, not_asked))
 
 
 def test_a_trainer_of_a_patched_model_is_attached_and_another_is_left_alone(make_session, tmp_path):
