@@ -27,6 +27,11 @@ def check_model(config) -> None:
         )
 
 
+def has_sinks(model: PreTrainedModel) -> bool:
+    """Whether the kernels with sinks can compute this model's attention."""
+    return _model_type(model) in SUPPORTED
+
+
 def _model_type(model: PreTrainedModel) -> str:
     return model.config.get_text_config().model_type.removeprefix("sonicmoe_")  # of the native layout
 
@@ -45,7 +50,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 def take_sinks(model: PreTrainedModel) -> None:
     """Compute a model's attention by the kernels with sinks, if it has sinks and this machine's GPU runs them."""
-    if _model_type(model) in SUPPORTED and _obstacle(model) is None:
+    if has_sinks(model) and _obstacle(model) is None:
         model.set_attn_implementation(NAME)
 
 

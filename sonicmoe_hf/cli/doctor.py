@@ -190,7 +190,7 @@ def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRou
 
 def _forecast(tokens: int, num_experts: int, top_k: int, policy: TokenRounding) -> dict[str, Any]:
     tile, applies = policy.tile_rows, policy.applies(tokens, top_k, num_experts)
-    needed = int(-(-policy.min_tiles_per_expert * tile * num_experts // top_k))
+    needed = -(-policy.min_pairs(num_experts) // top_k)
     rows = tokens * top_k / num_experts
     routing = f"{tokens} tokens, top-{top_k} of {num_experts} experts: {rows:.0f} rows per expert, "
     routing += f"{rows / tile:.1f} tiles of {tile}"

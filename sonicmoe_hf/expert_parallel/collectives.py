@@ -49,14 +49,10 @@ def _mean(tensor, count, group):
     return mean
 
 
-def _gather(tensor, group):
+def _gather(tensor, group, works=None):
     tensor = tensor.contiguous()
     gathered = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
-    return gathered, _all_gather(gathered, tensor, group=group, async_op=True)
-
-
-def _gathered(tensor, group, works=None):
-    gathered, work = _gather(tensor, group)
+    work = _all_gather(gathered, tensor, group=group, async_op=True)
     if works is None:
         work.wait()
     else:
@@ -103,12 +99,12 @@ def sum_over_ranks(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup, works: list) -> torch.Tensor:
     """[N * size, ...]: the ranks' tensors of one size, one after the other. Read it after `wait()` of what is put into
     `works`. Its gradient is summed over the ranks."""
-    return _LinearMap.apply(tensor, partial(_gathered, group=group, works=works), partial(_scatter_sum, group=group))
+    return _LinearMap.apply(tensor, partial(_gather, group=group, works=works), partial(_scatter_sum, group=group))
 
 
 def scatter_sum(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part [size, ...] of the sum over the ranks of [N * size, ...]."""
-    return _LinearMap.apply(summand, partial(_scatter_sum, group=group), partial(_gathered, group=group))
+    return _LinearMap.apply(summand, partial(_scatter_sum, group=group), partial(_gather, group=group))
 
 
 def exchange(

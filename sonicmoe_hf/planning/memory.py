@@ -21,10 +21,11 @@ Nothing here is fitted: tests/planning/test_measured_peaks.py compares the sums 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
-from ..kernels.quantized import stored_shapes
+from ..streaming.memory import packed_nbytes
 from .sizes import ModelSizes, Projection
 
 GIB = 2**30
@@ -32,7 +33,6 @@ METHODS = ("full", "lora", "qlora")
 SHARDED = ("FSDP2", "ZeRO-3", "expert parallelism")
 LIVE_PARAMETERS, REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
 ADAM8_BLOCK = 256  # values that share a scale in torchao's AdamW8bit
-ORDERS_OF_UP = {2: "concatenated"}  # rows of the up projection for each of I: how they lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +171,10 @@ def stored_bytes(sizes: ModelSizes, format: str) -> float:
     if format == "bf16":
         return 2.0 * sizes.experts
     biases = sizes.experts - sum(math.prod(shape) for shape in sizes.expert_weights)
-    total = 2.0 * biases
-    order = ORDERS_OF_UP.get(sizes.up_rows, "whole")
-    for place, shape in enumerate(sizes.expert_weights):  # up and down take turns
-        stored = stored_shapes(format, shape, "whole" if place % 2 else order)
-        scale = 4 if format == "fp8" else 1
-        total += math.prod(stored.codes) + scale * math.prod(stored.scales) + 4 * math.prod(stored.state or (0,))
-    return total
+    orders = itertools.cycle(("concatenated" if sizes.up_rows == 2 else "whole", "whole"))  # up and down take turns
+    return 2.0 * biases + sum(
+        packed_nbytes(format, shape, order) for shape, order in zip(sizes.expert_weights, orders)
+    )
 
 
 def _held_adapters(sizes: ModelSizes, training: Training) -> float:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention.models import SUPPORTED as MODELS_WITH_SINKS
+from ..attention.models import has_sinks
 from ..checkpoints.config_only import build_on_meta
-from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import DoctorError
 from ..formats.declared import declared_quantization
 from ..layer.experts_module import matrix_shape, weight_names
@@ -173,7 +172,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
         is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
-        has_sinks=config.model_type.removeprefix(NATIVE_PREFIX) in MODELS_WITH_SINKS,
+        has_sinks=has_sinks(model),
         notes=_notes(model, support),
     )
 

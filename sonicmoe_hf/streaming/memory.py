@@ -1,12 +1,15 @@
-"""Bytes: what experts_memory says, how many layers fit in them, what the host has free."""
+"""Bytes: what experts_memory says, what packed weights take, how many layers fit, what the host has free."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from ..kernels.quantized import stored_dtypes, stored_shapes
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 AUTO = "auto"
@@ -33,6 +36,16 @@ def as_bytes(experts_memory: str | int) -> int:
             'or "auto"'
         )
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def packed_nbytes(format: str, shape: tuple[int, int, int], order: str = "whole") -> int:
+    """What is stored of a weight [E, N, K] whose rows stand in an order of kernels.quantized.ORDERS.
+
+    Raises:
+        ValueError: the format does not take a weight of this shape.
+    """
+    parts = stored_shapes(format, shape, order)._asdict().items()
+    return sum(math.prod(part) * stored_dtypes(format, name)[0].itemsize for name, part in parts if part is not None)
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,20 +9,20 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedExpertsError
-from ..kernels.quantized import stored_dtypes, stored_shapes
 from ..layer.experts_module import (
     expert_parallelism,
     is_expert_parallel,
     is_transposed,
     matrix_shape,
     packable,
+    row_order,
     weight_names,
 )
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from ..private.transformers import mark_initialized
 from .copies import REMEDY
-from .memory import AUTO, as_bytes, free_on_host, on_the_card, spread
+from .memory import AUTO, as_bytes, free_on_host, on_the_card, packed_nbytes, spread
 from .stream import ExpertsStream
 from .weight import HostWeight
 
@@ -140,13 +139,11 @@ def _frozen(weight: Any) -> nn.Parameter:
 def bytes_of(experts: nn.Module, format: str | None) -> int:
     """Of a layer's experts as they are, or packed in a format; what is on the meta device counts too."""
     total = 0
-    for weight in _weights(experts):
+    for name, weight in zip(weight_names(experts), _weights(experts)):
         if format is None or isinstance(weight, PackedWeight):
             total += weight.nbytes
-            continue
-        for part, stored in stored_shapes(format, matrix_shape(experts, weight))._asdict().items():
-            if stored is not None:
-                total += math.prod(stored) * stored_dtypes(format, part)[0].itemsize
+        else:
+            total += packed_nbytes(format, matrix_shape(experts, weight), row_order(experts, name))
     return total
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,17 +97,6 @@ def test_doctor_says_nothing_of_models_without_sinks(tmp_path):
 
 @pytest.mark.parametrize("model_type", models.UNSUPPORTED)
 def test_of_models_that_choose_keys_the_reason_is_said(model_type):
-    class Config:
-        def get_text_config(self):
-            return self
-
-    config = Config()
-    config.model_type = model_type
-
-    class Model:
-        pass
-
-    model = Model()
-    model.config = config
-    (sentence,) = models.describe_attention(model)
+    config = SimpleNamespace(model_type=model_type, get_text_config=lambda: config)
+    (sentence,) = models.describe_attention(SimpleNamespace(config=config))
     assert models.UNSUPPORTED[model_type] in sentence

@@ -124,18 +124,14 @@ def test_a_random_model_in_4_bits_is_what_the_unpacked_one_is_but_for_its_weight
 
 def test_a_random_linear_layer_is_gone_before_the_next_is_packed(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    unpacked = []
+    pack, unpacked = random_models._linear_in_4_bits, []
 
-    def packing_alone(pack, weight_of):
-        def packed(source, *arguments):
-            assert not any(weight() is not None for weight in unpacked)
-            unpacked.append(weakref.ref(weight_of(source)))
-            return pack(source, *arguments)
+    def packing_alone(linear, quant_type):
+        assert not any(weight() is not None for weight in unpacked)
+        unpacked.append(weakref.ref(linear.weight))
+        return pack(linear, quant_type)
 
-        return packed
-
-    linear = packing_alone(random_models._linear_in_4_bits, lambda module: module.weight)
-    monkeypatch.setattr(random_models, "_linear_in_4_bits", linear)
+    monkeypatch.setattr(random_models, "_linear_in_4_bits", packing_alone)
     config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
     random_packed_model(config, "nf4", "nf4", dtype=torch.bfloat16)
     assert len(unpacked) == config.num_hidden_layers * 4

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
+from helpers.checkpoints import DECLARED_FP8
 from helpers.examples import EXAMPLES, TEXT, load
-from helpers.models import CONFIGS, build, nemotron_h
+from helpers.models import CONFIGS, OF_64, build, nemotron_h
 from helpers.terminal import make_configs
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.cli.main import build_parser, main
@@ -29,15 +30,10 @@ from sonicmoe_hf.planning.ways import FEW_TOKENS, LIGER, in_sequences, shown, wa
 
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-}
+
+
+def olmoe(**changes):
+    return CONFIGS["olmoe"](**{**OF_64["olmoe"], "num_hidden_layers": 1, "num_experts": 4, **changes})
 
 
 def sizes_of(config, name="org/model"):
@@ -131,7 +127,7 @@ def test_parts_add_up_and_a_way_fits_where_its_need_does(hub, capsys):
 def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
     assert main(["plan", str(hub / "Qwen" / "Qwen3-30B-A3B"), "--gpu-memory", "4"]) == 1, "nothing fits"
     LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "dense")
-    config = Qwen3MoeConfig(**SMALL, num_experts=4, quantization_config={"quant_method": "awq"})
+    config = CONFIGS["qwen3_moe"](quantization_config={"quant_method": "awq"})
     config.save_pretrained(tmp_path / "awq")
     capsys.readouterr()
     for folder, words in (
@@ -171,7 +167,7 @@ def test_packed_experts_take_the_bits_of_their_format(format, bits):
 
 def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     for config, own in ((GPT_OSS, "mxfp4"), (Qwen3MoeConfig(**QWEN3_30B_A3B), "fp8")):
-        config.quantization_config = {**FP8, "quant_method": own}
+        config.quantization_config = {**DECLARED_FP8, "quant_method": own}
         ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
         assert {way.training.experts for way in ways if way.name.startswith("QLoRA")} == {own, "nf4"} - (
             {"nf4"} if own == "mxfp4" else set()
@@ -183,7 +179,10 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     config.quantization_config = {"quant_method": "sonicmoe_hf", "experts": "nf4", "linear": None}
     sizes = sizes_of(config)
     assert {way.training.method for way in ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)} == {"qlora"}
-    config.quantization_config = {**FP8, "expert_dtype": "fp4"}  # DeepSeek-V4's, which --dequantize does not know
+    config.quantization_config = {
+        **DECLARED_FP8,
+        "expert_dtype": "fp4",
+    }  # DeepSeek-V4's, which --dequantize does not know
     ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
     assert {way.training.experts for way in ways} == {"mxfp4"}
     with pytest.raises(DoctorError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
@@ -191,13 +190,13 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
 
 
 def test_experts_of_a_size_that_a_format_does_not_take_are_not_planned_in_it():
-    config = OlmoeConfig(**SMALL, num_experts=4, intermediate_size=48)
+    config = olmoe(intermediate_size=48)
     formats = {way.training.experts for way in ways_of(sizes_of(config), gpus=1, gpu_memory=8, tokens=64)}
     assert formats == {"bf16", "fp8", "nvfp4"}, "48 is no multiple of 32 or 64"
 
 
 def test_experts_that_the_gpus_do_not_divide_are_not_split_over_them():
-    sizes = sizes_of(OlmoeConfig(**SMALL, num_experts=6, intermediate_size=64))
+    sizes = sizes_of(olmoe(num_experts=6))
     for gpus, is_split in ((3, True), (4, False)):
         ways = ways_of(sizes, gpus=gpus, gpu_memory=8, tokens=64)
         assert any(way.training.parallel == "expert parallelism" for way in ways) is is_split
@@ -236,7 +235,7 @@ def test_every_command_is_one_that_its_launcher_and_its_example_take(monkeypatch
     monkeypatch.syspath_prepend(EXAMPLES)
     pytest.importorskip("torchao")  # which one of the examples imports
     examples, commands, accelerate = {}, build_parser(), launch_command_parser()
-    quantized = DeepseekV3Config(quantization_config=FP8)
+    quantized = DeepseekV3Config(quantization_config=DECLARED_FP8)
     for config in (Qwen3MoeConfig(**QWEN3_30B_A3B), GPT_OSS, quantized, CONFIGS["olmoe"]()):
         for gpus in (1, 8):
             for way in ways_of(sizes_of(config, "a folder/a model"), gpus=gpus, gpu_memory=80, tokens=16384):
@@ -266,7 +265,7 @@ def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monk
     monkeypatch.setenv(VARIABLE, "eager")
     monkeypatch.setattr(corpus, "standard_library", lambda: ([TEXT * 20] * 20, []))
     tokenizer = corpus.train_tokenizer([TEXT], 300)
-    config = OlmoeConfig(**SMALL, num_experts=4, intermediate_size=64)
+    config = olmoe(vocab_size=300)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)

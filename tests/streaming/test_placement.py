@@ -84,8 +84,7 @@ def test_bytes_before_packing_are_those_that_are_stored(format):
     if format is not None:
         quantize_experts(model, format)
     stored = [sum(getattr(e, name).nbytes for name in weight_names(e)) for _, e in expert_layers(model)]
-    # of FP8 and NVFP4 each half of the rows has blocks or a scale of its own
-    assert stored == (pytest.approx(expected, rel=0.01) if format in ("fp8", "nvfp4") else expected)
+    assert stored == expected
 
 
 # from files
