@@ -55,7 +55,7 @@ from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.lora.convert import import_peft
+from sonicmoe_hf.lora.config import import_peft
 
 FEW_TOKENS = 2048  # of a GPU's step, which waits for Python up to there (docs/performance.md)
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, find_layers
-from .convert import import_peft
 from .rules import endings, is_in_router, is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:
@@ -27,6 +26,21 @@ READ_PAST = {  # linear layers whose weight their module reads past them, so tha
     "NemotronHMamba2Mixer": "out_proj",
 }
 REMEDY = "drop it, or adapt no experts: target_parameters=[]"
+
+
+def import_peft():
+    """The module peft.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says how to install it.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ModuleNotFoundError("LoRA needs PEFT: pip install 'sonicmoe-hf[peft]'", name="peft") from None
+    return peft
 
 
 def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, **options) -> LoraConfig:

@@ -36,21 +36,6 @@ from .peft_form import peft_form
 from .rules import ADAPTER_WEIGHTS, read_adapter_config
 
 
-def import_peft():
-    """The module peft.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message says how to install it.
-    """
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ModuleNotFoundError("LoRA needs PEFT: pip install 'sonicmoe-hf[peft]'", name="peft") from None
-    return peft
-
-
 def is_adapter(path: str | os.PathLike) -> bool:
     """Whether `path` is a folder with a PEFT adapter."""
     return (expanded(path) / ADAPTER_CONFIG).is_file()
