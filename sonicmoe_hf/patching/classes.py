@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
 from ..layer.config import TokenRounding, as_routing_policy, check_choice
-from ..model_patches import FAMILIES, Family
+from ..model_patches import FAMILIES
 from .patch import patch_model
-from .support import find_layers, load_family_class
+from .support import find_layers
 
-_patched_classes: set[type[Any]] = set()
-
-
-def _post_init_with(routing: TokenRounding | None) -> Callable[[PreTrainedModel], None]:
-    """`post_init` of a family's base class while `patch` is on: Transformers calls it when a model has been built."""
-
-    def post_init(model: PreTrainedModel) -> None:
-        PreTrainedModel.post_init(model)
-        if next(find_layers(model), None) is not None:
-            patch_model(model, routing)
-
-    return post_init
+_policies: dict[tuple[str, str], TokenRounding | None] = {}  # by module and name of a family's base class
+_replaced: list[Callable] = []  # PreTrainedModel's own post_init
 
 
-def _is_in_transformers(family: Family) -> bool:
-    """Whether this version has the family."""
-    folder, _, _ = family.module.rpartition(".")
-    return importlib.util.find_spec(folder) is not None
+def _post_init(model: PreTrainedModel) -> None:
+    """In place of PreTrainedModel's while `patch` is on: Transformers calls it when a model has been built."""
+    _replaced[0](model)
+    classes = ((cls.__module__, cls.__name__) for cls in type(model).__mro__)
+    family = next((names for names in classes if names in _policies), None)
+    if family is not None and next(find_layers(model), None) is not None:
+        patch_model(model, _policies[family])
 
 
 def patch(families=None, routing=None) -> None:
@@ -40,29 +30,23 @@ def patch(families=None, routing=None) -> None:
     Use it before something else (TRL, Axolotl) constructs the model. It replaces the experts_implementation given there.
 
     Args:
-        families: a name of `model_patches.FAMILIES`, such as "qwen3_moe", or several; None: all of this Transformers
-            version.
+        families: a name of `model_patches.FAMILIES`, such as "qwen3_moe", or several; None: all of them.
         routing: see `patch_model`.
     Raises:
         ValueError: an unknown family, or an unknown routing.
     """
     policy = as_routing_policy(routing)
-    every = [name for name, family in FAMILIES.items() if _is_in_transformers(family)]
-    names = every if families is None else [families] if isinstance(families, str) else list(families)
+    names = FAMILIES if families is None else [families] if isinstance(families, str) else list(families)
     for name in names:
         check_choice("family", name, FAMILIES)
-    for name in names:
-        cls = load_family_class(FAMILIES[name], "pretrained")
-        if "post_init" in vars(cls) and cls not in _patched_classes:
-            raise UnsupportedModelError(
-                f"{cls.__name__} of this Transformers version has a post_init of its own, which patch() would replace; "
-                "call sonicmoe_hf.patch_model(model) on each model"
-            )
-        cls.post_init = _post_init_with(policy)
-        _patched_classes.add(cls)
+    _policies.update({(FAMILIES[name].module, FAMILIES[name].pretrained): policy for name in names})
+    if not _replaced:
+        _replaced.append(PreTrainedModel.post_init)
+        PreTrainedModel.post_init = _post_init  # type: ignore[method-assign]
 
 
 def unpatch() -> None:
     """Undo `patch`. Models built meanwhile stay patched until unpatch_model."""
-    while _patched_classes:
-        del _patched_classes.pop().post_init
+    _policies.clear()
+    if PreTrainedModel.post_init is _post_init:  # and no other package has wrapped it since
+        PreTrainedModel.post_init = _replaced.pop()  # type: ignore[method-assign]
