@@ -263,10 +263,7 @@ def adapted_steps(rank, folder, sizes):
     for routing in (None, POLICY):
         sonicmoe_hf.set_routing(model, routing)
         with fused():
-            model.zero_grad()
-            loss = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).loss
-            loss.backward()
-        found.append({"loss": loss.detach(), **gradients(model)})
+            found.append(step(model, batch(**OWN_BATCH[rank if sizes == APART else 0])))
     return found
 
 

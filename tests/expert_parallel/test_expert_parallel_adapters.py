@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import train_tokenizer
 from sonicmoe_hf.errors import UnsupportedModelError
+from sonicmoe_hf.formats.state import local_part
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 RANK = 3
@@ -44,18 +45,20 @@ def factors(model):
     return {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
 
 
-def own_factors(whole, rank):
+def held_factors(model):
+    return {name: local_part(factor).detach() for name, factor in factors(model).items()}
+
+
+def own_factors(name, whole, rank):
     """What of one rank's factors two ranks hold."""
-    if "lora_A" in whole[0]:
-        return whole[1].view(8, RANK, -1)[4 * rank : 4 * rank + 4].flatten(0, 1)
-    return whole[1].view(-1, RANK, 8)[..., 4 * rank : 4 * rank + 4].flatten(1)
+    if "lora_A" in name:
+        return whole.view(8, RANK, -1)[4 * rank : 4 * rank + 4].flatten(0, 1)
+    return whole.view(-1, RANK, 8)[..., 4 * rank : 4 * rank + 4].flatten(1)
 
 
 def held_and_saved(rank, folder, sizes, format):
     model = adapted(load(f"{folder}/base", sizes, experts_quantization=format), sizes)
-    held = {
-        name: getattr(factor, "to_local", lambda f=factor: f)().detach() for name, factor in factors(model).items()
-    }
+    held = held_factors(model)
     inputs = batch(**OWN_BATCH[rank if sizes == APART else 0])
     found = [model(**inputs).logits.detach()]
     model.save_pretrained(f"{folder}/adapter", is_main_process=rank == 0)
@@ -80,7 +83,7 @@ def test_ranks_hold_one_ranks_factors_and_save_them_whole(ranks, sizes, format, 
     for rank, (held, found) in enumerate(results):
         assert set(held) == set(expected)
         for name, factor in held.items():
-            whole = own_factors((name, expected[name]), rank) if ".experts." in name else expected[name]
+            whole = own_factors(name, expected[name], rank) if ".experts." in name else expected[name]
             assert torch.equal(factor, whole), name
         with torch.no_grad():
             logits = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).logits
@@ -115,7 +118,7 @@ def trained(rank, folder):
         trainer = trainer_of(model, f"{folder}/run" if resume is None else f"{folder}/resumed", 4, 2)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(f"{folder}/{'run' if resume is None else 'resumed'}/adapter")
-        ends.append({name: getattr(p, "to_local", lambda p=p: p)().detach() for name, p in factors(model).items()})
+        ends.append(held_factors(model))
         logs.append(logged(trainer))
     return logs, all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 

@@ -196,14 +196,16 @@ def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch
     assert torch.equal(model(**BATCH).logits, expected)
 
 
-def test_a_weight_that_was_replaced_is_what_is_computed_with(late_copies):
+def test_the_op_takes_host_weights_without_a_model_and_beside_one_that_was_replaced(late_copies):
     model = streamed(0)
     _, experts = expert_layers(model)[1]
-    experts.down_proj = nn.Parameter(torch.randn_like(experts.down_proj.resident()), requires_grad=False)
-    x, index, weights = torch.randn(6, 64), torch.randint(8, (6, 2)), torch.rand(6, 2)
-    given = moe_experts(x, experts.gate_up_proj, experts.down_proj, (index, weights))
-    expected = moe_experts(x, experts.gate_up_proj.resident(), experts.down_proj, (index, weights))
-    assert torch.equal(given, expected)
+    x, routing = torch.randn(6, 64), (torch.randint(8, (6, 2)), torch.rand(6, 2))
+    up, down = experts.gate_up_proj.resident(), experts.down_proj.resident()
+    given = moe_experts(x, experts.gate_up_proj, experts.down_proj, routing)
+    assert torch.equal(given, moe_experts(x, up, down, routing))
+    experts.down_proj = nn.Parameter(torch.randn_like(down), requires_grad=False)
+    given = moe_experts(x, experts.gate_up_proj, experts.down_proj, routing)
+    assert torch.equal(given, moe_experts(x, up, experts.down_proj, routing))
 
 
 def test_generation_learns_that_the_first_layer_follows_the_last(late_copies):
@@ -294,16 +296,6 @@ def test_compiled_layers_give_the_same_gradients(late_copies, format):
     for _ in range(2):
         given = loss_and_gradients(model, BATCH)
     assert_equal(given.values(), expected.values())
-
-
-def test_the_op_takes_a_host_weight_without_a_model(late_copies):
-    model = streamed(0)
-    _, experts = expert_layers(model)[1]
-    x, index = torch.randn(6, 64), torch.randint(8, (6, 2))
-    weights = torch.rand(6, 2)
-    given = moe_experts(x, experts.gate_up_proj, experts.down_proj, (index, weights))
-    resident = experts.gate_up_proj.resident(), experts.down_proj.resident()
-    assert torch.equal(given, moe_experts(x, *resident, (index, weights)))
 
 
 def test_memory_is_unpinned_when_the_model_is_gone(late_copies):
