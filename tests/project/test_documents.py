@@ -125,7 +125,8 @@ def test_the_python_of_the_document_on_patching_runs(capsys):
     assert "1 mixture-of-experts layer" in capsys.readouterr().out and not sonicmoe_hf.is_patched(model)
 
 
-def test_the_python_of_the_document_on_balance_runs():
+def test_the_python_of_the_document_on_balance_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a Trainer without arguments makes a folder
     callbacks, loop, plot = python_of("balance.md")
     model, ids = tiny_model(), torch.arange(64).view(2, 32)
     names = {"model": model, "Trainer": lambda *args, callbacks: callbacks}
