@@ -35,6 +35,7 @@ from ..layer.moe_experts import Activation, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..model_patches.family import modeling_module
 from ..private import attributes
+from ..private.transformers import FP8_MODULE
 from .active_adapters import adapters_of
 from .forwards import DEFAULT_APPLY_GATE, LIGERS, why_not_reached
 
@@ -109,7 +110,7 @@ def _gate_of_fp8(experts: Any) -> Activation:
 
 
 GPT_OSS = modeling_module("gpt_oss"), "GptOssExperts"  # whose gate and up alternate
-FP8_EXPERTS = "transformers.integrations.finegrained_fp8", "FP8Experts"
+FP8_EXPERTS = FP8_MODULE, "FP8Experts"
 GATES: dict[
     tuple[str, str], Callable[[Any], Activation]
 ] = {  # module and name of a class: what its _apply_gate computes
