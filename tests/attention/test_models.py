@@ -9,7 +9,7 @@ import torch
 import transformers
 from helpers.attention import CHANGES, apart, build, inputs, packed, results
 from helpers.flash_kernels import as_on_cuda
-from helpers.models import ORDER_OF_SUMS, assert_all_close
+from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import DynamicCache, StaticCache
@@ -43,10 +43,10 @@ def both(model, batch):
 def results_apart(model):
     """What packed sequences should give: the results of each alone. (GptOssModel hides position_ids from eager's mask.)"""
     parts, logits = apart(), []
-    num_labels = sum((part["labels"][:, 1:] != -100).sum() for part, _ in parts)
+    num_labels = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
     model.zero_grad(set_to_none=True)
     losses = []
-    for part, _ in parts:
+    for part in parts:
         labels = part.pop("labels")
         out = model(**part, use_cache=False)
         logits.append(out.logits)
@@ -55,8 +55,7 @@ def results_apart(model):
         )
         losses.append(predicted / num_labels)
     sum(losses).backward()
-    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": torch.cat(logits, 1).detach(), "loss": sum(losses).detach(), **gradients}
+    return {"logits": torch.cat(logits, 1).detach(), "loss": sum(losses).detach(), **gradients_of(model)}
 
 
 def test_every_model_of_transformers_that_passes_sinks_is_known():

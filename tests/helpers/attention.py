@@ -1,7 +1,7 @@
 """Small models with attention sinks, of every type that Transformers has, and their inputs."""
 
 import torch
-from helpers.models import GROUPED, SHARED, VOCABULARY
+from helpers.models import GROUPED, SHARED, VOCABULARY, gradients_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from sonicmoe_hf.attention.models import NAME
@@ -89,12 +89,10 @@ def packed(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="
     return {**made, **longest}
 
 
-def apart(lengths=(5, 1, 9), **options):
-    """The sequences of `packed` as batches of their own, and which of its tokens each holds."""
-    whole = packed(lengths, **options)
-    starts = [sum(lengths[:index]) for index in range(len(lengths))]
-    slices = [slice(start, start + length) for start, length in zip(starts, lengths)]
-    return [({name: tensor[:, each] for name, tensor in whole.items()}, each) for each in slices]
+def apart(lengths=(5, 1, 9)):
+    """The sequences of `packed` as batches of their own."""
+    parts = {name: tensor.split(lengths, 1) for name, tensor in packed(lengths).items()}
+    return [dict(zip(parts, each)) for each in zip(*parts.values())]
 
 
 def results(model, batch):
@@ -103,5 +101,4 @@ def results(model, batch):
     out = model(**batch, use_cache=False) if "privacy" not in model.config.model_type else model(**batch)
     out.loss.backward()
     real = out.logits[batch["attention_mask"].bool()] if "attention_mask" in batch else out.logits
-    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": real.detach(), "loss": out.loss.detach(), **gradients}
+    return {"logits": real.detach(), "loss": out.loss.detach(), **gradients_of(model)}
