@@ -23,23 +23,19 @@ def _dtype(weight: torch.Tensor) -> torch.dtype:
     return mixed.get(state.AcceleratorState().mixed_precision, weight.dtype) if is_mixed else weight.dtype
 
 
-def is_packed(model: nn.Module) -> str | None:
-    """The format that a model's experts are packed in, or None."""
-    weights = (weight for experts in every_experts(model) for weight in experts.parameters(recurse=False))
-    return next((weight.format for weight in weights if isinstance(weight, PackedWeight)), None)
-
-
 def _training(model: nn.Module) -> str:
     """What of the experts is trained."""
     wrappers: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
     every: set[Any] = set(every_experts(model))
     ranks = sorted({rank for wrapper in wrappers if wrapper.get_base_layer() in every for rank in wrapper.r.values()})
-    packed = is_packed(model)
-    held = "frozen" if packed is None else f"frozen, packed as {packed}"
+    weights: list[Any] = [weight for experts in every for weight in experts.parameters()]
+    packed = next(
+        (weight.format for weight in weights if isinstance(weight, PackedWeight)), ""
+    )  # "": dense, on the host
+    held = f"frozen, packed as {packed}" if packed else "frozen"
     if ranks:
         return f"{held}, with LoRA of rank {' and '.join(map(str, ranks))}"
-    is_trained = any(weight.requires_grad for experts in every for weight in experts.parameters())
-    return "trained" if is_trained else held
+    return "trained" if any(weight.requires_grad for weight in weights) else held
 
 
 def describe(model: PreTrainedModel, reason: str | None, trains: bool) -> str:

@@ -138,7 +138,8 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     outputs = [p for p in mixers if p.features_out == config.hidden_size and p.name.startswith("o")]
     experts = {id(parameter) for each in every_experts for parameter in each.parameters()}
     parameters = list(model.parameters())
-    embeddings = {id(parameter): parameter for parameter in _embeddings(model)}
+    ends = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+    embeddings = {id(parameter): parameter for module in ends for parameter in module.parameters()}
     return ModelSizes(
         name=name,
         model_type=config.model_type,
@@ -182,12 +183,6 @@ def _entry(config: Any, name: str) -> int | None:
     of_layers = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or ()]
     values = of_layers or [getattr(config, name, None)]
     return max((value for value in values if isinstance(value, int)), default=None)
-
-
-def _embeddings(model: PreTrainedModel):
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if module is not None:
-            yield from module.parameters()
 
 
 def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[Projection]:

@@ -65,6 +65,14 @@ def test_the_backend_is_told_for_the_dtype_of_accelerates_mixed_precision(make_s
     assert "in torch.bfloat16" in capsys.readouterr().err
 
 
+def test_dense_experts_in_host_memory_are_frozen_and_not_packed(make_session, capsys):
+    session, model = make_session(), build()
+    session.built(model)
+    sonicmoe_hf.patch_model(model, experts_memory=0)  # as a program may
+    session.report()
+    assert capsys.readouterr().err.endswith("experts: frozen\n")
+
+
 def test_a_model_without_experts_is_told_why_nothing_is_patched(make_session, capsys):
     session = make_session()
     model = dense_model()
