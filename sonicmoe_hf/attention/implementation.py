@@ -95,8 +95,9 @@ def _check(module, query, value, dropout, s_aux, kwargs) -> None:
             raise ValueError(f"{NAME} does not take {argument}: load the model with {EAGER}")
     if query.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{NAME} computes on a CPU and on CUDA, not on {query.device.type}: use {EAGER}")
-    if flash.uses_cuda_kernels(query.device) and max(query.shape[-1], value.shape[-1]) > MAX_HEAD:
-        raise ValueError(f"{NAME} takes heads of {MAX_HEAD} at most, not {query.shape[-1]}: use {EAGER}")
+    size = max(query.shape[-1], value.shape[-1])
+    if flash.uses_cuda_kernels(query.device) and size > MAX_HEAD:
+        raise ValueError(f"{NAME} takes heads of {MAX_HEAD} at most, not {size}: use {EAGER}")
 
 
 def _cast(query, key, value):

@@ -315,8 +315,9 @@ def test_on_cuda_masks_of_four_dimensions_and_larger_heads_are_refused(monkeypat
     with as_on_cuda(monkeypatch):
         with pytest.raises(ValueError, match=r"no mask of shape \(1, 1, 3, 3\) on CUDA.*2-D attention_mask"):
             compute(tensors(1, 3, 3, 4, 2, 8, 8), torch.zeros(1, 1, 3, 3))
-        with pytest.raises(ValueError, match="heads of 256 at most, not 264"):
-            compute(tensors(1, 3, 3, 4, 2, 264, 264))
+        for sizes in ((264, 264), (8, 264)):
+            with pytest.raises(ValueError, match="heads of 256 at most, not 264"):
+                compute(tensors(1, 3, 3, 4, 2, *sizes))
         with pytest.raises(ValueError, match="contradict each other"):
             flags = torch.full((1, 3), 3, dtype=torch.uint8)
             compute(tensors(1, 3, 3, 4, 2, 8, 8), flags, cu_seq_lens_q=torch.tensor([0, 3]))
