@@ -17,7 +17,7 @@ from helpers.terminal import make_configs
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.cli.main import build_parser, main
+from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.cli.plan import PARTS, gibibytes, runnable
 from sonicmoe_hf.demo import corpus
 from sonicmoe_hf.demo.model import QWEN3_30B_A3B
@@ -224,30 +224,27 @@ def test_a_batch_has_at_least_the_tokens_asked_for(tokens):
 
 
 def parts_of(command):
-    """(the launcher's words, the example, its options) of a command, and those of the command before it, if any."""
-    before, _, command = command.rpartition(" && ")
+    """(the launcher's words, the example, its options) of a command."""
     words = shlex.split(command)
     place = next(index for index, word in enumerate(words) if word.endswith(".py"))
-    return words[:place], Path(words[place]), words[place + 1 :], shlex.split(before)
+    return words[:place], Path(words[place]), words[place + 1 :]
 
 
 def test_every_command_is_one_that_its_launcher_and_its_example_take(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     pytest.importorskip("torchao")  # which one of the examples imports
-    examples, commands, accelerate = {}, build_parser(), launch_command_parser()
+    examples, accelerate = {}, launch_command_parser()
     quantized = DeepseekV3Config(quantization_config=DECLARED_FP8)
     for config in (Qwen3MoeConfig(**QWEN3_30B_A3B), GPT_OSS, quantized, CONFIGS["olmoe"]()):
         for gpus in (1, 8):
             for way in ways_of(sizes_of(config, "a folder/a model"), gpus=gpus, gpu_memory=80, tokens=16384):
-                launcher, path, options, before = parts_of(way.command)
+                launcher, path, options = parts_of(way.command)
                 assert (EXAMPLES.parent / path).is_file()
                 if path.stem not in examples:
                     examples[path.stem] = load(path.stem)
                 parsed = examples[path.stem].parse_arguments(options)
                 assert parsed.batch_size * parsed.sequence_length == way.training.tokens
-                assert before or parsed.model == "a folder/a model"
-                if before:
-                    assert commands.parse_args(before[1:]).dst == parsed.model
+                assert parsed.model == "a folder/a model"
                 if launcher[0] == "accelerate":
                     assert (EXAMPLES.parent / launcher[3]).is_file()
                     accelerate.parse_args([*launcher[2:], str(path)])
@@ -273,7 +270,7 @@ def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monk
     fitting, _ = shown(ways)
     assert fitting
     for way in fitting:
-        launcher, path, options, _ = parts_of(way.command)
+        launcher, path, options = parts_of(way.command)
         assert launcher == ["python"]
         steps = ["--steps", "1", *(["--train-only"] if path.stem == "finetune" else [])]
         for name in ("finetune", "qlora"):
