@@ -225,9 +225,12 @@ def end(hook: Any) -> Forward | None:
     return forward
 
 
-def check_checkpointing(layer: str, call: ModelCall | None) -> None:
+def check_checkpointing(call: ModelCall | None, layer: str) -> None:
     """Raise RuntimeError where a router that has something to do in `call`, or had before, is run by a checkpointing that
-    we do not hear of: without gradients in a call that has them, or in backward outside any call."""
+    we do not hear of: without gradients in a call that has them, or in backward outside any call.
+
+    layer: not the first argument, which Dynamo of torch 2.11 guards, so that each layer would be compiled anew.
+    """
     if torch.compiler.is_compiling() or checkpoint_in_progress() is not None:
         return
     if call is not None and call.gradients and not torch.is_grad_enabled():

@@ -67,7 +67,7 @@ class RouterHook:
         forward = calls.in_progress(state)
         if forward is None:
             if state.has_trained:
-                calls.check_checkpointing(self.layer_name, None)
+                calls.check_checkpointing(None, self.layer_name)
             return None
         call = forward.call
         work = call.in_training if router.training else call.handlers
@@ -75,7 +75,7 @@ class RouterHook:
             return None
         run = handlers.RouterRun(self, router, output, forward)
         if router.training and call.gradients:
-            calls.check_checkpointing(self.layer_name, call)
+            calls.check_checkpointing(call, self.layer_name)
             run.valid_T = valid_tokens(forward, run.family, self.layer_name, run.num_tokens, run.logits_TE.device)
             if state.reports:
                 state.reported = True
