@@ -103,6 +103,25 @@ def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
     assert watch.rounded() == [True, True] and calls.in_progress() is None
 
 
+def test_a_call_that_an_earlier_hook_stopped_ends_nothing_but_itself():
+    """Torch calls our hook after it, though the one before it never ran."""
+    model, inputs = patched("qwen3_moe", POLICY), batch(padding=True)
+    other = patched("qwen3_moe", seed=1)
+    expected = loss_and_gradients(model, inputs)
+
+    def stop(*_):
+        raise OutOfMemory
+
+    def call_the_other(*_):
+        for _ in range(2):  # as often as calls are in progress
+            with pytest.raises(OutOfMemory):
+                other(**inputs)
+
+    other.register_forward_pre_hook(stop, prepend=True)
+    model.model.layers[0].mlp.register_forward_pre_hook(call_the_other)
+    assert_all_close(loss_and_gradients(model, inputs), expected, 1e-5, SAME)
+
+
 @pytest.mark.parametrize("part", ["", "model"], ids=["the model", "its stack of layers"])
 def test_what_is_called_after_an_interrupted_call_is_no_part_of_that_call(part):
     model = patched("qwen3_moe", POLICY)
