@@ -29,10 +29,9 @@ def _training(model: nn.Module) -> str:
     every: set[Any] = set(every_experts(model))
     ranks = sorted({rank for wrapper in wrappers if wrapper.get_base_layer() in every for rank in wrapper.r.values()})
     weights: list[Any] = [weight for experts in every for weight in experts.parameters()]
-    packed = next(
-        (weight.format for weight in weights if isinstance(weight, PackedWeight)), ""
-    )  # "": dense, on the host
-    held = f"frozen, packed as {packed}" if packed else "frozen"
+    formats = (weight.format for weight in weights if isinstance(weight, PackedWeight))
+    packed = next(filter(None, formats), None)  # dense weights on the host have the format ""
+    held = "frozen" if packed is None else f"frozen, packed as {packed}"
     if ranks:
         return f"{held}, with LoRA of rank {' and '.join(map(str, ranks))}"
     return "trained" if any(weight.requires_grad for weight in weights) else held

@@ -72,7 +72,7 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, torch.float32).name
-    arguments = expert_index, token_index, num_tokens, num_experts, sentinels, backend
+    pairs = expert_index, token_index, num_tokens, num_experts, sentinels
     if torch_op.traced("dispatch", expert_index, token_index):
-        return Rows(*_DISPATCH(False, *arguments))
-    return backends.load(backend).dispatch(*arguments[:-1])
+        return Rows(*_DISPATCH(False, *pairs, backend))
+    return backends.load(backend).dispatch(*pairs)

@@ -142,3 +142,12 @@ def test_transforms_of_functions_are_one_error_that_names_what_works(attempt):
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"works neither with torch.func .* use backward\(\) or torch.autograd.grad"):
         attempt(INPUTS["x"])
+
+
+@pytest.mark.parametrize("needed", [("x",), ("x", "gate_up", "weights")])
+def test_second_derivatives_are_refused_not_left_out(needed):
+    inputs, index = problem(grad=False)
+    wanted = [inputs[name].requires_grad_() for name in needed]
+    gradients = torch.autograd.grad(run(inputs, index).sum(), wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        (gradients[0].square().sum() + wanted[0].sum()).backward()

@@ -362,15 +362,6 @@ def test_tracers_and_tensor_subclasses_get_the_ops():
     assert run(fakes, fake_index).shape == inputs["x"].shape
 
 
-@pytest.mark.parametrize("needed", [("x",), ("x", "gate_up", "weights")])
-def test_second_derivatives_are_refused_not_left_out(needed):
-    inputs, index = problem(grad=False)
-    wanted = [inputs[name].requires_grad_() for name in needed]
-    gradients = torch.autograd.grad(run(inputs, index).sum(), wanted, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        (gradients[0].square().sum() + wanted[0].sum()).backward()
-
-
 @pytest.mark.parametrize("layout", rest_pinned(["concatenated", "transposed_interleaved"]))
 def test_the_custom_ops_pass_torchs_own_checks(layout):
     inputs, index = problem(T=5, dtype=torch.float32, layout=layout)
