@@ -23,7 +23,7 @@ from pathlib import Path
 
 import cutlass.cute as cute
 
-from ..announce import announce, is_first_rank
+from ..announce import announce, is_first_of_machine
 
 USUALLY = "usually 15 to 30 s with 16 CPU cores"  # of a layer's, with its first step: benchmarks/results/starting.csv
 VARIABLE = "SONICMOE_HF_CACHE"
@@ -134,7 +134,7 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     is begun, and where a process fails or hangs, what it leaves is compiled as it is asked for. Of a machine's ranks
     (announce.LOCAL_RANKS) the first begins them, for all.
     """
-    if not is_first_rank() or why_untrusted():
+    if not is_first_of_machine() or why_untrusted():
         return
     kernels, quiet = missing(wanted), subprocess.DEVNULL
     if kernels:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
-import os
 import sys
 import threading
 import weakref
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 
 from ..errors import UnsupportedModelError
+from ..kernels.announce import is_first_rank
 from ..patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
 from ..patching.quantize import FOR_FILE, with_packed_experts
 from ..patching.support import every_experts
@@ -197,14 +197,8 @@ class Session:
 
 def _write(text: str) -> None:
     """To standard error, from the first rank, between the lines of progress bars."""
-    if _is_first_rank():
+    if is_first_rank():
         tqdm.write("\n".join(f"sonicmoe-hf: {line}" for line in text.splitlines()), file=sys.stderr)
-
-
-def _is_first_rank() -> bool:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 @functools.cache

@@ -20,17 +20,23 @@ if TYPE_CHECKING:
 
 
 class RecordedRouting:
-    """Which experts every token used, for each model call that was recorded, in their order.
+    """The experts that every token used, for each model call that was recorded, in their order.
 
-    layers: names of the layers. calls: for each call, {layer: [indices [T, K], int32, of each time that it ran]}, without
-    layers that did not run; T counts all positions of the batch, sequence by sequence, padding included. An index of -1
-    stands for what is not known: there a replay leaves the router its own choice.
+    num_experts: {layer: its number of experts}, None where a server recorded them. calls: for each call,
+    {layer: [indices [T, K], int32, of each time that it ran]}, without layers that did not run; T counts all positions of
+    the batch, sequence by sequence, padding included. An index of -1 stands for what is not known: there a replay leaves
+    the router its own choice.
     """
 
-    def __init__(self, layers: Sequence[str]):
-        self.layers = tuple(layers)
+    def __init__(self, num_experts: Mapping[str, int | None]):
+        self.num_experts = dict(num_experts)
         self.calls: list[dict[str, list[torch.Tensor]]] = []
         self.is_from_server = False
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, in the model's order."""
+        return tuple(self.num_experts)
 
     @classmethod
     def from_server(
@@ -61,7 +67,8 @@ class RecordedRouting:
             For `replay_routing` and `serving_divergence`, or as a tensor [L, B * S, K] by `.tensors()`.
         Raises:
             ValueError: a sequence without an array; arrays of another length than the mask says, or that differ in layers
-                or experts per token; a row that names one expert twice, as rows that nothing was written to do.
+                or experts per token; an id beyond int32; a row that names one expert twice, as rows that nothing was
+                written to do.
         Example:
             outputs = llm.generate(prompts, SamplingParams(...))  # LLM(..., enable_return_routed_experts=True)
             routing = RecordedRouting.from_server([output.outputs[0] for output in outputs], attention_mask)
@@ -69,7 +76,7 @@ class RecordedRouting:
                 logits = model(input_ids, attention_mask).logits
         """
         index_LTK = server_arrays.aligned_with_batch(completions, attention_mask, prompt_start, layers)
-        routing = cls([f"layer {number} of the server's" for number in range(len(index_LTK))])
+        routing = cls({f"layer {number} of the server's": None for number in range(len(index_LTK))})
         routing.calls.append({name: [index_TK] for name, index_TK in zip(routing.layers, index_LTK)})
         routing.is_from_server = True
         return routing

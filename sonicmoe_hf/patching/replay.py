@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from .patch import check_routers_live, patch_state, router_hooks
+from .patch import check_routers_live, is_patched, patch_state, router_hooks
 from .recorded import RecordedRouting, ReplayedCall
-from .routing_contexts import in_this_thread
+from .routing_contexts import Replay, in_this_thread
 from .support import find_layers
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of given indices
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
@@ -39,7 +41,8 @@ def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor
     GPU has done all that was asked of it before."""
     if device is not None and device.type == "cuda" and index_LTK.device.type == "cpu":
         pinned_LTK = torch.empty(index_LTK.shape, dtype=torch.int32, device="cpu", pin_memory=True)
-        return pinned_LTK.copy_(index_LTK).to(device, non_blocking=True)
+        # int32 would make an expert of some numbers below its own
+        return pinned_LTK.copy_(index_LTK.long().clamp(min=-1)).to(device, non_blocking=True)
     return index_LTK.to(device=device)
 
 
@@ -58,10 +61,13 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
     if isinstance(routing, RecordedRouting):
         if routing.layers != tuple(layers):
             raise ValueError(f"the routing is of layers {list(routing.layers)}, but the model has {list(layers)}")
+        for name, recorded in routing.num_experts.items():
+            if recorded is not None and recorded > layers[name]:
+                raise ValueError(f"{name} has {layers[name]} experts, but its routing was recorded with {recorded}")
         return routing.calls
     calls = []
     for index_LTK in [routing] if isinstance(routing, torch.Tensor) else routing:
-        if index_LTK.dim() != 3 or len(index_LTK) != len(layers) or index_LTK.dtype.is_floating_point:
+        if index_LTK.dim() != 3 or len(index_LTK) != len(layers) or index_LTK.dtype not in INTEGERS:
             raise ValueError(
                 f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, "
                 f"experts per token], of {len(layers)} layers; a server's arrays with layers that have no experts: "
@@ -76,6 +82,23 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
 
 
 @contextlib.contextmanager
+def _followed(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[None]:
+    """Have this thread's calls of the model follow `routing`.
+
+    Raises:
+        RuntimeError: at the end, the model has other hooks than at the beginning.
+    """
+    state = patch_state(model)
+    with in_this_thread(state, routing):
+        yield
+    if not is_patched(model) or patch_state(model) is not state:
+        raise RuntimeError(
+            "the model was unpatched inside record_routing or replay_routing, which its later calls did not follow; call "
+            "unpatch_model after the `with`"
+        )
+
+
+@contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
     """Record which experts each token uses, in every call that this thread makes of this patched model inside the `with`.
 
@@ -85,15 +108,15 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
         A RecordedRouting, for `replay_routing`.
     Raises:
         UnsupportedModelError: a layer's router is not known (docs/models.md). ValueError: the model is not patched.
-        RuntimeError, from the model: it is compiled, or rounds tokens.
+        RuntimeError: the model was unpatched inside the `with`; from the model: it is compiled, or rounds tokens.
     Example:
         with torch.no_grad(), sonicmoe_hf.record_routing(model) as routing:
             old = model(**batch).logits
         with sonicmoe_hf.replay_routing(model, routing):
             new = model(**batch).logits
     """
-    routing = RecordedRouting(list(_layers(model)))
-    with in_this_thread(patch_state(model), routing):
+    routing = RecordedRouting(_layers(model))
+    with _followed(model, routing):
         yield routing
 
 
@@ -115,9 +138,10 @@ def replay_routing(
         UnsupportedModelError: a layer's router is not known (docs/models.md).
         ValueError: the model is not patched; another number of layers, or an expert that does not exist; from the model,
             another number of tokens or of experts per token.
-        RuntimeError, from the model: more calls than were recorded, or a layer that runs more or less often in a call; a
-            layer that runs several times under gradient checkpointing; it is compiled, or rounds tokens.
+        RuntimeError: the model was unpatched inside the `with`; from the model: more calls than were recorded, or a layer
+            that runs more or less often in a call; a layer that runs several times under gradient checkpointing; it is
+            compiled, or rounds tokens.
     """
     calls = map(ReplayedCall, checked_calls(model, routing))
-    with in_this_thread(patch_state(model), deque(calls)):
+    with _followed(model, deque(calls)):
         yield

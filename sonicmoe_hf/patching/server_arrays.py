@@ -78,7 +78,11 @@ def _array(completion: Any, number: int) -> torch.Tensor:
             f"the routing of sequence {number} is {values.dtype} {list(values.shape)}, but it must be integer [tokens, "
             "layers, experts per token]"
         )
-    return torch.from_numpy(values.astype(numpy.int32))
+    if values.size and values.max() > numpy.iinfo(numpy.int32).max:
+        raise ValueError(f"the routing of sequence {number} names expert {values.max()}; no model has so many")
+    index = values.astype(numpy.int32)
+    index[values < 0] = -1  # whatever int32 makes of them
+    return torch.from_numpy(index)
 
 
 def _decoded(text: str, number: int) -> numpy.ndarray:

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..kernels.announce import is_first_rank
 from ..layer.config import TokenRounding
 from ..layer.experts_module import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.expert_load import TOTALS
@@ -222,7 +223,7 @@ class ExpertLoadCallback(StepCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Draw the picture."""
         super().on_train_end(args, state, control, model, **kwargs)
-        if self.plot is not None and state.is_world_process_zero:
+        if self.plot is not None and is_first_rank():
             self._draw(self.plot)
 
     def _draw(self, path: Path) -> None:

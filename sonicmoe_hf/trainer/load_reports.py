@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
+from ..kernels.announce import is_first_rank
+
 ROWS = "moe/rows_per_expert"
 RED = "#b2182b"
 MAX_RATIO = 4  # rows over the mean that have the darkest colour
@@ -96,7 +98,7 @@ def labels_of(names: list[str]) -> list[str]:
 
 def send_histograms(trainer, entry: dict) -> None:
     """Give the Trainer's TensorBoard and W&B the rows per expert of a log: a histogram over the experts of each layer."""
-    if not trainer.is_world_process_zero():
+    if not is_first_rank():
         return
     wandb: Any = sys.modules.get("wandb")  # its callback has imported it
     rows = {f"{ROWS}/{layer}": np.array(counts) for layer, counts in entry["rows_per_expert"].items()}

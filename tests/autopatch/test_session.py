@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 import sonicmoe_hf
 from sonicmoe_hf.autopatch.session import Session
 from sonicmoe_hf.autopatch.settings import RunSettings
+from sonicmoe_hf.kernels.announce import announce
 from sonicmoe_hf.trainer.callbacks import ExpertLoadCallback
 
 BATCH = models.batch()
@@ -91,8 +92,11 @@ def test_a_program_that_trains_nothing_is_told_at_its_end(make_session, capsys):
     assert "experts: trained" not in said
 
 
-def test_only_the_first_rank_speaks(make_session, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"LOCAL_RANK": "0", "RANK": "8"}, {"SLURM_PROCID": "1"}])
+def test_only_the_first_rank_of_all_machines_speaks(make_session, capsys, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    announce("a layer of a new size")
     session, model = make_session(), build()
     session.built(model)
     train_step(session, model)

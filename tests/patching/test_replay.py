@@ -218,6 +218,7 @@ def test_what_it_cannot_do_is_refused_by_name():
     for routing, words in (
         (whole[:1], r"must be integer \[layers, tokens, experts per token\], of 2 layers"),
         (whole.float(), r"the routing is torch.float32"),
+        (whole.bool(), r"the routing is torch.bool"),
         (whole + 8, r"model.layers.0.mlp has 8 experts, but its routing names expert 8"),
     ):
         with pytest.raises(ValueError, match=words), replay_routing(model, routing):
@@ -229,6 +230,11 @@ def test_what_it_cannot_do_is_refused_by_name():
         pass
     layers = r"the routing is of layers \['model.layers.0.mlp'\], but the model has"
     with pytest.raises(ValueError, match=layers), replay_routing(model, fewer):
+        pass
+    with record_routing(patched("qwen3_moe", num_experts=16)) as of_more_experts:
+        pass
+    experts = "model.layers.0.mlp has 8 experts, but its routing was recorded with 16"
+    with pytest.raises(ValueError, match=experts), replay_routing(model, of_more_experts):
         pass
     sonicmoe_hf.set_routing(model, POLICY)
     with pytest.raises(RuntimeError, match="nor with token rounding; use set_routing"), record_routing(model):
@@ -245,3 +251,12 @@ def test_a_recorded_call_in_which_no_router_reports_is_an_error():
     model.model.forward = build("qwen3_moe").model.forward
     with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="no router of it reported its experts"):
         model(**batch())
+
+
+@pytest.mark.parametrize("then", [lambda model: None, sonicmoe_hf.patch_model])
+def test_a_model_that_is_unpatched_inside_a_replay_ends_it_with_an_error(then):
+    model = patched("qwen3_moe")
+    given = torch.zeros(2, 96, 2, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="unpatched inside record_routing"), replay_routing(model, given):
+        sonicmoe_hf.unpatch_model(model)
+        then(model)

@@ -176,6 +176,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         r"there are 3 completions, but attention_mask is \[4, 16\]": arrays[:3],
         "sequence 2 came without its routed experts; start vLLM with": [*arrays[:2], None, arrays[3]],
         r"sequence 0 is float64 \[8, 2, 2\], but it must be integer": [arrays[0].astype(float), *arrays[1:]],
+        "sequence 0 names expert 4294967": [arrays[0].astype(numpy.int64) + 2**32, *arrays[1:]],
     }
     for words, given in changed.items():
         with pytest.raises(ValueError, match=words):
@@ -201,6 +202,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         ):
             with pytest.raises(ValueError, match=words):
                 use(routing)
+    below = routed(lambda array: array.astype(numpy.int64) - 2**32)
+    assert (below.tensors()[0] == -1).all(), "the router's own choice, not expert 0"
     one = routed(lambda array: array[..., :1])
     with (
         pytest.raises(ValueError, match=r"has shape \(64, 1\), but this call's is \(64, 2\)"),
