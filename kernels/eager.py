@@ -37,7 +37,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         )
     key_P = torch.where(missing_P, num_experts, expert_P)
     if token_P is None:  # top-k: pair p belongs to token p // K
-        token_P = torch.arange(num_pairs, device=device) // max(num_pairs // max(num_tokens, 1), 1)
+        token_P = torch.arange(num_pairs, dtype=torch.int64, device=device) // max(num_pairs // max(num_tokens, 1), 1)
     else:
         token_P = torch.where(missing_P, num_tokens, token_P.reshape(-1).long())
         unknown_P = ~missing_P & ((token_P < 0) | (token_P >= num_tokens))
@@ -52,9 +52,9 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         0, key_P, torch.ones_like(key_P)
     )
     offsets = F.pad(count_E1[:num_experts].cumsum(0), (1, 0))
-    is_row = torch.arange(num_pairs, device=device) < offsets[-1]
+    is_row = torch.arange(num_pairs, dtype=torch.int64, device=device) < offsets[-1]
 
-    row_P = torch.empty_like(pair_R).scatter_(0, pair_R, torch.arange(num_pairs, device=device))
+    row_P = torch.empty_like(pair_R).scatter_(0, pair_R, torch.arange(num_pairs, dtype=torch.int64, device=device))
     count_T1 = torch.zeros(num_tokens + 1, dtype=torch.long, device=device).scatter_add_(
         0, token_P, torch.ones_like(token_P)
     )

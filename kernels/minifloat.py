@@ -20,7 +20,7 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """The reverse, as fp32."""
-    values = torch.tensor(E2M1_VALUES, device=codes.device)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
     table = torch.cat((values, -values))
     return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1).flatten(-2)
 

@@ -27,7 +27,9 @@ def _nearest(scaled: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def to_nf4(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     """The codes [N, K/2] of blocks [N, K/64, 64] whose largest magnitudes are absmax [N, K/64]."""
     scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
-    codes = _nearest(scaled, torch.tensor(NF4_VALUES, device=scaled.device)).view(blocks.shape[0], -1)
+    codes = _nearest(scaled, torch.tensor(NF4_VALUES, dtype=torch.float32, device=scaled.device)).view(
+        blocks.shape[0], -1
+    )
     return codes[:, 0::2] << 4 | codes[:, 1::2]
 
 
@@ -35,10 +37,10 @@ def _dynamic_map() -> torch.Tensor:
     """bitsandbytes' create_dynamic_map(): 256 values in [-1, 1], denser towards 0 (arXiv 1511.04561)."""
     values = [0.0, 1.0]
     for i in range(7):
-        bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
         means = ((bounds[:-1] + bounds[1:]) / 2.0) * 10 ** (i - 6)
         values += means.tolist() + (-means).tolist()
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 def quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Tensor, offset: torch.Tensor) -> None:
@@ -50,7 +52,7 @@ def quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Ten
     scaled = (blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
     scales.copy_(_nearest(scaled, values).view(-1)[: scales.numel()])
     state[SCALE_MAP] = values
-    state[VALUE_MAP] = torch.tensor(NF4_VALUES, device=state.device)
+    state[VALUE_MAP] = torch.tensor(NF4_VALUES, dtype=torch.float32, device=state.device)
     state[SCALE_OFFSET] = offset
     state[SCALE_SCALES] = largest
 
@@ -64,7 +66,7 @@ def expert_of_nf4(packed):
 
     def expand(expert):
         first = expert * num_scales
-        block = torch.arange(first, first + num_scales, device=codes.device) // SCALES_PER_SCALE
+        block = torch.arange(first, first + num_scales, dtype=torch.int64, device=codes.device) // SCALES_PER_SCALE
         absmax = scale_map[scales[expert].view(-1).int()] * state[SCALE_SCALES][block] + state[SCALE_OFFSET]
         bytes_ = codes[expert]
         pairs = torch.stack((values[(bytes_ >> 4).int()], values[(bytes_ & 15).int()]), dim=-1)

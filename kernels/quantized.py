@@ -198,7 +198,7 @@ def pack_experts(
     name: str,
     order: str = "whole",
     mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean,
-    device: torch.device | None = None,
+    device: torch.device | str = "cpu",
 ) -> Quantized:
     """What `quantize` makes of a weight of this shape [E, N, K] whose experts [N, K] come one after the other, on their
     device (default: the CPU). Raises ValueError as `quantize`."""
@@ -207,7 +207,7 @@ def pack_experts(
         return _quantize_nf4_weight(experts, shapes, device, mean)
     codes = torch.empty(shapes.codes, dtype=torch.uint8, device=device)
     scales = torch.empty(shapes.scales, dtype=torch.float32 if name == "fp8" else torch.uint8, device=device)
-    state = None if shapes.state is None else torch.empty(shapes.state, device=device)
+    state = None if shapes.state is None else torch.empty(shapes.state, dtype=torch.float32, device=device)
     for expert, weight in enumerate(experts):
         if name == "mxfp4":
             codes[expert], scales[expert] = _quantize_mxfp4(weight)
@@ -220,15 +220,15 @@ def pack_experts(
 
 
 def _quantize_nf4_weight(
-    experts: Iterable[torch.Tensor], shapes: Shapes, device: torch.device | None, mean
+    experts: Iterable[torch.Tensor], shapes: Shapes, device: torch.device | str, mean
 ) -> Quantized:
     codes, scales = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes[:2])
-    absmax = torch.empty(shapes.scales, device=device)
+    absmax = torch.empty(shapes.scales, dtype=torch.float32, device=device)
     for expert, weight in enumerate(experts):
         blocks, absmax[expert] = _blocks(weight, NF4_BLOCK)
         codes[expert] = to_nf4(blocks, absmax[expert])
     assert shapes.state is not None
-    state = torch.empty(shapes.state, device=device)
+    state = torch.empty(shapes.state, dtype=torch.float32, device=device)
     quantize_scales(absmax.view(-1), scales.view(-1), state, mean(absmax.view(-1)))
     return Quantized(codes, scales, state)
 

@@ -12,7 +12,7 @@ def _order_keys(scores_TE: torch.Tensor) -> torch.Tensor:
     """int64 keys, all different within an expert: a higher fp32 score first, then the lower token index."""
     bits = (scores_TE.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 tie
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    token_T1 = torch.arange(scores_TE.shape[0], device=scores_TE.device).unsqueeze(1)
+    token_T1 = torch.arange(scores_TE.shape[0], dtype=torch.int64, device=scores_TE.device).unsqueeze(1)
     return (ordered << 32) | (scores_TE.shape[0] - 1 - token_T1)
 
 
@@ -25,7 +25,7 @@ def _take_best(keys_TE, eligible_TE, count):
 def _score_mass(scores_TE, token_EN, count_E):
     """Sum of S, fp64, over the first `count_E` tokens of each expert's list."""
     score_EN = scores_TE.T.gather(1, token_EN).double()
-    first = torch.arange(token_EN.shape[1], device=token_EN.device) < count_E.unsqueeze(1)
+    first = torch.arange(token_EN.shape[1], dtype=torch.int64, device=token_EN.device) < count_E.unsqueeze(1)
     return torch.where(first, score_EN, 0.0).sum(1)
 
 
@@ -75,7 +75,7 @@ def rounded_mask(scores_TE, top_k_TE, valid_T, uniform_E, rounding, tile):
     n_E = _rounded_counts(f_E, tile, rounding, uniform_E, gained_E, lost_E)
     n_E = torch.where(n_E - f_E > others_E, below_E, n_E)
 
-    rank_N = torch.arange(most, device=scores_TE.device)
+    rank_N = torch.arange(most, dtype=torch.int64, device=scores_TE.device)
     mask_ET = top_k_TE.T.contiguous()
     drop_EN = rank_N < (f_E - n_E).unsqueeze(1)
     mask_ET.scatter_(1, worst_EN, mask_ET.gather(1, worst_EN) & ~drop_EN)
@@ -89,7 +89,7 @@ def pairs_of_mask(mask_TE, num_pairs):
     num_tokens = mask_TE.shape[0]
     mask_ET = mask_TE.T.reshape(-1)
     place = torch.where(mask_ET, mask_ET.cumsum(0) - 1, num_pairs)
-    flat = torch.arange(mask_ET.numel(), device=mask_TE.device)
+    flat = torch.arange(mask_ET.numel(), dtype=torch.int64, device=mask_TE.device)
     # every unset entry writes to place num_pairs, which is cut off
     pair_P = flat.new_full((num_pairs + 1,), mask_ET.numel()).scatter_(0, place, flat)[:num_pairs]
     token_P = torch.where(pair_P < mask_ET.numel(), pair_P % max(num_tokens, 1), num_tokens)

@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):
         root = next((root for root in alive if root.dtype == tensor.dtype), alive[0])
         dtype = {} if root.dtype == tensor.dtype else {"dtype": tensor.dtype}
         shape, strides = tuple(tensor.shape), tensor.stride()
-        if strides == torch.empty(shape, device="meta").stride():
+        if strides == torch.empty(shape, dtype=torch.uint8, device="meta").stride():
             return self.made(_Expression(f"{root.name}.new_empty"), shape, **dtype)
         return self.made(_Expression(f"{root.name}.new_empty_strided"), shape, strides, **dtype)
 

@@ -168,7 +168,10 @@ def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: Options) -> to
 
 def _causal_mask(q, k, options: Options, position_ids: torch.Tensor | None) -> torch.Tensor:
     """The last query has the last key's position."""
-    queries, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+    queries, keys = (
+        torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
+        torch.arange(k.shape[1], dtype=torch.int64, device=q.device),
+    )
     distance = (queries[:, None] + (k.shape[1] - q.shape[1]) - keys)[None, None]
     sees = torch.ones_like(distance, dtype=torch.bool)
     if position_ids is not None:
@@ -179,7 +182,10 @@ def _causal_mask(q, k, options: Options, position_ids: torch.Tensor | None) -> t
 
 def _mask_of_starts(q, k, options: Options, starts) -> torch.Tensor:
     """Of packed sequences: the last query of each has its last key's position."""
-    queries, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+    queries, keys = (
+        torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
+        torch.arange(k.shape[1], dtype=torch.int64, device=q.device),
+    )
     starts_q, starts_k = (x.to(q.device) for x in starts)
     of_q, of_k = (torch.searchsorted(x, i, right=True) for x, i in ((starts_q, queries), (starts_k, keys)))
     sees = (of_q[:, None] == of_k) & (of_q < len(starts_q))[:, None]

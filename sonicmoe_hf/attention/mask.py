@@ -72,15 +72,15 @@ def _has_no_padding(attention_mask) -> bool:
 
 def _begins(mask_function, batch_size: int, length: int, device: torch.device) -> torch.Tensor:
     """Of packed sequences, which tokens begin one: those that do not see the token before. Bool [B, T]."""
-    batch = torch.arange(batch_size, device=device)[:, None]
-    head, position = torch.zeros_like(batch), torch.arange(1, length, device=device)[None]
+    batch = torch.arange(batch_size, dtype=torch.int64, device=device)[:, None]
+    head, position = torch.zeros_like(batch), torch.arange(1, length, dtype=torch.int64, device=device)[None]
     sees_last = mask_function(batch, head, position, position - 1).expand(batch_size, length - 1)
     return torch.nn.functional.pad(~sees_last, (1, 0), value=True)
 
 
 def _flags(attention_mask, sizes, q_offset, kv_offset: int, local_size, device: torch.device) -> torch.Tensor | None:
     batch_size, q_length, kv_length = sizes
-    position = torch.arange(kv_length, device=device) + kv_offset
+    position = torch.arange(kv_length, dtype=torch.int64, device=device) + kv_offset
     is_query = (position >= q_offset) & (position < q_offset + q_length)
     is_key = (position < q_offset + q_length)[None].expand(batch_size, -1)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)

@@ -41,7 +41,7 @@ class Side(NamedTuple):
     def clear_(self, packed: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """`packed`, with zeros for tokens that belong to no sequence: kernels leave anything there."""
         size = packed.shape[dim]
-        outside = torch.arange(size, device=packed.device) >= self.starts[-1]
+        outside = torch.arange(size, dtype=torch.int64, device=packed.device) >= self.starts[-1]
         shape = [1] * packed.dim()
         shape[dim] = size
         return packed.masked_fill_(outside.view(shape), 0)
@@ -51,7 +51,7 @@ def side_of(is_real: torch.Tensor) -> Side:
     """Of a padded batch's bool tensor [B, T]."""
     flat = is_real.flatten()
     before = flat.cumsum(0)
-    index = torch.arange(flat.shape[0], device=flat.device)
+    index = torch.arange(flat.shape[0], dtype=torch.int64, device=flat.device)
     place = torch.where(flat, before - 1, before[-1] + index - before)
     token = torch.empty_like(place).scatter_(0, place, index)
     starts = torch.nn.functional.pad(is_real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
@@ -66,7 +66,7 @@ def sides_of(flags: torch.Tensor, num_queries: int) -> tuple[Side, Side]:
     if num_queries == flags.shape[1]:
         return keys, keys
     first = (flags[0] & QUERY).argmax()
-    positions = first + torch.arange(num_queries, device=flags.device)
+    positions = first + torch.arange(num_queries, dtype=torch.int64, device=flags.device)
     return side_of(is_key.index_select(1, positions)), keys
 
 
@@ -94,7 +94,7 @@ def check_not_captured(tensor: torch.Tensor) -> None:
 
 def _sequence_starts(begins: torch.Tensor) -> list[torch.Tensor]:
     check_not_captured(begins)
-    starts = torch.full((begins.numel() + 1,), begins.numel(), dtype=torch.int32)
+    starts = torch.full((begins.numel() + 1,), begins.numel(), dtype=torch.int32, device="cpu")
     positions = begins.flatten().cpu().nonzero().flatten()
     starts[: positions.shape[0]] = positions.to(torch.int32)
     return [starts]

@@ -270,7 +270,7 @@ class _Progress:
 def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, progress: _Progress) -> None:
     by_name = {tensor.name: tensor for tensor in planned}
     starts = {file: _starts([by_name[name] for name in names]) for file, names in shards.items()}
-    memory = torch.empty(max(of_file[-1] for of_file in starts.values()), dtype=torch.uint8)
+    memory = torch.empty(max(of_file[-1] for of_file in starts.values()), dtype=torch.uint8, device="cpu")
     for file, names in shards.items():
         made = {name: _place(by_name[name].like, memory[start:]) for name, start in zip(names, starts[file])}
         for name in names:

@@ -41,7 +41,7 @@ class _Shapes:
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """A tensor of this parameter's shape."""
-        return torch.empty(self._shapes[name], device="meta")
+        return torch.empty(self._shapes[name], dtype=torch.uint8, device="meta")
 
 
 class WeightGroup:

@@ -63,10 +63,14 @@ class SonicMoEExperts(nn.Module):
         self.hidden_dim = hidden
         self.intermediate_dim = intermediate
         self.activation = activation
-        self.c_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
-        self.c_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if has_bias else None
-        self.c_fc = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
-        self.c_fc_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate)) if has_bias else None
+        made_in = {
+            "dtype": torch.get_default_dtype(),
+            "device": torch.get_default_device(),
+        }  # as every other module is
+        self.c_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate, **made_in))
+        self.c_proj_bias = nn.Parameter(torch.empty(num_experts, hidden, **made_in)) if has_bias else None
+        self.c_fc = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden, **made_in))
+        self.c_fc_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate, **made_in)) if has_bias else None
         self._is_expert_parallel = False
         self.register_load_state_dict_pre_hook(_check_native_names)
 

@@ -83,7 +83,7 @@ class PackedExperts(Weight):
     def shape(self) -> tuple[int, ...]:
         """See Weight."""
         shapes = (self._stored.tensors[part].shape for part in self.parts)
-        stored = Quantized(*(torch.empty(shape, device="meta") for shape in shapes))
+        stored = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
         return self._turned(weight_shape(stored, self.format.name))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
@@ -226,7 +226,8 @@ class StoredWeights:
         try:
             if expert is None:
                 return self._handle(name).get_tensor(name)
-            return self._handle(name).get_slice(name)[expert : expert + 1]
+            with torch.device("cpu"):  # where safetensors would hand out a slice on torch's default device
+                return self._handle(name).get_slice(name)[expert : expert + 1]
         except SafetensorError as error:
             raise CheckpointError(
                 f"{self.folder / self.tensors[name].file}: {name} cannot be read: {error}"

@@ -54,5 +54,5 @@ def blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) ->
     for ids in tokenizer(texts, verbose=False)["input_ids"]:
         stream += [*ids, tokenizer.eos_token_id]
     whole = len(stream) // length * length
-    rows = torch.tensor(stream[:whole]).view(-1, length)
+    rows = torch.tensor(stream[:whole], dtype=torch.int64, device="cpu").view(-1, length)
     return [{"input_ids": row, "labels": row} for row in rows]

@@ -34,7 +34,7 @@ def random_packed(
 
 
 def _root_mean_square(values) -> float:
-    return torch.as_tensor(values, dtype=torch.float64).square().mean().sqrt().item()
+    return torch.as_tensor(values, dtype=torch.float64, device="cpu").square().mean().sqrt().item()
 
 
 def _bytes(shape: tuple[int, ...], device, end: int = 256) -> torch.Tensor:
@@ -43,10 +43,10 @@ def _bytes(shape: tuple[int, ...], device, end: int = 256) -> torch.Tensor:
 
 def _random_nf4(shapes: Shapes, std: float, device) -> Quantized:
     assert shapes.state is not None  # NF4 has one
-    head = quantize(torch.zeros(1, 1, 64), "nf4").state  # the two tables of values
+    head = quantize(torch.zeros(1, 1, 64, dtype=torch.float32, device="cpu"), "nf4").state  # the two tables of values
     assert head is not None
     mean = std / _root_mean_square(NF4_VALUES)
-    state = torch.full(shapes.state, SPREAD * mean, device=device)
+    state = torch.full(shapes.state, SPREAD * mean, dtype=torch.float32, device=device)
     state[: SCALE_SCALES.start] = head[: SCALE_SCALES.start].to(device)
     state[SCALE_OFFSET] = mean
     return Quantized(_bytes(shapes.codes, device), _bytes(shapes.scales, device), state)
@@ -57,7 +57,7 @@ def _random_mxfp4(shapes: Shapes, std: float, device) -> Quantized:
     exponent = math.floor(math.log2(factor))
     doubled = (4.0 ** (math.log2(factor) - exponent) - 1) / 3  # of the scales: the mean square becomes the factor's
     scales = torch.full(shapes.scales, exponent + 127, dtype=torch.uint8, device=device)
-    scales += torch.rand(shapes.scales, device=device) < doubled
+    scales += torch.rand(shapes.scales, dtype=torch.float32, device=device) < doubled
     return Quantized(_bytes(shapes.codes, device), scales)
 
 
@@ -66,16 +66,20 @@ def _random_fp8(shapes: Shapes, std: float, device) -> Quantized:
     for expert in codes:
         expert.random_(0, 2 * E4M3_BELOW_NAN)
         expert += expert >= E4M3_BELOW_NAN  # past the positive NaN; the negative one is never drawn
-    numbers = from_e4m3(torch.arange(E4M3_BELOW_NAN, dtype=torch.uint8))
-    scales = 1 + SPREAD * (2 * torch.rand(shapes.scales, device=device) - 1)
+    numbers = from_e4m3(torch.arange(E4M3_BELOW_NAN, dtype=torch.uint8, device="cpu"))
+    scales = 1 + SPREAD * (2 * torch.rand(shapes.scales, dtype=torch.float32, device=device) - 1)
     return Quantized(codes, scales * (std / _root_mean_square(numbers)))
 
 
 def _random_nvfp4(shapes: Shapes, std: float, device) -> Quantized:
     assert shapes.state is not None  # NVFP4 has one
     scales = ONE_TO_TWO.start + _bytes(shapes.scales, device, len(ONE_TO_TWO))
-    size = _root_mean_square(E2M1_VALUES) * _root_mean_square(from_e4m3(torch.tensor(ONE_TO_TWO, dtype=torch.uint8)))
-    return Quantized(_bytes(shapes.codes, device), scales, torch.full(shapes.state, std / size, device=device))
+    size = _root_mean_square(E2M1_VALUES) * _root_mean_square(
+        from_e4m3(torch.tensor(ONE_TO_TWO, dtype=torch.uint8, device="cpu"))
+    )
+    return Quantized(
+        _bytes(shapes.codes, device), scales, torch.full(shapes.state, std / size, dtype=torch.float32, device=device)
+    )
 
 
 _RANDOM = {"nf4": _random_nf4, "mxfp4": _random_mxfp4, "fp8": _random_fp8, "nvfp4": _random_nvfp4}

@@ -154,6 +154,6 @@ def max_over_ranks(values: list[int], group: dist.ProcessGroup) -> list[int]:
             ranks = dist.get_process_group_ranks(group)
             _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         host_group = _host_groups[group]
-    tensor = torch.tensor(values)
+    tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=host_group)
     return tensor.tolist()

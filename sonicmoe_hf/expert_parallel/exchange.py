@@ -29,7 +29,9 @@ def pairs_of(routing: Routing, num_tokens: int) -> tuple[torch.Tensor, torch.Ten
     expert_P, weight_P = routing.expert_index.reshape(-1), routing.weights.reshape(-1)
     if routing.token_index is not None:
         return expert_P, routing.token_index.reshape(-1), weight_P
-    token_P = torch.arange(expert_P.numel(), device=expert_P.device) // max(expert_P.numel() // max(num_tokens, 1), 1)
+    token_P = torch.arange(expert_P.numel(), dtype=torch.int64, device=expert_P.device) // max(
+        expert_P.numel() // max(num_tokens, 1), 1
+    )
     return expert_P, token_P, weight_P
 
 
@@ -101,7 +103,7 @@ def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: E
     is_sent_TN = is_sent_TN[:num_tokens, : ranks.size]
     place_TN = F.pad(is_sent_TN.cumsum(0) - 1, (0, 1, 0, 1))  # among the tokens that go to the same rank
 
-    to_rank_TN = torch.where(is_sent_TN, torch.arange(ranks.size, device=x_TH.device), ranks.size)
+    to_rank_TN = torch.where(is_sent_TN, torch.arange(ranks.size, dtype=torch.int64, device=x_TH.device), ranks.size)
     rows = dispatch(to_rank_TN, num_tokens, ranks.size, sentinels=True)
     pairs = dispatch(rank_P, num_tokens, ranks.size, token_P, sentinels=True)
     sent = torch.stack((rows.offsets.diff(), pairs.offsets.diff()), dim=1)

@@ -34,7 +34,9 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
     groups = [group["params"] for group in by_mesh(p for p in parameters if p.grad is not None)]
     norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    total = (
+        torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
+    )
     for group in groups:
         clip_grads_with_norm_(group, max_norm, total)
     return total

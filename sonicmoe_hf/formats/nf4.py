@@ -25,7 +25,7 @@ class NF4(Format):
         if (
             state is not None
             and not state.is_meta
-            and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES))
+            and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES, dtype=torch.float32, device="cpu"))
         ):
             raise ValueError(f"{name}_state has other values than NF4's 16: damaged, or another format")
 
@@ -52,7 +52,9 @@ class NF4(Format):
         try:
             packed = pack(mean=mean)
         except ValueError:
-            mean(torch.full((shape[0] * values // BLOCK,), torch.nan, device=device))  # the others wait for it
+            mean(
+                torch.full((shape[0] * values // BLOCK,), torch.nan, dtype=torch.float32, device=device)
+            )  # the others wait for it
             raise
         assert packed.state is not None  # NF4 has one
         if not bool(torch.isfinite(packed.state).all()):

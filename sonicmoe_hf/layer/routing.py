@@ -155,7 +155,7 @@ def _uniform(rounding: str, num_experts: int, device: torch.device, batch_group:
     for other roundings."""
     if rounding != "stochastic":
         return None
-    uniform_E = torch.rand(num_experts, device=device)
+    uniform_E = torch.rand(num_experts, dtype=torch.float32, device=device)
     if batch_group is not None:
         torch.distributed.broadcast(uniform_E, group=batch_group, group_src=0)
     return uniform_E

@@ -75,12 +75,12 @@ def _is_causal(model: Any) -> bool:
 
 
 def count_labels(model: nn.Module, inputs) -> torch.Tensor | None:
-    """How many labels of a batch the Trainer counts for num_items_in_batch; None where it has none."""
+    """Count the labels of a batch as the Trainer does for num_items_in_batch, in fp32; None where it has none."""
     labels: Any = inputs.get("shift_labels")
     if labels is None:
         labels = inputs.get("labels")
         labels = labels[..., 1:] if labels is not None and _is_causal(model) else labels
-    return None if labels is None else (labels != -100).sum()
+    return None if labels is None else (labels != -100).sum(dtype=torch.float32)
 
 
 def share_of_batch(model: nn.Module, kwargs: dict) -> torch.Tensor | float:

@@ -77,4 +77,4 @@ def _share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], m
         differs_T = (given_TK.sort(-1).values != own_TK.sort(-1).values).any(-1)
         counts.append(torch.stack([(differs_T & known_T).sum(), known_T.sum()]))
     differing, known = torch.stack(counts).sum(0)
-    return differing / known
+    return differing.float() / known

@@ -22,17 +22,16 @@ def aligned_with_batch(
 ) -> torch.Tensor:
     """The experts of every position, int32 [L, B * S, K], -1 where the server names none. Arguments and errors are those
     of RecordedRouting.from_server."""
-    attention_mask = torch.as_tensor(attention_mask)
-    if attention_mask.dim() != 2 or len(attention_mask) != len(completions):
+    mask_BS = torch.as_tensor(attention_mask, dtype=torch.bool, device="cpu")
+    if mask_BS.dim() != 2 or len(mask_BS) != len(completions):
         raise ValueError(
-            f"there are {len(completions)} completions, but attention_mask is {list(attention_mask.shape)}: it must be "
+            f"there are {len(completions)} completions, but attention_mask is {list(mask_BS.shape)}: it must be "
             "[sequences, positions], with one sequence for each completion"
         )
     if not len(completions):
         raise ValueError(
             "there are no completions, so that nothing tells the number of layers and of experts per token"
         )
-    mask_BS = attention_mask.detach().to("cpu", torch.bool)
     starts = list(prompt_start) if isinstance(prompt_start, Iterable) else [prompt_start] * len(completions)
     if len(starts) != len(completions) or min(starts) < 0:
         raise ValueError(
@@ -46,7 +45,7 @@ def aligned_with_batch(
                 f"the routing of sequence {number} has {array.shape[1]} layers and {array.shape[2]} experts per token, "
                 f"that of sequence 0 has {arrays[0].shape[1]} and {arrays[0].shape[2]}"
             )
-    index_BSLK = torch.full((*mask_BS.shape, *arrays[0].shape[1:]), -1, dtype=torch.int32)
+    index_BSLK = torch.full((*mask_BS.shape, *arrays[0].shape[1:]), -1, dtype=torch.int32, device="cpu")
     for number, (array, mask_S, start) in enumerate(zip(arrays, mask_BS, starts)):
         positions = mask_S.nonzero().flatten()[start:-1]
         if len(array) != len(positions):

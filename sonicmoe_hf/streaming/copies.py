@@ -46,7 +46,7 @@ class Copies:
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Bytes on the device, as the stream that computes now may use them; its earlier work may still be using them."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def event(self) -> Any:
         """A point of a stream, to be set by `mark` or `copy`."""
@@ -106,7 +106,9 @@ class CudaCopies(Copies):
     def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
         with torch.cuda.device(self.device):
             address = _device_address(host)
-        return None if address is None else torch.as_tensor(_Mapped(host, address), device=self.device)
+        return (
+            None if address is None else torch.as_tensor(_Mapped(host, address), dtype=torch.uint8, device=self.device)
+        )
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)

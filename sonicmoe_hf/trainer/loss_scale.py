@@ -45,7 +45,7 @@ def _share(trainer: Any, inputs, num_items: torch.Tensor | int | None) -> torch.
     labels = None if num_items is None else count_labels(trainer.accelerator.unwrap_model(trainer.model), inputs)
     if labels is None:
         return 1.0 / trainer.current_gradient_accumulation_steps
-    share = labels / torch.as_tensor(num_items, device=labels.device).clamp(min=1)
+    share = labels / torch.as_tensor(num_items, dtype=torch.int64, device=labels.device).clamp(min=1)
     if trainer.args.average_tokens_across_devices:  # DDP averages what was divided by the tokens of all ranks
         share = share * (trainer.accelerator.num_processes // trainer.get_tp_size())
     return share
