@@ -9,8 +9,8 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import (
+from sonicmoe_hf.tools.demo.corpus import blocks, standard_library, train_tokenizer
+from sonicmoe_hf.tools.demo.model import (
     PER_LAYER_LOSS,
     VOCAB_SIZE,
     config_of,

@@ -1,5 +1,5 @@
 """`python -m sonicmoe_hf` is the `sonicmoe-hf` command."""
 
-from .cli.main import main
+from .tools.cli.main import main
 
 raise SystemExit(main())

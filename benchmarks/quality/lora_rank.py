@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.quality.qlora_curves import curves_of, parser_of, with_adapters
-from sonicmoe_hf.demo.model import TOP_K
+from sonicmoe_hf.tools.demo.model import TOP_K
 
 RANK = 16
 CONTENDERS: dict[str, dict] = {

@@ -25,8 +25,8 @@ import sonicmoe_hf
 from benchmarks.common.command import ROOT, Command
 from benchmarks.common.table import Rows
 from benchmarks.quality.qlora_curves import LENGTH, held_out_loss, patched_and_balanced, train
-from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+from sonicmoe_hf.tools.demo.corpus import blocks, standard_library, train_tokenizer
+from sonicmoe_hf.tools.demo.model import VOCAB_SIZE, small_config
 
 sys.path.insert(0, str(ROOT / "examples"))
 from full_finetune_one_gpu import step_in_backward

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, set_seed
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
-from sonicmoe_hf.demo.corpus import blocks, held_out_apart, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+from sonicmoe_hf.tools.demo.corpus import blocks, held_out_apart, standard_library, train_tokenizer
+from sonicmoe_hf.tools.demo.model import VOCAB_SIZE, small_config
 
 CONTENDERS = ("bf16", "nf4", "mxfp4")
 PER_LAYER_LOSS = 0.01

@@ -24,7 +24,7 @@ import numpy
 import torch
 
 from benchmarks.common.command import RESULTS, ROOT
-from sonicmoe_hf.demo.corpus import train_tokenizer
+from sonicmoe_hf.tools.demo.corpus import train_tokenizer
 
 VOCAB_SIZE = 2048
 HELD_OUT_SHARE = 1 / 32

@@ -34,8 +34,8 @@ from benchmarks.common.timing import release, waited_times
 from benchmarks.step.models import add_settings, apply_settings, config_of, settings_of
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
-from sonicmoe_hf.demo.model import random_packed_model
 from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.tools.demo.model import random_packed_model
 
 MODEL = "Qwen3-30B-A3B"
 INPUTS = ("input", "input_tensor", "inputs", "tensors", "input_tensors")  # arguments of the ops of collectives

@@ -17,10 +17,10 @@ from benchmarks.common.shapes import problem
 from benchmarks.common.table import Rows
 from benchmarks.common.timing import release
 from benchmarks.sweep.candidates import KEYS, add_timed, products
-from sonicmoe_hf.cli import warmup
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, Tile
+from sonicmoe_hf.tools.cli import warmup
 
 PRODUCTS = [Tile(192, 4), Tile(192, 4, static=True), TALL, WIDE, Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]

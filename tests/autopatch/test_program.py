@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 
 import sonicmoe_hf
-from sonicmoe_hf.autopatch.program import NOTHING_PATCHED, SITE, _environment, _own_python
-from sonicmoe_hf.autopatch.settings import VARIABLE, RunSettings, from_environment
-from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.cli.run import split_program
+from sonicmoe_hf.tools.autopatch.program import NOTHING_PATCHED, SITE, _environment, _own_python
+from sonicmoe_hf.tools.autopatch.settings import VARIABLE, RunSettings, from_environment
+from sonicmoe_hf.tools.cli.main import main
+from sonicmoe_hf.tools.cli.run import split_program
 
 pytestmark = pytest.mark.pinned
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
@@ -29,8 +29,8 @@ START = f"""import sys, types
 package = types.ModuleType("sonicmoe_hf")  # without its own start, which imports Transformers
 package.__path__ = [{str(ROOT / "sonicmoe_hf")!r}]
 sys.modules["sonicmoe_hf"] = package
-from sonicmoe_hf.autopatch.program import run_program
-from sonicmoe_hf.autopatch.settings import RunSettings
+from sonicmoe_hf.tools.autopatch.program import run_program
+from sonicmoe_hf.tools.autopatch.settings import RunSettings
 sys.exit(run_program(sys.argv[1:], RunSettings()))
 """
 MODEL = """class PreTrainedModel:
@@ -187,7 +187,7 @@ def test_children_import_the_package_that_the_command_is_of_and_not_before_a_mod
     environment = _environment(RunSettings(), {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     ask = "import sys, sitecustomize; print(sitecustomize.ROOT, 'sonicmoe_hf' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.strip() == f"{SITE.parents[2]} False", done.stderr
+    assert done.stdout.strip() == f"{SITE.parents[3]} False", done.stderr
 
 
 def test_commands_of_this_environment_take_over_and_all_others_are_children(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ from test_program import START  # which has what the command does before it give
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
-from sonicmoe_hf.autopatch.program import _environment, _own_python
-from sonicmoe_hf.autopatch.settings import RunSettings
+from sonicmoe_hf.tools.autopatch.program import _environment, _own_python
+from sonicmoe_hf.tools.autopatch.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent

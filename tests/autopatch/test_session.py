@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import sonicmoe_hf
-from sonicmoe_hf.autopatch.session import Session
-from sonicmoe_hf.autopatch.settings import RunSettings
 from sonicmoe_hf.kernels.announce import announce
+from sonicmoe_hf.tools.autopatch.session import Session
+from sonicmoe_hf.tools.autopatch.settings import RunSettings
 from sonicmoe_hf.trainer.callbacks import ExpertLoadCallback
 
 BATCH = models.batch()

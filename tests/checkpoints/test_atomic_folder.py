@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, inspect_checkpoint
 from sonicmoe_hf.checkpoints import atomic_folder, convert
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
 

@@ -14,7 +14,7 @@ from helpers.checkpoints import (
 )
 
 from sonicmoe_hf import convert_checkpoint, inspect_checkpoint
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli.main import main
 
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}
 FORMATS = (

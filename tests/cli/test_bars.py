@@ -4,10 +4,10 @@ import pytest
 from helpers.models import build
 
 import sonicmoe_hf
-from sonicmoe_hf.cli import main as cli
-from sonicmoe_hf.cli import warmup
-from sonicmoe_hf.cli.bar import progress
-from sonicmoe_hf.cli.warmup import Outcome
+from sonicmoe_hf.tools.cli import main as cli
+from sonicmoe_hf.tools.cli import warmup
+from sonicmoe_hf.tools.cli.bar import progress
+from sonicmoe_hf.tools.cli.warmup import Outcome
 
 pytestmark = pytest.mark.pinned
 

@@ -12,11 +12,11 @@ from helpers.models import CONFIGS, OTHERS, build
 from helpers.small_families import small_config
 
 import sonicmoe_hf
-from sonicmoe_hf.cli import doctor
-from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.demo import run
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer import backends
+from sonicmoe_hf.tools.cli import doctor
+from sonicmoe_hf.tools.cli.main import main
+from sonicmoe_hf.tools.demo import run
 
 
 def save_config(folder, **changes):

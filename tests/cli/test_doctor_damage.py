@@ -12,7 +12,7 @@ import transformers
 from helpers.models import CONFIGS
 from helpers.small_families import CHANGES, small_config
 
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
 

@@ -9,8 +9,8 @@ from helpers.checkpoints import make
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
 from sonicmoe_hf.checkpoints import files
-from sonicmoe_hf.cli import warmup
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli import warmup
+from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
 

@@ -6,8 +6,8 @@ import json
 import pytest
 from helpers.examples import EXAMPLES
 
-from sonicmoe_hf.cli.example import FIND_SHARED, examples
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli.example import FIND_SHARED, examples
+from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
 

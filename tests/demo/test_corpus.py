@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.examples import TEXT
 
-from sonicmoe_hf.demo import corpus
+from sonicmoe_hf.tools.demo import corpus
 
 
 def test_the_standard_library_is_split_without_overlap_and_in_the_same_way_every_time():

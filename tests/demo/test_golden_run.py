@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, set_seed
 
-from sonicmoe_hf.demo import run
-from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+from sonicmoe_hf.tools.demo import run
+from sonicmoe_hf.tools.demo.model import VOCAB_SIZE, small_config
 
 pytestmark = pytest.mark.pinned
 GOLDEN = Path(__file__).with_name("golden") / "demo_losses.json"

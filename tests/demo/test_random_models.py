@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.demo import model as random_models
-from sonicmoe_hf.demo.model import random_model, random_packed_model
-from sonicmoe_hf.demo.random_bytes import random_packed
 from sonicmoe_hf.formats import PACKED
 from sonicmoe_hf.kernels.minifloat import from_e4m3
 from sonicmoe_hf.kernels.quantized import FORMATS, ORDERS, dequantize
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.tools.demo import model as random_models
+from sonicmoe_hf.tools.demo.model import random_model, random_packed_model
+from sonicmoe_hf.tools.demo.random_bytes import random_packed
 
 STD = 0.02
 SIZES = {  # NF4 needs multiples of 64

@@ -19,13 +19,13 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
-from sonicmoe_hf.demo.corpus import standard_library
 from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.layer.experts_module import expert_parallelism, has_expert_parallelism
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching import calls
 from sonicmoe_hf.patching.hooks import installed
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.tools.demo.corpus import standard_library
 
 pytestmark = pytest.mark.skipif(
     not has_expert_parallelism(), reason="Transformers has EPImplementationInterface since 5.23"

@@ -26,9 +26,9 @@ from test_expert_parallel import pytestmark as pytestmark
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import train_tokenizer
 from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.formats.state import local_part
+from sonicmoe_hf.tools.demo.corpus import train_tokenizer
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 RANK = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from sonicmoe_hf.demo.corpus import train_tokenizer
+from sonicmoe_hf.tools.demo.corpus import train_tokenizer
 
 from .examples import TEXT
 

@@ -22,9 +22,9 @@ from peft import get_peft_model
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.tools.cli.main import main
+from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
 
 from .programs import make_model, texts, write_rows
 

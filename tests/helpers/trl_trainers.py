@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import train_tokenizer
+from sonicmoe_hf.tools.demo.corpus import train_tokenizer
 
 SENTENCE = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all"
 

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from sonicmoe_hf.cli import warmup
 from sonicmoe_hf.kernels.announce import LOCAL_RANKS, QUIET
 from sonicmoe_hf.kernels.interface import Activation, Rows
 from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.tools.cli import warmup
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")

@@ -8,8 +8,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sonicmoe_hf.checkpoints import config_only
-from sonicmoe_hf.cli import doctor, warmup
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli import doctor, warmup
+from sonicmoe_hf.tools.cli.main import main
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli.main import main
 
 assert_refused = partial(served.assert_refused, layout="native")
 every_family = pytest.mark.parametrize("family", FAMILIES)

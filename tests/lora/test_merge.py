@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
-from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.tools.cli.main import main
 
 EVERYTHING = {
     "use_rslora": True,

@@ -23,10 +23,10 @@ from helpers.models import build, logits_of, relative_error
 from peft import LoraConfig, get_peft_model
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
-from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.formats import HUB, PACKED
 from sonicmoe_hf.formats.fp8 import HubFP8
 from sonicmoe_hf.kernels.quantized import dequantize, quantize
+from sonicmoe_hf.tools.cli.main import main
 
 BLOCK = (8, 8)  # divides every size: Transformers takes other blocks where they are cut off
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter
-from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
+from sonicmoe_hf.tools.cli.main import main
 
 THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
 

@@ -8,8 +8,8 @@ from helpers.served import assert_refused, base, edit
 from helpers.small_families import small_model
 
 from sonicmoe_hf import convert_adapter
-from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.rules import is_target_parameter
+from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
 

@@ -20,8 +20,8 @@ from helpers.trl_trainers import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import merge_adapter
-from sonicmoe_hf.autopatch.program import _environment
-from sonicmoe_hf.autopatch.settings import RunSettings
+from sonicmoe_hf.tools.autopatch.program import _environment
+from sonicmoe_hf.tools.autopatch.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 if not all(map(find_spec, ("fastapi", "uvicorn", "openai"))):

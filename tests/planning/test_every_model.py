@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING
 from sonicmoe_hf.checkpoints.config_only import UNREADABLE, build_on_meta
 from sonicmoe_hf.errors import DoctorError
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.planning.sizes import sizes_of_model
-from sonicmoe_hf.planning.ways import ways_of
+from sonicmoe_hf.tools.planning.sizes import sizes_of_model
+from sonicmoe_hf.tools.planning.ways import ways_of
 
 FOLDERS = sorted({architecture.folder for architecture in architectures()} & set(CONFIG_MAPPING))
 REFUSALS = ("no mixture-of-experts layer", "cannot be accelerated")  # of a default config without experts; of experts

@@ -17,16 +17,16 @@ from helpers.terminal import make_configs
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.cli.plan import PARTS, gibibytes, runnable
-from sonicmoe_hf.demo import corpus
-from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.errors import DoctorError
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
-from sonicmoe_hf.planning.sizes import sizes_of_checkpoint, sizes_of_model
-from sonicmoe_hf.planning.ways import FEW_TOKENS, LIGER, in_sequences, shown, ways_of
+from sonicmoe_hf.tools.cli.main import main
+from sonicmoe_hf.tools.cli.plan import PARTS, gibibytes, runnable
+from sonicmoe_hf.tools.demo import corpus
+from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
+from sonicmoe_hf.tools.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
+from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
+from sonicmoe_hf.tools.planning.ways import FEW_TOKENS, LIGER, in_sequences, shown, ways_of
 
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
@@ -107,7 +107,7 @@ def test_commands_run_from_anywhere(hub, tmp_path, capsys, monkeypatch):
         assert files and all(Path(file).is_absolute() and Path(file).is_file() for file in files)
     assert main(["plan", *map(str, arguments)]) == 0
     assert f" {folder}finetune.py" in capsys.readouterr().out
-    monkeypatch.setattr("sonicmoe_hf.cli.plan.FOLDER", Path("/a b"))
+    monkeypatch.setattr("sonicmoe_hf.tools.cli.plan.FOLDER", Path("/a b"))
     moved = runnable("python examples/qlora.py --model examples/x.json/y")
     assert shlex.split(moved) == ["python", "/a b/qlora.py", "--model", "examples/x.json/y"]
 

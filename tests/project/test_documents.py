@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.cli.main import build_parser
-from sonicmoe_hf.cli.main import main as run_command
-from sonicmoe_hf.cli.run import split_program
-from sonicmoe_hf.demo import corpus
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.patching.patch import patch_state
+from sonicmoe_hf.tools.cli.main import build_parser
+from sonicmoe_hf.tools.cli.main import main as run_command
+from sonicmoe_hf.tools.cli.run import split_program
+from sonicmoe_hf.tools.demo import corpus
 
 pytestmark = pytest.mark.pinned
 

@@ -14,9 +14,9 @@ from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.cli.main import main as command
-from sonicmoe_hf.demo import corpus, run
 from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.tools.cli.main import main as command
+from sonicmoe_hf.tools.demo import corpus, run
 
 TINY = [
     "--batch-size",

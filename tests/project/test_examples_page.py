@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.cli.main import main as command
-from sonicmoe_hf.demo import corpus
 from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.tools.cli.main import main as command
+from sonicmoe_hf.tools.demo import corpus
 
 pytestmark = pytest.mark.pinned
 QUESTIONS = [f"what does the {animal} do?" for animal in ("fox", "dog", "cat", "owl")] * 4

@@ -41,7 +41,7 @@ for name, folder, path, code in json.loads(sys.stdin.read()):
     else:
         os.waitpid(child, 0)
 """
-IMPORTS = "import sonicmoe_hf, sonicmoe_hf.kernels.eager, sonicmoe_hf.model_patches, sonicmoe_hf.demo"
+IMPORTS = "import sonicmoe_hf, sonicmoe_hf.kernels.eager, sonicmoe_hf.model_patches, sonicmoe_hf.tools.demo"
 WHERE = f"{IMPORTS}; print(*sonicmoe_hf.kernels.__path__)"
 
 
@@ -159,7 +159,7 @@ def told(installed, with_kernels, sources, tmp_path_factory):
     as_module = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
     qwen3 = "import transformers, sys; transformers.Qwen3MoeForCausalLM; assert 'kernels.layer' in sys.modules"
     example = "import sys; sys.argv[1:] = ['--help']; exec(open('wheel').read().partition('\\n')[2])"
-    printing = "from sonicmoe_hf.cli.main import main; main(['example', 'qlora'])"
+    printing = "from sonicmoe_hf.tools.cli.main import main; main(['example', 'qlora'])"
     programs = [
         ("", "", [], "import torch._dynamo, torch.distributed.tensor"),
         ("before Transformers", ROOT, [ROOT], f"import sonicmoe_hf; {ASK}; {NATIVE}"),

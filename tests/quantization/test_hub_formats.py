@@ -41,9 +41,9 @@ from sonicmoe_hf import (
     patch_model,
     quantize_experts,
 )
-from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.formats import HUB
 from sonicmoe_hf.kernels.quantized import quantize
+from sonicmoe_hf.tools.cli.main import main
 
 SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}

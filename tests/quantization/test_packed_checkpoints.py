@@ -18,8 +18,8 @@ from sonicmoe_hf import (
     merge_adapter,
     quantize_experts,
 )
-from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.tools.cli.main import main
 
 SIZES = {family: {**OF_64[family], "num_hidden_layers": 2} for family in ("qwen3_moe", "gpt_oss")}
 BATCH = batch(2, 8)

@@ -27,7 +27,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
-from sonicmoe_hf.demo.corpus import standard_library
+from sonicmoe_hf.tools.demo.corpus import standard_library
 
 with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 

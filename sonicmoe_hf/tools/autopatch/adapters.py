@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..lora.config import experts_targets, patterns, quiet_false_alarms, refuse_what_parameters_cannot
+from ...lora.config import experts_targets, patterns, quiet_false_alarms, refuse_what_parameters_cannot
 
 REMEDY = "have the program set it to 0 or leave it out, or leave out --adapt-experts"
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..layer import backends
-from ..layer.packed_weight import PackedWeight
-from ..patching.patch import PatchReport, patch_state
-from ..patching.support import every_experts, supports
+from ...layer import backends
+from ...layer.packed_weight import PackedWeight
+from ...patching.patch import PatchReport, patch_state
+from ...patching.support import every_experts, supports
 
 
 def _dtype(weight: torch.Tensor) -> torch.dtype:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import DoctorError
-from ..kernels.quantized import FORMATS
+from ...errors import DoctorError
+from ...kernels.quantized import FORMATS
 from .memory import GIB, Memory, Training, memory, stored_bytes
 from .sizes import ModelSizes
 

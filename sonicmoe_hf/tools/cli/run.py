@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...kernels.quantized import FORMATS
+from ...layer.config import SAVE_POLICIES
 from ..autopatch.program import run_program
 from ..autopatch.settings import ROUTINGS, RunSettings
-from ..kernels.quantized import FORMATS
-from ..layer.config import SAVE_POLICIES
 from .command import at_least, command, option
 
 OPTIONS = (  # each takes a value

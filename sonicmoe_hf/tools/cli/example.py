@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .command import command, option
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples"
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
 SHARED = re.compile(r'^(\s*"?)from (?:finetune|shared) import .*?(\\n",)?$', re.MULTILINE)  # also in a notebook
 FIND_SHARED = "import os, sys, sonicmoe_hf; sys.path.append(os.path.join(sonicmoe_hf.__path__[0], 'examples'))"
 OTHERS = {

@@ -6,9 +6,9 @@ import argparse
 import json
 import time
 
-from ..errors import CheckpointError
-from ..lora.engines import ENGINES
-from ..model_patches import NATIVE_FAMILIES
+from ...errors import CheckpointError
+from ...lora.engines import ENGINES
+from ...model_patches import NATIVE_FAMILIES
 from .bar import progress
 from .command import command, json_option, option
 
@@ -54,8 +54,8 @@ def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: boo
     bit; a folder with a LoRA adapter is converted too, also to what inference engines load. The result appears whole or
     not at all. Exit code: 0 if it is there, 2 if nothing was written.
     """
-    from ..checkpoints.convert import convert_checkpoint
-    from ..lora.convert import is_adapter
+    from ...checkpoints.convert import convert_checkpoint
+    from ...lora.convert import is_adapter
 
     given = {name: value for name, value in of_models.items() if value is not None}
     if is_adapter(src):
@@ -75,7 +75,7 @@ def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: boo
 def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, verify: bool) -> int:
     from rich.console import Console
 
-    from ..lora.convert import run_adapter_conversion
+    from ...lora.convert import run_adapter_conversion
 
     converted = run_adapter_conversion(src, dst, layout, trained_on=trained_on, verify=verify)
     console = Console(highlight=False, soft_wrap=True)
@@ -107,7 +107,7 @@ def merge(base: str, adapter: str, dst: str, **options) -> int:
     (target_parameters) and on linear layers. The result appears whole or not at all. Exit code: 0 if it is there, 2 if
     nothing was written.
     """
-    from ..lora.merge import merge_adapter
+    from ...lora.merge import merge_adapter
 
     given = {name: value for name, value in options.items() if value is not None}
     return _write("merging", merge_adapter, base, adapter, dst, **given)
@@ -123,7 +123,7 @@ def inspect(path: str, revision: str | None, as_json: bool) -> int:
     """Reads the config and the headers of a checkpoint (folder or hub id) and checks them against each other. Exit code:
     0 if it can be converted, 2 if not.
     """
-    from ..checkpoints.inspect import inspect_checkpoint
+    from ...checkpoints.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(path, revision)
     if as_json:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention.models import has_sinks
-from ..checkpoints.config_only import build_on_meta
-from ..errors import DoctorError
-from ..formats.declared import declared_quantization
-from ..layer.experts_module import matrix_shape, weight_names
-from ..patching.support import LayerSupport, check_accelerated, find_layers
+from ...attention.models import has_sinks
+from ...checkpoints.config_only import build_on_meta
+from ...errors import DoctorError
+from ...formats.declared import declared_quantization
+from ...layer.experts_module import matrix_shape, weight_names
+from ...patching.support import LayerSupport, check_accelerated, find_layers
 
 DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
 MIXERS = (

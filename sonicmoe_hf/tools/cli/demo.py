@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from ..layer.config import ROUNDINGS
+from ...layer.config import ROUNDINGS
 from .command import at_least, command, option
 
 PACKAGES = ("accelerate", "matplotlib")

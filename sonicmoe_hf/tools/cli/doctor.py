@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ..attention.models import describe_attention
-from ..checkpoints.config_only import build_on_meta
-from ..errors import CheckpointError
-from ..formats.declared import Declared, declared_quantization
-from ..layer import backends
-from ..layer.config import TokenRounding
-from ..layer.experts_module import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
-from ..patching.experts import experts_facts, sizes_of
-from ..patching.layer_ranges import LayerRange, collapse
-from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
-from ..private.versions import untested_versions, versions
+from ...attention.models import describe_attention
+from ...checkpoints.config_only import build_on_meta
+from ...errors import CheckpointError
+from ...formats.declared import Declared, declared_quantization
+from ...layer import backends
+from ...layer.config import TokenRounding
+from ...layer.experts_module import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
+from ...patching.experts import experts_facts, sizes_of
+from ...patching.layer_ranges import LayerRange, collapse
+from ...patching.support import REMEDIES, LayerSupport, supported_layers, supports
+from ...private.versions import untested_versions, versions
 from .command import at_least, command, json_option, option
 from .warmup import placement
 

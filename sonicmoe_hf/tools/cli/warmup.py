@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoints.config_only import build_on_meta
-from ..errors import WarmupError
-from ..kernels.activation import ACTIVATIONS
-from ..layer import backends
-from ..layer.config import LAYOUTS, check_order
-from ..layer.moe_experts import Activation
-from ..patching.experts import experts_facts, sizes_of
-from ..patching.support import supported_layers, supports
+from ...checkpoints.config_only import build_on_meta
+from ...errors import WarmupError
+from ...kernels.activation import ACTIVATIONS
+from ...layer import backends
+from ...layer.config import LAYOUTS, check_order
+from ...layer.moe_experts import Activation
+from ...patching.experts import experts_facts, sizes_of
+from ...patching.support import supported_layers, supports
 from .bar import progress
 from .command import MAX_DIGITS, at_least, command, option
 
@@ -141,14 +141,14 @@ def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind
 
 def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
     """The functions (kernels/interface.py) that run on the Triton kernels on a Hopper GPU too; triton is installed."""
-    from ..kernels.hopper.variants import on_triton
+    from ...kernels.hopper.variants import on_triton
 
     return on_triton(hidden, inner, activation)
 
 
 def placement(hidden: int, inner: int, activation: Activation) -> str:
     """Which of a layer's products run on the Hopper kernels, in words; triton is installed."""
-    from ..kernels.triton.config import FEW
+    from ...kernels.triton.config import FEW
 
     functions = on_triton(hidden, inner, activation)
     sizes = f"H={hidden}, I={inner}"
@@ -174,7 +174,7 @@ def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, 
     """
     if obstacle := backends.missing_for_hopper():
         raise WarmupError(f"the Hopper kernels cannot be compiled here: {obstacle}")
-    from ..kernels.hopper.variants import variants
+    from ...kernels.hopper.variants import variants
 
     wanted: dict[tuple[str, tuple], None] = {}
     for kind in kinds:
@@ -185,14 +185,14 @@ def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, 
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept."""
-    from ..kernels.hopper import cache
+    from ...kernels.hopper import cache
 
     return cache.folder()
 
 
 def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator[Outcome]:
     """Compile the kernels, (function of kernels/hopper/compiled.py, its parameters), that the cache does not have."""
-    from ..kernels.hopper import cache
+    from ...kernels.hopper import cache
 
     if reason := cache.why_untrusted():
         raise WarmupError(reason)
@@ -224,7 +224,7 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
 
 
 def _compile(name: str, parameters: tuple) -> float:
-    from ..kernels.hopper import compiled
+    from ...kernels.hopper import compiled
 
     began = time.perf_counter()
     getattr(compiled, name)(*parameters)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from ..layer.config import ROUNDINGS, TokenRounding
+from ...layer.config import ROUNDINGS, TokenRounding
 
 VARIABLE = "SONICMOE_HF_RUN"
 ROUTINGS = ("top_k", "token_rounding", *ROUNDINGS)

@@ -12,7 +12,7 @@ import sys
 from importlib.machinery import PathFinder
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.abspath(os.path.join(HERE, *[os.pardir] * 3))  # what holds the package sonicmoe_hf
+ROOT = os.path.abspath(os.path.join(HERE, *[os.pardir] * 4))  # what holds the package sonicmoe_hf
 
 
 def load(name, folders):
@@ -28,7 +28,7 @@ def session():
     """What patches and reports the models of this process."""
     if "sonicmoe_hf" not in sys.modules:
         load("sonicmoe_hf", [ROOT])  # the one that the command is of, also where another is installed
-    from sonicmoe_hf.autopatch.session import session
+    from sonicmoe_hf.tools.autopatch.session import session
 
     return session()
 

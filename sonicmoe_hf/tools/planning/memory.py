@@ -25,7 +25,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from ..streaming.memory import packed_nbytes
+from ...streaming.memory import packed_nbytes
 from .sizes import ModelSizes, Projection
 
 GIB = 2**30

@@ -16,13 +16,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..attention.models import take_sinks
-from ..formats.quantizer import mark_model_packed
-from ..formats.shares import hide_when_split, show
-from ..formats.state import hold_packed, local_part
-from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
-from ..layer.packed_weight import PackedWeight
-from ..streaming.placement import Placement
+from ...attention.models import take_sinks
+from ...formats.quantizer import mark_model_packed
+from ...formats.shares import hide_when_split, show
+from ...formats.state import hold_packed, local_part
+from ...layer.experts_module import is_transposed, matrix_shape, packable, row_order
+from ...layer.packed_weight import PackedWeight
+from ...streaming.placement import Placement
 from .random_bytes import random_packed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..layer import backends
+from ...layer import backends
 
 YES_OR_NO = {True: "[green]yes[/]", False: "[red]no[/]"}
 

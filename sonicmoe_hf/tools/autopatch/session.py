@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 
-from ..errors import UnsupportedModelError
-from ..kernels.announce import is_first_rank
-from ..patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
-from ..patching.quantize import FOR_FILE, with_packed_experts
-from ..patching.support import every_experts
+from ...errors import UnsupportedModelError
+from ...kernels.announce import is_first_rank
+from ...patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
+from ...patching.quantize import FOR_FILE, with_packed_experts
+from ...patching.support import every_experts
 from .report import describe
 from .settings import RunSettings, from_environment
 
@@ -125,8 +125,8 @@ class Session:
         Raises:
             ValueError: token rounding in a trainer of reinforcement learning or preference optimization.
         """
-        from ..trainer.callbacks import attach
-        from ..trainer.policy_trainers import check_no_policy_trainer
+        from ...trainer.callbacks import attach
+        from ...trainer.policy_trainers import check_no_policy_trainer
 
         try:
             patched = isinstance(trainer.model, nn.Module) and is_patched(trainer.model)

@@ -8,8 +8,8 @@ import io
 import json
 import sys
 
-from .. import __version__
-from ..errors import DoctorError, WarmupError
+from ... import __version__
+from ...errors import DoctorError, WarmupError
 from .checkpoints import convert, inspect, merge
 from .demo import demo
 from .doctor import doctor

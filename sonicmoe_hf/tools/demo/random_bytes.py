@@ -9,9 +9,9 @@ import math
 
 import torch
 
-from ..kernels.minifloat import E2M1_VALUES, from_e4m3
-from ..kernels.nf4 import NF4_VALUES, SCALE_OFFSET, SCALE_SCALES
-from ..kernels.quantized import Quantized, Shapes, quantize, stored_shapes
+from ...kernels.minifloat import E2M1_VALUES, from_e4m3
+from ...kernels.nf4 import NF4_VALUES, SCALE_OFFSET, SCALE_SCALES
+from ...kernels.quantized import Quantized, Shapes, quantize, stored_shapes
 
 E4M3_BELOW_NAN = 0x7F  # bytes of each sign that stand for numbers
 SPREAD = 0.25  # scales differ by at most this part of their mean

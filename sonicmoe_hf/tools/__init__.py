@@ -1,0 +1,1 @@
+"""Tools for people at the keyboard: the command line, planning, autopatch, the demo. What trains imports none of them."""
