@@ -6,8 +6,10 @@ E is the number of experts. Where a conversion takes each expert alone, so does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from ..errors import CheckpointError
+from ..private.transformers import missing_allowed
 
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
@@ -47,8 +52,9 @@ class _Shapes:
 class WeightGroup:
     """Weights of a checkpoint's files that become parameters of the model together.
 
-    sources: the weights' names by the converter's pattern, of experts in their order. targets: the parameters' names, in
-    the order of the converter's patterns. num_experts: E where experts are converted one by one; None otherwise.
+    sources: the weights' names by the converter's pattern, and by the number that stands for its "*". targets: the
+    parameters' names, in the order of the converter's patterns. num_experts: E where experts are converted one by one;
+    None otherwise.
     shapes: those of the weights. places: the experts whose own they are; None of one that holds all, or all are needed.
     order, is_transposed: of weights that hold all experts, the order of ORDERS in which their rows stand, and whether
     they are [E, in, out].
@@ -63,7 +69,7 @@ class WeightGroup:
         self._converter, self._config = converter, config
         patterns = [target] if converter is None else converter.target_patterns
         self.targets = [target.replace(patterns[0], pattern) for pattern in patterns]
-        self.sources: dict[str, list[str]] = {}
+        self.sources: dict[str, dict[int, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.places: dict[str, int | None] = {}
         self._of_targets: dict[str, tuple[int, ...]] = {n: tuple(state[n].shape) for n in self.targets if n in state}
@@ -73,12 +79,20 @@ class WeightGroup:
         self.is_transposed = converter is None and is_3d and config.model_type in TRANSPOSED
         self._is_checked = False
 
-    def add(self, pattern: str, name: str, shape: tuple[int, ...]) -> None:
-        """One weight more, of this shape, which the converter's pattern stands for."""
-        names = self.sources.setdefault(pattern, [])
-        self.places[name] = len(names) if "*" in pattern and self.num_experts else None
+    def add(self, pattern: str, name: str, shape: tuple[int, ...], number: int = 0) -> None:
+        """Add a weight of this shape, which the converter's pattern stands for, with this number for its "*"."""
+        self.places[name] = number if "*" in pattern and self.num_experts else None
         self.shapes[name] = tuple(shape)
-        names.append(name)
+        self.sources.setdefault(pattern, {})[number] = name
+
+    def missing(self) -> str | None:
+        """Say which weight is not there, of those that the model's parameters are made of; None where all are."""
+        for pattern in self._converter.source_patterns if self._converter else ():
+            there = self.sources.get(pattern, {})
+            wanted = range(self.num_experts or max(there, default=0) + 1) if "*" in pattern else (0,)
+            if (lacking := next((number for number in wanted if number not in there), None)) is not None:
+                return f"{pattern.replace('*', str(lacking))} of {self.targets[0]}"
+        return None
 
     def needed(self, expert: int | None) -> dict[str, int | None]:
         """By name, the weights that make the parameters, or one expert of them, and the expert to take of those that hold
@@ -124,7 +138,7 @@ class WeightGroup:
 
     def _names(self, expert: int | None) -> dict[str, list[str]]:
         return {
-            pattern: [names[expert]] if expert is not None and "*" in pattern else names
+            pattern: [names[expert]] if expert is not None and "*" in pattern else [names[n] for n in sorted(names)]
             for pattern, names in self.sources.items()
         }
 
@@ -191,5 +205,26 @@ def weight_groups(model: PreTrainedModel, weights: Shapes) -> list[WeightGroup]:
             if target not in groups:
                 converter = None if pattern is None else deepcopy(by_pattern[pattern])
                 groups[target] = WeightGroup(converter, target, state, model.config)
-            groups[target].add(pattern or name, name, weights[name])
+            groups[target].add(pattern or name, name, weights[name], _number(name, pattern, renamings))
     return list(groups.values())
+
+
+def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> int:
+    """The number in a weight's name that stands for the "*" of a converter's pattern; 0 where it has none."""
+    if pattern is None or "*" not in pattern:
+        return 0
+    renamed, _ = rename_source_key(name, renamings, [])
+    match = re.search(r"(\d+)" + pattern.rpartition("*")[2], renamed)
+    return int(match[1]) if match else 0
+
+
+def check_complete(model: PreTrainedModel, groups: Collection[WeightGroup], folder: Path) -> None:
+    """Raise CheckpointError where the weights of `groups`, those in `folder`, are not all that `model` has."""
+    there = {target for group in groups for target in group.targets}
+    tied = {b if a in there else a for a, b in model.all_tied_weights_keys.items()}
+    patterns = missing_allowed(model)
+    wanted = (name for name in model.state_dict() if name not in there and name not in tied)
+    missing = next((name for name in wanted if not any(re.search(pattern, name) for pattern in patterns)), None)
+    missing = missing or next(filter(None, (group.missing() for group in groups)), None)
+    if missing is not None:
+        raise CheckpointError(f"{folder}: {missing} is missing; download the checkpoint again, or save it whole")

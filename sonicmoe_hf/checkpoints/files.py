@@ -113,8 +113,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
     """Every tensor of the checkpoint in `folder`, from the headers of its files, those that the index names.
 
     Raises:
-        CheckpointError: no safetensors weights, a file missing or damaged, a tensor in two files, or an index beside a
-            model.safetensors that it does not name.
+        CheckpointError: no safetensors weights, a file or tensor missing or damaged, a tensor in two files, or an index
+            beside a model.safetensors that it does not name.
     """
     index = folder / INDEX_FILE
     if not index.exists():
@@ -141,4 +141,6 @@ def read_headers(folder: Path) -> dict[str, Header]:
                 f"{folder} has {name} in {by_name[name].file} and in {file}: remove the one that is out of date"
             )
         by_name |= headers
+    if lost := sorted(weight_map.keys() - by_name.keys()):
+        raise CheckpointError(f"{index} names {lost[0]}, which is in none of the files; download the checkpoint again")
     return by_name

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.atomic_folder import new_folder
 from ..checkpoints.config_only import build_on_meta
 from ..checkpoints.convert import Conversion, Target, own_target, target_of, write_checkpoint
-from ..checkpoints.converters import WITH_PEFT, WeightGroup, weight_groups
+from ..checkpoints.converters import WITH_PEFT, WeightGroup, check_complete, weight_groups
 from ..checkpoints.files import ADAPTER_CONFIG
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
@@ -92,7 +92,9 @@ def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: 
         return target_of(source, layout or ("hub" if quantize else own), quantize=quantize, changed=merged)
     model = build_on_meta(str(stored.folder))
     shapes = {name: weight.shape for name, weight in stored.weights.items()}
-    groups = {target: group for group in weight_groups(model, shapes) for target in group.targets}
+    found = weight_groups(model, shapes)
+    check_complete(model, found, stored.folder)
+    groups = {target: group for group in found for target in group.targets}
     return own_target(stored, groups, Merged(stored, model, adapter, groups), (family, own, own), keeps)
 
 

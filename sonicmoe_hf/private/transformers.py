@@ -119,6 +119,11 @@ def ignored_on_load(model) -> list[str]:
     return list(model._keys_to_ignore_on_load_unexpected or ())
 
 
+def missing_allowed(model) -> list[str]:
+    """Patterns of the names that a checkpoint may lack."""
+    return list(model._keys_to_ignore_on_load_missing or ())
+
+
 def weight_conversions(model) -> list | None:
     """What from_pretrained did to a checkpoint and save_pretrained reverts; [] after fused ones, None without any."""
     return getattr(model, "_weight_conversions", None)

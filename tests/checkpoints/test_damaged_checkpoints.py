@@ -143,6 +143,8 @@ def test_index_and_files_must_agree(hub):
     assert_refused(hub, "which is not a file")
     rewrite_index(**{NORM: next(file for file in index["weight_map"].values() if file != index["weight_map"][NORM])})
     inspect_checkpoint(hub)  # as Transformers, which reads whole files
+    rewrite_index(lost=index["weight_map"][NORM])
+    assert_refused(hub, "names lost, which is in none of the files")
     index_file.write_text("[]")
     assert_refused(hub, "must be a JSON object")
     index_file.write_text('{"weight_map": 3}')

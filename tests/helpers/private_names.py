@@ -47,6 +47,7 @@ USED = {  # the name, or "place: what its source sets"
     "transformers.PreTrainedModel._can_record_outputs": "router_logits of native models",
     "transformers.PreTrainedModel._init_weights": "initial weights of native models",
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "dtypes of converted checkpoints",
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_missing": "what checkpoints may lack",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "what checkpoints may hold",
     "transformers.PreTrainedModel._load_pretrained_model": "restoring experts from checkpoints",
     "transformers.modeling_utils.LoadStateDictConfig": "restoring experts from checkpoints",

@@ -170,10 +170,29 @@ def test_what_cannot_be_written_back_is_named_with_the_remedy(tmp_path, monkeypa
             match = r"layers.0.mlp.experts.gate_up_proj cannot be written back .*unload"
             with pytest.raises(CheckpointError, match=match):
                 merge_adapter(*folders)
-    edit_tensors(tmp_path / "base", {"model.layers.1.self_attn.q_proj.weight": None})
-    match = r"layers.1.self_attn.q_proj.weight, .* comes from no weight in .*unload"
+    assert not (tmp_path / "merged").exists()
+
+
+EXPERTS = "model.layers.1.block_sparse_moe.experts"
+
+
+@pytest.mark.parametrize(
+    "lost, match",
+    [
+        ([f"{EXPERTS}.3.w3.weight"], r"experts.3.w3.weight of model.layers.1.mlp.experts.gate_up_proj is missing"),
+        ([f"{EXPERTS}.3.w{n}.weight" for n in (1, 2, 3)], "experts.3.w1.weight of .*gate_up_proj is missing"),
+        ([f"{EXPERTS}.7.w2.weight"], "experts.7.w2.weight of .*down_proj is missing"),
+        (["model.norm.weight"], "model.norm.weight is missing"),
+    ],
+    ids=["one matrix of an expert", "an expert", "the last expert's", "what no adapter changes"],
+)
+def test_a_base_that_lacks_weights_is_refused_by_their_names(lost, match, tmp_path):
+    """The adapters of an expert that is missing would otherwise be added to the next ones."""
+    model = saved("mixtral", tmp_path)
+    adapt(load(tmp_path / "base", type(model)), tmp_path / "adapter")
+    edit_tensors(tmp_path / "base", dict.fromkeys(lost))
     with pytest.raises(CheckpointError, match=match):
-        merge_adapter(*folders)
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
