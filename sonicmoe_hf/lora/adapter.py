@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,35 +20,35 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoints.converters import WITH_PEFT
-from ..checkpoints.files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
+from ..checkpoints.files import headers_of, opened, refuse_model_beside_adapter
 from ..checkpoints.layouts import NATIVE_NAMES, NATIVE_PREFIX
 from ..errors import CheckpointError
 from ..kernels.factors import by_expert
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..model_patches import NATIVE_FAMILIES
 from ..patching.experts import experts_facts
-from .factors import Factors, fused_gate_up, interchanged, scale_of, stacked
+from .factors import Factors, fused_gate_up, interchanged, stacked
 from .hub_names import HubNames
 from .rules import (
     ADAPTER_WEIGHTS,
     KEY,
     NATIVE_ORDER,
     PREFIX,
-    check_factors,
+    AdapterConfig,
     is_target_parameter,
-    read_adapter_config,
-    resolved,
+    name_in_trained_model,
     without_wrappers,
 )
 
+SHOWN = 4  # of the names in an error
 EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
 PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 MIXED = "{path} has factors of {name} for all experts and for single ones: the file mixes two forms"
 TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it
 
 
-class _Lazy(UserDict):
-    """A mapping of functions, which gives what they return."""
+class LazyMapping(UserDict):
+    """A mapping whose values are functions: looking one up calls it and returns its result."""
 
     def __getitem__(self, name: str) -> Any:
         return self.data[name]()
@@ -60,8 +60,8 @@ class Adapter(NamedTuple):
     Names are those of the model's own parameters ("model.layers.0.mlp.experts.gate_up_proj"), rows in the order of the
     model's own weights. Values are read when they are looked up, so that one weight's factors at a time need memory.
 
-    config: adapter_config.json. factors: of each adapted weight. replaced: tensors that take a weight's place
-    (modules_to_save, and the base's own embeddings and head, which PEFT saves beside adapters of these).
+    config: the entries of adapter_config.json. factors: of each adapted weight. replaced: tensors that take a weight's
+    place (modules_to_save, and the base's own embeddings and head, which PEFT saves beside adapters of these).
     """
 
     config: dict
@@ -70,22 +70,24 @@ class Adapter(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path, model: PreTrainedModel) -> Adapter:
-        """The adapter in `folder`, trained on `model` or on the model of the same weights in the other layout, or on the
-        text model inside it. The model may be on the meta device.
+        """Read the adapter in `folder`, trained on `model`, on the model of the same weights in the other layout, or on
+        the text model inside it. The model may be on the meta device.
 
         Raises:
-            CheckpointError: it is not plain LoRA, a factor is missing or unknown, or a shape is not that of the rank and
-                the weight; the message names what, and the remedy.
+            CheckpointError: it is not plain LoRA; something that its config names is missing, or the model has no place
+                for a tensor; or a shape is not that of the rank and the weight. The message names what, and the remedy.
         """
         refuse_model_beside_adapter(folder)
-        config = read_adapter_config(folder / ADAPTER_CONFIG)
+        config = AdapterConfig(folder)
         reader = _Reader(folder / ADAPTER_WEIGHTS, config, model)
-        return cls(config, _Lazy(reader.factors()), _Lazy(reader.replaced))
+        return cls(config.entries, LazyMapping(reader.factors()), LazyMapping(reader.replaced))
 
 
-class _Place(NamedTuple):
-    """What a pair of factors in the file is of: a weight of the model; or, of one that holds all experts, one expert's
-    part (PROJECTIONS). trained: what the model that was trained calls it."""
+class _Adapted(NamedTuple):
+    """A weight that one pair of factors in the file is for, or one expert's part of a weight that holds all experts.
+
+    weight: its name in the model. trained: in the model that was trained. part, expert: of PROJECTIONS, and the number.
+    """
 
     weight: str
     trained: str
@@ -97,55 +99,58 @@ class _Place(NamedTuple):
         """The module that has the weight."""
         return self.weight.rpartition(".")[0]
 
-
-class _Pair(NamedTuple):
-    """Where the factors of a place are in the file."""
-
-    a: str
-    b: str
-    scale: float
+    @property
+    def parameter(self) -> str:
+        """The weight's name in its module."""
+        return self.weight.rpartition(".")[2]
 
 
 class _Reader:
-    """The tensors of a file, each given its place in the model."""
+    """The tensors of a file by the weights of the model that they are for."""
 
-    def __init__(self, path: Path, config: dict, model: PreTrainedModel):
-        self.path, self.config, self.config_path = path, config, path.with_name(ADAPTER_CONFIG)
-        self.headers = headers_of(path)
+    def __init__(self, path: Path, config: AdapterConfig, model: PreTrainedModel):
+        self.path, self.config, self.headers = path, config, headers_of(path)
+        self.stored: dict[str, str] = {}  # by the name in the trained model, that in the file
+        for name in self.headers:
+            if (other := self.stored.setdefault(name_in_trained_model(name), name)) != name:
+                raise CheckpointError(
+                    f"{path} has {name} and {other}, which are one name; keep the one that was trained"
+                )
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.experts = {name: module for name, module in self.modules.items() if is_experts(module)}
-        self.native = self._trained_on_native()
-        family = NATIVE_FAMILIES.get(model.config.model_type.removeprefix(NATIVE_PREFIX))
+        self.native = self._is_trained_on_native()
+        self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
+        family = NATIVE_FAMILIES.get(self.family)
         self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
         self.decoder = decoder_name(model)
         self.by_hub_name = self._by_hub_name(model)
         self.trained_decoder = self._trained_decoder()
+        modules = {match["module"] for match in map(KEY.match, self.stored) if match}
+        by_hub_name = any(name not in self.modules and name in self.by_hub_name for name in modules)
+        self.hub_names = {name: hub for hub, name in self.by_hub_name.items()} if by_hub_name else {}
+        self.state = model.state_dict()
         self.replaced: dict[str, Callable[[], torch.Tensor]] = {}
-        self.sides: dict[_Place, dict[str, str]] = {}  # the names of lora_A and lora_B
-        state = model.state_dict()
-        for name in self.headers:
-            self._put(name, state)
-        single = {place.module for place in self.sides if place.part is not None}
-        for module in single & {place.module for place in self.sides if place.part is None}:
+        self.sides: dict[_Adapted, dict[str, str]] = {}  # the names of lora_A and lora_B in the file
+        for key, name in self.stored.items():
+            self._assign(key, name)
+        single = {adapted.module for adapted in self.sides if adapted.part is not None}
+        for module in single & {adapted.module for adapted in self.sides if adapted.part is None}:
             raise CheckpointError(MIXED.format(path=path, name=module))
-        for name in self.experts if not single else ():  # whose factors must be there, as target_parameters names them
-            for place in self._adapted(name):
-                self.sides.setdefault(place, {})
+        self._check_complete(bool(single))
         if not (self.sides or self.replaced):
             raise CheckpointError(f"{path} has no weights")
 
-    def _trained_on_native(self) -> bool:
-        targets = self.config.get("target_parameters") or []
+    def _is_trained_on_native(self) -> bool:
+        targets = self.config.entries.get("target_parameters") or []
         last = {target.rpartition(".")[2] for target in targets}
         if last & set(NATIVE_NAMES) and last & set(NATIVE_ORDER):
-            raise CheckpointError(f"{self.config_path}: target_parameters {targets} name experts of both layouts")
+            raise CheckpointError(f"{self.config.path}: target_parameters {targets} name experts of both layouts")
         return bool(last & set(NATIVE_ORDER))
 
     def _by_hub_name(self, model: PreTrainedModel) -> dict[str, str]:
-        """The names of linear and experts modules in the model, by the hub's."""
+        """Return the names of linear and experts modules in the model, by the hub's."""
         hub = HubNames(model)
-        own = [name for name, module in self.modules.items() if module._parameters]
-        names = {hub.module(name): name for name in own}
+        names = {hub.module(name): name for name, module in self.modules.items() if module._parameters}
         for name, module in self.experts.items():
             for parameter in module._parameters:
                 for template in hub.per_expert(f"{name}.{parameter}"):
@@ -153,9 +158,9 @@ class _Reader:
         return names
 
     def _trained_decoder(self) -> str:
-        """What the class that was trained calls the model's decoder."""
-        for name in self.headers:
-            match = TEXT_MODEL.match(key := without_wrappers(name.removeprefix(PREFIX)))
+        """Return what the class that was trained calls the model's decoder."""
+        for name in self.stored:
+            match = TEXT_MODEL.match(key := without_wrappers(name))
             if match and match[1] != self.decoder:
                 module = key.partition(".lora_")[0]
                 ours = f"{self.decoder}.{module[match.end() :]}"
@@ -164,7 +169,7 @@ class _Reader:
         return self.decoder
 
     def _in_model(self, module: str) -> str:
-        """What the model calls a module that the adapter calls so."""
+        """Return the model's name of a module that the adapter calls so."""
         if self.trained_decoder != self.decoder and module.startswith(f"{self.trained_decoder}."):
             module = self.decoder + module.removeprefix(self.trained_decoder)
         return module if module in self.modules else self.by_hub_name.get(module, module)
@@ -176,7 +181,7 @@ class _Reader:
         return name
 
     def _parameters(self, module: str) -> dict[str, str]:
-        """The parameters of a module, as the model that was trained declares them: their names there and here."""
+        """Return the parameters of a module in the order of the trained model's: their names there and here."""
         own = [name for name, parameter in self.modules[module]._parameters.items() if parameter is not None]
         if module not in self.experts or is_native(self.modules[module]) == self.native:
             return {name: name for name in own}
@@ -184,132 +189,197 @@ class _Reader:
         here = {native: hub for hub, native in NATIVE_NAMES.items()} if self.native else NATIVE_NAMES
         return {name: here[name] for name in order if here[name] in own}
 
-    def _adapted(self, module: str) -> list[_Place]:
-        """The parameters of a module that target_parameters names, the innermost wrapper's first."""
+    def _target_parameters(self, module: str) -> list[_Adapted]:
+        """Return the parameters of a module that target_parameters names, the innermost wrapper's first."""
         trained, names = self._as_trained(module), self._parameters(module).items()
-        places = [_Place(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
-        return [place for place in places if is_target_parameter(place.trained, self.config)]
+        adapted = [_Adapted(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
+        return [each for each in adapted if is_target_parameter(each.trained, self.config.entries)]
 
-    def _put(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Put the tensor `name` where it belongs."""
-        key = name.removeprefix(PREFIX)
+    def _assign(self, key: str, name: str) -> None:
+        """Find what the tensor `name` of the file is for; `key` is its name in the trained model."""
         match = KEY.match(key)
         if match is None:
-            self._put_replacement(name, without_wrappers(key), state)
+            self._assign_replacement(name, without_wrappers(key))
+        elif (adapted := self._adapted(match["module"], match["depth"].count("base_layer."))) is None:
+            raise self._unknown(name, match["module"])
         else:
-            place = self._place(match["module"], match["depth"].count("base_layer."), state)
-            if place is None:
-                raise self._unknown(name, match["module"])
-            self.sides.setdefault(place, {})[match["side"]] = name
+            self.sides.setdefault(adapted, {})[match["side"]] = name
 
-    def _place(self, trained: str, depth: int, state: Mapping[str, torch.Tensor]) -> _Place | None:
-        """What the wrapper at this depth around a module of the trained model adapts."""
+    def _adapted(self, trained: str, depth: int) -> _Adapted | None:
+        """Return what the wrapper at this depth around a module of the trained model adapts."""
         module, single = self._in_model(trained), EXPERT.match(trained)
         if module in self.modules:
-            places = self._adapted(module)
-            if depth < len(places):
-                return places[-1 - depth]
-            if module not in self.experts and not depth and f"{module}.weight" in state:
-                return _Place(f"{module}.weight", f"{self._as_trained(module)}.weight")
+            adapted = self._target_parameters(module)
+            if depth < len(adapted):
+                return adapted[-1 - depth]
+            if module not in self.experts and not depth and f"{module}.weight" in self.state:
+                return _Adapted(f"{module}.weight", f"{self._as_trained(module)}.weight")
         elif single and (experts := self._in_model(single["experts"])) in self.experts and not depth:
-            return self._place_of_expert(experts, single["projection"], int(single["expert"]), trained)
+            return self._adapted_expert(experts, single["projection"], int(single["expert"]), trained)
         return None
 
-    def _place_of_expert(self, name: str, projection: str, expert: int, trained: str) -> _Place:
+    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> _Adapted:
         module, part = self.modules[name], PROJECTIONS.get(projection)
         if part is None or (part == "gate" and not has_gate(module)):
-            raise CheckpointError(f"{self.path}: {trained} is no expert's projection of the model")
+            raise CheckpointError(
+                f"{self.path}: {trained} is no expert's projection of the model; {', '.join(PROJECTIONS)} are"
+            )
         parameter = weight_names(module)[part == "down"]
         num_experts, *_ = _product_shape(module, parameter)
         if num_experts is None or expert >= num_experts:
             raise CheckpointError(f"{self.path}: {trained} is of expert {expert}, but there are {num_experts}")
-        return _Place(f"{name}.{parameter}", f"{trained}.weight", part, expert)
+        return _Adapted(f"{name}.{parameter}", f"{trained}.weight", part, expert)
 
     def _unknown(self, name: str, module: str) -> CheckpointError:
-        keys = (KEY.match(other.removeprefix(PREFIX)) for other in self.headers)
+        keys = map(KEY.match, self.stored)
         if self._in_model(module) in self.experts and any(key and EXPERT.match(key["module"]) for key in keys):
             return CheckpointError(MIXED.format(path=self.path, name=name))
-        targets = ", ".join(self.config.get("target_parameters") or ()) or "none"
+        targets = ", ".join(self.config.entries.get("target_parameters") or ()) or "none"
+        experts = self._as_trained(next(iter(self.experts), "model.layers.0.mlp.experts"))
+        known = f"{PREFIX}{experts}.0.up_proj.lora_A.weight or, by target_parameters, {PREFIX}{experts}.lora_A.weight"
         return CheckpointError(
             f"{self.path}: {name} adapts nothing that the model has, by its config.json; target_parameters: {targets}. "
-            f"Give the model that it was trained on (merge: the base; convert: --trained-on, trained_on=), or {WITH_PEFT}"
+            "Give the model that it was trained on (merge: the base; convert: --trained-on, trained_on=), or rename its "
+            f"tensors: factors of experts, two-dimensional, are named {known}"
         )
 
-    def _put_replacement(self, name: str, weight: str, state: Mapping[str, torch.Tensor]) -> None:
+    def _assign_replacement(self, name: str, weight: str) -> None:
         module, _, parameter = weight.rpartition(".")
-        weight = f"{self._in_model(module)}.{parameter}"
-        if "lora_" in name or weight not in state:
+        module = self._in_model(module)
+        weight = f"{module}.{parameter}"
+        if "lora_" in name or weight not in self.state or module in self.experts:
             raise CheckpointError(
-                f"{self.path}: {name} is neither lora_A nor lora_B of a layer, nor a weight of the model; {WITH_PEFT}"
+                f"{self.path}: {name} is neither lora_A nor lora_B of a layer, nor the weight of a single layer; where "
+                f"PEFT saved it, {WITH_PEFT}"
             )
-        if self.headers[name].shape != tuple(state[weight].shape):
+        shape, expected = self.headers[name].shape, tuple(self.state[weight].shape)
+        if shape != expected:
             raise CheckpointError(
-                f"{self.path}: {name} has shape {self.headers[name].shape}, the base's {tuple(state[weight].shape)}; if "
-                "the vocabulary was resized, resize the base's and save it first"
+                f"{self.path}: {name} has shape {shape}, the base's {expected}; if the vocabulary was resized, resize "
+                "the base's and save it first"
             )
         self.replaced[weight] = lambda: self._tensor(name)
 
-    def factors(self) -> dict[str, Callable[[], Factors]]:
-        """How to make those of each adapted weight."""
-        pairs: dict[str, dict[_Place, _Pair]] = {}
-        for place, sides in self.sides.items():
-            pairs.setdefault(place.weight, {})[place] = self._pair(place, sides)
-        return {weight: partial(self._factors, own) for weight, own in pairs.items()}
+    def _check_complete(self, has_single: bool) -> None:
+        """Raise CheckpointError, with the names, where the file lacks what its config names: a layer, a rank's experts.
 
-    def _pair(self, place: _Place, sides: dict[str, str]) -> _Pair:
-        """Where factors are, with their scale: none is missing, and the shapes fit."""
-        module = self.modules[place.module]
-        num_experts, (size_out, size_in), is_transposed = _product_shape(module, place.weight.rpartition(".")[2])
-        if place.part is not None:
+        Args:
+        has_single: whether the file has factors for single experts, as all layers then do.
+        """
+        modules = [
+            name
+            for name in self.modules
+            if self.trained_decoder == self.decoder  # else of a text model, which may have had a head too
+            or name.startswith(f"{self.decoder}.")
+            or "." not in name
+        ]
+        present = {adapted._replace(trained="") for adapted in self.sides}
+        for module in modules:
+            for adapted in self._named_by_config(module, has_single):
+                if adapted._replace(trained="") not in present:
+                    self.sides[adapted] = {}
+        for side in "AB":
+            if missing := [adapted.trained for adapted, sides in self.sides.items() if side not in sides]:
+                raise self._lacks(f"lora_{side} of ", missing)
+        replaced = [name for name in modules if name and self.config.replaces_module(name)]
+        tensors = [f"{name}.{own}" for name in replaced for own in self.modules[name].state_dict()]
+        if missing := [name for name in tensors if name not in self.replaced]:
+            raise self._lacks("", missing)
+
+    def _lacks(self, what: str, names: list[str]) -> CheckpointError:
+        listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        return CheckpointError(
+            f"{self.path} has no {what}{listed}, though it is adapted: {self.config.path.name} names it. Save the whole "
+            "adapter again, or name there only what was trained (target_modules, target_parameters, modules_to_save)"
+        )
+
+    def _named_by_config(self, name: str, has_single: bool) -> Iterator[_Adapted]:
+        """Yield what PEFT adapts of a module under this config."""
+        if name in self.experts and has_single:
+            yield from self._named_experts(name)
+            return
+        adapted, trained = self._target_parameters(name), self._as_trained(name)
+        yield from adapted
+        is_layer = not adapted and name not in self.experts and f"{name}.weight" in self.state
+        if is_layer and self.config.adapts_module(self.hub_names.get(name, trained)):
+            yield _Adapted(f"{name}.weight", f"{trained}.weight")
+
+    def _named_experts(self, name: str) -> Iterator[_Adapted]:
+        """Yield the projections of single experts that target_modules names, by any name that they have."""
+        module = self.modules[name]
+        prefixes = {self._as_trained(name), *(hub for hub, own in self.by_hub_name.items() if own == name)}
+        for part in ("gate", "up", "down") if has_gate(module) else ("up", "down"):
+            parameter = weight_names(module)[part == "down"]
+            endings = [projection for projection, own in PROJECTIONS.items() if own == part]
+            for expert in range(_product_shape(module, parameter)[0] or 0):
+                keys = (f"{prefix}.{expert}.{ending}" for prefix in prefixes for ending in endings)
+                if key := next(filter(self.config.adapts_module, keys), None):
+                    yield _Adapted(f"{name}.{parameter}", f"{key}.weight", part, expert)
+
+    def factors(self) -> dict[str, Callable[[], Factors]]:
+        """Return the functions that read the factors of each adapted weight."""
+        weights: dict[str, list[_Adapted]] = {}
+        for adapted in self.sides:
+            self._check_shapes(adapted)
+            weights.setdefault(adapted.weight, []).append(adapted)
+        return {weight: partial(self._read_weight, own) for weight, own in weights.items()}
+
+    def _check_shapes(self, adapted: _Adapted) -> None:
+        """Raise CheckpointError where the shapes of a pair of factors are not those of its rank and weight."""
+        module = self.modules[adapted.module]
+        num_experts, (size_out, size_in), is_transposed = _product_shape(module, adapted.parameter)
+        if adapted.part is not None:
             num_experts = None
-            if place.part != "down" and has_gate(module):
+            if adapted.part != "down" and has_gate(module):
                 size_out //= 2
         may_be_swapped = num_experts is not None and num_experts > 1 and (self.native or not is_transposed)
-        if missing := {"A", "B"} - set(sides):
-            raise CheckpointError(f"{self.path} has no lora_{min(missing)} of {place.trained}, though it is adapted")
-        a, b, name = sides["A"], sides["B"], place.trained
-        if not is_target_parameter(name, self.config):
-            name = name.removesuffix(".weight")  # PEFT compares the name of a linear layer with patterns
-        rank = resolved(self.config, "rank_pattern", name, self.config_path)
-        alpha = resolved(self.config, "alpha_pattern", name, self.config_path)
-        shapes, sizes = (self.headers[a].shape, self.headers[b].shape), (size_out, size_in)
-        check_factors(place.trained, shapes, num_experts or 1, sizes, rank, self.config, self.path, may_be_swapped)
-        return _Pair(a, b, scale_of(rank, alpha, self.config))
+        shapes = tuple(self.headers[self.sides[adapted][side]].shape for side in "AB")
+        rank = self.config.rank(self._in_patterns(adapted))
+        self.config.check_factors(adapted.trained, shapes, num_experts or 1, (size_out, size_in), rank, may_be_swapped)
 
-    def _factors(self, pairs: dict[_Place, _Pair]) -> Factors:
-        """Those of one weight, in the order of its own rows."""
-        (place, pair), *_ = pairs.items()
-        module, parameter = self.modules[place.module], place.weight.rpartition(".")[2]
-        num_experts, _, is_transposed = _product_shape(module, parameter)
+    def _in_patterns(self, adapted: _Adapted) -> str:
+        """Return what PEFT compares with rank_pattern and alpha_pattern: a linear layer's name, or a parameter's."""
+        is_parameter = is_target_parameter(adapted.trained, self.config.entries)
+        return adapted.trained if is_parameter else adapted.trained.removesuffix(".weight")
+
+    def _read_weight(self, parts: list[_Adapted]) -> Factors:
+        """Read the factors of one weight, in the order of its own rows."""
+        adapted = parts[0]
+        module = self.modules[adapted.module]
+        num_experts, _, is_transposed = _product_shape(module, adapted.parameter)
         if num_experts is None:
-            return self._read(pair)
-        if place.part is not None:
-            return self._of_single_experts(module, num_experts, pairs)._replace(is_transposed=is_transposed)
-        stored = self._read(pair)
-        a, b = by_expert(stored.a, stored.b, num_experts)
-        factors = Factors(a, b, stored.scale, is_transposed)
-        is_first = place.module in self.experts and parameter == weight_names(module)[0]
+            return self._read_pair(adapted)
+        if adapted.part is not None:
+            return self._read_single_experts(module, num_experts, parts)._replace(is_transposed=is_transposed)
+        a, b, scale, _ = self._read_pair(adapted)
+        # Unsloth tells families apart by the folder that has the class of their experts
+        family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
+        if self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family):
+            b = b.unflatten(1, (num_experts, -1)).transpose(0, 1)
+        factors = Factors(*by_expert(a, b, num_experts), scale, is_transposed)
+        is_first = adapted.module in self.experts and adapted.parameter == weight_names(module)[0]
         if is_first and is_native(module) != self.native and not self.hub_is_interleaved:
             return interchanged(factors, interleaved=self.native)
         return factors
 
-    def _of_single_experts(self, module: nn.Module, num_experts: int, pairs: dict[_Place, _Pair]) -> Factors:
-        parts: dict[str, Factors] = {}
-        for part in {place.part: None for place in pairs if place.part is not None}:
-            own = {place.expert: self._read(pair) for place, pair in pairs.items() if place.part == part}
+    def _read_single_experts(self, module: nn.Module, num_experts: int, parts: list[_Adapted]) -> Factors:
+        factors: dict[str | None, Factors] = {}
+        for part in dict.fromkeys(adapted.part for adapted in parts):
+            own = {adapted.expert: self._read_pair(adapted) for adapted in parts if adapted.part == part}
             zero = next(iter(own.values())).unchanging()
-            parts[part] = stacked([own.get(expert, zero) for expert in range(num_experts)])
-        one = next(iter(parts.values()))
-        if "down" in parts or not has_gate(module):
+            factors[part] = stacked([own.get(expert, zero) for expert in range(num_experts)])
+        one = next(iter(factors.values()))
+        if "down" in factors or not has_gate(module):
             return one
-        gate, up = (parts.get(part) or one.unchanging() for part in ("gate", "up"))
+        gate, up = (factors.get(part) or one.unchanging() for part in ("gate", "up"))
         return fused_gate_up(gate, up, is_interleaved(module))
 
-    def _read(self, pair: _Pair) -> Factors:
-        return Factors(self._tensor(pair.a), self._tensor(pair.b), pair.scale)
+    def _read_pair(self, adapted: _Adapted) -> Factors:
+        a, b = (self._tensor(self.sides[adapted][side]) for side in "AB")
+        return Factors(a, b, self.config.scale(self._in_patterns(adapted)))
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the file, which is open meanwhile only: its mapped pages count as memory."""
+        """Read a tensor of the file, which is open meanwhile only: its mapped pages count as memory."""
         try:
             with opened(self.path) as handle:
                 return handle.get_tensor(name)
@@ -318,7 +388,7 @@ class _Reader:
 
 
 def decoder_name(model: PreTrainedModel) -> str:
-    """What the model calls its stack of layers of text."""
+    """Return the model's name of its stack of layers of text."""
     decoder = model.get_decoder()
     return next((name for name, module in model.named_modules() if name and module is decoder), "model")
 

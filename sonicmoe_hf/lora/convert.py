@@ -31,9 +31,9 @@ from ..checkpoints.plan import TARGETS
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter
-from .engines import ENGINES, engine_form
+from .engines import ENGINES, MERGED, engine_form
 from .peft_form import peft_form
-from .rules import ADAPTER_WEIGHTS, read_adapter_config
+from .rules import ADAPTER_WEIGHTS, AdapterConfig
 
 
 def is_adapter(path: str | os.PathLike) -> bool:
@@ -93,7 +93,9 @@ def run_adapter_conversion(
     """`convert_adapter`, and what a user should hear of it."""
     check_choice("layout", layout, (*TARGETS, *ENGINES))
     src, dst = expanded(src), new_folder(dst)
-    config = read_adapter_config(src / ADAPTER_CONFIG)
+    config = AdapterConfig(src).entries
+    if layout in ENGINES and (saved := config.get("modules_to_save")):
+        raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
     model = _model(_base_folder(src, config, trained_on) / CONFIG_FILE, native=layout == "native")
     adapter = Adapter.read(src, model)
     if layout in ENGINES:

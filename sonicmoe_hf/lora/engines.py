@@ -58,8 +58,6 @@ class EngineAdapter(NamedTuple):
 
 def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> None:
     """Raise CheckpointError, naming the remedy, where the adapter has what the engine refuses or leaves out."""
-    if saved := adapter.config.get("modules_to_save"):
-        raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
     decoder = f"{decoder_name(model)}."
     for name in (*adapter.factors, *adapter.replaced):
         *path, layer, parameter = name.split(".")

@@ -61,11 +61,6 @@ class Factors(NamedTuple):
         return not (self.a.any() or self.b.any())
 
 
-def scale_of(rank: float, alpha: float, config: dict) -> float:
-    """What PEFT multiplies a product by under this adapter_config.json."""
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
 def as_alpha(alpha: float) -> float:
     """`alpha`, as a whole number if it is one but for rounding."""
     whole = round(alpha)

@@ -13,6 +13,7 @@ from .adapter import Adapter
 from .factors import Factors, as_alpha, to_peft
 from .rules import PREFIX, endings
 
+UNSLOTH = ("unsloth_fixed", "lora_B_layout", "unsloth_fused_expert_lora")
 REPLACED_BY_TARGETS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 
@@ -28,11 +29,16 @@ def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
 def rewritten_config(
     config: dict, rank: int, alpha: float, target_modules: list[str], target_parameters: list[str], **patterns: dict
 ) -> dict:
-    """An adapter_config.json for other factors of the same adapter: the targets name all that is adapted, and scales are
-    alpha / rank. patterns: rank_pattern and alpha_pattern, for a file whose factors differ."""
+    """Return an adapter_config.json for other factors of the same adapter: the targets name all that is adapted, scales
+    are alpha / rank, and the order of columns is PEFT's.
+
+    patterns: rank_pattern and alpha_pattern, for a file whose factors differ.
+    """
+    mapping = config.get("auto_mapping") or {}
     return {
-        **config,
+        **{field: value for field, value in config.items() if field not in UNSLOTH},
         **dict.fromkeys(REPLACED_BY_TARGETS),
+        "auto_mapping": {key: value for key, value in mapping.items() if key not in UNSLOTH} or None,
         "r": rank,
         "lora_alpha": alpha,
         "use_rslora": False,

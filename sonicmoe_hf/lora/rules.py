@@ -1,4 +1,4 @@
-"""PEFT's own rules of LoRA: which parameters of experts it adapts, with which rank and alpha, by factors of which shape.
+"""PEFT's own rules of LoRA: what an adapter_config.json adapts, with which rank and scale, by factors of which shape.
 
 PEFT wraps a module once for every parameter of it that is adapted, the first one innermost, so
 "experts.base_layer.lora_A" is the first of two and "experts.lora_A" the second. It stores the factors of an experts
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoints.converters import WITH_PEFT
-from ..checkpoints.files import read_json
+from ..checkpoints.files import ADAPTER_CONFIG, read_json
 from ..errors import CheckpointError
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -23,19 +23,35 @@ PREFIX = "base_model.model."
 ROUTERS = {"gate", "router"}
 KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
 WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
+WRAPPED = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # and torch's
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights",
     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "modules_to_save", "megatron_core", "qalora_group_size",
+    "modules_to_save", "megatron_core", "qalora_group_size", "lora_B_layout", "unsloth_fused_expert_lora",
+}  # fmt: skip
+NAMES = {  # entries that hold names, and what PEFT writes them as
+    "target_modules": (list, str), "exclude_modules": (list, str), "target_parameters": (list,),
+    "modules_to_save": (list,), "rank_pattern": (dict,), "alpha_pattern": (dict,),
 }  # fmt: skip
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
 NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
+RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"  # orders of lora_B's columns: PEFT's, and Unsloth's older one
+UNSLOTH_PARAMETERS = ("gate_up_proj", "down_proj")
+UNSLOTH_FAMILIES = {  # whose experts unsloth_zoo computed in its own order until 2026.9.6, and PEFT computed the others
+    "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "lfm2_moe",
+    "mixtral", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
+}  # fmt: skip
 
 
 def without_wrappers(name: str) -> str:
-    """The name of what PEFT may have wrapped, as it was before."""
+    """Return the name of what PEFT may have wrapped, as it was before."""
     return WRAPPER.sub("", name)
+
+
+def name_in_trained_model(name: str) -> str:
+    """Return a tensor's name without PEFT's prefix and the names that torch.compile, FSDP, checkpointing and DDP add."""
+    return WRAPPED.sub("", name).removeprefix("module.").removeprefix(PREFIX).removeprefix("module.")
 
 
 def is_in_router(name: str) -> bool:
@@ -43,88 +59,155 @@ def is_in_router(name: str) -> bool:
     return not ROUTERS.isdisjoint(name.split("."))
 
 
-def read_adapter_config(path: Path) -> dict:
-    """adapter_config.json of plain LoRA, whose entries that are read here are of the right kinds.
-
-    Raises:
-        CheckpointError: there is none, or it is not that of a LoRA adapter, or describes more than A and B.
-    """
-    config = read_json(path)
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are known here")
-    kinds = {"base_model_name_or_path": str, "target_parameters": list, "rank_pattern": dict, "alpha_pattern": dict}
-    for key, kind in kinds.items():
-        value = config.get(key)
-        names = value if isinstance(value, (list, dict)) else []
-        if not isinstance(value, (kind, type(None))) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{path}: {key} is {value!r}; PEFT writes a {kind.__name__} of names there")
-    set_otherwise = {key: value for key, value in config.items() if key not in PLAIN and value}
-    if config.get("bias", "none") != "none":
-        set_otherwise["bias"] = config["bias"]
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
-        set_otherwise["init_lora_weights"] = init
-    for key, value in set_otherwise.items():
-        raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}")
-    return config
-
-
 def is_target_parameter(name: str, config: dict) -> bool:
     """Whether target_parameters names the parameter `name`."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
-def resolved(config: dict, pattern: str, name: str, path: Path) -> float:
-    """The rank ("rank_pattern") or alpha ("alpha_pattern") of what PEFT calls `name`: by the first entry of the pattern
-    that matches an end of the name.
+class AdapterConfig:
+    """The adapter_config.json of plain LoRA in a folder.
+
+    path: the file. entries: what it holds, names as `name_in_trained_model` returns them.
 
     Raises:
-        CheckpointError: a name in the pattern is no regular expression, or the value is no positive number.
+        CheckpointError: there is none, or it is not that of a LoRA adapter, or describes more than A and B.
     """
-    default = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}[pattern]
-    patterns = config.get(pattern) or {}
-    try:
-        key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
-    except re.error as error:
-        raise CheckpointError(f"{path}: {pattern} has a name that is no pattern: {error}") from error
-    value = config.get(default) if key is None else patterns[key]
-    kinds = int if default == "r" else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        raise CheckpointError(f"{path}: {default} of {name} is {value!r}; it must be a positive number")
-    return value
 
+    def __init__(self, folder: Path):
+        self.path = path = folder / ADAPTER_CONFIG
+        self.entries = entries = read_json(path)
+        if entries.get("peft_type") != "LORA":
+            raise CheckpointError(
+                f"{path}: peft_type is {entries.get('peft_type')!r}; only LORA adapters are known here"
+            )
+        for field, kinds in NAMES.items():
+            value = entries.get(field)
+            if value is None or (isinstance(value, str) and str in kinds):
+                continue
+            if not isinstance(value, kinds) or not all(isinstance(name, str) for name in value):
+                raise CheckpointError(f"{path}: {field} is {value!r}; PEFT writes names there")
+            names = [name_in_trained_model(name) for name in value]
+            entries[field] = dict(zip(names, value.values())) if isinstance(value, dict) else names
+        set_otherwise = {key: value for key, value in entries.items() if key not in PLAIN and value}
+        if entries.get("bias", "none") != "none":
+            set_otherwise["bias"] = entries["bias"]
+        init = entries.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
+            set_otherwise["init_lora_weights"] = init
+        for key, value in set_otherwise.items():
+            raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}")
+        self._targets, self._excluded = (_Names(entries.get(name)) for name in ("target_modules", "exclude_modules"))
 
-def check_factors(
-    weight: str, shapes, num_experts: int, sizes: tuple[int, int], rank: float, config: dict, path: Path, swaps: bool
-) -> None:
-    """Raise where the shapes of a weight's lora_A and lora_B are not those of this rank.
+    def adapts_module(self, name: str) -> bool:
+        """Whether PEFT adapts the layer `name`: target_modules names it, and nothing that narrows it leaves it out."""
+        if name not in self._targets or name in self._excluded:
+            return False
+        saved, layers = (self.entries.get(field) for field in ("modules_to_save", "layers_to_transform"))
+        if any(re.match(rf"(.*\.)?{module}(\..*)?$", name) for module in saved or ()):
+            return False
+        if layers in (None, []) or isinstance(self.entries["target_modules"], str):
+            return True
+        patterns = self.entries.get("layers_pattern") or r"[^.]*"
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        numbers = [match[1] for pattern in patterns if (match := re.match(rf"(?:.*?\.)?{pattern}\.(\d+)\.", name))]
+        return bool(numbers) and int(numbers[0]) in ([layers] if isinstance(layers, int) else layers)
 
-    Args:
-        shapes: of lora_A and lora_B. sizes: the weight's output and input features. swaps: whether PEFT up to 0.19.0 took
-            these for each other.
-    Raises:
-        CheckpointError: they are others, or do not show whether an older PEFT took out features for in.
-    """
-    size_out, size_in = sizes
-    expected = (rank * num_experts, size_in), (size_out, rank * num_experts)
-    version = [int(number) for number in re.findall(r"\d+", str(config.get("peft_version")))[:3]]
-    is_unclear = swaps and version < NOT_SWAPPED and size_in == size_out
-    if tuple(shapes) == expected and not is_unclear:
-        return
-    reason = f"where {expected[0]} and {expected[1]} are expected for r = {rank}"
-    if tuple(shapes) == expected:
-        reason = "which do not show what is in and what is out"
-    if swaps:
-        reason += (
-            f"; PEFT up to 0.19.0 took out for in, and peft_version is {config.get('peft_version')!r}: train the adapter "
-            "with a newer PEFT"
+    def replaces_module(self, name: str) -> bool:
+        """Whether modules_to_save names the module `name`."""
+        return name.endswith(tuple(self.entries.get("modules_to_save") or ()))
+
+    def rank(self, name: str) -> int:
+        """Return the rank of what PEFT calls `name`. Raises CheckpointError where it is no whole number above 0."""
+        rank = self._by_pattern("rank_pattern", "r", name)
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise CheckpointError(f"{self.path}: r of {name} is {rank!r}; it must be a positive number")
+        return rank
+
+    def scale(self, name: str) -> float:
+        """Return what PEFT multiplies B A of `name` by. Raises CheckpointError where lora_alpha is no number above 0."""
+        alpha, rank = self._by_pattern("alpha_pattern", "lora_alpha", name), self.rank(name)
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+            raise CheckpointError(f"{self.path}: lora_alpha of {name} is {alpha!r}; it must be a positive number")
+        return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
+
+    def _by_pattern(self, pattern: str, default: str, name: str):
+        """Return the value of the first entry of `pattern` that matches an end of the name, or the default."""
+        patterns = self.entries.get(pattern) or {}
+        try:
+            key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
+        except re.error as error:
+            raise CheckpointError(f"{self.path}: {pattern} has a name that is no pattern: {error}") from error
+        return self.entries.get(default) if key is None else patterns[key]
+
+    def is_grouped_by_expert(self, parameter: str, family: str) -> bool:
+        """Whether lora_B's columns of an experts' parameter stand expert by expert, and not rank by rank as PEFT's do.
+
+        unsloth_zoo 2026.9.6 and newer write the order beside PEFT's entries. Older ones wrote "unsloth_fixed" alone, and
+        had another order than PEFT in UNSLOTH_FAMILIES.
+
+        Raises:
+            CheckpointError: the order is none of the two.
+        """
+        mapping = self.entries.get("auto_mapping") or {}
+        for entries in (self.entries, mapping):
+            parameters = (entries.get("unsloth_fused_expert_lora") or {}).get("parameters") or {}
+            layout = parameters.get(parameter, entries).get("lora_B_layout")
+            if layout not in (None, RANK_MAJOR, GROUPED):
+                raise CheckpointError(
+                    f"{self.path}: lora_B_layout of {parameter} is {layout!r}, and {RANK_MAJOR} and {GROUPED} are known; "
+                    "merge it with the Unsloth that trained it"
+                )
+            if layout is not None:
+                return layout == GROUPED
+        return bool(mapping.get("unsloth_fixed")) and parameter in UNSLOTH_PARAMETERS and family in UNSLOTH_FAMILIES
+
+    def check_factors(
+        self, weight: str, shapes, num_experts: int, sizes: tuple[int, int], rank: int, swaps: bool
+    ) -> None:
+        """Raise where the shapes of a weight's lora_A and lora_B are not those of this rank.
+
+        Args:
+            shapes: of lora_A and lora_B. sizes: the weight's output and input features. swaps: whether PEFT up to 0.19.0
+                took these for each other.
+        Raises:
+            CheckpointError: they are others, or do not show whether an older PEFT took out features for in.
+        """
+        size_out, size_in = sizes
+        expected = (rank * num_experts, size_in), (size_out, rank * num_experts)
+        version = [int(number) for number in re.findall(r"\d+", str(self.entries.get("peft_version")))[:3]]
+        is_unclear = swaps and version < NOT_SWAPPED and size_in == size_out
+        if tuple(shapes) == expected and not is_unclear:
+            return
+        reason = f"where {expected[0]} and {expected[1]} are expected for r = {rank}"
+        if tuple(shapes) == expected:
+            reason = "which do not show what is in and what is out"
+        if swaps:
+            reason += (
+                f"; PEFT up to 0.19.0 took out for in, and peft_version is {self.entries.get('peft_version')!r}: train "
+                "the adapter with a newer PEFT"
+            )
+        raise CheckpointError(
+            f"{self.path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, {reason}"
         )
-    raise CheckpointError(f"{path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, {reason}")
+
+
+class _Names:
+    """Names of modules in a config: a regular expression of whole names, or a list of names and of their endings."""
+
+    def __init__(self, given: str | list[str] | None):
+        self._pattern = given if isinstance(given, str) else None
+        self._endings = set() if isinstance(given, str) else set(given or ())
+
+    def __contains__(self, name: str) -> bool:
+        if self._pattern is not None:
+            return re.fullmatch(self._pattern, name) is not None
+        parts = name.split(".")
+        return any(".".join(parts[start:]) in self._endings for start in range(len(parts)))
 
 
 def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, ...]) -> list[str]:
-    """What PEFT is told for `names`: of each the shortest ending of one of these numbers of parts that nothing else in
-    `everything` has, or the whole name."""
+    """Return what PEFT is told for `names`: of each the shortest ending of one of these numbers of parts that nothing
+    else in `everything` has, or the whole name."""
     wanted, chosen = dict.fromkeys(names), dict[str, str]()
     others = [name for name in everything if name not in wanted]
     for number in reversed(parts):
