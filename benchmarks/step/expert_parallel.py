@@ -1,16 +1,20 @@
-"""Training steps of Qwen3-30B-A3B's layers on two GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
+"""Training steps of Qwen3-30B-A3B's layers on several GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
 
-    torchrun --nproc-per-node 2 -m benchmarks.step.expert_parallel [--layers 4] [--tokens 16384]
-        [--case NAME ...] [--liger]
+    torchrun --nproc-per-node 4 -m benchmarks.step.expert_parallel [--layers 4] [--tokens 16384] [--spread-load]
+        [--case NAME ...] [--ways gathering,chunked,all_to_all] [--liger]
 
 Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A
 step is forward, backward, fused AdamW and zero_grad. The learning rate is 0, so that the routing stays as it is.
 
 Losses and norms of the gradients of the top-k cases must agree. Steps are timed, and the bytes of one are counted: what a
 GPU sends to others. That is N - 1 times its part for an all-gather, (N - 1) / N of its input for a reduce-scatter, and
-what is for others in an all-to-all. `exchange` is what the experts' ranks exchange, `other` what FSDP2 does.
+what is for others in an all-to-all. `exchange` is what the experts' ranks exchange, `other` what FSDP2 does. On GPUs a
+trace of two steps says for how long NCCL's kernels ran (nccl_ms), others did (compute_ms), and any (busy_ms): what NCCL
+hides behind others is the sum of the first two less the third.
 
-Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. --tiny checks the script, also without GPUs.
+--ways measures the ways in which tokens can reach our experts, in place of the one that sonicmoe-hf chooses, beside the
+others' top-k. Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. `--device cpu --tiny --tokens 64` checks
+the script.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.distributed import DistributedConfig
@@ -35,6 +41,7 @@ from benchmarks.step.models import add_settings, apply_settings, config_of, sett
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
 from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
 from sonicmoe_hf.tools.demo.model import random_packed_model
 
 MODEL = "Qwen3-30B-A3B"
@@ -44,10 +51,12 @@ TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of expe
 
 
 class Case(NamedTuple):
-    """Which implementation brings experts their tokens (None: FSDP2 gathers the weights instead), and the routing."""
+    """The implementation that brings experts their tokens (None: FSDP2 gathers the weights instead), the routing, and the
+    way of ours (None: the one that it chooses)."""
 
     ep_implementation: str | None
     routing: str | None
+    way: str | None = None
 
 
 CASES = {
@@ -57,6 +66,8 @@ CASES = {
     "FSDP2, top-k": Case(None, None),
     "FSDP2, nearest": Case(None, "token_rounding"),
 }
+BY_WAY = {f"sonicmoe_hf by {way}, top-k": Case("sonicmoe_hf", None, way) for way in WAYS}
+OTHERS = ("all_to_all of Transformers, top-k", "FSDP2, top-k")
 
 
 class BytesSent(TorchDispatchMode):
@@ -176,6 +187,25 @@ def bytes_of_step(model, tokens, options) -> dict[str, float]:
     return {"exchange_bytes": counting.exchange, "other_bytes": counting.other}
 
 
+def device_times(step) -> dict[str, float]:
+    """Milliseconds of a step in which NCCL's kernels run on the GPU, others, and any."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step(), step(), torch.cuda.synchronize()
+    kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    of_nccl = [event for event in kernels if "nccl" in event.name.lower()]
+    chosen = {"nccl_ms": of_nccl, "compute_ms": [e for e in kernels if e not in of_nccl], "busy_ms": kernels}
+    return {name: covered([event.time_range for event in events]) / 2e3 for name, events in chosen.items()}
+
+
+def covered(ranges) -> float:
+    """The length of the union of time ranges."""
+    total, end = 0.0, float("-inf")
+    for one in sorted(ranges, key=lambda one: one.start):
+        total += max(one.end - max(one.start, end), 0)
+        end = max(end, one.end)
+    return total
+
+
 def measure(model, case: Case, tokens, options) -> dict:
     """metric -> values."""
     sonicmoe_hf.set_routing(model, case.routing)
@@ -189,6 +219,8 @@ def measure(model, case: Case, tokens, options) -> dict:
     ms, _ = waited_times(step, options.steps, WARMUP - 1)
     peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else float("nan")
     speeds = [1e3 * options.tokens / each for each in ms]
+    if options.device == "cuda":
+        found |= device_times(step)
     return found | {"ms": ms, "peak_GiB": peak, "tokens_per_second_per_gpu": speeds}
 
 
@@ -196,11 +228,14 @@ def results_of(options, table: Table, shape: str) -> dict[str, dict]:
     """Of every case, which are also rows of the table; those of one implementation share a model."""
     tokens = sequences(options.tokens, options.config.vocab_size, options.device, seed=dist.get_rank())
     results = {}
-    names = options.case or CASES
-    for implementation in dict.fromkeys(CASES[name].ep_implementation for name in names):
+    cases = {name: (CASES | BY_WAY)[name] for name in options.case or CASES}
+    for implementation in dict.fromkeys(case.ep_implementation for case in cases.values()):
         model = build(implementation, options)
-        for name in (name for name in names if CASES[name].ep_implementation == implementation):
-            results[name] = measure(model, CASES[name], tokens, options)
+        for name, case in cases.items():
+            if case.ep_implementation != implementation:
+                continue
+            with use_way(case.way):
+                results[name] = measure(model, case, tokens, options)
             table.add(shape, name, results[name])
         del model
         release()
@@ -209,7 +244,7 @@ def results_of(options, table: Table, shape: str) -> dict[str, dict]:
 
 def check(results: dict[str, dict]) -> None:
     """Raise AssertionError where losses or gradients of the top-k cases differ."""
-    top_k = {name: found for name, found in results.items() if CASES[name].routing is None}
+    top_k = {name: found for name, found in results.items() if (CASES | BY_WAY)[name].routing is None}
     first = next(iter(top_k.values()), None)
     for name, found in top_k.items():
         for metric, tolerance in TOLERANCES.items():
@@ -218,7 +253,7 @@ def check(results: dict[str, dict]) -> None:
 
 
 def main() -> None:
-    parser = Command(__doc__, "expert_parallel.csv", needs_gpu=False)
+    parser = Command(__doc__, "expert_parallel.csv", "--tiny --tokens 64")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
     parser.add_argument(
@@ -226,9 +261,12 @@ def main() -> None:
     )
     add_settings(parser)
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
-    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
+    parser.add_argument("--case", action="append", choices=[*CASES, *BY_WAY], help="default: those that name no way")
+    parser.add_argument("--ways", help=f"of ours, in place of --case: some of {','.join(WAYS)}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     options = parser.parse_args()
+    if options.ways:
+        options.case = [*(f"sonicmoe_hf by {way}, top-k" for way in options.ways.split(",")), *OTHERS]
     options.config = config_of(MODEL, options.layers, options.tiny)
     options.config.vocab_size = options.vocabulary or options.config.vocab_size
     rank, num_ranks = join_ranks(options.device)

@@ -198,9 +198,10 @@ def kernels_of(name: str) -> list[str]:
 
 class SpreadLoad:
     """Forward pre-hook of routers: adds noise to their input, the same at every call, in every layer, and for every
-    contender. It outweighs the input, so that each token chooses experts of its own; gradients pass as before."""
+    contender. It outweighs the input, so that each token chooses experts of its own. The sum is scaled back to the size
+    of the input, or the sigmoids of DeepSeek-V3 would be 1 for many experts, and ties go to the first of them."""
 
-    SIZE = 4  # beside an input that a norm has just scaled to 1
+    SIZE = 16  # beside an input that a norm has just scaled to 1
 
     def __init__(self):
         self.noise = None
@@ -209,8 +210,8 @@ class SpreadLoad:
         x, *others = arguments
         if self.noise is None or self.noise.shape != x.shape:
             generator = torch.Generator(x.device).manual_seed(2)
-            self.noise = self.SIZE * torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-        return x + self.noise, *others
+            self.noise = self.SIZE * torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+        return (x + self.noise) / self.SIZE, *others
 
 
 def spread_load(model) -> None:

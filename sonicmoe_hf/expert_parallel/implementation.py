@@ -15,16 +15,16 @@ from ..layer.routing import Routing
 from ..private import attributes
 from ..private.transformers import experts_implementation
 from .collectives import mean_of_gradients, ranks_with_same_experts, sum_gradients, sum_over_ranks
-from .exchange import by_all_to_all, by_gathering, pairs_of
+from .exchange import pairs_of, reach_experts
 
 
 class SonicMoEExpertParallelism(EPImplementation):
     """Brings a rank's experts their tokens; for top-k and token rounding, and for experts that sonicmoe_hf computes.
 
     - Ranks that share a batch (ep_size == tp_size) run their own experts on all tokens, and sum the outputs.
-    - Two ranks with different batches gather all tokens, and scatter the sum of the outputs.
-    - More ranks exchange tokens with an all-to-all, each token once for every rank that has experts of it. Ranks of a
-      tensor-parallel group send a part of the batch each.
+    - Ranks with different batches gather all tokens and scatter the sum of the outputs, or exchange tokens with an
+      all-to-all, each token once for every rank that has experts of it (exchange.choose_way). Ranks of a tensor-parallel
+      group send a part of the batch each.
     """
 
     def __init__(self, experts, ep_mesh, tp_mesh):
@@ -80,17 +80,13 @@ class SonicMoEExpertParallelism(EPImplementation):
         else:
             routing = Routing(top_k_index, top_k_weights)
         if self.batch_group is None:
-            return self._exchange(hidden_states, routing)
+            return reach_experts(hidden_states, routing, self.ranks, self.experts_forward)
         weights = self.with_summed_gradient(routing.weights)
         routing = Routing(routing.expert_index, weights, routing.token_index)
         hidden_states = self.with_summed_gradient(hidden_states)
         if self.shares_batch:
             return self._on_shared_batch(hidden_states, routing, self.batch_group)
         return self._exchange_part(hidden_states, routing, self.batch_group)
-
-    def _exchange(self, x_TH, routing: Routing):
-        by = by_gathering if self.ranks.size == 2 else by_all_to_all
-        return by(x_TH, routing, self.ranks, self.experts_forward)
 
     def _on_shared_batch(self, x_TH, routing: Routing, group: dist.ProcessGroup):
         expert = self.ranks.local(routing.expert_index)
@@ -106,5 +102,5 @@ class SonicMoEExpertParallelism(EPImplementation):
         expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
         is_in_part_P = (token_P >= start) & (token_P < stop)
         part = Routing(torch.where(is_in_part_P, expert_P, -1), weight_P, token_P - start)
-        out = self._exchange(x_TH[start:stop], part)
+        out = reach_experts(x_TH[start:stop], part, self.ranks, self.experts_forward)
         return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), group)

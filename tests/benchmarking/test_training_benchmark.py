@@ -6,10 +6,14 @@ from unittest import mock
 
 import matplotlib
 import pytest
+import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from benchmarks import charts
 from benchmarks.step import run, step_parts, train_step
+from benchmarks.step.models import SpreadLoad
 
 matplotlib.use("Agg")
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
@@ -222,3 +226,20 @@ def test_the_chart_of_few_tokens_has_a_panel_for_each_mode(tmp_path):
     (tmp_path / "small_batches.csv").write_text("\n".join(lines))
     charts.draw_small_batches(tmp_path / "small_batches.csv", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 1000
+
+
+def test_rows_are_those_of_a_balanced_model_where_tokens_are_alike_and_sigmoids_saturate():
+    hidden, num_experts = 1024, 64
+    config = AutoConfig.for_model("deepseek_v3", hidden_size=hidden, n_routed_experts=num_experts)
+    router = DeepseekV3TopkRouter(config)
+    generator = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(router.weight, std=0.02 * 7**0.5, generator=generator)  # logits as with 7,168 inputs
+    x = 0.9 * torch.randn(hidden, generator=generator) + 0.43 * torch.randn(2048, hidden, generator=generator)
+
+    def busiest():
+        load = torch.bincount(router(x)[2].flatten(), minlength=num_experts).float()
+        return (load.max() / load.mean()).item()
+
+    assert busiest() > 5
+    router.register_forward_pre_hook(SpreadLoad())
+    assert busiest() < 1.5  # chance alone gives 1.15

@@ -1,6 +1,5 @@
 """Our implementation of expert parallelism on gloo ranks: it computes what one rank with all the experts computes."""
 
-import contextlib
 import functools
 from unittest import mock
 
@@ -12,7 +11,7 @@ from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gathered, gradients, mean_of_ranks
-from helpers.ranks import WORLD
+from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch, counting
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -20,6 +19,8 @@ from transformers.distributed import DistributedConfig
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
 from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, reach_experts, use_way
+from sonicmoe_hf.layer import ranks as layer_ranks
 from sonicmoe_hf.layer.experts_module import expert_parallelism, has_expert_parallelism
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching import calls
@@ -47,15 +48,6 @@ def saved_and_patched(folder, family="qwen3_moe", routing=None):
     model.save_pretrained(folder)
     sonicmoe_hf.patch_model(model, routing)
     return model
-
-
-@contextlib.contextmanager
-def all_to_all():
-    """Inside, two ranks exchange tokens as more do."""
-    from sonicmoe_hf.expert_parallel import exchange, implementation
-
-    with mock.patch.object(implementation, "by_gathering", exchange.by_all_to_all):
-        yield
 
 
 def step(model, inputs):
@@ -113,11 +105,11 @@ def own_steps(rank, folder, batches, checkpointing=None):
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
     found = []
-    for by in (contextlib.nullcontext, all_to_all):
+    for way in WAYS:
         for routing in (None, POLICY):
             sonicmoe_hf.set_routing(model, routing)
             watch = Watch(model)
-            with by():
+            with use_way(way):
                 found.append(step(model, batch(**batches[rank])))
             # with other lengths the second rank has too few tokens, and lists top-k's pairs beside rounded ones
             assert set(watch.rounded()) == {routing is not None and (rank == 0 or batches == OWN_BATCH)}
@@ -125,7 +117,7 @@ def own_steps(rank, folder, batches, checkpointing=None):
 
 
 def assert_mean_of_ranks(results, model, batches, names=lambda gradients: gradients):
-    for number, routing in enumerate((None, POLICY, None, POLICY)):
+    for number, routing in enumerate((None, POLICY) * len(WAYS)):
         sonicmoe_hf.set_routing(model, routing)
         losses, expected = mean_of_ranks(model, batches)
         for own_loss, found in zip(losses, results, strict=True):
@@ -190,8 +182,8 @@ def replayed_step(rank, folder):
     """Both ranks' tokens all want the first rank's experts."""
     model = load(folder, APART)
     found = []
-    for by in (contextlib.nullcontext, all_to_all):
-        with by(), sonicmoe_hf.replay_routing(model, torch.tensor([0, 2]).expand(2, 96, 2)):
+    for way in WAYS:
+        with use_way(way), sonicmoe_hf.replay_routing(model, torch.tensor([0, 2]).expand(2, 96, 2)):
             found.append(step(model, batch(**OWN_BATCH[rank])))
     return found
 
@@ -230,28 +222,93 @@ def experts_step(experts, num_tokens, is_list):
 NUM_TOKENS = [(13, 0), (0, 5), (7, 9), (0, 0)]  # of each rank
 
 
-def experts_steps(rank, folder):
-    experts = next(find_layers(load(folder, APART))).experts
+def experts_steps(rank, folder, num_tokens):
+    world = len(num_tokens[0])
+    experts = next(find_layers(load(folder, {"fsdp_size": world, "ep_size": world}))).experts
     found = []
-    for by in (contextlib.nullcontext, all_to_all):
+    for way in WAYS:
         for is_list in (False, True):
-            with by():
-                found += [experts_step(experts, sizes[rank], is_list) for sizes in NUM_TOKENS]
+            with use_way(way):
+                found += [experts_step(experts, sizes[rank], is_list) for sizes in num_tokens]
     return found
 
 
-def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "num_tokens", [NUM_TOKENS, pytest.param([(13, 0, 5, 7, 9, 2, 1, 30)], marks=pytest.mark.slow)], ids=len
+)
+def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks, num_tokens, tmp_path):
     model = saved_and_patched(tmp_path, "gpt_oss")
     experts = next(find_layers(model)).experts
-    results = ranks.run(experts_steps, str(tmp_path))
-    cases = [(is_list, sizes) for _ in range(2) for is_list in (False, True) for sizes in NUM_TOKENS]
+    world = len(num_tokens[0])
+    if world != WORLD:
+        ranks = Ranks(tmp_path, world)
+    results = ranks.run(experts_steps, str(tmp_path), num_tokens)
+    if world != WORLD:
+        ranks.close()
+    cases = [(is_list, sizes) for _ in WAYS for is_list in (False, True) for sizes in num_tokens]
     for number, (is_list, sizes) in enumerate(cases):
         expected = [experts_step(experts, size, is_list) for size in sizes]
-        total = {name: sum(one[name] for _, one in expected) / WORLD for name in expected[0][1]}
-        for rank in range(WORLD):
+        total = {name: sum(one[name] for _, one in expected) / world for name in expected[0][1]}
+        for rank in range(world):
             own, experts_own = results[rank][number]
             assert_all_close(own, expected[rank][0], 1e-5, PARTIAL_SUMS)
             assert_all_close(experts_own, total, 1e-5, PARTIAL_SUMS)
+
+
+# ways
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "top_k", "way"),
+    [
+        (2, 2**20, 1, "gathering"),
+        (4, 16384, 8, "gathering"),
+        (8, 8192, 8, "gathering"),
+        (8, 16384, 8, "all_to_all"),  # experts would reserve rows for 131,072 tokens
+        (8, 8192, 4, "all_to_all"),  # a token needs 3 of 7 other ranks
+        (16, 512, 8, "all_to_all"),
+        (8, 0, 8, "all_to_all"),
+    ],
+)
+def test_the_way_is_chosen_by_ranks_tokens_and_experts_a_token(num_ranks, num_tokens, top_k, way):
+    assert choose_way(num_ranks, MaxSizes(num_tokens, num_tokens * top_k, 0), token_bytes=4096) == way
+
+
+def chunked_events(rank):
+    """What happens, in order, in forward and in backward of two chunks of four tokens."""
+    events = []
+
+    def noted(name, function):
+        def call(tensor, group):
+            result, work = function(tensor, group)
+            if tensor.shape[-1] == 32:  # x, its outputs and gradients
+                events.append(f"begin {name}")
+                work = mock.Mock(wait=lambda wait=work.wait: (events.append(f"wait {name}"), wait()))
+            return result, work
+
+        return call
+
+    class Doubled(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: (events.append("compute"), 2 * x)[1])
+        backward = staticmethod(lambda ctx, gradient: (events.append("compute"), 2 * gradient)[1])
+
+    watched = {name: noted(name, getattr(collectives, name)) for name in ("_gather", "_scatter_sum")}
+    with mock.patch.multiple(collectives, **watched), use_way("chunked"):
+        routing = Routing(torch.zeros(8, 1, dtype=torch.int), torch.ones(8, 1))
+        group = layer_ranks.Ranks(torch.distributed.group.WORLD, rank, WORLD, num_local=1)
+        x = torch.randn(8, 32, requires_grad=True)
+        out = reach_experts(x, routing, group, lambda x, *_: Doubled.apply(x))
+        forward = list(events)
+        events.clear()
+        out.sum().backward()
+    assert torch.equal(out, x * 2 * WORLD) and torch.equal(x.grad, torch.full_like(x, 2.0 * WORLD))
+    return forward, events
+
+
+def test_chunks_travel_while_others_are_computed_forward_and_backward(ranks):
+    exchanged = ["begin _gather", "begin _gather", "wait _gather", "compute", "begin _scatter_sum"]
+    exchanged += ["wait _gather", "compute", "begin _scatter_sum", "wait _scatter_sum", "wait _scatter_sum"]
+    assert ranks.run(chunked_events) == [(exchanged, exchanged)] * WORLD
 
 
 # adapters of the experts

@@ -1,4 +1,4 @@
-"""Four gloo ranks: expert parallelism of ours, which exchanges tokens by all-to-all, and shards of packed experts."""
+"""Four gloo ranks: expert parallelism of ours, and shards of packed experts."""
 
 import itertools
 
@@ -15,6 +15,7 @@ from test_expert_parallel import pytestmark as pytestmark
 from torch.distributed.fsdp import fully_shard
 
 import sonicmoe_hf
+from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
 from sonicmoe_hf.expert_parallel.gradients import by_mesh, clip_grad_norm_
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.patching.support import find_layers
@@ -32,9 +33,10 @@ def steps(rank, folder):
     found = []
     for sizes, own in ((APART, BATCHES[rank]), (IN_PAIRS, BATCHES_OF_PAIRS[rank // 2])):
         model = load(folder, sizes)
-        for routing in ROUTINGS:
+        for way, routing in itertools.product(WAYS, ROUTINGS):
             sonicmoe_hf.set_routing(model, routing)
-            found.append(step(model, batch(**own)))
+            with use_way(way):
+                found.append(step(model, batch(**own)))
     with fused():
         found.append(step(with_lora(load(folder, IN_PAIRS, POLICY)), batch(**BATCHES_OF_PAIRS[rank // 2])))
     return found
@@ -60,10 +62,11 @@ def test_four_ranks_get_the_mean_gradients(ranks, tmp_path):
     model.save_pretrained(tmp_path)
     results = ranks.run(steps, str(tmp_path))
     sonicmoe_hf.patch_model(model)
-    for number, (batches, routing) in enumerate(itertools.product((BATCHES, BATCHES_OF_PAIRS), ROUTINGS)):
+    cases = list(itertools.product((BATCHES, BATCHES_OF_PAIRS), WAYS, ROUTINGS))
+    for number, (batches, _, routing) in enumerate(cases):
         sonicmoe_hf.set_routing(model, routing)
         assert_mean(results, number, model, batches)
-    assert_mean(results, 4, with_lora(model), BATCHES_OF_PAIRS)
+    assert_mean(results, len(cases), with_lora(model), BATCHES_OF_PAIRS)
 
 
 def packed_logits(rank, folder, format):

@@ -1,7 +1,6 @@
 """Packed experts under expert parallelism, on two and four gloo ranks: each holds its own experts, and together they compute
 what one rank with all of them computes."""
 
-import contextlib
 import functools
 
 import pytest
@@ -14,12 +13,13 @@ from helpers.models import assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
 from helpers.ranks import WORLD
 from helpers.training import POLICY
-from test_expert_parallel import APART, SHARED, all_to_all, load, step
+from test_expert_parallel import APART, SHARED, load, step
 from test_expert_parallel import pytestmark as pytestmark
 from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
+from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
 from sonicmoe_hf.formats import PACKED
 from sonicmoe_hf.formats.format import Share
 from sonicmoe_hf.layer.packed_weight import PackedWeight
@@ -30,13 +30,13 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 
 
 def held_logits(model, rank, sizes, routing=None):
-    """This rank's logits in training, with tokens brought in both ways, and the values of its packed weights."""
+    """This rank's logits in training, with tokens brought in every way, and the values of its packed weights."""
     held = packed_in(model)
     assert len(held) == 4 and all(len(weight) == len(weight.codes) == 4 for weight in held.values())
     found = []
     sonicmoe_hf.set_routing(model, routing)
-    for by in (contextlib.nullcontext, all_to_all):
-        with by():
+    for way in WAYS:
+        with use_way(way):
             found.append(model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).logits.detach())
     return found, {name: weight.dequantize() for name, weight in held.items()}
 
@@ -120,14 +120,14 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
 
 
 def from_hub(rank, folder, format):
-    """Logits, packed values, and a step with adapters on the experts, with tokens brought in both ways."""
+    """Logits, packed values, and a step with adapters on the experts, with tokens brought in every way."""
     model = load(folder, APART, experts_quantization=format, dtype=torch.float32)
     with torch.no_grad():
         logits = model(**batch(**OWN_BATCH[rank])).logits
     held = {name: weight.dequantize() for name, weight in packed_in(model).items()}
     model, found = with_lora(model), []
-    for by in (contextlib.nullcontext, all_to_all):
-        with by():
+    for way in WAYS:
+        with use_way(way):
             found.append(step(model, batch(**OWN_BATCH[rank])))
     return logits, held, found
 

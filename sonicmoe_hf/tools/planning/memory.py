@@ -13,8 +13,8 @@ Where they come from:
 - Adam: torch's fused AdamW, moments in the weights' dtype; torchao's AdamW8bit, one byte each and a scale for 256.
 - FSDP2: torch's fully_shard, a unit a layer and the rest in the root's, which stays gathered; ZeRO-3: DeepSpeed's bf16
   optimizer, with its default buckets.
-- Expert parallelism: expert_parallel/exchange.py, whose rows for two ranks have room for all tokens of both. Experts and
-  their adapters are split, the attention's adapters whole on every rank, the rest is FSDP2's.
+- Expert parallelism: expert_parallel/exchange.py, whose rows have room for all ranks' tokens where it gathers them.
+  Experts and their adapters are split, the attention's adapters whole on every rank, the rest is FSDP2's.
 
 Nothing here is fitted: tests/planning/test_measured_peaks.py compares the sums with every peak in benchmarks/results.
 """
@@ -25,6 +25,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+from ...expert_parallel.exchange import MaxSizes, choose_way
 from ...streaming.memory import packed_nbytes
 from .sizes import ModelSizes, Projection
 
@@ -303,14 +304,21 @@ def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]
 def _rows(sizes: ModelSizes, training: Training) -> float:
     """Routed rows that there is memory for."""
     rows = sizes.top_k + sizes.num_experts * training.extra_rows / training.tokens
-    return rows * (2 if training.splits_experts and training.gpus == 2 else 1)
+    return rows * (training.gpus if _gathers_tokens(sizes, training) else 1)
+
+
+def _gathers_tokens(sizes: ModelSizes, training: Training) -> bool:
+    """Whether expert parallelism gathers the tokens of all ranks."""
+    most = MaxSizes(training.tokens, training.tokens * sizes.top_k, 0)
+    return training.splits_experts and choose_way(training.gpus, most, 2 * sizes.experts_hidden) == "gathering"
 
 
 def _exchanged(sizes: ModelSizes, training: Training) -> float:
-    """Under expert parallelism: hidden states that came from other ranks, of all their tokens where there are two."""
+    """Hidden states that came from other ranks under expert parallelism, of all their tokens where these are gathered."""
     if not training.splits_experts:
         return 0.0
-    return 2.0 * sizes.experts_hidden * (1 if training.gpus == 2 else min(sizes.top_k, training.gpus) - 1)
+    copies = training.gpus if _gathers_tokens(sizes, training) else min(sizes.top_k, training.gpus)
+    return 2.0 * sizes.experts_hidden * (copies - 1)
 
 
 def _casts(sizes: ModelSizes, training: Training) -> float:
