@@ -39,7 +39,6 @@ from shared import (
 )
 from torch.utils.data import random_split
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     FineGrainedFP8Config,
     Mxfp4Config,
@@ -56,6 +55,7 @@ from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.lora.config import import_peft
+from sonicmoe_hf.patching.quantize import declared_for
 
 FEW_TOKENS = 2048  # of a GPU's step, which waits for Python up to there (docs/performance.md)
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles
@@ -219,8 +219,8 @@ def load_model(texts, arguments: argparse.Namespace):
         sonicmoe_hf.patch_model(model, save=arguments.save)
         return model, tokenizer
     if arguments.dequantize:
-        declared = getattr(AutoConfig.from_pretrained(arguments.model), "quantization_config", None) or {}
-        method = declared.get("quant_method")
+        _, declared = declared_for(arguments.model, {})
+        method = None if declared is None else declared.method
         if method not in DEQUANTIZERS:
             raise SystemExit(f"--dequantize: {arguments.model} is quantized with {method!r}, not {list(DEQUANTIZERS)}")
         options["quantization_config"] = DEQUANTIZERS[method](dequantize=True)

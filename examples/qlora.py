@@ -46,7 +46,6 @@ from shared import (
     train_tokenizer,
 )
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -56,9 +55,9 @@ from transformers import (
 )
 
 import sonicmoe_hf
+from sonicmoe_hf.formats.declared import declared_quantization
 from sonicmoe_hf.kernels.quantized import FORMATS
-
-PACKED = "sonicmoe_hf"  # quantization method of checkpoints whose experts we packed
+from sonicmoe_hf.patching.quantize import declared_for
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -116,9 +115,10 @@ def options_of(arguments: argparse.Namespace) -> dict:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def quantization_of(config) -> str | None:
-    """The method by which a checkpoint with this config is quantized, if it is."""
-    return (getattr(config, "quantization_config", None) or {}).get("quant_method")
+def experts_format(arguments: argparse.Namespace, declared) -> str:
+    """The experts' format: what is asked for, else the checkpoint's own."""
+    stored = None if declared is None else declared.format()
+    return arguments.experts_quantization or (stored if stored in FORMATS else "nf4")
 
 
 def sharing(arguments: argparse.Namespace, world_size: int):
@@ -132,17 +132,12 @@ def sharing(arguments: argparse.Namespace, world_size: int):
 
 def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
     """The model with packed experts, and packed linear layers where bitsandbytes is installed and nothing is sharded."""
-    options, method = options_of(arguments), quantization_of(AutoConfig.from_pretrained(name))
-    if method not in (None, PACKED, *FORMATS):
-        raise SystemExit(
-            f"{name} is quantized with {method!r}; convert it first: sonicmoe-hf convert {name} FOLDER --layout native "
-            "--quantize nf4"
-        )
-    if method != PACKED:
-        options["experts_quantization"] = arguments.experts_quantization or method or "nf4"
+    options, (_, declared) = options_of(arguments), declared_for(name, {})
+    if declared is None or not declared.is_packed_here:
+        options["experts_quantization"] = experts_format(arguments, declared)
     options["distributed_config"] = sharing(arguments, world_size)
     options["experts_memory"] = arguments.experts_memory
-    if method is None and options["distributed_config"] is None and linear_in_4_bits():
+    if declared is None and options["distributed_config"] is None and linear_in_4_bits():
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -155,12 +150,11 @@ def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
 def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
     """(a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
     config, shared = config_of(arguments.model, arguments.layers), sharing(arguments, world_size)
-    method = quantization_of(config)
-    experts = arguments.experts_quantization or (method if method in FORMATS else "nf4")
-    linear = "nf4" if method is None and shared is None and linear_in_4_bits() else None
+    declared = declared_quantization(config)
+    linear = "nf4" if declared is None and shared is None and linear_in_4_bits() else None
     model = random_packed_model(
         config,
-        experts,
+        experts_format(arguments, declared),
         linear,
         distributed_config=shared,
         experts_memory=arguments.experts_memory,

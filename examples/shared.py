@@ -9,6 +9,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+import sonicmoe_hf
 from sonicmoe_hf.tools.demo.corpus import blocks, standard_library, train_tokenizer
 from sonicmoe_hf.tools.demo.model import (
     PER_LAYER_LOSS,
@@ -71,7 +72,7 @@ def load(arguments: argparse.Namespace, texts: list[str], device_map: str | None
 
     device_map: where a checkpoint is loaded. options: of Transformers, such as dtype."""
     if arguments.model is not None and not arguments.random:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, device_map=device_map, **options)
+        model = sonicmoe_hf.from_pretrained(arguments.model, device_map=device_map, **options)
         return model, AutoTokenizer.from_pretrained(arguments.model)
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     if arguments.random:

@@ -11,10 +11,6 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
     __version__,
@@ -22,13 +18,12 @@ from transformers import (
 from transformers.utils import logging
 
 from ..errors import CheckpointError
-from ..formats.declared import declared_quantization
+from ..formats.declared import MODELOPT_FILE, declared_quantization
 from ..patching.support import find_layers
-from ..private.transformers import builds
+from ..private.transformers import auto_class_of
 from .files import CONFIG_FILE, read_json
 from .hub import local_folder
 
-AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModel)
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
@@ -53,15 +48,20 @@ def readable(entries):
 
 
 def build_on_meta(name: str) -> PreTrainedModel:
-    """The modules of a hub model or a local folder, with weights that take no memory. Only its config.json is read.
+    """Build the modules of a hub model or a local folder, with weights that take no memory.
+
+    Of its files config.json is read, and ModelOpt's hf_quant_config.json, which becomes the config's quantization_config.
 
     Raises:
         CheckpointError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
     """
-    path = local_folder(name, only=[CONFIG_FILE]) / CONFIG_FILE
+    folder = local_folder(name, only=[CONFIG_FILE, MODELOPT_FILE])
+    path = folder / CONFIG_FILE
     entries = read_json(path)
-    declared_quantization(entries, where=str(path))  # where it is no object, Transformers' error would not name it
-    return build_from_config(entries, path)
+    declared = declared_quantization(entries, folder, str(path))
+    return build_from_config(
+        entries if declared is None else {**entries, "quantization_config": declared.entries}, path
+    )
 
 
 def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
@@ -114,7 +114,7 @@ def _construct(entries: dict, config: PreTrainedConfig) -> PreTrainedModel:
         declared: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if getattr(declared, "config_class", None) is type(config):
             return declared._from_config(config)
-    for auto_class in AUTO_CLASSES:
-        if builds(auto_class, config):
-            return auto_class.from_config(config, trust_remote_code=False)
-    raise ValueError(f"no model class belongs to model_type {entries['model_type']!r}")
+    auto_class = auto_class_of(config)
+    if auto_class is None:
+        raise ValueError(f"no model class belongs to model_type {entries['model_type']!r}")
+    return auto_class.from_config(config, trust_remote_code=False)

@@ -16,11 +16,11 @@ from ..formats.loading_errors import named_errors
 from ..layer.config import COMPUTE as COMPUTE_CHOICES
 from ..layer.config import as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
-from ..private.transformers import loaded_one_by_one
+from ..private.transformers import auto_class_of, loaded_one_by_one
 from ..streaming.placement import LoadingPlacement
 from .experts import is_fp8_experts
 from .patch import guard_streamed, patch_model
-from .quantize import check_not_packed, with_packed_experts
+from .quantize import check_not_packed, config_for, with_packed_experts
 from .support import REMEDIES
 
 
@@ -32,7 +32,7 @@ def from_pretrained(
     experts_quantization: str | None = None,
     experts_memory: str | int | None = None,
     experts_compute: str | None = None,
-    auto_class=AutoModelForCausalLM,
+    auto_class=None,
     **kwargs,
 ) -> PreTrainedModel:
     """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save)`.
@@ -52,7 +52,8 @@ def from_pretrained(
             (see `patch_model`), where each weight goes as soon as it is loaded. Without device_map the model is loaded on
             the current GPU, where there is one.
         experts_compute: "fp8" beside experts_quantization="fp8": see `patch_model`.
-        auto_class: the Auto class that loads the model.
+        auto_class: the Auto class that loads the model. None: AutoModelForCausalLM, or the first that has the config's
+            model, such as AutoModelForImageTextToText for Qwen3-VL-MoE.
     Returns:
         The patched model; with output_loading_info=True, (model, what Transformers says of the names).
     Raises:
@@ -68,6 +69,8 @@ def from_pretrained(
         raise ValueError(
             f"experts_compute='fp8' takes experts_quantization='fp8', not {experts_quantization!r}; leave it out"
         )
+    if auto_class is None:
+        auto_class = _auto_class(pretrained_model_name_or_path, kwargs)
     implementation = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
     if implementation != IMPLEMENTATION:
         raise ValueError(
@@ -96,6 +99,13 @@ def from_pretrained(
         guard_streamed(model)
     patch_model(model, policy, save=save, experts_compute=experts_compute)
     return loaded
+
+
+def _auto_class(name, kwargs: dict[str, Any]):
+    try:
+        return auto_class_of(config_for(name, kwargs)) or AutoModelForCausalLM
+    except (OSError, ValueError):  # an adapter's folder, or what from_pretrained itself says more of
+        return AutoModelForCausalLM
 
 
 def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tuple[dict[str, Any], LoadingPlacement]:

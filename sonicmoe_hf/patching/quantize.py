@@ -11,7 +11,7 @@ from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from ..errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
-from ..formats.declared import MODELOPT_FILE, QUANT_METHOD, TO_BF16, check_undeclared, declared_quantization
+from ..formats.declared import MODELOPT_FILE, QUANT_METHOD, TO_BF16, Declared, check_undeclared, declared_quantization
 from ..formats.quantizer import (
     ExpertsQuantizationConfig,
     ExpertsQuantizer,
@@ -106,8 +106,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
             f"quantization_config is a {type(linear).__name__}; beside experts_quantization={format!r} it may be a "
             "BitsAndBytesConfig, for the linear layers, or None"
         )
-    config = config_for(name, kwargs)
-    declared = declared_quantization(config, _folder_of(name, kwargs, MODELOPT_FILE))
+    config, declared = declared_for(name, kwargs)
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
     stored = declared.format()
@@ -115,8 +114,8 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         raise ValueError(f"the checkpoint is quantized already ({stored}), which is none of our formats: {TO_BF16}")
     if stored != format and not (declared.is_per_expert and stored == "fp8" and format in FOUR_BITS):
         raise ValueError(
-            f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that "
-            "format, or convert the checkpoint to bf16 first: sonicmoe-hf convert SRC DST"
+            f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that format, "
+            f"or {TO_BF16}"
         )
     if linear is not None:
         raise ValueError(
@@ -155,6 +154,12 @@ def check_not_packed(name, kwargs: dict) -> None:
     except CheckpointError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
     raise UnsupportedModelError(f"{name} has {kind} experts: {REMEDIES[declared.method]}")
+
+
+def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, Declared | None]:
+    """Return the config with which from_pretrained(name, **kwargs) would build a model, and its quantization."""
+    config = config_for(name, kwargs)
+    return config, declared_quantization(config, _folder_of(name, kwargs, MODELOPT_FILE))
 
 
 def config_for(name, kwargs: dict) -> PreTrainedConfig:

@@ -29,8 +29,7 @@ REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
     'with sonicmoe_hf.from_pretrained(..., experts_quantization="mxfp4")',
     "fp8": "to keep its experts packed and frozen, load it with "
     'sonicmoe_hf.from_pretrained(..., experts_quantization="fp8") ("mxfp4" where its experts are FP4, as in '
-    "DeepSeek-V4); for plain weights convert it (sonicmoe-hf convert), "
-    "or load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "DeepSeek-V4); for plain weights, with quantization_config=FineGrainedFP8Config(dequantize=True)",
     "modelopt": "to keep the experts of an NVFP4 checkpoint packed and frozen, load it with "
     'sonicmoe_hf.from_pretrained(..., experts_quantization="nvfp4")',
 }

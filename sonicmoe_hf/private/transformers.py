@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +22,12 @@ SYNCHRONOUS = (
     "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: weights are read by one thread, when they are converted
 )
 FP8_MODULE = "transformers.integrations.finegrained_fp8"  # that of FP8Experts and of what computes them
+AUTO_CLASSES: tuple[Any, ...] = (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModel,
+)
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 OPTIMIZER_LOADING_METHOD = "_load_optimizer_and_scheduler"  # of a Trainer: the schedule too
 
@@ -81,9 +90,17 @@ def mark_initialized(parameter: Any) -> None:
     parameter._is_hf_initialized = True
 
 
-def builds(auto_class, config) -> bool:
-    """Whether an Auto class of models has one for this config."""
-    return type(config) in auto_class._model_mapping
+def auto_class_of(config):
+    """The first Auto class that has a model for this config, of text before images and sound; None without any."""
+    return next((auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class._model_mapping), None)
+
+
+def computes_loss(config) -> bool:
+    """Whether the model that `auto_class_of` this config loads takes labels."""
+    auto_class = auto_class_of(config)
+    if auto_class is None:
+        return False
+    return "labels" in inspect.signature(auto_class._model_mapping[type(config)].forward).parameters
 
 
 def parallel_mesh(model, dimension: str) -> DeviceMesh | None:

@@ -96,7 +96,7 @@ def test_its_experts_are_packed_for_training(checkpoint, tmp_path):
     c_proj = from_pretrained(tmp_path / "packed").model.layers[1].mlp.experts.c_proj.dequantize()[2].float()
     expected = values["model.layers.1.mlp.experts.2.down_proj.weight"].float()
     assert (c_proj - expected).norm() < 0.12 * expected.norm()
-    with pytest.raises(ValueError, match=r"quantized already \(nvfp4\).*sonicmoe-hf convert"):
+    with pytest.raises(ValueError, match=r"quantized already \(nvfp4\).*load the bf16 checkpoint"):
         from_pretrained(folder, experts_quantization="nf4")
 
 

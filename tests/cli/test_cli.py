@@ -151,15 +151,21 @@ def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "remedy"),
+    ("method", "remedy", "file"),
     [
-        ("mxfp4", "Mxfp4Config(dequantize=True)"),
-        ("fp8", "FineGrainedFP8Config(dequantize=True)"),
-        ("bitsandbytes", "a checkpoint that is not quantized"),
+        ("mxfp4", "Mxfp4Config(dequantize=True)", {}),
+        ("fp8", "FineGrainedFP8Config(dequantize=True)", {}),
+        ("bitsandbytes", "a checkpoint that is not quantized", {}),
+        ("modelopt", 'experts_quantization="nvfp4"', {"quant_algo": "NVFP4", "group_size": 16}),
+        ("modelopt", "load the bf16 checkpoint", {"quant_algo": "FP8"}),
     ],
 )
-def test_doctor_never_passes_quantized_experts_as_supported(capsys, tmp_path, method, remedy):
-    code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config={"quant_method": method}))
+def test_doctor_never_passes_quantized_experts_as_supported(capsys, tmp_path, method, remedy, file):
+    """Whether config.json says so, or as in NVIDIA's exports hf_quant_config.json alone."""
+    folder = save_config(tmp_path, **({} if file else {"quantization_config": {"quant_method": method}}))
+    if file:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": file}))
+    code, facts = doctor_json(capsys, folder)
     (layers,) = facts["model"]["layers"]
     assert code == 1
     assert not facts["model"]["supported"] and not layers["supported"] and not layers["token_rounding"]

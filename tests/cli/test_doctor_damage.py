@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 from helpers.models import CONFIGS
-from helpers.small_families import CHANGES, small_config
+from helpers.small_families import CHANGES, OMNI, small_config
 
 from sonicmoe_hf.tools.cli.main import main
 
@@ -87,10 +87,6 @@ def test_experts_packed_in_no_format_are_named(declared, tmp_path, capsys):
 
 
 IN_GROUPS_OF_ONE = {**CHANGES["deepseek_v2"], "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 2}
-OMNI = {
-    "thinker_config": CHANGES["qwen3_omni_moe"],
-    "talker_config": {"text_config": {"shared_expert_intermediate_size": 16}, "spatial_merge_size": 2},
-}
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,10 @@ CHANGES = {
 }  # fmt: skip
 
 
+OMNI = {  # of Qwen3OmniMoeConfig: a thinker and a talker
+    "thinker_config": CHANGES["qwen3_omni_moe"],
+    "talker_config": {"text_config": {"shared_expert_intermediate_size": 16}, "spatial_merge_size": 2},
+}
 LATER = {"aria", "glm5_next", "qwen4_exp"}  # in 5.17 their experts have no interface, their layers other kinds
 PARTS = {folder: f"{folder}_text" for folder in ("dots3_note", "inkling", "inkling2", "qwen4_exp")}
 PARTS["qwen3_omni_moe"] = "qwen3_omni_moe_thinker"  # built alone, of a model that has more

@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from helpers.checkpoints import DECLARED_FP8
+from helpers.checkpoints import DECLARED_FP8, edit_config, make, to_nvfp4
 from helpers.examples import EXAMPLES, TEXT, load
 from helpers.models import CONFIGS, OF_64, build, nemotron_h
+from helpers.small_families import OMNI, small_config
 from helpers.terminal import make_configs
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Qwen3OmniMoeConfig,
+)
 
 import sonicmoe_hf
 from sonicmoe_hf.errors import DoctorError
@@ -26,7 +34,7 @@ from sonicmoe_hf.tools.demo import corpus
 from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.tools.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
-from sonicmoe_hf.tools.planning.ways import FEW_TOKENS, LIGER, in_sequences, shown, ways_of
+from sonicmoe_hf.tools.planning.ways import FEW_TOKENS, LIGER, in_sequences, left_out, shown, ways_of
 
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
@@ -129,11 +137,16 @@ def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
     LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "dense")
     config = CONFIGS["qwen3_moe"](quantization_config={"quant_method": "awq"})
     config.save_pretrained(tmp_path / "awq")
+    small_config(Qwen3OmniMoeConfig, OMNI).save_pretrained(tmp_path / "omni")
+    CONFIGS["qwen3_moe"]().save_pretrained(tmp_path / "modelopt")
+    (tmp_path / "modelopt" / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     capsys.readouterr()
     for folder, words in (
         (tmp_path / "dense", "no mixture-of-experts"),
         (tmp_path / "awq", "plan for the bf16 checkpoint that it was made from"),
         (tmp_path / "none", "none"),
+        (tmp_path / "omni", "as a model without a loss"),
+        (tmp_path / "modelopt", "load the bf16 checkpoint that it was made from"),
     ):
         code, plan = plan_json(capsys, folder)
         assert code == 2 and words in plan["error"] and "sonicmoe-hf convert" not in plan["error"]
@@ -185,6 +198,7 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     }  # DeepSeek-V4's, which --dequantize does not know
     ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
     assert {way.training.experts for way in ways} == {"mxfp4"}
+    assert "convert" not in left_out(sizes_of(config)), "which does not read it"
     with pytest.raises(DoctorError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
         ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096, method="full")
 
@@ -251,6 +265,43 @@ def test_every_command_is_one_that_its_launcher_and_its_example_take(monkeypatch
                 for option in options:
                     assert not option.endswith(".json") or (EXAMPLES.parent / option).is_file()
     assert set(examples) == {"finetune", "qlora", "expert_parallel", "full_finetune_one_gpu"}
+
+
+@pytest.mark.parametrize(
+    ("family", "methods", "converts"),
+    [
+        ("qwen3_vl_moe", {"full", "lora", "qlora"}, False),  # AutoModelForCausalLM does not know it
+        ("qwen3_moe", {"qlora"}, True),
+        ("glm4_moe", {"qlora"}, False),  # which convert does not know
+    ],
+)
+def test_the_planned_commands_load_their_checkpoint(family, methods, converts, tmp_path, monkeypatch):
+    """Plain, or in NVFP4 that hf_quant_config.json alone declares, as in NVIDIA's exports."""
+    pytest.importorskip("torchao")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    folder, sizes = tmp_path / "tiny", {"hidden_size": 64, "moe_intermediate_size": 64}
+    make(folder, family, **({} if "full" in methods else sizes))
+    if "full" not in methods:
+        to_nvfp4(folder)
+        edit_config(folder, quantization_config=None)
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    corpus.train_tokenizer([TEXT], 300).save_pretrained(folder)
+    sizes = sizes_of_checkpoint(str(folder))
+    ways, _ = shown(ways_of(sizes, gpus=1, gpu_memory=80, tokens=64))
+    assert {way.training.method for way in ways} == methods
+    loaders = {
+        "finetune": lambda example, options: example.load_model([TEXT], options)[0],
+        "full_finetune_one_gpu": lambda example, options: example.load(options, [TEXT])[0],
+        "qlora": lambda example, options: example.load_packed(options.model, options),
+    }
+    for way in ways:
+        _, path, options = parts_of(way.command)
+        example = load(path.stem)
+        assert sonicmoe_hf.is_patched(loaders[path.stem](example, example.parse_arguments(options))), way.command
+    _, _, convert = (left_out(sizes) or "").partition("sonicmoe-hf ")
+    assert bool(convert) is converts
+    if converts:
+        assert main(shlex.split(convert.replace("FOLDER", str(tmp_path / "bf16")))) == 0
 
 
 @pytest.mark.slow

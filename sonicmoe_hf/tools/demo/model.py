@@ -22,6 +22,7 @@ from ...formats.shares import hide_when_split, show
 from ...formats.state import hold_packed, local_part
 from ...layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ...layer.packed_weight import PackedWeight
+from ...private.transformers import auto_class_of
 from ...streaming.placement import Placement
 from .random_bytes import random_packed
 
@@ -106,7 +107,7 @@ def random_model(name: str, layers: int | None = None, **options) -> PreTrainedM
 
     Args:
         name, layers: of its config, as `config_of` takes them.
-        options: of `AutoModelForCausalLM.from_config`, such as dtype.
+        options: of an Auto class's `from_config`, such as dtype.
     """
     with torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu"):
         return _made(config_of(name, layers), options)
@@ -132,7 +133,7 @@ def random_packed_model(
         device: where it is made; default: the accelerator where there is one.
         distributed_config: how ranks share it; each makes its own part.
         experts_memory: as `from_pretrained` takes it.
-        options: of `AutoModelForCausalLM.from_config`, such as dtype.
+        options: of an Auto class's `from_config`, such as dtype.
     """
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     with torch.device("meta"):
@@ -164,7 +165,7 @@ def random_packed_model(
 
 def _made(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
     """The model of a config, with the attention that from_pretrained would choose unless the options name one."""
-    model = AutoModelForCausalLM.from_config(config, **options)
+    model = (auto_class_of(config) or AutoModelForCausalLM).from_config(config, **options)
     if options.get("attn_implementation") is None:
         take_sinks(model)
     return model

@@ -5,17 +5,21 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.models import has_sinks
 from ...checkpoints.config_only import build_on_meta
-from ...errors import DoctorError
+from ...checkpoints.configs import family_of, quantization_of
+from ...checkpoints.files import CONFIG_FILE
+from ...errors import CheckpointError, DoctorError
 from ...formats.declared import declared_quantization
 from ...layer.experts_module import matrix_shape, weight_names
 from ...patching.support import LayerSupport, check_accelerated, find_layers
+from ...private.transformers import computes_loss
 
 DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
 MIXERS = (
@@ -51,7 +55,8 @@ class ModelSizes:
     plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
     nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
     checkpoint declares, by the names of kernels/quantized.py where it is of these; is_packed: by this package;
-    is_dequantized: Transformers can load it in bf16. notes: what is estimated, in words.
+    is_dequantized: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what
+    is estimated, in words.
     """
 
     name: str
@@ -79,6 +84,7 @@ class ModelSizes:
     quantization: str | None = None
     is_packed: bool = False
     is_dequantized: bool = False
+    is_convertible: bool = False
     has_sinks: bool = False
     notes: tuple[str, ...] = ()
 
@@ -112,8 +118,8 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     """The sizes of a model on the meta device.
 
     Raises:
-        DoctorError: it has no experts, some that sonicmoe_hf does not compute, or its checkpoint is quantized in a way
-            that is not known here; the message says why.
+        DoctorError: it has no experts, some that sonicmoe_hf does not compute, or no loss, or its checkpoint is quantized
+            in a way that is not known here; the message says why.
     """
     config: Any = model.config.get_text_config()
     try:
@@ -122,6 +128,11 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         quantization = None if declared is None else declared.format()
     except ValueError as error:
         raise DoctorError(f"{name}: {error}") from error
+    if not computes_loss(model.config):
+        raise DoctorError(
+            f"{name}: Transformers loads {config.model_type} as a model without a loss, which no example of this package "
+            "trains; plan for a checkpoint of its language model"
+        )
     layers = list(find_layers(model))
     every_experts = [layer.experts for layer in layers]
     shapes = [matrix_shape(each, getattr(each, name)) for each in every_experts for name in weight_names(each)]
@@ -173,9 +184,19 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
         is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
+        is_convertible=_is_convertible(model.config),
         has_sinks=has_sinks(model),
         notes=_notes(model, support),
     )
+
+
+def _is_convertible(config: PreTrainedConfig) -> bool:
+    try:
+        family_of(config.to_dict(), Path(CONFIG_FILE))
+        declared = quantization_of(config.to_dict(), Path())
+        return declared is not None and declared.stored() is not None
+    except CheckpointError:
+        return False
 
 
 def _entry(config: Any, name: str) -> int | None:

@@ -116,8 +116,8 @@ def _is_of_qlora_example(training: Training) -> bool:
 
 
 def _is_loaded_in_bf16(training: Training) -> bool:
-    """Whether the example loads the model by sonicmoe_hf.from_pretrained, in bf16."""
-    return training.weights == "bf16" and training.optimizer != "adam8bit" and training.parallel != "ZeRO-3"
+    """Whether the example loads the model in bf16."""
+    return training.weights == "bf16" and training.parallel != "ZeRO-3"
 
 
 def left_out(sizes: ModelSizes) -> str | None:
@@ -125,15 +125,12 @@ def left_out(sizes: ModelSizes) -> str | None:
     stored = sizes.quantization
     if stored is None or sizes.is_dequantized:
         return None
-    if stored not in FORMATS:  # which no conversion reads
-        return (
-            f"its checkpoint is quantized ({stored}), so every way is left out; plan for the bf16 checkpoint that it was "
-            "made from"
-        )
-    return (
-        f"its checkpoint is quantized ({stored}), so all ways but QLoRA are left out; for these convert it to bf16, and "
-        f"plan for the result: sonicmoe-hf convert {shlex.quote(sizes.name)} FOLDER --layout hub"
-    )
+    remedy = "plan for the bf16 checkpoint that it was made from"
+    if sizes.is_convertible:
+        convert = f"sonicmoe-hf convert {shlex.quote(sizes.name)} FOLDER --layout hub"
+        remedy = f"for these convert it to bf16, and plan for the result: {convert}"
+    ways = "all ways but QLoRA are" if stored in FORMATS else "every way is"
+    return f"its checkpoint is quantized ({stored}), so {ways} left out; {remedy}"
 
 
 def compiling(ways: list[Way]) -> str | None:
