@@ -96,17 +96,23 @@ def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
     0.02 a wrong gate or a forgotten bias passes every test."""
     torch.manual_seed(seed)
     auto_class = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
-    model = auto_class.from_config((CONFIGS | OTHERS)[family](**changes), experts_implementation=implementation)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2 and "bias" not in name:
-                fan_in = parameter.shape[-2] if family == "gpt_oss" and ".experts." in name else parameter.shape[-1]
-                parameter.normal_(0, 1.0 if "embed" in name else fan_in**-0.5)
-            elif "bias" in name:
-                parameter.normal_(0, 0.5)
-        for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name:
-                buffer.normal_(0, 0.1)
+    config = (CONFIGS | OTHERS)[family](**changes)
+    return with_realistic_weights(auto_class.from_config(config, experts_implementation=implementation))
+
+
+@torch.no_grad()
+def with_realistic_weights(model):
+    """The model in training mode, with weights as `build` says."""
+    is_transposed = model.config.model_type == "gpt_oss"
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2 and "bias" not in name:
+            fan_in = parameter.shape[-2] if is_transposed and ".experts." in name else parameter.shape[-1]
+            parameter.normal_(0, 1.0 if "embed" in name else fan_in**-0.5)
+        elif "bias" in name:
+            parameter.normal_(0, 0.5)
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.normal_(0, 0.1)
     return model.train()
 
 

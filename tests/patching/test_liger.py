@@ -13,7 +13,12 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.models import (
+    GROUPED,
+    IN_GROUPS,
+    OF_QWEN3,
     ORDER_OF_SUMS,
+    ROPE,
+    SHARED,
     assert_all_close,
     batch,
     build,
@@ -22,10 +27,11 @@ from helpers.models import (
     patching,
     relative_error,
     twin,
+    with_realistic_weights,
 )
 from helpers.programs import run_python
 from helpers.training import TILE, Watch, logs_of, trained
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
@@ -34,15 +40,30 @@ from sonicmoe_hf.patching.forwards import INTERFACE_CODE, is_bound_by_liger
 from sonicmoe_hf.patching.support import find_layers
 
 liger = pytest.importorskip("liger_kernel.transformers")
+output_classes = importlib.import_module("liger_kernel.transformers.model.output_classes")
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
-PATCHED_BY_LIGER = [*FAMILIES, "mixtral"]
+OF_TEXT = [*FAMILIES, "mixtral", "deepseek_v2", "hunyuan_v1_moe", "qwen3_next"]  # whose experts Liger replaces
+OF_IMAGES = {  # likewise: what of Transformers' Liger 0.8.5 imports
+    "qwen3_vl_moe": "LigerQwen3VLMoeCausalLMOutputWithPast",
+    "qwen3_5_moe": "LigerQwen3_5MoeCausalLMOutputWithPast",
+    "glm4v_moe": "LigerGlm4vMoeCausalLMOutputWithPast",
+}
+SIZES = {  # of any of these: what a config does not know it keeps unread
+    **SHARED, **GROUPED, **OF_QWEN3, **IN_GROUPS, "num_key_value_heads": 4, "num_local_experts": 8,
+    "n_shared_experts": 1, "shared_expert_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_topk": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "full_attention_interval": 2, "rope_parameters": {**ROPE, "mrope_section": [1, 0, 0]},
+}  # fmt: skip
+OF_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 EXPERTS_ALONE = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}  # what can run on a CPU
 ORDERS = ["Liger, then patched", "patched, then Liger"]
 
 
 @pytest.fixture(autouse=True)
 def transformers_afterwards_as_before():
-    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in PATCHED_BY_LIGER]
+    names = [*OF_TEXT, *OF_IMAGES]
+    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in names]
     before = [dict(vars(module)) for module in modules]
     yield
     for module, names in zip(modules, before):
@@ -108,16 +129,51 @@ def test_liger_keeps_its_norms_and_loss_and_we_our_experts(family, order):
     assert relative_error(layers[0].experts(*arguments), alone(*arguments)) < 1e-5  # fp32: another order of sums
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_a_model_whose_experts_liger_replaced_computes_with_ours(family, order):
-    model = build(family)
+def test_experts_that_liger_replaces_again_and_again_are_ours_at_the_next_call():
+    model = patched("qwen3_moe")
     expected = loss_and_gradients(model, batch())
-    apply_both(model, order, **EXPERTS_ALONE)
     for _ in range(2):  # Liger's own forward needs a GPU: any call of it would fail
+        apply_liger(model, **EXPERTS_ALONE)
         assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
         assert all(is_ours(layer.experts) for layer in find_layers(model))
-        apply_liger(model, **EXPERTS_ALONE)
+
+
+def small(family):
+    """A model with experts of one of the families that Liger knows."""
+    of_images = {"text_config": SIZES, "vision_config": OF_VISION}
+    config = AutoConfig.for_model(family, **(of_images if family in OF_IMAGES else SIZES))
+    auto_class = AutoModelForImageTextToText if family in OF_IMAGES else AutoModelForCausalLM
+    return with_realistic_weights(auto_class.from_config(config, experts_implementation="eager"))
+
+
+class Begin(TrainerCallback):
+    """Patches the model when the Trainer has applied Liger, unless it is patched, and has but the experts' forwards."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        assert not any(layer.accelerated for layer in sonicmoe_hf.supports(model))
+        for module in model.modules():  # Liger's own MLPs need a GPU
+            if is_bound_by_liger(module) and not hasattr(module, "num_experts"):
+                del module.forward
+        if not sonicmoe_hf.is_patched(model):
+            sonicmoe_hf.patch_model(model)
+
+
+@pytest.mark.parametrize("family", [*OF_TEXT, *OF_IMAGES])
+def test_a_trainer_with_liger_trains_our_experts_in_every_family_whose_experts_it_replaces(
+    family, tmp_path, monkeypatch
+):
+    if family in OF_IMAGES:  # Transformers 5.23 has none, and Liger would raise an error
+        monkeypatch.setattr(output_classes, OF_IMAGES[family], object, raising=False)
+    model = small(family)
+    expected = dict(trained(twin(model), tmp_path, attach=False, max_steps=2).model.named_parameters())
+    liger_alone = {"use_liger_kernel": True, "liger_kernel_config": EXPERTS_ALONE, "max_steps": 2}
+    for order in ORDERS:
+        version = twin(model)
+        if order == "patched, then Liger":
+            sonicmoe_hf.patch_model(version)
+        trained(version, tmp_path, [Begin()], attach=False, **liger_alone)
+        assert all(is_ours(layer.experts) for layer in find_layers(version))
+        assert_all_close(dict(version.named_parameters()), expected, 1e-5, ORDER_OF_SUMS)
 
 
 @pytest.mark.parametrize("order", ["Liger, then LoRA", "LoRA, then Liger", "LoRA, then Liger, then patched"])
