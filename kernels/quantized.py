@@ -264,7 +264,7 @@ def _quantize_fp8(weight_NK: torch.Tensor, parts: int, kinds: int) -> tuple[torc
     filled = weight.new_zeros(parts, blocks_N * FP8_BLOCK, kinds, blocks_K * FP8_BLOCK)
     filled[:, :rows, :, :size_in] = weight
     absmax = filled.abs().view(parts, blocks_N, FP8_BLOCK, kinds, blocks_K, FP8_BLOCK).amax((2, 5))
-    inverse = torch.where(absmax > 0, E4M3_MAX / absmax, 1.0)
+    inverse = torch.where(absmax > 0, E4M3_MAX / absmax, 1.0).clamp(max=torch.finfo(torch.float32).max)
     scaled = weight * _spread_blocks(inverse, rows, size_in)
     return to_e4m3(scaled).view(size_out, size_in), 1.0 / inverse
 
@@ -279,7 +279,8 @@ def _quantize_nvfp4(weight_NK: torch.Tensor, parts: int, kinds: int):
     size_out, size_in = weight_NK.shape
     weight = _finite(weight_NK).view(parts, size_out // (parts * kinds), kinds, size_in)
     largest = weight.abs().amax((1, 3))
-    state = torch.where(largest > 0, largest / (E2M1_MAX * E4M3_MAX), 1.0)
+    smallest = torch.finfo(torch.float32).tiny
+    state = torch.where(largest > 0, (largest / (E2M1_MAX * E4M3_MAX)).clamp(min=smallest), 1.0)
     blocks = weight.unflatten(-1, (-1, SCALE_COLUMNS["nvfp4"]))
     whole = state[:, None, :, None]
     scales = to_e4m3(blocks.abs().amax(-1) / (E2M1_MAX * whole))
