@@ -242,9 +242,14 @@ def _blocks(weight_NK: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Ten
 def _finite(weight_NK: torch.Tensor) -> torch.Tensor:
     """The weight in fp32, contiguous. Raises ValueError where it is not finite."""
     weight = weight_NK.float().contiguous()
+    check_finite(weight)
+    return weight
+
+
+def check_finite(weight: torch.Tensor) -> None:
+    """Raise ValueError where a weight has NaN or infinity."""
     if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
         raise ValueError("the weight has NaN or infinite values, which no format holds; load a sound one")
-    return weight
 
 
 def _quantize_mxfp4(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
-from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
+from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order, why_replaced_by_liger
 from ..layer.packed_weight import PackedWeight, as_parameter
 from . import HUB, PACKED
 from .declared import QUANT_METHOD, check_undeclared
@@ -84,10 +84,12 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
                     f"{full_name} is sharded ({type(weight).__name__}); quantize experts before the model is sharded"
                 )
             try:
-                stored_shapes(format, matrix_shape(module, weight))
+                stored_shapes(format, matrix_shape(module, weight), row_order(module, name))
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{full_name}: {error}") from error
             found.append((full_name, module, name))
+        if (replaced := why_replaced_by_liger(module)) is not None:
+            raise UnsupportedExpertsError(f"{prefix}: {replaced}")
     if not found:
         raise UnsupportedExpertsError(
             f"{type(model).__name__} has no experts that go through Transformers' experts interface; leave out "

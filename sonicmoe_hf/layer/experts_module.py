@@ -16,6 +16,10 @@ from ..private import attributes
 if TYPE_CHECKING:
     from .ranks import Ranks
 
+LIGER_SWITCH = (
+    "keep Liger from the experts by its switch swiglu=False (Trainer: liger_kernel_config={'swiglu': False}), given "
+    "before this model is built; its other kernels work beside sonicmoe_hf"
+)
 IMPLEMENTATION = "sonicmoe_hf"  # our name as experts_implementation and as ep_implementation
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # E's names in configs
 
@@ -62,6 +66,16 @@ def is_native(module: nn.Module) -> bool:
 def is_experts(module: nn.Module) -> bool:
     """Whether this module holds experts that go through Transformers' experts interface, or native ones."""
     return hasattr(type(module), "_apply_gate") or is_native(module)
+
+
+def why_replaced_by_liger(module: nn.Module) -> str | None:
+    """Why a module of Liger's stands in an experts module's place, with the remedy; None of another module."""
+    if not type(module).__module__.startswith("liger_kernel.") or not type(module).__name__.endswith("Experts"):
+        return None
+    return (
+        f"Liger put {type(module).__name__} in the place of its experts class before the model was built, as it does for "
+        f"all later models of the process when it is applied to one; {LIGER_SWITCH}"
+    )
 
 
 def has_gate(experts: nn.Module) -> bool:

@@ -11,15 +11,12 @@ from typing import Any
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
+from ..layer.experts_module import LIGER_SWITCH, why_replaced_by_liger
 from ..private.transformers import fp8_experts_functions
 
 LIGERS = "LigerExperts"  # its class
 NATIVE = "sonicmoe_hf.checkpoints.modeling.SonicMoEExperts.forward"
 PARALLEL = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
-LIGER_SWITCH = (
-    "keep Liger from the experts by its switch swiglu=False (Trainer: liger_kernel_config={'swiglu': False}), given "
-    "before this model is built; its other kernels work beside sonicmoe_hf"
-)
 
 
 @use_experts_implementation
@@ -73,19 +70,15 @@ def why_not_reached(experts: nn.Module) -> str | None:
 
     Legitimate are accelerate's hooks, Transformers' tensor and expert parallelism, and what declares `__wrapped__`.
     """
-    name = type(experts).__name__
-    if type(experts).__module__.startswith("liger_kernel."):
-        return (
-            f"Liger put {name} in the place of its experts class before the model was built, as it does for all later "
-            f"models of the process when it is applied to one; {LIGER_SWITCH}"
-        )
+    if (replaced := why_replaced_by_liger(experts)) is not None:
+        return replaced
     forward = _innermost(experts)
     if _is_interface(forward) or _name(forward).startswith(PARALLEL):
         return None
     remedy = "undo what put it there"
     if _is_ligers(forward):
         remedy = "sonicmoe_hf.patch_model(model) undoes that" if is_bound_by_liger(experts) else LIGER_SWITCH
-    return f"{name}: its forward is {_name(forward)}, which never reaches sonicmoe_hf; {remedy}"
+    return f"{type(experts).__name__}: its forward is {_name(forward)}, which never reaches sonicmoe_hf; {remedy}"
 
 
 def unbind_liger(experts: nn.Module) -> None:

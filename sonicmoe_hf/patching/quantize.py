@@ -19,12 +19,13 @@ from ..formats.quantizer import (
     mark_model_packed,
 )
 from ..formats.state import hold_packed
-from ..kernels.quantized import FORMATS
+from ..kernels.quantized import FORMATS, check_finite
 from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, row_order
 from ..layer.packed_weight import PackedWeight
 from ..streaming.placement import Placement
 from ..streaming.weight import HostWeight
+from .forwards import unbind_liger
 from .own_configs import use_own_configs
 from .support import REMEDIES
 
@@ -53,10 +54,10 @@ def quantize_experts(
     Returns:
         The same model. Save it with save_pretrained, and load it with from_pretrained.
     Raises:
-        UnsupportedExpertsError: a weight is sharded, in host memory or of a size that the format does not take; nothing
-            is changed.
+        UnsupportedExpertsError: a weight is sharded, in host memory or of a size that the format does not take.
         ValueError: an unknown format, weights with NaN or infinity, or a model quantized otherwise already.
-        MemoryError: host memory does not hold the experts; nothing is changed.
+        MemoryError: host memory does not hold the experts.
+    All but an error of the device come before anything is changed.
     """
     check_choice("format", format, FORMATS)
     if not isinstance(model, PreTrainedModel):
@@ -72,22 +73,26 @@ def quantize_experts(
         raise UnsupportedExpertsError(HELD_BY_HOST.format(model=type(model).__name__, format=format))
     weights = check_packable(model, format)
     for full_name, module, name in weights:
-        if getattr(module, name).is_meta:
+        weight = getattr(module, name)
+        if weight.is_meta:
             raise UnsupportedExpertsError(f"{full_name} is on the meta device; load the model's weights first")
-    placement = None if experts_memory is None else Placement(model, experts_memory, format)
-    for full_name, module, name in logging.tqdm(weights, desc=f"Packing experts in {format}"):
         try:
-            packed = PackedWeight.quantize(
-                getattr(module, name), format, is_transposed(module), row_order(module, name)
-            )
+            check_finite(weight)
         except ValueError as error:
             raise ValueError(f"{full_name}: {error}") from error
-        hold_packed(module, name, packed if placement is None else placement.hold(module, name, packed))
+    placement = None if experts_memory is None else Placement(model, experts_memory, format)
     config = ExpertsQuantizationConfig(format)
     use_own_configs(model, {})
+    # first, so that what an interrupted call leaves is saved as packed, and loading it names the weights that are not
     model.config.quantization_config = config
     quantizer = ExpertsQuantizer(config, pre_quantized=True)
     vars(model).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=QUANT_METHOD)
+    for module in model.modules():
+        unbind_liger(module)
+    for _, module, name in logging.tqdm(weights, desc=f"Packing experts in {format}"):
+        weight, order = getattr(module, name), row_order(module, name)
+        packed = PackedWeight.quantize(weight, format, is_transposed(module), order)
+        hold_packed(module, name, packed if placement is None else placement.hold(module, name, packed))
     mark_model_packed(model)
     return model
 

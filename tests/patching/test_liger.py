@@ -15,6 +15,7 @@ from helpers.adapters import with_lora
 from helpers.models import (
     GROUPED,
     IN_GROUPS,
+    OF_64,
     OF_QWEN3,
     ORDER_OF_SUMS,
     ROPE,
@@ -223,8 +224,18 @@ def test_a_model_built_after_liger_replaced_the_experts_class_is_refused_with_it
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"Liger put LigerExperts .*swiglu=False"):
         sonicmoe_hf.patch_model(model)
     words = r"Liger put LigerExperts .*swiglu=False"
+    with pytest.raises(sonicmoe_hf.UnsupportedExpertsError, match=words):
+        sonicmoe_hf.quantize_experts(model)
     with patching([family]), pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
         build(family)
+
+
+def test_packing_takes_ligers_forward_from_the_experts():
+    model = build("qwen3_moe", **OF_64["qwen3_moe"])
+    apply_liger(model, **EXPERTS_ALONE)
+    sonicmoe_hf.quantize_experts(model)
+    with pytest.raises(RuntimeError, match=r"these experts are packed as nf4.*patch_model"):
+        model(**batch(2, 8))
 
 
 def test_a_native_model_built_after_liger_replaced_the_experts_class_is_refused_with_its_switch():

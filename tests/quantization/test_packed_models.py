@@ -236,6 +236,11 @@ def test_contradictions_are_refused(source, asked, match, tmp_path):
 
 
 def test_sizes_that_a_format_does_not_take_are_refused_before_anything_changes(tmp_path):
+    odd = small("qwen3_moe")
+    odd.model.layers[1].mlp.experts.gate_up_proj = nn.Parameter(torch.ones(8, 5, 64))
+    with pytest.raises(UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* 5 rows"):
+        quantize_experts(odd, "fp8")
+    assert packed_in(odd) == {}
     model = build("qwen3_moe")
     model.save_pretrained(tmp_path)
     match = r"layers\.0\.mlp\.experts\.gate_up_proj: nf4 stores 64 values .* 32 input features"
@@ -258,6 +263,23 @@ def test_what_cannot_be_packed_is_refused():
     nn.init.constant_(broken.model.layers[1].mlp.experts.down_proj, float("nan"))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj: the weight has NaN"):
         quantize_experts(broken)
+    assert packed_in(broken) == {}
+
+
+def test_what_an_interrupted_call_leaves_is_saved_as_packed_and_does_not_load(tmp_path, monkeypatch):
+    model, quantize = small("qwen3_moe"), PackedWeight.quantize
+
+    def interrupted(weight, *options):
+        if weight is model.model.layers[1].mlp.experts.down_proj:
+            raise torch.OutOfMemoryError("of the device")
+        return quantize(weight, *options)
+
+    monkeypatch.setattr(PackedWeight, "quantize", interrupted)
+    with pytest.raises(torch.OutOfMemoryError):
+        quantize_experts(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no model\.layers\.1\.mlp\.experts\.down_proj"):
+        from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
