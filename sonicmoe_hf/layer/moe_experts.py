@@ -81,7 +81,7 @@ def _projection(name, weight, bias, adapter, transposed) -> Projection:
     return Projection(weight.codes, weight.scales, weight.state, bias, a, b, weight.format, scale)
 
 
-def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation) -> None:
+def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> None:
     """Raise a ValueError where FP8 products do not support the layer."""
     formats = [weight.format if isinstance(weight, PackedWeight) else str(weight.dtype) for weight in (gate_up, down)]
     if formats != ["fp8", "fp8"]:
@@ -101,7 +101,7 @@ def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation) -> No
             f"compute='fp8' takes layout 'concatenated' and an activation with a gate, not {layout!r} and "
             f"{activation!r}; leave compute out"
         )
-    if gate_up_bias is not None or down_bias is not None:
+    if has_bias:
         raise ValueError("compute='fp8' takes experts without biases; leave compute out")
 
 
@@ -209,7 +209,7 @@ def moe_experts(
 
     backend = backends.choose(x.device, x.dtype, backend).name
     if compute == "fp8":
-        _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, act.name)
+        check_fp8(gate_up, down, gate_up_bias is not None or down_bias is not None, layout, act.name)
     rows = routing.rows_for(backend, x.shape[0], num_experts)
     pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
     options = *act, transposed, interleaved, backend, compute == "fp8"

@@ -20,6 +20,7 @@ from transformers.activations import (
 )
 
 from ..errors import UnsupportedExpertsError
+from ..formats.state import local_part
 from ..layer.experts_module import (
     Sizes,
     has_gate,
@@ -31,7 +32,7 @@ from ..layer.experts_module import (
     weight_names,
     whole_shape,
 )
-from ..layer.moe_experts import Activation, moe_experts
+from ..layer.moe_experts import Activation, check_fp8, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..model_patches.family import modeling_module
 from ..private import attributes
@@ -199,6 +200,13 @@ def check_weights(experts: nn.Module) -> None:
             _refuse(experts, f"it has no {name} of three dimensions")
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantized", "load the model unquantized")
+
+
+def check_fp8_products(experts: nn.Module) -> None:
+    """Raise ValueError where the experts' products cannot multiply in FP8."""
+    facts = experts_facts(experts)
+    weights = (local_part(getattr(experts, name)) for name in weight_names(experts))
+    check_fp8(*weights, facts.has_bias, facts.layout, facts.activation.name)
 
 
 def sizes_of(experts: nn.Module) -> Sizes:

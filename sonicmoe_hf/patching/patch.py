@@ -30,7 +30,7 @@ from ..private.transformers import (
 from ..streaming.placement import place_experts
 from . import calls
 from .calls import PatchState
-from .experts import is_fp8_experts, known_facts
+from .experts import check_fp8_products, is_fp8_experts, known_facts
 from .fp8_experts import give_back_weights, take_weights
 from .hooks import ModelHook, RouterHook, check_live, installed, remove_installed
 from .layer_ranges import collapse
@@ -165,7 +165,8 @@ def patch_model(
             that Liger's forwards of experts are gone.
         UnsupportedExpertsError: FP8 experts that Transformers loaded have a scale or a value that is not finite; or
             experts for host memory are shared or sharded by ranks, or on several devices.
-        ValueError: `model` holds several models with experts; or experts_memory says no number of bytes.
+        ValueError: `model` holds several models with experts; experts_memory says no number of bytes; or
+            experts_compute="fp8" with experts that are not packed as fp8, or have biases or no gate.
         MemoryError: host memory does not hold the experts.
     """
     policy = as_routing_policy(routing)
@@ -173,6 +174,12 @@ def patch_model(
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
     root = _root(model)
     layers = undo_liger_and_check(root, policy)
+    if experts_compute is not None:
+        for layer in find_layers(root):
+            try:
+                check_fp8_products(layer.experts)
+            except ValueError as error:
+                raise ValueError(f"experts_compute={experts_compute!r} in {layer.name}: {error}") from error
     fp8_experts = [(name, module) for name, module in root.named_modules() if is_fp8_experts(module)]
     if fp8_experts:
         take_weights(fp8_experts, root.dtype)

@@ -92,6 +92,9 @@ def test_fp8_experts_multiply_in_fp8_where_that_is_wanted(tmp_path):
     assert torch.equal(model(**BATCH).logits, exact)
     with pytest.raises(ValueError, match="takes experts_quantization='fp8', not None"):
         from_pretrained(tmp_path / "fp8", experts_compute="fp8")
+    dense = from_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"experts_compute='fp8' in model\.layers\.0\.mlp: .*not torch\.bfloat16 and"):
+        patch_model(dense, experts_compute="fp8")
 
 
 @pytest.mark.parametrize("family", SIZES | UNGATED)
