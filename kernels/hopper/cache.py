@@ -1,11 +1,12 @@
 """Compiled kernels in memory and on disk.
 
-A file is found by the digest of this folder's sources, the versions that made it, and the static parameters; it is
+A file is found by the digest of the kernels' sources, the versions that made it, and the static parameters; it is
 written whole or not at all, and one that does not match its checksum is compiled again. Loading a file runs code in it,
 so the folder is this user's alone. Where much is missing, processes beside this one compile it: threads would not help,
 because the compiler holds Python's lock.
 """
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -178,11 +179,27 @@ def _wait_for(path: Path) -> None:
 def _environment() -> bytes:
     """The digest of what a compiled kernel depends on beside its parameters."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(_with_imports(Path(__file__).with_name("compiled.py"))):
         digest.update(source.name.encode() + source.read_bytes())
     versions = [f"{name}=={_version(name)}" for name in DISTRIBUTIONS]
     digest.update("\n".join([*versions, sys.version]).encode())
     return digest.digest()
+
+
+def _with_imports(source: Path) -> set[Path]:
+    """Find this source and those of this package that it and they import."""
+    found: set[Path] = set()
+    pending = [source]
+    while pending:
+        path = pending.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                module = path.parents[node.level - 1] / (node.module or "").replace(".", "/")
+                pending += [module.with_suffix(".py"), *(module / f"{alias.name}.py" for alias in node.names)]
+    return found
 
 
 def _version(distribution: str) -> str:

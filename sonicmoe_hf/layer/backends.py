@@ -74,23 +74,24 @@ def _without_hopper(device: torch.device) -> str | None:
     return missing_for_hopper()
 
 
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
     """Why the backend `name` cannot take these tensors, or None if it can."""
     if name == "eager":
         return None
     if name == "hopper":
-        if dtype not in HOPPER_DTYPES:
+        if dtype is not None and dtype not in HOPPER_DTYPES:
             return f"the dtype is {dtype}; the Hopper kernels take {', '.join(map(str, HOPPER_DTYPES))}"
         return _without_hopper(device)
-    if dtype not in TRITON_DTYPES:
+    if dtype is not None and dtype not in TRITON_DTYPES:
         return f"the dtype is {dtype}; the Triton kernels take {', '.join(map(str, TRITON_DTYPES))}"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     return _without_triton(device)
 
 
-def choose(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> Choice:
-    """The backend for tensors on `device`: `backend` if given, else SONICMOE_HF_BACKEND, else the best that fits.
+def choose(device: torch.device, dtype: torch.dtype | None, backend: str | None = None) -> Choice:
+    """Choose the backend for tensors on `device`: `backend` if given, else SONICMOE_HF_BACKEND, else the best that fits.
+    dtype: that of products; None for sorting and rounding of rows, which have none.
 
     Raises:
         ValueError: the name given is not a backend, or it cannot take these tensors.

@@ -71,7 +71,7 @@ def dispatch(
             "they list the same pairs"
         )
     if backend is None:
-        backend = backends.choose(expert_index.device, torch.float32).name
+        backend = backends.choose(expert_index.device, None).name
     pairs = expert_index, token_index, num_tokens, num_experts, sentinels
     if torch_op.traced("dispatch", expert_index, token_index):
         return Rows(*_DISPATCH(False, *pairs, backend))

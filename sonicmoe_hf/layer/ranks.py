@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
 
     def routing(self, expert_index, weights, token_index, num_tokens: int) -> Routing:
         """The pairs with this rank's experts, whose ids are counted from the first of them, sorted."""
-        backend = backends.choose(weights.device, torch.float32).name
+        backend = backends.choose(weights.device, None).name
         rows = dispatch(expert_index, num_tokens, self.num_local, token_index, sentinels=True, backend=backend)
         return Routing(
             expert_index, weights, token_index, sentinels=True, rows=rows, rows_backend=backend, is_local=True

@@ -252,7 +252,7 @@ def rounded_routing(
     num_tokens, num_experts = logits_TE.shape
     top_k, device = top_k_index_TK.shape[1], logits_TE.device
     scores_TE, ranking_TE = family.scores(router, logits_TE)
-    backend = backends.choose(device, torch.float32).name
+    backend = backends.choose(device, None).name
     options = _Rounding(
         policy.rounding,
         policy.tile_rows,

@@ -52,11 +52,13 @@ def test_a_kernel_is_found_on_disk_and_a_damaged_one_is_made_again(tmp_path, mon
     assert len(list(tmp_path.glob("hopper/*"))) == 2, "no temporary file is left"
 
 
-@pytest.mark.parametrize("changed", [*cache.DISTRIBUTIONS, "Python", "a source", "a parameter"])
+@pytest.mark.parametrize("changed", [*cache.DISTRIBUTIONS, "Python", "a source outside", "a parameter"])
 def test_a_kernel_of_other_versions_sources_or_parameters_is_not_found(tmp_path, monkeypatch, changed):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     (tmp_path / "folder").mkdir()
-    source = tmp_path / "folder" / "kernel.py"
+    (tmp_path / "folder" / "compiled.py").write_text("from .kernel import x")
+    (tmp_path / "folder" / "kernel.py").write_text("from ..scaled import x")
+    source = tmp_path / "scaled.py"
     source.write_text("x = 1")
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "folder" / "cache.py"))
     monkeypatch.setattr(
@@ -71,7 +73,7 @@ def test_a_kernel_of_other_versions_sources_or_parameters_is_not_found(tmp_path,
     assert path() == path_before
     if changed == "a parameter":
         parameters = *parameters[:-1], "another"
-    elif changed == "a source":
+    elif changed == "a source outside":
         source.write_text("x = 2")
     elif changed == "Python":
         monkeypatch.setattr(cache.sys, "version", "3.99")

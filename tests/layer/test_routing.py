@@ -5,7 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding, as_routing_policy
+from sonicmoe_hf.layer.dispatch import dispatch
+from sonicmoe_hf.layer.ranks import Ranks
 from sonicmoe_hf.layer.routing import Routing, round_tokens, rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
 
@@ -187,6 +191,23 @@ def test_known_rows_of_other_sizes_are_refused():
     assert routing.rows_for("eager", 64, 4) is routing.rows and routing.rows_for("triton", 64, 4) is None
     with pytest.raises(ValueError, match=r"the routing is of 64 tokens and 4 experts, but there are 60 tokens"):
         routing.rows_for("eager", 60, 4)
+
+
+def test_sorting_and_rounding_have_no_dtype_that_a_backend_would_not_take(monkeypatch):
+    """The eager functions stand for Hopper's, which runs on another device."""
+    logits, policy = torch.randn(64, 4), TokenRounding(tile=4)
+    top_k, weights = logits.topk(2).indices, torch.ones(64, 2)
+
+    def sorted_rows():
+        rounded, _ = rounded_routing(FAMILIES["olmoe"], ROUTERS["olmoe"], logits, top_k, policy)
+        return dispatch(top_k, 64, 4), Ranks(None, 0, 1, 4).routing(top_k, weights, None, 64).rows, rounded.rows
+
+    expected = sorted_rows()
+    monkeypatch.setenv(backends.VARIABLE, "hopper")
+    monkeypatch.setattr(backends, "_without_hopper", lambda device: None)
+    monkeypatch.setattr(backends, "load", lambda name: eager)
+    for rows, wanted in zip(sorted_rows(), expected):
+        assert torch.equal(rows.token, wanted.token) and torch.equal(rows.offsets, wanted.offsets)
 
 
 @pytest.mark.parametrize("family", ROUTERS)
