@@ -59,7 +59,7 @@ def _shard(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> P
 
 
 def _split(weight, size, dim=0):
-    if dim != 0:
+    if dim != 0 or type(weight) is not PackedWeight:
         return NotImplemented
     if weight.shape[0] % size:
         raise RuntimeError(UNEVEN.format(experts=weight.shape[0], part=size))

@@ -209,18 +209,18 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
     """[out_TH], and after it what `flags` name."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
-    return _run(_FORWARD_TAPES, x_TH.device, [], inputs, rows, options, flags)
+    return _run(_FORWARD_TAPES, x_TH, [], inputs, rows, options, flags)
 
 
-def _run(function: Taped, device: torch.device, given: list[Any], inputs: Inputs, rows: Rows, options: Options, how):
-    """The function of `given`, which is emptied, of Inputs' tensors as the backend's kernels read them, and of Rows', by
-    a tape but for the eager backend."""
+def _run(function: Taped, like: torch.Tensor, given: list[Any], inputs: Inputs, rows: Rows, options: Options, how):
+    """The function of `given`, which is emptied, of Inputs' tensors as the backend's kernels read them in the dtype and
+    on the device of `like`, and of Rows', by a tape but for the eager backend."""
     is_eager = options.backend == "eager"
     # eager products are PyTorch's; kernels know no autocast, and the switch takes time
-    is_cast = is_eager and torch.is_autocast_enabled(device.type)
+    is_cast = is_eager and torch.is_autocast_enabled(like.device.type)
     with (
-        torch.autocast(device.type, enabled=False) if is_cast else contextlib.nullcontext(),
-        fetched(inputs, rows, options) if STREAMED else contextlib.nullcontext(inputs) as inputs,
+        torch.autocast(like.device.type, enabled=False) if is_cast else contextlib.nullcontext(),
+        fetched(inputs, rows, options, like.dtype) if STREAMED else contextlib.nullcontext(inputs) as inputs,
     ):
         tensors = [*given, *inputs, *rows]
         given.clear()
@@ -268,7 +268,7 @@ def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options:
     dx comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
     given = [dout.contiguous(), *saved.pop()]
-    return _run(_BACKWARD_TAPES, dout.device, given, inputs, rows, options, tuple(needs))
+    return _run(_BACKWARD_TAPES, dout, given, inputs, rows, options, tuple(needs))
 
 
 def _backward_of(tensors: list[Any], options: Options, needs) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
-"""Where the op of `moe_experts` meets weights that live in host memory: sonicmoe_hf.streaming holds them, and gives
-device tensors of their layer for as long as forward or backward of the op runs. What autograd saves is the host's
-tensors, so backward fetches again."""
+"""Weights in host memory as the op of `moe_experts` reads them: sonicmoe_hf.streaming holds them, and gives device
+tensors of their layer for as long as forward or backward of the op runs. Autograd saves the host's tensors, so backward
+fetches again."""
 
 from __future__ import annotations
 
@@ -36,16 +36,28 @@ class StreamedLayer(Protocol):
 
 # by the address of the first projection's tensor in host memory
 STREAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+WEIGHTS = ("gate_up", "down")
+STORED = tuple(weight + part for weight in WEIGHTS for part in ("", "_scales", "_state"))  # names of the op's inputs
 
 
-def fetched(inputs: Any, rows: Rows, options: Any) -> AbstractContextManager[Any]:
-    """The op's inputs with weights that kernels of the device read inside `with`; themselves where none are streamed."""
+def fetched(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The op's inputs with weights that kernels of the device read inside `with`, dense ones in `dtype`; themselves where
+    none are in host memory."""
     layer = STREAMED.get(inputs.gate_up.data_ptr())
     if layer is None or not layer.holds(inputs.gate_up, inputs.down):
-        return contextlib.nullcontext(inputs)
+        return contextlib.nullcontext(_copied(inputs, dtype))
     if _reads_over_the_bus(rows, options) and (mapped := layer.mapped()) is not None:
         return contextlib.nullcontext(inputs._replace(**mapped))
-    return _replaced(inputs, layer.fetched())
+    return _replaced(inputs, layer.fetched(), dtype)
+
+
+def _copied(inputs: Any, dtype: torch.dtype) -> Any:
+    """Copy to the device what no layer holds: one weight of two was replaced, or a hook copied what autograd saved."""
+    device = inputs.weight.device
+    if inputs.gate_up.device != device or inputs.down.device != device:
+        stored = {name: tensor for name in STORED if (tensor := getattr(inputs, name)) is not None}
+        inputs = inputs._replace(**{name: tensor.to(device) for name, tensor in stored.items()})
+    return _in_dtype(inputs, dtype)
 
 
 def _reads_over_the_bus(rows: Rows, options: Any) -> bool:
@@ -56,6 +68,15 @@ def _reads_over_the_bus(rows: Rows, options: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(inputs: Any, weights: AbstractContextManager[Mapping[str, torch.Tensor]]):
+def _replaced(inputs: Any, weights: AbstractContextManager[Mapping[str, torch.Tensor]], dtype: torch.dtype):
     with weights as on_device:
-        yield inputs._replace(**on_device)
+        yield _in_dtype(inputs._replace(**on_device), dtype)
+
+
+def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
+    """Cast dense weights, as autocast casts those on the device before the op."""
+    for name in WEIGHTS:
+        weight = getattr(inputs, name)
+        if weight.dtype != dtype and weight.is_floating_point():
+            inputs = inputs._replace(**{name: weight.to(dtype)})
+    return inputs

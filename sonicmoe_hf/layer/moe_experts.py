@@ -26,7 +26,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activatio
         raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
     tensors = (("gate_up", gate_up), ("down", down), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
     for name, tensor in tensors:
-        if tensor is not None and tensor.dtype != dtype and not getattr(tensor, "format", ""):  # packed
+        if tensor is not None and tensor.dtype != dtype and not isinstance(tensor, PackedWeight):
             raise ValueError(
                 f"{name} has dtype {tensor.dtype} but x has {dtype}; cast one of them, or run under torch.autocast"
             )

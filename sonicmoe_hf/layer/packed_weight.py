@@ -24,8 +24,14 @@ NOT_DENSE = (
 )
 
 
+OFFLOADED = (
+    "accelerate (cpu_offload, disk_offload, dispatch_model) cannot offload experts that are packed or in host memory; keep "
+    'them on the GPU, or in host memory by sonicmoe_hf (experts_memory="8GiB")'
+)
+
+
 def each(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
-    """What a function makes of each of the stored tensors."""
+    """Apply a function to each of the stored tensors."""
     return Quantized(*(None if part is None else function(part) for part in packed))  # type: ignore[arg-type]
 
 
@@ -46,13 +52,16 @@ class PackedWeight(torch.Tensor):
     format: str
     is_transposed: bool
     refusal, frozen = NOT_DENSE, FROZEN
-    operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # what takes the weight in the place of torch's own
+    operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # by torch's op: the function that takes its place
 
     @staticmethod
-    def __new__(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
-        num_experts, size_out, size_in = weight_shape(packed, format)
-        shape = (num_experts, size_in, size_out) if is_transposed else (num_experts, size_out, size_in)
-        return wrapper_of(cls, shape, dtype=dtype, device=packed.codes.device)
+    def __new__(cls, packed: Quantized, format="", dtype=None, is_transposed=False, device=None, *others, **options):
+        if not isinstance(packed, Quantized):  # accelerate makes a tensor of the meta device a parameter of this class
+            raise RuntimeError(OFFLOADED)
+        shape = weight_shape(packed, format) if format else packed.codes.shape
+        if format and is_transposed:
+            shape = shape[0], shape[2], shape[1]
+        return wrapper_of(cls, shape, dtype=dtype, device=packed.codes.device if device is None else device)
 
     def __init__(self, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
         self._hold(packed)
@@ -63,7 +72,7 @@ class PackedWeight(torch.Tensor):
 
     @property
     def packed(self) -> Quantized:
-        """What is stored."""
+        """The stored tensors."""
         return Quantized(self.codes, self.scales, self.state)
 
     @classmethod
@@ -75,7 +84,7 @@ class PackedWeight(torch.Tensor):
         order: str = "whole",
         mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean,
     ) -> PackedWeight:
-        """`weight` [E, N, K] ([E, K, N] if `is_transposed`) packed, on its device.
+        """Pack `weight` [E, N, K] ([E, K, N] if `is_transposed`) on its device.
 
         order: "concatenated" if its first N/2 rows are gates and the others ups, "interleaved" if gates and ups come in
             turn; fp8 and nvfp4 give each half blocks or a scale of its own.
@@ -89,44 +98,50 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
-        """A weight from stored parts. Raises ValueError where they do not fit together."""
+        """Make a weight of stored parts. Raises ValueError where they do not fit together."""
         packed = each(packed, torch.Tensor.contiguous)
         check_quantized(packed, format)
         return cls(packed, format, dtype, is_transposed)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The dense weight, of this shape, in `dtype` (default: its own)."""
+        """Compute the dense weight, of this shape, in `dtype` (default: its own)."""
         dense = dequantize(self.packed, self.format, dtype or self.dtype)
         return dense.transpose(1, 2) if self.is_transposed else dense
 
     def requantized(
         self, format: str, order: str = "whole", mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean
     ) -> PackedWeight:
-        """What `quantize` makes of the dense weight, of which one expert is there at a time. `order` and `mean` are as
+        """Pack the dense weight, of which one expert is there at a time, as `quantize` does. `order` and `mean` are as
         there."""
-        return type(self)(
-            requantize(self.packed, self.format, format, self.dtype, order, mean),
-            format,
-            self.dtype,
-            self.is_transposed,
-        )
+        packed = requantize(self.packed, self.format, format, self.dtype, order, mean)
+        return PackedWeight(packed, format, self.dtype, self.is_transposed)
+
+    def resident(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Copy what is stored to a device (default: its own): a PackedWeight."""
+        return self._ordinary(each(self.packed, lambda part: part.to(device=device or self.device, copy=True)))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that are stored."""
+        """The number of stored bytes."""
         return sum(part.nbytes for part in self.packed if part is not None)
 
     def element_size(self) -> float:  # type: ignore[override]
-        """Bytes stored for each entry, less than one: what model.get_memory_footprint() multiplies by numel()."""
+        """The bytes stored for each entry, less than one: model.get_memory_footprint() multiplies them by numel()."""
         return self.nbytes / self.numel()
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        return type(self)(each(self.packed, function), self.format, self.dtype, self.is_transposed)
+    def _ordinary(self, packed: Quantized) -> torch.Tensor:
+        """Make a weight of other stored tensors; a copy of a HostWeight is no HostWeight."""
+        return type(self)(packed, self.format, self.dtype, self.is_transposed)
 
-    def _is_like(self, other) -> bool:
-        if not isinstance(other, PackedWeight) or self.shape != other.shape:
-            return False
-        return (self.format, self.is_transposed) == (other.format, other.is_transposed)
+    def _alias(self) -> torch.Tensor:
+        return self._ordinary(self.packed)
+
+    def _before_write(self) -> None:
+        """Called before what is stored changes."""
+
+    def _take(self, value: Any) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
+        self._hold(each(value.packed, lambda part: part.to(value.device)))  # a HostWeight's part is elsewhere
 
     __torch_function__ = without_torch_function  # type: ignore[assignment]
 
@@ -159,10 +174,9 @@ class PackedWeight(torch.Tensor):
 
     @data.setter
     def data(self, value):
-        if not self._is_like(value):
+        if kind_of(self) != kind_of(value):
             self._refuse("weight.data = ...")
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
-        self._hold(value.packed)
+        self._take(value)
 
     @property
     def requires_grad(self) -> bool:
@@ -173,13 +187,13 @@ class PackedWeight(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
-        """Itself. Raises RuntimeError if a gradient is asked for."""
+        """Return the weight. Raises RuntimeError if a gradient is asked for."""
         if requires_grad:
             raise RuntimeError(self.frozen.format(format=self.format))
         return self
 
     def share_memory_(self) -> PackedWeight:
-        """Itself, what is stored in memory that processes share."""
+        """Move what is stored to memory that processes share."""
         self._hold(each(self.packed, torch.Tensor.share_memory_))
         return self
 
@@ -189,9 +203,8 @@ class PackedWeight(torch.Tensor):
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            copied = self._map(torch.clone)
-            options = self.format, self.dtype, self.is_transposed, isinstance(self, nn.Parameter)
-            memo[id(self)] = _rebuilt(*copied.packed, *options)
+            copied = self.resident()
+            memo[id(self)] = nn.Parameter(copied, requires_grad=False) if isinstance(self, nn.Parameter) else copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
@@ -208,34 +221,48 @@ def _rebuilt(codes, scales, state, format, dtype, is_transposed, is_parameter):
     return as_parameter(weight) if is_parameter else weight
 
 
-def as_parameter(weight: PackedWeight) -> nn.Parameter:
-    """A packed weight as a parameter of a module."""
+def as_parameter(weight: torch.Tensor) -> nn.Parameter:
+    """Make a packed weight a parameter of a module."""
     return nn.Parameter(weight, requires_grad=False)
 
 
-def alias(weight: PackedWeight, *_) -> PackedWeight:
-    """Another tensor over what is stored."""
-    return weight._map(lambda part: part)
+def kind_of(weight: torch.Tensor) -> tuple[torch.Size, str, bool]:
+    """(shape, format, is_transposed): weights of one kind store tensors of the same shapes. A dense one has format ""."""
+    format = weight.format if isinstance(weight, PackedWeight) else ""
+    return weight.shape, format, bool(format) and weight.is_transposed  # type: ignore[attr-defined]
+
+
+def alias(weight: PackedWeight, *_) -> torch.Tensor:
+    """Make another tensor over what is stored."""
+    return weight._alias()
 
 
 def _clone(weight, *, memory_format=None):
-    return weight._map(torch.clone)
+    return weight.resident()
 
 
 def _to(weight, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
-    return weight._map(lambda part: part.to(device=device or part.device, non_blocking=non_blocking))
+    """Casts leave it as it is, and so does a move to its own device."""
+    return alias(weight) if device is None or torch.device(device) == weight.device else weight.resident(device)
 
 
 def _empty_like(weight, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
-    return weight._map(lambda part: torch.empty_like(part, device=device or part.device))
+    device = weight.device if device is None else device
+    return weight._ordinary(each(weight.packed, lambda part: torch.empty_like(part, device=device)))
+
+
+def _stored(weight):
+    return weight.packed if isinstance(weight, PackedWeight) else (weight,)
 
 
 def _copy(weight, source, non_blocking=False):
-    if not isinstance(weight, PackedWeight) or not weight._is_like(source):
+    if kind_of(weight) != kind_of(source):
         return NotImplemented
-    for part, values in zip(weight.packed, source.packed):
+    if isinstance(weight, PackedWeight):
+        weight._before_write()
+    for part, value in zip(_stored(weight), _stored(source)):
         if part is not None:
-            part.copy_(values, non_blocking=non_blocking)
+            part.copy_(value, non_blocking=non_blocking)
     return weight
 
 

@@ -1,4 +1,4 @@
-"""Which layers' experts live in host memory: chosen by experts_memory, for a loaded model or for one that is loading."""
+"""Placement: the layers whose experts live in host memory, as experts_memory says, of a loaded or a loading model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..private import attributes
 from ..private.transformers import mark_initialized
 from .copies import REMEDY
 from .memory import AUTO, as_bytes, free_on_host, on_the_card, packed_nbytes, spread
-from .stream import ExpertsStream
+from .stream import ExpertsStream, HostLayer
 from .weight import HostWeight
 
 PROJECTIONS = ("gate_up", "down")
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every layer's experts, in the order of the model."""
+    """List (name, module) of every layer's experts, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if packable(module)]
 
 
@@ -57,7 +57,7 @@ def _check_streamable(layers: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def _device_of(layers: Iterable[tuple[str, nn.Module]]) -> torch.device:
-    """The one that holds these layers' experts."""
+    """Find the device that holds these layers' experts."""
     devices = {weight.device for _, experts in layers for weight in _weights(experts)}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UnsupportedExpertsError(
@@ -67,21 +67,22 @@ def _device_of(layers: Iterable[tuple[str, nn.Module]]) -> torch.device:
 
 
 class Placement:
-    """Which experts of a model live in host memory, and which on its device.
+    """The layers of a model whose experts are to live in host memory, and those whose experts stay on its device.
 
     Args:
-        format: that they are about to be packed in. device: of a model on the meta device.
+        format: the one that they are about to be packed in. device: the device of a model that is being loaded; the host
+            memory of any other is pinned here, before anything changes.
     Raises:
         UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices. ValueError: experts_memory.
-        MemoryError: the host's free memory does not hold them.
+        MemoryError: the host's free memory does not hold them, or the driver does not pin it.
     """
 
     def __init__(self, model: nn.Module, experts_memory: Any, format: str | None = None, device: Any = None):
-        layers = expert_layers(model)
+        layers, is_loading = expert_layers(model), device is not None
         _check_streamable(layers)
-        device = _device_of(layers) if device is None else torch.device(device)
+        self.device = device = torch.device(device) if is_loading else _device_of(layers)
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+            self.device = device = torch.device("cuda", torch.cuda.current_device())
         sizes = [bytes_of(experts, format) for _, experts in layers]
         held = [weight for _, experts in layers for weight in _weights(experts)]
         if experts_memory == AUTO:
@@ -91,42 +92,51 @@ class Placement:
         else:
             budget = as_bytes(experts_memory)
         streams = [weight.layer.stream for weight in held if _is_host(weight)]
-        self.device, self.stays = device, spread(sizes, budget)
-        self.number = {id(experts): number for number, (_, experts) in enumerate(layers)}
-        self.stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
-        new = sum(
-            size
-            for size, stay, (_, experts) in zip(sizes, self.stays, layers)
-            if not stay and not any(map(_is_host, _weights(experts)))
-        )
-        free = free_on_host()
-        if free is not None and new > free:
+        stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
+        self.layers: dict[nn.Module, HostLayer | None] = {}  # of each experts module; None: its weights stay on the device
+        new: dict[nn.Module, int] = {}
+        for (_, experts), size, stays in zip(layers, sizes, spread(sizes, budget)):
+            self.layers[experts] = None if stays else _layer_of(experts)
+            if not stays and self.layers[experts] is None:
+                self.layers[experts], new[experts] = HostLayer(stream), size
+        free, nbytes = free_on_host(), sum(new.values())
+        if free is not None and nbytes > free:
             raise MemoryError(
-                f"experts_memory={experts_memory!r} puts {new / 2**30:.1f} GiB of experts in host memory, where "
+                f"experts_memory={experts_memory!r} puts {nbytes / 2**30:.1f} GiB of experts in host memory, where "
                 f"{free / 2**30:.1f} GiB are free; {REMEDY}"
             )
+        for experts in () if is_loading else new:
+            for name, projection in zip(weight_names(experts), PROJECTIONS):
+                self.layers[experts].reserve(projection, _bytes_of_weight(experts, name, format))  # type: ignore[union-attr]
 
     def hold_all(self, module: nn.Module) -> None:
-        """Move the weights of a layer's experts to where they are to live; nothing of another module."""
-        if id(module) in self.number:
+        """Move the weights of a layer's experts to where they are to live; do nothing to another module."""
+        if module in self.layers:
             for name in weight_names(module):
                 setattr(module, name, self.hold(module, name, module._parameters[name]))
 
+    @torch.inference_mode(False)  # else torch takes the weight for no call with gradients
     def hold(self, experts: nn.Module, name: str, weight: Any) -> nn.Parameter:
-        """A weight of the layer, packed or dense, where it is to live: a frozen parameter."""
-        number = self.number[id(experts)]
-        if self.stays[number] != _is_host(weight):
-            return weight if _is_host(weight) else _frozen(weight)
-        if _is_host(weight):
-            return _frozen(weight.resident())
+        """Make a weight of the layer, packed or dense, a frozen parameter where it is to live."""
+        layer = self.layers[experts]
+        if layer is None:
+            return _frozen(weight.resident() if _is_host(weight) else weight)
+        if _is_host(weight) and weight.layer is layer:
+            return weight
         keep_stored_names(experts)
         projection = PROJECTIONS[weight_names(experts).index(name)]
-        layer = self.stream.layer_for(number, projection)
         return as_parameter(HostWeight.held(layer, projection, weight, is_transposed(experts)))
 
 
 def _is_host(weight: Any) -> bool:
     return isinstance(weight, HostWeight)
+
+
+def _layer_of(experts: nn.Module) -> HostLayer | None:
+    """Find the layer in host memory whose weights this module holds, both of them."""
+    first, second = _weights(experts)
+    layer = first.layer if _is_host(first) and _is_host(second) else None
+    return layer if layer is not None and layer.holds(first.codes, second.codes) else None
 
 
 def _frozen(weight: Any) -> nn.Parameter:
@@ -136,15 +146,16 @@ def _frozen(weight: Any) -> nn.Parameter:
     return weight
 
 
+def _bytes_of_weight(experts: nn.Module, name: str, format: str | None) -> int:
+    weight: Any = experts._parameters[name]
+    if format is None or isinstance(weight, PackedWeight):
+        return weight.nbytes
+    return packed_nbytes(format, matrix_shape(experts, weight), row_order(experts, name))
+
+
 def bytes_of(experts: nn.Module, format: str | None) -> int:
-    """Of a layer's experts as they are, or packed in a format; what is on the meta device counts too."""
-    total = 0
-    for name, weight in zip(weight_names(experts), _weights(experts)):
-        if format is None or isinstance(weight, PackedWeight):
-            total += weight.nbytes
-        else:
-            total += packed_nbytes(format, matrix_shape(experts, weight), row_order(experts, name))
-    return total
+    """Count the bytes of a layer's experts as they are, or packed in a format; also of those on the meta device."""
+    return sum(_bytes_of_weight(experts, name, format) for name in weight_names(experts))
 
 
 def place_experts(model: nn.Module, experts_memory: Any) -> None:
@@ -170,12 +181,14 @@ class LoadingPlacement:
         self.placement: Placement | None = None
 
     def take(self, model: nn.Module, full_name: str) -> None:
-        """The parameter of this name has been loaded."""
+        """Place the parameter of this name, which has been loaded; one that is not there yet is left for `finish`."""
         place, _, name = full_name.rpartition(".")
         experts: Any = model.get_submodule(place)
         if name not in packable(experts):
             return
         weight: Any = experts._parameters[name]
+        if weight.is_meta:  # a checkpoint's of another shape, which Transformers reports at the end
+            return
         if self.placement is None:
             format = weight.format if isinstance(weight, PackedWeight) else None
             self.placement = Placement(model, self.experts_memory, format, weight.device)
@@ -189,7 +202,7 @@ class LoadingPlacement:
         setattr(experts, name, weight)
 
     def finish(self, model: nn.Module) -> None:
-        """Place what the checkpoint did not have."""
+        """Place the weights that the checkpoint did not have."""
         for place, experts in expert_layers(model):
             for name in weight_names(experts):
                 self.take(model, f"{place}.{name}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,16 +31,16 @@ BUSY = (
 class _Buffer:
     """One of the two device buffers.
 
-    layer: the number of the layer that is or will be in it. threads: those whose work on it is being launched. used: by
-    the stream that computed with it, how far that was.
+    layer: of the layer that is or will be in it. threads: those whose work on it is being launched. used: by the stream
+    that computed with it, how far that was.
     """
 
     def __init__(self, copies: Copies, nbytes: int):
         self.bytes, self.copied = copies.buffer(nbytes), copies.event()
-        self.layer: int | None = None
+        self.layer: Reference | None = None
         self.threads: set[int] = set()
         self.used: dict[Any, Any] = {}
-        self.views: dict[int, dict[str, torch.Tensor]] = {}
+        self.views: weakref.WeakKeyDictionary[HostLayer, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
         self.mark(copies)  # memory that the allocator gave may still be in use by earlier work
 
     def mark(self, copies: Copies) -> None:
@@ -54,42 +54,47 @@ class _Buffer:
 class HostLayer:
     """The weights of one layer in host memory.
 
-    weights: by "gate_up" and "down", what is stored, over pinned bytes. number: its place in the order of the model.
+    weights: by "gate_up" and "down", the stored tensors, over pinned bytes.
     """
 
-    def __init__(self, stream: ExpertsStream, number: int):
-        self.stream, self.number = stream, number
+    def __init__(self, stream: ExpertsStream):
+        self.stream, self.reference = stream, weakref.ref(self)
         self.weights: dict[str, Quantized] = {}
         self._mapped: dict[str, torch.Tensor] | None = None
-        self._bytes: list[torch.Tensor] = []
+        self._bytes: dict[str, torch.Tensor] = {}
         self._release = weakref.finalize(self, _unpin, stream.copies, self._bytes)
         self._release.atexit = False  # CUDA may be gone by then
+        stream.add(self)
 
     @property
     def nbytes(self) -> int:
-        """Of a device buffer that the layer fits in."""
-        return sum(host.nbytes for host in self._bytes)
+        """The bytes of a device buffer that the layer fits in."""
+        return sum(host.nbytes for host in self._bytes.values())
+
+    def reserve(self, projection: str, nbytes: int) -> None:
+        """Pin host memory for a weight that stores so many bytes. Raises MemoryError where the driver does not."""
+        host = page_aligned(ALIGNMENT * (-(-nbytes // ALIGNMENT) + len(FIELDS) - 1))
+        self.stream.copies.pin(host)
+        self._bytes[projection] = host
+        self.stream.resize()
 
     def hold(self, projection: str, packed: Quantized) -> Quantized:
-        """The host's copy of a weight, pinned."""
-        starts, end = [], 0
+        """Copy a weight to the host, into memory that is reserved now if it has not been."""
+        if projection not in self._bytes:
+            self.reserve(projection, sum(part.nbytes for part in packed if part is not None))
+        parts, start = [], 0
         for part in packed:
-            starts.append(end)
-            end += 0 if part is None else -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-        host = page_aligned(end)
-        self.stream.copies.pin(host)
-        self._bytes.append(host)
-        held = Quantized(*(_place(part, host, start) for part, start in zip(packed, starts)))
-        for part, values in zip(held, packed):
-            if part is not None and values is not None:
-                part.copy_(values)
-        self.weights[projection] = held
-        self.stream.forget(self, resized=True)
+            parts.append(_place(part, self._bytes[projection], start))
+            if part is not None:
+                parts[-1].copy_(part)
+                start += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        self.weights[projection] = held = Quantized(*parts)
         if projection == "gate_up":
             STREAMED[held.codes.data_ptr()] = self
         return held
 
     def holds(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+        """Whether these stored tensors are the codes of its two weights."""
         pointers = [self.weights[name].codes.data_ptr() for name in ("gate_up", "down") if name in self.weights]
         return pointers == [gate_up.data_ptr(), down.data_ptr()]
 
@@ -101,34 +106,40 @@ class HostLayer:
         finally:
             self.stream.end()
 
+    @torch.inference_mode(False)  # what is kept must serve calls of every mode
     def mapped(self) -> dict[str, torch.Tensor] | None:
+        """Its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
         if self._mapped is None:
-            memories = [self.stream.copies.mapped(host) for host in self._bytes]
-            mapped = [memory for memory in memories if memory is not None]
-            self._mapped = self.views(mapped) if len(mapped) == len(memories) else {}
+            memories = {name: self.stream.copies.mapped(host) for name, host in self._bytes.items()}
+            self._mapped = {} if None in memories.values() else self.views(memories)
         return self._mapped or None
 
-    def pairs(self, buffer: _Buffer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target in the buffer, source): one for each weight."""
-        pairs, start = [], 0
-        for host in self._bytes:
-            pairs.append((buffer.bytes[start : start + host.nbytes], host))
-            start += host.nbytes
-        return pairs
+    def targets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The part of a device buffer that each weight is copied to."""
+        sizes = [host.nbytes for host in self._bytes.values()]
+        return dict(zip(self._bytes, buffer[: sum(sizes)].split(sizes)))
 
-    def views(self, memories: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def pairs(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(target in the buffer, source) of each weight."""
+        return [(target, self._bytes[name]) for name, target in self.targets(buffer).items()]
+
+    def views(self, memories: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The weights in memory that holds the bytes of each, by the names of the op's inputs."""
         views = {}
-        for memory, host, (projection, packed) in zip(memories, self._bytes, self.weights.items()):
+        for name, packed in self.weights.items():
             for field, part in zip(FIELDS, packed):
                 if part is not None:
-                    views[projection + field] = _place(part, memory, part.data_ptr() - host.data_ptr())
+                    start = part.data_ptr() - self._bytes[name].data_ptr()
+                    views[name + field] = _place(part, memories[name], start)
         return views
 
 
+Reference = weakref.ref[HostLayer]
+
+
 def _place(part: torch.Tensor | None, memory: torch.Tensor, start: int) -> Any:
-    """A tensor like `part` over bytes of memory that begin at `start`; on the host with a storage of its own, so that
-    files of state dicts hold its bytes alone."""
+    """Make a tensor like `part` over bytes of memory that begin at `start`; on the host with a storage of its own, so
+    that files of state dicts hold its bytes alone."""
     if part is None:
         return None
     own = memory[start : start + part.nbytes]
@@ -137,33 +148,36 @@ def _place(part: torch.Tensor | None, memory: torch.Tensor, start: int) -> Any:
     return own.view(part.dtype).view(part.shape)
 
 
-def _unpin(copies: Copies, pinned: list[torch.Tensor]) -> None:
+def _unpin(copies: Copies, pinned: dict[str, torch.Tensor]) -> None:
     copies.finish()
-    for host in pinned:
+    for host in pinned.values():
         copies.unpin(host)
 
 
 class ExpertsStream:
-    """The two buffers, who is in them, and what comes next."""
+    """The two buffers, the layers that are in them, and the order in which layers come. It keeps no layer alive."""
 
     def __init__(self, device: torch.device):
         self.device, self.copies = device, copies_to(device)
-        self.layers: weakref.WeakValueDictionary[int, HostLayer] = weakref.WeakValueDictionary()
+        self._layers: list[Reference] = []  # in the order in which they were made
         self._buffers: list[_Buffer] = []  # the one used last comes last
-        self._last: tuple[int | None, int | None] = (None, None)  # the last two layers that computed
-        self._next: dict[tuple[int | None, int | None], int] = {}  # what came after two layers
+        self._last: tuple[Reference | None, Reference | None] = (None, None)  # the last two layers that computed
+        self._next: dict[tuple[Reference | None, Reference | None], Reference] = {}  # what came after two layers
         self._lock = threading.Lock()
 
-    def layer_for(self, number: int, projection: str) -> HostLayer:
-        """The layer of this number whose weight is to come, made where there is none; whoever holds its weights keeps
-        it."""
-        layer = self.layers.get(number)
-        if layer is None or projection in layer.weights:
-            self.layers[number] = layer = HostLayer(self, number)
-        return layer
+    def add(self, layer: HostLayer) -> None:
+        """A layer has been made."""
+        self._layers = [each for each in self._layers if each() is not None] + [layer.reference]
 
+    def resize(self) -> None:
+        """Make other buffers and learn the order anew, because a layer has more bytes than before."""
+        self.copies.finish()
+        with self._lock:
+            self._buffers, self._next = [], {}
+
+    @torch.inference_mode(False)
     def begin(self, layer: HostLayer) -> Mapping[str, torch.Tensor]:
-        """The layer's weights on the device, for what is launched from now until `end`."""
+        """Give the layer's weights on the device, for what is launched from now until `end`."""
         thread = threading.get_ident()
         with self._lock:
             self._end(thread)  # an interrupt may have come before the last use ended
@@ -171,10 +185,10 @@ class ExpertsStream:
             buffer.threads.add(thread)
             self._buffers.sort(key=lambda each: each is buffer)
             self.copies.wait(buffer.copied)
-            self._fetch_ahead(layer.number)
-            if layer.number not in buffer.views:
-                buffer.views[layer.number] = layer.views(target for target, _ in layer.pairs(buffer))
-            return buffer.views[layer.number]
+            self._fetch_ahead(layer.reference)
+            if layer not in buffer.views:
+                buffer.views[layer] = layer.views(layer.targets(buffer.bytes))
+            return buffer.views[layer]
 
     def end(self) -> None:
         """This thread has launched all that reads the layer."""
@@ -187,22 +201,19 @@ class ExpertsStream:
                 buffer.mark(self.copies)
                 buffer.threads.discard(thread)
 
-    def forget(self, layer: HostLayer, resized: bool = False) -> None:
-        """What the host holds of a layer is about to change. resized: the buffers may be too small."""
+    def forget(self, layer: HostLayer) -> None:
+        """Have the layer copied again, because what the host holds of it is about to change."""
         self.copies.finish()
         with self._lock:
             for buffer in self._buffers:
-                buffer.views.pop(layer.number, None)
-                buffer.layer = None if buffer.layer == layer.number else buffer.layer
-            if resized:
-                self._buffers = []
+                buffer.layer = None if buffer.layer is layer.reference else buffer.layer
 
     def _buffer_of(self, layer: HostLayer) -> _Buffer:
         if not self._buffers:
-            nbytes = max(each.nbytes for each in self.layers.values())
+            nbytes = max(each.nbytes for reference in self._layers if (each := reference()) is not None)
             self._buffers = [_Buffer(self.copies, nbytes) for _ in range(2)]
         for buffer in self._buffers:
-            if buffer.layer == layer.number:
+            if buffer.layer is layer.reference:
                 return buffer
         free = [buffer for buffer in self._buffers if not buffer.threads]
         if not free:
@@ -212,30 +223,31 @@ class ExpertsStream:
 
     def _copy(self, layer: HostLayer, buffer: _Buffer) -> None:
         buffer.layer = None  # until all is under way: an interrupt may come between
-        self.copies.copy(layer.pairs(buffer), buffer.used.values(), buffer.copied)
-        buffer.layer = layer.number
+        self.copies.copy(layer.pairs(buffer.bytes), buffer.used.values(), buffer.copied)
+        buffer.layer = layer.reference
 
-    def _fetch_ahead(self, number: int) -> None:
+    def _fetch_ahead(self, layer: Reference) -> None:
         before, last = self._last
-        if number != last:
+        if layer is not last:
             if last is not None:
-                self._next[self._last] = number
-            self._last = before, last = last, number
-        following = self.layers.get(self._following(before, number))
-        if following is None or any(buffer.layer == following.number for buffer in self._buffers):
+                self._next[self._last] = layer
+            self._last = before, last = last, layer
+        following = self._following(before, layer)()
+        if following is None or any(buffer.layer is following.reference for buffer in self._buffers):
             return
-        free = [buffer for buffer in self._buffers if buffer.layer != number and not buffer.threads]
+        free = [buffer for buffer in self._buffers if buffer.layer is not layer and not buffer.threads]
         if free:
             self._copy(following, free[0])
 
-    def _following(self, before: int | None, number: int) -> int:
-        """What is expected after two layers: what came after them the last time, else the next one in their direction,
-        which turns at the ends as backward does."""
-        if (before, number) in self._next:
-            return self._next[before, number]
-        numbers = sorted(self.layers)
-        step = 1 if before is None or before < number else -1
-        place = numbers.index(number) + step
-        if not 0 <= place < len(numbers):
+    def _following(self, before: Reference | None, layer: Reference) -> Reference:
+        """Predict what comes after two layers: what did the last time, else the next one in their direction, which turns
+        at the ends as backward does."""
+        if (before, layer) in self._next:
+            return self._next[before, layer]
+        layers = [each for each in self._layers if each() is not None]
+        place = layers.index(layer)
+        step = 1 if before not in layers[place:] else -1
+        place += step
+        if not 0 <= place < len(layers):
             place -= 2 * step
-        return numbers[place % len(numbers)]
+        return layers[place % len(layers)]

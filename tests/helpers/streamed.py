@@ -39,8 +39,8 @@ def host_weights(model):
 
 
 def layers_of(model):
-    """The layers that are copied, by their numbers."""
-    return {weight.layer.number: weight.layer for weight in host_weights(model)}
+    """The layers that are copied, in the order of the model."""
+    return list(dict.fromkeys(weight.layer for weight in host_weights(model)))
 
 
 def engine_of(model):

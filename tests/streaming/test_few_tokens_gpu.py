@@ -48,7 +48,7 @@ def test_backward_of_few_tokens_reads_over_the_bus():
 def test_memory_is_unpinned_after_the_kernels_that_read_it():
     model = made("nf4", 0)
     layer = next(weight for weight in model.parameters() if isinstance(weight, HostWeight)).layer
-    hosts = list(layer._bytes)
+    hosts = list(layer._bytes.values())
     with torch.no_grad():
         model(input_ids=torch.arange(4, device="cuda")[None])
     del model, layer

@@ -3,7 +3,9 @@
 import copy
 import itertools
 import json
+import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
 from helpers.parallel import gradients
 from helpers.streamed import host_weights, small, streamed
+from peft import prepare_model_for_kbit_training
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -143,10 +146,38 @@ def test_experts_that_the_checkpoint_does_not_have_go_to_host_memory_too(tmp_pat
     assert len(host_weights(from_pretrained(tmp_path, experts_memory=0))) == 2 * LAYERS
 
 
-def test_other_models_load_as_before(tmp_path):
+def test_weights_of_another_size_are_named_as_without_us_or_made_anew(late_copies, tmp_path):
     small().save_pretrained(tmp_path)
-    from_pretrained(tmp_path, experts_memory=0)
+    config = small(moe_intermediate_size=128).config
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        from_pretrained(tmp_path, config=config, experts_memory=0)
+    model = from_pretrained(tmp_path, config=config, experts_memory=0, ignore_mismatched_sizes=True)
+    assert len(host_weights(model)) == 2 * LAYERS
+
+
+def test_loads_overlap_and_those_of_other_models_are_as_before(late_copies, monkeypatch, tmp_path):
+    """Two loads into host memory wait for each other inside, and a third of neither kind begins and ends meanwhile."""
+    small().save_pretrained(tmp_path)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
+    take, both, models = placement.LoadingPlacement.take, threading.Barrier(2, timeout=20), []
+
+    def taken(self, model, name):
+        if self.placement is None:
+            both.wait()
+        take(self, model, name)
+
+    def load():
+        models.append(from_pretrained(tmp_path, experts_memory=0))
+
+    monkeypatch.setattr(placement.LoadingPlacement, "take", taken)
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
     assert not host_weights(AutoModelForCausalLM.from_pretrained(tmp_path))
+    for thread in threads:
+        thread.join()
+    assert [len(host_weights(model)) for model in models] == [2 * LAYERS] * 2
+    assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "0"
 
 
 # what they are to torch
@@ -222,17 +253,29 @@ def test_merging_in_memory_is_an_error_before_anything_is_merged(late_copies):
         with_adapters(0).merge_and_unload()
 
 
-def test_autocast_of_experts_in_another_dtype_is_an_error(late_copies):
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="gate_up has dtype"):
-        logits(streamed())
-
-
-def test_autocast_of_experts_in_its_dtype(late_copies):
-    model, resident = (small().bfloat16() for _ in range(2))
-    patch_model(model, experts_memory=0)
-    patch_model(resident)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_dense_experts_as_on_the_device(late_copies, dtype):
+    models = [with_lora(small().to(dtype), target_modules=["q_proj"]) for _ in range(2)]
+    for model, experts_memory in zip(models, (0, None)):
+        patch_model(model, experts_memory=experts_memory)
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(logits(model), logits(resident))
+        given, expected = (loss_and_gradients(model, BATCH) for model in models)
+    assert all(torch.equal(given[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_what_libraries_do_to_parameters_changes_nothing(late_copies, format):
+    model, expected = streamed(0, format), logits(streamed(None, format))
+    for change in (lambda data: data, torch.Tensor.contiguous, lambda data: data.float(), torch.Tensor.clone):
+        for parameter in model.parameters():
+            parameter.data = change(parameter.data)
+        assert torch.equal(logits(model), expected)
+    model.is_loaded_in_4bit = True
+    prepare_model_for_kbit_training(model._apply(lambda tensor: tensor.view(tensor.shape)))
+    assert len(host_weights(model)) == 2 * LAYERS and torch.equal(logits(model), expected)
+    assert torch.equal(logits(model._apply(torch.clone)), expected)
 
 
 # errors
@@ -246,6 +289,23 @@ def test_too_little_host_memory_is_an_error_and_nothing_moves(late_copies, monke
     ):
         patch_model(model, experts_memory=0)
     assert not host_weights(model)
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_where_the_driver_does_not_pin_a_weight_nothing_changes(late_copies, monkeypatch, format):
+    model, pin = small(), late_copies.pin
+    before, expected = dict(model.named_parameters()), logits(model)
+
+    def pin_three(self, host):
+        if len(self.pinned) == 3:
+            raise MemoryError("no more")
+        pin(self, host)
+
+    monkeypatch.setattr(late_copies, "pin", pin_three)
+    with pytest.raises(MemoryError, match="no more"):
+        quantize_experts(model, format, experts_memory=0) if format else patch_model(model, experts_memory=0)
+    assert all(parameter is before[name] and parameter.requires_grad for name, parameter in model.named_parameters())
+    assert torch.equal(logits(model), expected) and not any(engine.pinned for engine in late_copies.every)
 
 
 def test_what_the_host_has_free_is_the_least_of_system_and_containers(tmp_path, monkeypatch):

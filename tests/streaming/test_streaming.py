@@ -20,8 +20,9 @@ from transformers import Trainer, TrainingArguments
 from sonicmoe_hf import moe_experts, patch_model
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.quantized import FORMATS
-from sonicmoe_hf.layer.fetching import STREAMED
-from sonicmoe_hf.streaming.placement import bytes_of, expert_layers
+from sonicmoe_hf.layer.experts_op import Inputs
+from sonicmoe_hf.layer.fetching import STREAMED, fetched
+from sonicmoe_hf.streaming.placement import expert_layers
 
 LAYERS = 5
 BATCH = batch(2, 8)
@@ -77,7 +78,7 @@ def test_every_format_and_layout_streams(late_copies, family, format):
 
 def numbered(engine, layers):
     """The log with layers in place of buffers and addresses; one entry where one layer is read several times."""
-    number = {host.data_ptr(): layer.number for layer in layers for host in layer._bytes}
+    number = {host.data_ptr(): place for place, layer in enumerate(layers) for host in layer._bytes.values()}
     held, steps = {}, []
     for kind, buffer, *source in engine.log:
         if kind == "copy":
@@ -91,7 +92,7 @@ def numbered(engine, layers):
 @pytest.mark.parametrize("checkpointing", rest_pinned([True, None, False]), ids=["reentrant", "kept", "recomputed"])
 def test_each_layer_is_copied_while_the_one_before_computes(late_copies, checkpointing):
     model = adapted(streamed(0, layers=4), checkpointing)
-    layers = list(layers_of(model).values())
+    layers = layers_of(model)
     engine = engine_of(model)
     loss_and_gradients(model, BATCH)
     waited, engine.log[:] = engine.finished, []
@@ -111,15 +112,14 @@ def test_each_layer_is_copied_while_the_one_before_computes(late_copies, checkpo
 def _held(engine, layers):
     """(buffer, source) of what the two buffers hold before a step: layers 0 and 1."""
     stream = layers[0].stream
-    by_number = {layer.number: layer for layer in layers}
     places = {id(buffer.memory): place for place, buffer in enumerate(engine.buffers)}
-    return [(places[id(buffer.bytes)], by_number[buffer.layer]._bytes[0].data_ptr()) for buffer in stream._buffers]
+    return [(places[id(buffer.bytes)], buffer.layer()._bytes["down"].data_ptr()) for buffer in stream._buffers]
 
 
 def test_the_first_step_goes_forwards_and_back_without_having_seen_another(late_copies):
     model = adapted(streamed(0, layers=4))
     loss_and_gradients(model, BATCH)
-    layers = list(layers_of(model).values())
+    layers = layers_of(model)
     copied = [number for kind, number in numbered(engine_of(model), layers) if kind == "copy"]
     assert copied == [0, 1, 2, 3, 1, 0]
 
@@ -184,33 +184,30 @@ def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch
         raise KeyboardInterrupt
 
     stream = layers[0].stream
-    held = [buffer.layer for buffer in stream._buffers]
-    other = next(number for number in layers if number not in held)
+    held = [buffer.layer() for buffer in stream._buffers]
+    other = next(layer for layer in layers if layer not in held)
     with monkeypatch.context() as patching:
         patching.setattr(late_copies, "copy", cut_off)
-        with pytest.raises(KeyboardInterrupt), layers[other].fetched():
+        with pytest.raises(KeyboardInterrupt), other.fetched():
             pass
-    for number in held:
-        with layers[number].fetched() as weights:
-            assert torch.equal(weights["gate_up"], layers[number].weights["gate_up"].codes)
+    for layer in held:
+        with layer.fetched() as weights:
+            assert torch.equal(weights["gate_up"], layer.weights["gate_up"].codes)
     assert torch.equal(model(**BATCH).logits, expected)
 
 
-def test_the_op_takes_host_weights_without_a_model_and_beside_one_that_was_replaced(late_copies):
+def test_the_op_takes_host_weights_without_a_model(late_copies):
     model = streamed(0)
     _, experts = expert_layers(model)[1]
     x, routing = torch.randn(6, 64), (torch.randint(8, (6, 2)), torch.rand(6, 2))
     up, down = experts.gate_up_proj.resident(), experts.down_proj.resident()
     given = moe_experts(x, experts.gate_up_proj, experts.down_proj, routing)
     assert torch.equal(given, moe_experts(x, up, down, routing))
-    experts.down_proj = nn.Parameter(torch.randn_like(down), requires_grad=False)
-    given = moe_experts(x, experts.gate_up_proj, experts.down_proj, routing)
-    assert torch.equal(given, moe_experts(x, up, experts.down_proj, routing))
 
 
 def test_generation_learns_that_the_first_layer_follows_the_last(late_copies):
     model = streamed(0, layers=4).eval()
-    layers = list(layers_of(model).values())
+    layers = layers_of(model)
     with torch.no_grad():
         for _ in range(3):
             model(**BATCH)
@@ -353,16 +350,63 @@ def test_layers_move_between_the_gpu_and_the_host(late_copies):
     assert all(not engine.pinned for engine in late_copies.every)
 
 
-def test_a_layer_that_comes_back_to_the_host_is_a_new_one(late_copies):
+def insert(layers):
+    return [layers[0], copy.deepcopy(layers[0]), *layers[1:]]
+
+
+def borrow(layers):
+    return [layers[1], streamed(0, layers=1, seed=1, moe_intermediate_size=128).model.layers[0], layers[0]]
+
+
+@pytest.mark.parametrize("change", [insert, lambda layers: layers[1:], borrow], ids=["insert", "drop", "borrow"])
+@pytest.mark.parametrize("experts_memory", [0, "half"])
+def test_a_model_whose_layers_change_computes_them_as_on_the_device(late_copies, experts_memory, change):
+    model = streamed(experts_memory)
+    model.model.layers = nn.ModuleList(change(list(model.model.layers)))
+    for place, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = place
+    model.config.num_hidden_layers = len(model.model.layers)
+    expected = loss_and_gradients(adapted(copy.deepcopy(model)), BATCH)
+    for memory in (0, "1GiB", 0):
+        patch_model(model, experts_memory=memory)
+    model = adapted(model)
+    for _ in range(2):
+        assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
+    gc.collect()
+    pinned = sum(len(engine.pinned) for engine in late_copies.every)
+    assert pinned == len(host_weights(model)) == 2 * len(model.get_base_model().model.layers), "others are freed"
+
+
+def test_a_layer_of_which_one_weight_was_replaced_goes_to_the_host_again(late_copies):
     model = streamed(0)
-    expected, before = model(**BATCH).logits, host_weights(model)  # which keep their layers
-    nbytes = [weight.layer.nbytes for weight in before]
-    half = sum(bytes_of(experts, None) for _, experts in expert_layers(model)) // 2
-    for experts_memory in (half, 0):
-        patch_model(model, experts_memory=experts_memory)
-    after = host_weights(model)
-    assert [weight.layer.nbytes for weight in after] == nbytes
+    experts = model.model.layers[2].mlp.experts
+    experts.down_proj = nn.Parameter(torch.randn_like(experts.down_proj.resident()), requires_grad=False)
+    expected = copy.deepcopy(model)(**BATCH).logits
     assert torch.equal(model(**BATCH).logits, expected)
+    patch_model(model, experts_memory=0)
+    gc.collect()
+    assert torch.equal(model(**BATCH).logits, expected)
+    assert len(engine_of(model).pinned) == 2 * len(layers_of(model)) == 2 * LAYERS
+
+
+def test_weights_that_no_layer_holds_are_copied_to_the_device_and_dense_ones_cast():
+    shapes = {"x": (2, 4), "gate_up": (3, 8, 4), "down": (3, 4, 4), "weight": (2, 1)}
+    tensors = {name: torch.zeros(shape, device="cpu") for name, shape in shapes.items()}
+    tensors["weight"] = tensors["weight"].to("meta")  # stands for a GPU
+    packed = {f"{name}_{part}": torch.zeros(1) for name in ("gate_up", "down") for part in ("scales", "state")}
+    inputs = Inputs(**dict.fromkeys(Inputs._fields) | tensors | packed)
+    with fetched(inputs, None, None, torch.bfloat16) as given:
+        assert {getattr(given, name).device.type for name in ("gate_up", "down", *packed)} == {"meta"}
+        assert {given.gate_up.dtype, given.down.dtype} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_a_first_use_under_inference_mode_serves_later_ones(late_copies, format):
+    model, expected = adapted(streamed(0, format)), loss_and_gradients(adapted(streamed(None, format)), BATCH)
+    for tokens in (1, 8):  # over the bus, and copied
+        with torch.inference_mode():
+            model(input_ids=BATCH["input_ids"][:1, :tokens])
+    assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
 
 
 def test_loading_a_state_dict_replaces_what_the_buffers_hold(late_copies):
