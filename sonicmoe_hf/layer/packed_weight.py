@@ -25,8 +25,8 @@ NOT_DENSE = (
 
 
 OFFLOADED = (
-    "accelerate (cpu_offload, disk_offload, dispatch_model) cannot offload experts that are packed or in host memory; keep "
-    'them on the GPU, or in host memory by sonicmoe_hf (experts_memory="8GiB")'
+    "accelerate (cpu_offload, disk_offload, dispatch_model) cannot offload experts that are packed or in host memory; "
+    'keep them on the GPU, or in host memory by sonicmoe_hf (experts_memory="8GiB")'
 )
 
 

@@ -93,7 +93,7 @@ class Placement:
             budget = as_bytes(experts_memory)
         streams = [weight.layer.stream for weight in held if _is_host(weight)]
         stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
-        self.layers: dict[nn.Module, HostLayer | None] = {}  # of each experts module; None: its weights stay on the device
+        self.layers: dict[nn.Module, HostLayer | None] = {}  # of each experts module; None: they stay on the device
         new: dict[nn.Module, int] = {}
         for (_, experts), size, stays in zip(layers, sizes, spread(sizes, budget)):
             self.layers[experts] = None if stays else _layer_of(experts)

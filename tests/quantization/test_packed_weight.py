@@ -37,7 +37,9 @@ class Experts(nn.Module):
 
 def same(actual, expected):
     parts = zip(actual.packed, expected.packed)
-    return kind_of(actual) == kind_of(expected) and all(ours is None or torch.equal(ours, theirs) for ours, theirs in parts)
+    return kind_of(actual) == kind_of(expected) and all(
+        ours is None or torch.equal(ours, theirs) for ours, theirs in parts
+    )
 
 
 def test_it_has_the_dense_weights_shape_and_dtype_in_half_of_its_bytes_or_less(weight):
