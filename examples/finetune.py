@@ -47,7 +47,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import sonicmoe_hf
 from sonicmoe_hf.kernels.quantized import FORMATS
@@ -342,9 +341,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
     if compiles_layers(arguments):
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.compile()
+        sonicmoe_hf.compile_layers(model)
     if arguments.compile is not None and trainer.is_world_process_zero():
         what = "each layer" if compiles_layers(arguments) else "the model"
         graphs = ", to run as CUDA graphs" if captures_graphs(arguments) else ""

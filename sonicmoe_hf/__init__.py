@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .lora.convert import convert_adapter
     from .lora.merge import merge_adapter
     from .patching.classes import patch, unpatch
+    from .patching.compiling import compile_layers
     from .patching.divergence import serving_divergence
     from .patching.loading import from_pretrained
     from .patching.patch import PatchReport, is_patched, patch_model, set_routing, unpatch_model
@@ -48,6 +49,7 @@ _MODULES = {  # of this package: what of each is exported here
     "lora.merge": ("merge_adapter",),
     "patching.divergence": ("serving_divergence",),
     "patching.classes": ("patch", "unpatch"),
+    "patching.compiling": ("compile_layers",),
     "patching.loading": ("from_pretrained",),
     "patching.patch": ("PatchReport", "is_patched", "patch_model", "set_routing", "unpatch_model"),
     "patching.recorded": ("RecordedRouting",),
@@ -76,6 +78,7 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "backends",
+    "compile_layers",
     "convert_adapter",
     "convert_checkpoint",
     "from_pretrained",

@@ -9,13 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.distributed.expert_parallel import EPImplementation
 
+from ..layer.adapted import Adapted, split
 from ..layer.experts_module import IMPLEMENTATION, is_native
 from ..layer.ranks import Ranks
 from ..layer.routing import Routing
 from ..private import attributes
 from ..private.transformers import experts_implementation
 from .collectives import mean_of_gradients, ranks_with_same_experts, sum_gradients, sum_over_ranks
-from .exchange import pairs_of, reach_experts
+from .exchange import Experts, pairs_of, reach_experts
 
 
 class SonicMoEExpertParallelism(EPImplementation):
@@ -61,7 +62,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         """The experts' output [T, H] for this rank's tokens [T, H].
 
         `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing, made by token
-        rounding, and `top_k_weights` its weights.
+        rounding, and `top_k_weights` its weights; either may come in an Adapted.
 
         Raises:
             ValueError: another implementation computes the experts.
@@ -75,25 +76,33 @@ class SonicMoEExpertParallelism(EPImplementation):
             )
         if torch.is_autocast_enabled(hidden_states.device.type):  # send what the experts would cast to anyway
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        top_k_index, adapters = split(top_k_index)
+        experts = self._experts(adapters)
         if isinstance(top_k_index, Routing):
             routing = top_k_index.weighted_by(top_k_weights)
         else:
             routing = Routing(top_k_index, top_k_weights)
         if self.batch_group is None:
-            return reach_experts(hidden_states, routing, self.ranks, self.experts_forward)
+            return reach_experts(hidden_states, routing, self.ranks, experts)
         weights = self.with_summed_gradient(routing.weights)
         routing = Routing(routing.expert_index, weights, routing.token_index)
         hidden_states = self.with_summed_gradient(hidden_states)
         if self.shares_batch:
-            return self._on_shared_batch(hidden_states, routing, self.batch_group)
-        return self._exchange_part(hidden_states, routing, self.batch_group)
+            return self._on_shared_batch(hidden_states, routing, experts, self.batch_group)
+        return self._exchange_part(hidden_states, routing, experts, self.batch_group)
 
-    def _on_shared_batch(self, x_TH, routing: Routing, group: dist.ProcessGroup):
+    def _experts(self, adapters: dict) -> Experts:
+        """This rank's experts with their adapters, by the names of the weights."""
+        if not adapters:
+            return self.experts_forward
+        return lambda x, routing, weights: self.experts_forward(x, Adapted(routing, adapters), weights)
+
+    def _on_shared_batch(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
         expert = self.ranks.local(routing.expert_index)
         local = self.ranks.routing(expert, routing.weights, routing.token_index, len(x_TH))
-        return sum_over_ranks(self.experts_forward(x_TH, local, routing.weights), group)
+        return sum_over_ranks(experts(x_TH, local, routing.weights), group)
 
-    def _exchange_part(self, x_TH, routing: Routing, group: dist.ProcessGroup):
+    def _exchange_part(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
         """Of the batch that ranks of a tensor-parallel group share, each sends a part of the tokens."""
         num_tokens, size = len(x_TH), self.tp_mesh.size()
         start, stop = (
@@ -102,5 +111,5 @@ class SonicMoEExpertParallelism(EPImplementation):
         expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
         is_in_part_P = (token_P >= start) & (token_P < stop)
         part = Routing(torch.where(is_in_part_P, expert_P, -1), weight_P, token_P - start)
-        out = reach_experts(x_TH[start:stop], part, self.ranks, self.experts_forward)
+        out = reach_experts(x_TH[start:stop], part, self.ranks, experts)
         return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), group)

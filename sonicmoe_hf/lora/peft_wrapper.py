@@ -1,5 +1,5 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
-parts: ParamWrapper (its `_activate_lora`, `num_experts`), `_check_merge_allowed`, fsdp_auto_wrap_policy and
+parts: ParamWrapper (its `forward`, `num_experts`), `_check_merge_allowed`, fsdp_auto_wrap_policy and
 get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
+from ..layer.adapted import with_adapters
 from ..layer.experts_module import (
     IMPLEMENTATION,
     expert_parallel_remedy,
@@ -34,14 +35,13 @@ from ..layer.experts_module import (
 from ..layer.lora_operands import LowRank
 from ..layer.moe_experts import FLOAT_DTYPES
 from ..layer.packed_weight import PackedWeight
-from ..patching.active_adapters import ActiveAdapters
 from ..patching.forwards import why_not_reached
 from ..private import attributes
 from ..private.transformers import experts_implementation, experts_implementation_at_once
 from . import shared_experts
 
 logger = logging.getLogger(__name__)
-_PEFTS_ACTIVATE = ParamWrapper._activate_lora
+_PEFTS_FORWARD = ParamWrapper.forward
 _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
 _PEFTS_CHECK = BaseTuner._check_merge_allowed
@@ -148,18 +148,32 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank
     return LowRank(a, b, wrapper.scaling[adapter])
 
 
-def _activate_lora(self, active_adapters):
-    """In place of ParamWrapper's: the context in which a call of the experts computes with these adapters."""
-    adapters = [name for name in active_adapters if name in self._modules["lora_A"]._modules]
-    experts = _base_layer(self)
-    if not adapters or _implementation(experts) != IMPLEMENTATION:
-        return _PEFTS_ACTIVATE(self, active_adapters)
-    checked = _check_once(self, experts)
+def _adapters(wrapper: ParamWrapper) -> list[LowRank]:
+    """The wrapper's active adapters, where our experts compute with them; none where PEFT itself does, or nobody."""
+    if wrapper.disable_adapters or wrapper.merged:
+        return []
+    names = [name for name in wrapper.active_adapters if name in wrapper._modules["lora_A"]._modules]
+    experts = _base_layer(wrapper)
+    if not names or _implementation(experts) != IMPLEMENTATION:
+        return []
+    checked = _check_once(wrapper, experts)
     if checked.obstacle is not None:
-        _say(f"{type(experts).__name__}.{self.parameter_name}", checked.obstacle)
-        return _PEFTS_ACTIVATE(self, active_adapters)
-    factors = [_low_rank(self, name, checked) for name in adapters]
-    return ActiveAdapters(experts, self.parameter_name, factors)
+        _say(f"{type(experts).__name__}.{wrapper.parameter_name}", checked.obstacle)
+        return []
+    return [_low_rank(wrapper, name, checked) for name in names]
+
+
+def _forward(self, x, *args, **kwargs):
+    """Call the experts as ParamWrapper.forward does, with the active adapters beside their top_k_index where they
+    compute these."""
+    adapters = [] if kwargs.get("adapter_names") else _adapters(self)
+    if not adapters:
+        return _PEFTS_FORWARD(self, x, *args, **kwargs)
+    if args:
+        args = with_adapters(args[0], self.parameter_name, adapters), *args[1:]
+    else:
+        kwargs["top_k_index"] = with_adapters(kwargs["top_k_index"], self.parameter_name, adapters)
+    return self.base_layer(x, *args, **kwargs)
 
 
 def _say(parameter: str, obstacle: str) -> None:
@@ -217,7 +231,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     ParamWrapper then hands the factors to our experts, the policy for FSDP leaves them in their layer, the hooks for
     tensor parallelism leave them alone under expert parallelism, merging asks first whether it can, and `shared_experts`
     shards them there."""
-    yield ParamWrapper, "_activate_lora", _activate_lora
+    yield ParamWrapper, "forward", _forward
     yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:

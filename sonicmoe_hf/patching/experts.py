@@ -21,6 +21,8 @@ from transformers.activations import (
 
 from ..errors import UnsupportedExpertsError
 from ..formats.state import local_part
+from ..layer import adapted
+from ..layer.adapted import Adapted
 from ..layer.experts_module import (
     Sizes,
     has_gate,
@@ -37,7 +39,6 @@ from ..layer.routing import MISPLACED, Routing
 from ..model_patches.family import modeling_module
 from ..private import attributes
 from ..private.transformers import FP8_MODULE
-from .active_adapters import adapters_of
 from .forwards import DEFAULT_APPLY_GATE, LIGERS, why_not_reached
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of it, without a gate
@@ -228,12 +229,13 @@ def known_facts(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None
 
 
 def sonicmoe_hf_experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing | Adapted, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts' output for `hidden_states` [T, H]: [T, H].
 
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
-    rounding, and `top_k_weights` its weights. Under expert parallelism ids outside the local experts mean "elsewhere".
+    rounding, and `top_k_weights` its weights. Either index may come in an Adapted, with adapters. Under expert
+    parallelism ids outside the local experts mean "elsewhere".
 
     Raises:
         ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
@@ -241,7 +243,7 @@ def sonicmoe_hf_experts_forward(
     act_fn, known = vars(self).get(attributes.KNOWN_FACTS, (None, None))
     facts, names, total = known_facts(self) if known is None or act_fn is not self.act_fn else known
     first, second = names
-    gate_up_adapter, down_adapter = adapters_of(self, names)
+    top_k_index, adapters = adapted.split(top_k_index)
     is_parallel = vars(self).get("_is_expert_parallel") or (total is not None and self.num_experts < total)
     if not isinstance(top_k_index, Routing):
         routing = Routing(top_k_index, top_k_weights, sentinels=bool(is_parallel))
@@ -256,8 +258,8 @@ def sonicmoe_hf_experts_forward(
         routing,
         gate_up_bias=getattr(self, f"{first}_bias") if facts.has_bias else None,
         down_bias=getattr(self, f"{second}_bias") if facts.has_bias else None,
-        gate_up_adapter=gate_up_adapter,
-        down_adapter=down_adapter,
+        gate_up_adapter=adapters.get(first),
+        down_adapter=adapters.get(second),
         activation=facts.activation,
         layout=facts.layout,
         save=vars(self).get(attributes.SAVE, "preactivation"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,23 @@ def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
 def is_compiled() -> bool:
     """Whether torch.compile traces this code, or left it to Python inside a compiled function."""
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def graph_breaks() -> Counter[str]:
+    """Why Dynamo has left code to Python so far, with torch's reasons, and how often."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
+
+
+def compiled_call(module: nn.Module) -> Callable:
+    """The function that a call of a module is after Module.compile."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable) -> None:
+    """Have calls of a module that was compiled be calls of `call`."""
+    module._compiled_call_impl = call
 
 
 def has_compiled_parts(modules: list[nn.Module]) -> bool:

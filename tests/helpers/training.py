@@ -8,6 +8,7 @@ from helpers.models import batch
 from transformers import Trainer, TrainerState, TrainingArguments
 
 import sonicmoe_hf
+from sonicmoe_hf.layer.adapted import split
 from sonicmoe_hf.layer.routing import Routing, TokenRounding
 from sonicmoe_hf.patching.patch import clear_counts, patch_state
 from sonicmoe_hf.patching.support import find_layers
@@ -37,7 +38,8 @@ class Watch:
             layer.experts.register_forward_pre_hook(self)
 
     def __call__(self, experts, args):
-        self.calls.append((self.note(), args[1] if isinstance(args[1], Routing) else None))
+        index, _ = split(args[1])
+        self.calls.append((self.note(), index if isinstance(index, Routing) else None))
 
     def rounded(self) -> list[bool]:
         """For every call so far, whether it was rounded; the notes start afresh."""

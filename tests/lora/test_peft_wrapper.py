@@ -26,7 +26,6 @@ from torch import nn
 
 import sonicmoe_hf
 from sonicmoe_hf.lora import peft_wrapper as peft_adapters
-from sonicmoe_hf.patching import active_adapters as adapters
 from sonicmoe_hf.patching.support import find_layers
 
 GATE_UP, DOWN = EXPERTS
@@ -86,7 +85,7 @@ def with_peft_alone(model):
     """This model with PEFT's own method, which forms W + BA, on each wrapper."""
     for module in model.modules():
         if isinstance(module, ParamWrapper):
-            module._activate_lora = peft_adapters._PEFTS_ACTIVATE.__get__(module)
+            module.forward = peft_adapters._PEFTS_FORWARD.__get__(module)
     return model
 
 
@@ -205,10 +204,9 @@ def test_what_is_remembered_of_a_wrapper_is_looked_at_again_when_its_experts_cha
     del experts._is_expert_parallel
     assert_all_close(fused_gradients(model), expected, 0.0, "the same model")
     wrapper = next(m for m in model.modules() if getattr(m, "parameter_name", None) == "gate_up_proj")
-    assert isinstance(wrapper._activate_lora(["default"]), adapters.ActiveAdapters)
+    assert len(peft_adapters._adapters(wrapper)) == 1
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
-    left_to_peft = wrapper._activate_lora(["default"])  # of a dtype that we do not compute in
-    assert not isinstance(left_to_peft, adapters.ActiveAdapters)
+    assert not peft_adapters._adapters(wrapper), "left to PEFT: of a dtype that we do not compute in"
 
 
 # what surrounds the experts
@@ -269,50 +267,6 @@ def test_threads_that_share_a_model_each_have_their_adapters():
     with fused(), ThreadPoolExecutor(len(inputs)) as pool:
         found = list(pool.map(work, inputs))
     assert all(torch.equal(logits, wanted) for each, wanted in zip(found, expected) for logits in each)
-
-
-def test_a_call_keeps_its_adapters_when_another_threads_ends_inside_it():
-    """The second call begins inside the first, and computes when the first has ended."""
-    model = with_lora(patched(small("qwen3_moe"))).eval()
-    experts = next(find_layers(model)).experts
-    outermost = next(module for module in model.modules() if isinstance(module, ParamWrapper))
-    inputs = [torch.randn(4, 32), torch.randint(0, 8, (4, 2)), torch.rand(4, 2)]
-    inside = [threading.Event(), threading.Event()]
-    ended = threading.Event()
-    number = threading.local()
-
-    def meet(module, arguments):
-        mine = getattr(number, "of_call", None)
-        if mine is not None:
-            inside[mine].set()
-            assert (inside[1] if mine == 0 else ended).wait(20)
-
-    def call(mine):
-        number.of_call = mine
-        assert mine == 0 or inside[0].wait(20)
-        with torch.no_grad():
-            out = outermost(*inputs)
-        if mine == 0:
-            ended.set()
-        return out
-
-    experts.register_forward_pre_hook(meet)
-    with torch.no_grad():
-        expected = outermost(*inputs)
-        with model.disable_adapter():
-            assert relative_error(outermost(*inputs), expected) > 0.05, "the adapters do something"
-    with fused(), ThreadPoolExecutor(2) as pool:
-        found = [future.result() for future in [pool.submit(call, mine) for mine in (0, 1)]]
-    assert all(torch.equal(out, expected) for out in found)
-
-
-def test_after_an_error_no_adapter_stays_behind():
-    model = with_lora(patched(small("qwen3_moe")))
-    experts = next(find_layers(model)).experts
-    wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
-    with pytest.raises(ValueError, match="dimensions"):
-        wrapper(torch.randn(1, 4, 32), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
-    assert adapters.adapters_of(experts, ("gate_up_proj", "down_proj")) == [None, None]
 
 
 # what is left to PEFT

@@ -1,7 +1,10 @@
 """torch.compile: whole models without graph breaks, checkpointing around compiled parts, the Trainer's own option."""
 
+import warnings
+
 import pytest
 import torch
+from helpers.adapters import with_lora
 from helpers.marks import rest_pinned, rest_slow
 from helpers.models import (
     ORDER_OF_SUMS,
@@ -13,8 +16,9 @@ from helpers.models import (
     relative_error,
     twin,
 )
-from helpers.training import POLICY, TILE, checkpointed, start_counting, trained
+from helpers.training import CHECKPOINTING, POLICY, TILE, checkpointed, start_counting, trained
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
@@ -52,18 +56,51 @@ def test_a_block_whose_experts_have_no_gate_compiles_without_graph_breaks():
     assert relative_error(compiled(x), block(x)) < 1e-5, ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
-def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
-    """Regional compilation: 48 layers of which each was compiled would be over Dynamo's limit, and run uncompiled."""
+TRAINED = {"all weights": lambda model: model, "LoRA": with_lora, "QLoRA": lambda model: with_lora(packed(model))}
+
+
+def packed(model):
+    sonicmoe_hf.quantize_experts(model, "nf4")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("trained", "kind", "routing"),
+    [
+        *[("all weights", None, routing) for routing in (None, POLICY)],
+        *[(trained, kind, None) for trained in TRAINED for kind in CHECKPOINTING],
+        *[("LoRA", "non_reentrant", POLICY), ("LoRA", "reentrant", POLICY), ("QLoRA", None, None)],
+    ],
+)
+def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, routing):
+    """With adapters and checkpointing too, at which Dynamo gives a layer up whole where anything outside is written."""
     torch._dynamo.reset()
-    model, inputs = patched("qwen3_moe", routing, use_cache=False), batch()
-    expected = loss_and_gradients(model, inputs)
+    counters.clear()
+    # NF4 takes blocks of 64 columns
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64} if trained == "QLoRA" else {}
+    model, inputs = TRAINED[trained](patched("qwen3_moe", routing, use_cache=False, **sizes)), batch()
+    if trained != "all weights":
+        model.enable_input_require_grads()
+    expected = loss_and_gradients(checkpointed(model, kind), inputs)
     compiled = CompileCounter()
-    for layer in model.model.layers:
-        layer.compile(backend=compiled, fullgraph=True)
-    actual = loss_and_gradients(model, inputs)
-    assert len(model.model.layers) > 1 and compiled.frame_count == 1
-    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
+    assert sonicmoe_hf.compile_layers(model, backend=compiled) == 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "torch.compile left a part")
+        actual = [loss_and_gradients(model, inputs) for _ in range(2)]
+    assert compiled.frame_count == 1 and not counters["graph_break"]
+    for found in actual:
+        assert_all_close(found, expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_compile_layers_says_what_torch_leaves_to_python():
+    torch._dynamo.reset()
+    model = patched("qwen3_moe", use_cache=False, **ONE_LAYER)
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: torch._dynamo.graph_break("of a test"))
+    sonicmoe_hf.compile_layers(model, backend="eager")
+    with pytest.warns(UserWarning, match="left a part of Qwen3MoeDecoderLayer to Python"):
+        model(**batch())
+    with pytest.raises(ValueError, match=r"Linear has no decoder layers .*; use torch\.compile"):
+        sonicmoe_hf.compile_layers(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.slow

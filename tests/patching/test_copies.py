@@ -29,11 +29,11 @@ from helpers.training import (
 )
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
-from sonicmoe_hf.patching import experts as experts_module
 from sonicmoe_hf.patching.patch import check_routers_live, patch_state, router_hooks
 from sonicmoe_hf.patching.support import every_experts, find_layers
 
@@ -56,10 +56,9 @@ def patched_and_saving(order, modules, family="qwen3_moe"):
 @pytest.fixture
 def computed(monkeypatch):
     """The experts modules that our function computed."""
-    noted, adapters = [], experts_module.adapters_of
-    monkeypatch.setattr(
-        experts_module, "adapters_of", lambda experts, names: noted.append(experts) or adapters(experts, names)
-    )
+    noted, forward = [], ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+    noting = lambda experts, *args, **kwargs: noted.append(experts) or forward(experts, *args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, noting)
     return noted
 
 

@@ -101,7 +101,7 @@ def test_installing_again_after_uninstalling_changes_the_same(uninstalled):
     registration.install()
     registration.install()
     assert "sonicmoe_hf" in ALL_EXPERTS_FUNCTIONS and "sonicmoe_hf" in AUTO_QUANTIZER_MAPPING
-    assert ParamWrapper._activate_lora.__module__ == "sonicmoe_hf.lora.peft_wrapper"
+    assert ParamWrapper.forward.__module__ == "sonicmoe_hf.lora.peft_wrapper"
     assert AutoConfig.for_model("sonicmoe_olmoe").model_type == "sonicmoe_olmoe"
 
 
@@ -225,4 +225,4 @@ def test_an_old_peft_is_named_with_the_remedy(uninstalled, monkeypatch):
         registration.install()
     monkeypatch.undo()
     registration.install()
-    assert ParamWrapper._activate_lora.__module__ == "sonicmoe_hf.lora.peft_wrapper"
+    assert ParamWrapper.forward.__module__ == "sonicmoe_hf.lora.peft_wrapper"
