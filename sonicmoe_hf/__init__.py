@@ -14,7 +14,6 @@ from . import registration
 
 if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
-    from .checkpoints.inspect import inspect_checkpoint
     from .checkpoints.modeling import SonicMoEExperts
     from .errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
     from .layer import backends, routing
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 _MODULES = {  # of this package: what of each is exported here
     "checkpoints.convert": ("convert_checkpoint",),
-    "checkpoints.inspect": ("inspect_checkpoint",),
     "checkpoints.modeling": ("SonicMoEExperts",),
     "errors": ("CheckpointError", "UnsupportedExpertsError", "UnsupportedModelError"),
     "layer.config": ("TokenRounding",),
@@ -83,7 +81,6 @@ __all__ = [
     "convert_checkpoint",
     "from_pretrained",
     "functional",
-    "inspect_checkpoint",
     "is_patched",
     "lora_config",
     "merge_adapter",

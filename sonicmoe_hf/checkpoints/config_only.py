@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError
 from ..formats.declared import MODELOPT_FILE, declared_quantization
-from ..patching.support import find_layers
 from ..private.transformers import auto_class_of
 from .files import CONFIG_FILE, read_json
 from .hub import local_folder
@@ -32,8 +32,9 @@ UNREADABLE = (
 
 
 def readable(entries):
-    """A config's entries without those that have Transformers run code which comes with a checkpoint or from the hub, and
-    with the floats that Transformers writes as objects, such as {"__float__": "Infinity"}."""
+    """Leave out a config's entries that have Transformers run code of a checkpoint or of the hub.
+
+    Floats that it writes as objects, such as {"__float__": "Infinity"}, become floats."""
     if isinstance(entries, list):
         return [readable(entry) for entry in entries]
     if not isinstance(entries, dict):
@@ -58,19 +59,23 @@ def build_on_meta(name: str) -> PreTrainedModel:
     folder = local_folder(name, only=[CONFIG_FILE, MODELOPT_FILE])
     path = folder / CONFIG_FILE
     entries = read_json(path)
-    declared = declared_quantization(entries, folder, str(path))
-    return build_from_config(
-        entries if declared is None else {**entries, "quantization_config": declared.entries}, path
-    )
+    declared = declared_quantization(entries, folder)
+    if declared is not None:
+        entries["quantization_config"] = declared.entries
+    return build_from_config(entries, path)
 
 
 def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
-    """`build_on_meta`, of the entries of the config.json at `path`.
+    """Build the modules of the entries of the config.json at `path`, as `build_on_meta` does.
 
     Raises:
         CheckpointError: they describe no model that can be built.
     """
-    _check_model_type(path, entries)
+    if entries.get("model_type") not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{path}: model_type is {entries.get('model_type')!r}, which Transformers {__version__} does not know"
+            + _remedy_for_unknown(entries)
+        )
     try:
         return _build(entries)
     except UNREADABLE as error:
@@ -80,39 +85,41 @@ def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
         ) from error
 
 
-def _check_model_type(path: Path, entries: dict) -> None:
-    model_type = entries.get("model_type")
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        return
-    reason = f"{path}: model_type is {model_type!r}, which Transformers {__version__} does not know"
+def _remedy_for_unknown(entries: dict) -> str:
+    """Say what to do with a model_type of the checkpoint's own, such as Kimi-K2's, whose class is DeepSeek-V3's."""
+    for declared in _declared_classes(entries):
+        known = declared.config_class.model_type
+        return f"; it knows {declared.__name__}: in a local copy take auto_map out, and set model_type to {known!r}"
     if "auto_map" in entries:
-        reason += "; its code comes with the checkpoint (auto_map), and is not run here"
-    raise CheckpointError(reason)
+        return (
+            "; its code (auto_map) is not run here: load it with trust_remote_code=True, and ask sonicmoe_hf.supports"
+        )
+    return "; install a Transformers that does"
 
 
 def _build(entries: dict) -> PreTrainedModel:
-    """The model, after a call of its routers: theirs are the entries that only a forward reads."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
         config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable(entries))
         with torch.device("meta"), torch.no_grad():
-            model = _construct(entries, config)
-            for layer in find_layers(model):
-                router: Any = layer.router
-                if router is not None:
-                    router(router.weight.new_empty(1, router.weight.shape[1]))
-        return model
+            return _construct(entries, config)
     finally:
         logging.set_verbosity(verbosity)
 
 
+def _declared_classes(entries: dict) -> Iterator[Any]:
+    """Yield the classes of Transformers that `architectures` names."""
+    for name in entries.get("architectures") or ():
+        if hasattr(getattr(transformers, name, None), "config_class"):
+            yield getattr(transformers, name)
+
+
 def _construct(entries: dict, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of the class that `architectures` names, if Transformers has it for this config; else an Auto class's."""
-    names = entries.get("architectures")
-    for name in names if isinstance(names, list) else ():
-        declared: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        if getattr(declared, "config_class", None) is type(config):
+    """Build the model of the class that `architectures` names where Transformers has it for this config, else an Auto
+    class's."""
+    for declared in _declared_classes(entries):
+        if declared.config_class is type(config):
             return declared._from_config(config)
     auto_class = auto_class_of(config)
     if auto_class is None:

@@ -65,7 +65,7 @@ def quantization_of(config: dict, folder: Path) -> Declared | None:
         CheckpointError: it is quantized in a way that conversion does not read.
     """
     path = folder / CONFIG_FILE
-    declared = declared_quantization(config, folder, str(path))
+    declared = declared_quantization(config, folder)
     if declared is None:
         return None
     if declared.method not in QUANTIZATIONS:

@@ -43,7 +43,7 @@ DTYPE_ENTRIES = {"dtype", "torch_dtype"}
 class Conversion(NamedTuple):
     """What convert_checkpoint did.
 
-    path: the new checkpoint. family, source_layout, target_layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS.
+    path: the new checkpoint. family, source_layout, target_layout: names of NATIVE_FAMILIES and of `detect_layout`.
     tensors, nbytes, shards: what was written. notices: what else a user should know, in sentences. roundings: what
     rounding to the result's format did to a merged adapter's changes, layer by layer.
     """

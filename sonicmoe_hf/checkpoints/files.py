@@ -35,31 +35,21 @@ class Header(NamedTuple):
 
 
 def expanded(path: str | os.PathLike) -> Path:
-    """A path whose "~" or "~user" at the beginning is that user's home.
-
-    Raises:
-        CheckpointError: there is no such user.
-    """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(path)} begins with the home of a user that is not known here") from error
+    """Replace "~" or "~user" at the beginning of a path by that user's home, where there is such a user."""
+    return Path(os.path.expanduser(path))
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        CheckpointError: there is no such file, it cannot be read, or it holds something else or text that is no Unicode.
+        CheckpointError: there is no such file, it cannot be read, or it holds something else.
     """
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(content, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no file can hold
     except FileNotFoundError:
         raise CheckpointError(f"there is no {path}; give the folder of a checkpoint, or a hub id") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")

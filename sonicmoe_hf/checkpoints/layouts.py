@@ -40,13 +40,6 @@ UPSTREAM_NAMES = {  # of a SonicMoEExperts' parameters: their names in SonicMoE'
     "c_proj_bias": "c_proj.bias",
 }
 INTERLEAVED = ("native", "upstream")  # layouts of [E, 2I, H] with gate and up rows in turn
-CHECKPOINT_LAYOUTS = {  # name: what inspect says of it
-    "native": "native (experts.c_fc interleaved, experts.c_proj)",
-    "upstream": "a SonicMoE MoE module's (c_fc.weight interleaved, c_proj.weight)",
-    "per_expert": "hub, one tensor per expert and projection",
-    "fused": "fused as in Transformers 5 (experts.gate_up_proj concatenated, experts.down_proj)",
-    "gpt_oss": "hub, gpt-oss (experts.gate_up_proj transposed and interleaved, experts.down_proj)",
-}
 
 
 def detect_layout(weights: Collection[str], block: str, family: NativeFamily) -> str | None:

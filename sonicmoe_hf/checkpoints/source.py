@@ -42,7 +42,7 @@ class Source(StoredWeights):
 
     Attributes:
         family, native: what config.json says. model: the family's own, on the meta device. blocks: its experts' sizes.
-        layout: a name of CHECKPOINT_LAYOUTS. groups: by name of the model's parameters, the weights that become them;
+        layout: as `detect_layout` names it. groups: by name of the model's parameters, the weights that become them;
         targets: the reverse.
     Raises:
         CheckpointError: something is unknown, missing, wrongly shaped or contradictory; the message names it.

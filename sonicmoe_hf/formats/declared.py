@@ -1,5 +1,5 @@
-"""What a checkpoint declares of its quantization, for everything that wants to know: quantization_config of its config,
-or the file that older exports of ModelOpt have beside config.json."""
+"""The quantization that a checkpoint declares, for all that want to know: quantization_config of its config, or the file
+that older exports of ModelOpt have beside config.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
 
 class Declared(NamedTuple):
-    """method: quant_method. entries: all of the declaration, and config.json's expert_dtype (DeepSeek-V4's)."""
+    """The declaration. method: quant_method; entries: all of it, and config.json's expert_dtype (DeepSeek-V4's)."""
 
     method: str
     entries: dict
@@ -39,7 +39,7 @@ class Declared(NamedTuple):
         return self.method in ("fp8", MODELOPT)
 
     def format(self) -> str:
-        """The experts' format, a name of FORMATS; where it is none of these, what the quantization is called.
+        """Name the experts' format, one of FORMATS; where it is none of these, what the quantization is called.
 
         Raises:
             CheckpointError: FP8 or NVFP4 of a kind that no format here is, with the remedy; or experts packed here in a
@@ -61,8 +61,8 @@ class Declared(NamedTuple):
         return self.method
 
     def stored(self) -> Format | HubFormat | None:
-        """How experts are stored [E, ...] under their parameter's name, packed here or gpt-oss's; or every expert's
-        projections, and linear layers, each for itself; None of other checkpoints.
+        """Return the format of experts stored [E, ...] under their parameter's name, packed here or gpt-oss's, or of each
+        expert's projections and the linear layers, each for itself; None of other checkpoints.
 
         Raises:
             CheckpointError: it is another kind of ModelOpt's; FP8 whose blocks are no sizes, or with experts in FP4.
@@ -117,25 +117,17 @@ def _is_size(size) -> bool:
     return isinstance(size, int) and size > 0
 
 
-def declared_quantization(
-    config: PreTrainedConfig | dict, folder: Path | None = None, where: str = "config.json"
-) -> Declared | None:
-    """What a config, or else the text model's inside it, declares, or ModelOpt's file in `folder`; None of a checkpoint
-    that is not quantized.
-
-    Raises:
-        CheckpointError: the declaration is no JSON object; the message begins with `where`.
-    """
+def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None = None) -> Declared | None:
+    """Read what a config, or else the text model's inside it, declares, or ModelOpt's file in `folder`; None of a
+    checkpoint that is not quantized."""
     parts = [config] if isinstance(config, dict) else [vars(config), vars(config.get_text_config())]
     declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", "expert_dtype"))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
-        where = str(folder / MODELOPT_FILE)
-        declared = _of_modelopt(Path(where))
+        quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8")).get("quantization")
+        declared = quantization and {"quant_method": MODELOPT, **quantization}
     if declared is None:
         return None
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
-    if not isinstance(declared, dict):
-        raise CheckpointError(f"{where}: quantization_config is {declared!r}; it must be an object")
     method = declared.get("quant_method")
     beside = {} if of_experts is None else {"expert_dtype": of_experts}
     return Declared(str(getattr(method, "value", method)), {**beside, **declared})
@@ -143,17 +135,6 @@ def declared_quantization(
 
 def _first(parts: list[dict], entry: str):
     return next((part[entry] for part in parts if part.get(entry) is not None), None)
-
-
-def _of_modelopt(path: Path) -> dict | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    quantization = content.get("quantization") if isinstance(content, dict) else content
-    if quantization is not None and not isinstance(quantization, dict):
-        raise CheckpointError(f"{path}: quantization is {quantization!r}; it must be an object")
-    return quantization and {"quant_method": MODELOPT, **quantization}
 
 
 def check_undeclared(files: Iterable[Path]) -> None:

@@ -132,13 +132,14 @@ def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) 
     name = os.fspath(trained_on or config.get("base_model_name_or_path") or "")
     if not name:
         raise CheckpointError(
-            f"{src / ADAPTER_CONFIG} names no base model; say trained_on=, the model it was trained on"
+            f"{src / ADAPTER_CONFIG} names no base model; say trained_on= (--trained-on), the model it was trained on"
         )
     try:
         folder = local_folder(name, only=[CONFIG_FILE])
         read_json(folder / CONFIG_FILE)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the model that the adapter was trained on cannot be read; say trained_on=, its folder: {error}"
+            f"the model that the adapter was trained on cannot be read; say trained_on= (--trained-on), its folder: "
+            f"{error}"
         ) from error
     return folder

@@ -173,11 +173,7 @@ def config_for(name, kwargs: dict) -> PreTrainedConfig:
     if isinstance(config, PreTrainedConfig):
         return config
     options = {key: kwargs[key] for key in FOR_CONFIG if key in kwargs}
-    try:
-        return AutoConfig.from_pretrained(name, **options)
-    except AttributeError:  # of Transformers, where quantization_config is no object
-        declared_quantization(PreTrainedConfig.get_config_dict(name, **options)[0], where=f"config.json of {name}")
-        raise
+    return AutoConfig.from_pretrained(name, **options)
 
 
 def _folder_of(name, kwargs: dict, file: str) -> Path | None:

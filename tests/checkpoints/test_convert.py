@@ -25,7 +25,7 @@ from helpers.trl_trainers import word_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sonicmoe_hf import CheckpointError, convert_checkpoint, inspect_checkpoint
+from sonicmoe_hf import CheckpointError, convert_checkpoint
 from sonicmoe_hf.checkpoints import hub
 from sonicmoe_hf.checkpoints.layouts import from_upstream, to_upstream
 from sonicmoe_hf.formats.fp8 import HubFP8
@@ -225,22 +225,6 @@ def test_weights_of_an_upstream_moe_module_go_in_and_out():
         from_upstream({"weight": torch.ones(1)})
 
 
-def test_inspect_says_what_a_checkpoint_is_and_would_become(tmp_path, capsys):
-    make(tmp_path / "hub", "gpt_oss", "mxfp4")
-    found = inspect_checkpoint(tmp_path / "hub")
-    assert (found.family, found.layout, found.quantization) == ("gpt_oss", "gpt_oss", "mxfp4")
-    assert (found.layers, found.num_experts, found.hidden_size, found.intermediate_size) == (2, 8, 32, 32)
-    assert found.parameters == sum(
-        t.numel() for t in make(tmp_path / "plain", "gpt_oss", intermediate_size=32).parameters()
-    )
-    assert "mxfp4 weights become bfloat16" in found.conversions["native"]
-    assert inspect_checkpoint(tmp_path / "plain").conversions["hub"] == "already in this layout"
-    assert main(["inspect", str(tmp_path / "hub"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["conversions"] == found.conversions
-    assert main(["inspect", str(tmp_path / "hub")]) == 0
-    assert "gpt_oss" in capsys.readouterr().out
-
-
 def test_the_command_converts_verifies_and_says_what_it_did(tmp_path, capsys):
     make(tmp_path / "hub", "deepseek_v3", "fp8")
     arguments = ["convert", str(tmp_path / "hub"), str(tmp_path / "native"), "--layout", "native"]
@@ -250,10 +234,6 @@ def test_the_command_converts_verifies_and_says_what_it_did(tmp_path, capsys):
     assert "bfloat16 now" in " ".join(capsys.readouterr().out.split())
     assert main(arguments) == 2
     assert "exists; remove it" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "nowhere"), "--json"]) == 2
-    assert "there is no folder" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_doctor_knows_native_checkpoints(tmp_path, capsys):

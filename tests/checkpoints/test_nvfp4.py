@@ -17,7 +17,7 @@ from helpers.checkpoints import (
     to_nvfp4,
 )
 
-from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, inspect_checkpoint
+from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -42,8 +42,6 @@ def declared(checkpoint, request):
 
 def test_it_becomes_bf16_with_modelopts_values(declared, tmp_path):
     folder, _, values = declared
-    found = inspect_checkpoint(folder)
-    assert found.quantization == "nvfp4" and found.parameters == sum(tensor.numel() for tensor in values.values())
     done = convert_checkpoint(folder, tmp_path / "hub", "hub", verify=True)
     assert done.notices[0] == "the weights were nvfp4 and are bfloat16 now"
     converted = tensors_in(tmp_path / "hub")

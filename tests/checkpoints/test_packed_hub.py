@@ -13,7 +13,8 @@ from helpers.checkpoints import (
     tensors_in,
 )
 
-from sonicmoe_hf import convert_checkpoint, inspect_checkpoint
+from sonicmoe_hf import convert_checkpoint
+from sonicmoe_hf.checkpoints.source import Source
 from sonicmoe_hf.tools.cli.main import main
 
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}
@@ -33,7 +34,7 @@ def test_it_loads_in_transformers_with_the_values_of_the_native_layout(family, f
         tmp_path / "bf16", tmp_path / "packed", "hub", quantize=format, max_shard_size=SHARDS, verify=True
     )
     assert done.shards > 1 and done.target_layout == ("gpt_oss" if family == "gpt_oss" else "per_expert")
-    assert inspect_checkpoint(tmp_path / "packed").quantization == format
+    assert Source(tmp_path / "packed").quantization == format
     convert_checkpoint(tmp_path / "bf16", tmp_path / "native", quantize=format)
     convert_checkpoint(tmp_path / "native", tmp_path / "dense", "hub", dequantize=True)
     assert same_bits(*(load_whole(tmp_path / name, torch.bfloat16).state_dict() for name in ("packed", "dense")))

@@ -16,7 +16,6 @@ from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
 
-DAMAGE = ("eight", -4, None, [1])
 ONE_LAYER = {"num_hidden_layers": 1}  # with experts: building models is what takes the time here
 
 
@@ -41,34 +40,12 @@ def refusal(capsys, folder, *options):
     return line
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_any_entry_of_any_wrong_kind_gives_a_report_or_one_line(family, tmp_path, capsys):
-    good, refused = entries_of(family), 0
-    for key in good:
-        for number, value in enumerate(DAMAGE):
-            if (len(key) + number) % 2 and key not in ("hidden_size", "num_experts_per_tok", "hidden_act"):
-                continue  # half of them: building a model takes a while
-            write(tmp_path, {**good, key: value})
-            code = main(["doctor", "--json", str(tmp_path)])
-            facts = json.loads(capsys.readouterr().out)
-            assert code in (0, 1, 2) and (code == 2) == ("error" in facts), (key, value)
-            if code == 2:
-                refused += 1
-                assert "config.json" in facts["error"] and "\n" not in facts["error"]
-    assert refused > 40
-
-
 @pytest.mark.parametrize(
     ("family", "damage", "words"),
     [
         ("qwen3_moe", {"num_experts": "eight"}, "num_experts' expected int, got str (value: 'eight')"),
-        ("qwen3_moe", {"num_experts_per_tok": 99}, "k not in range for dimension"),
-        ("deepseek_v3", {"topk_group": 5}, "k not in range for dimension"),
-        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size' expected int, got NoneType"),
         ("olmoe", {"hidden_size": None}, "hidden_size' expected int, got NoneType"),
         ("qwen3_moe", {"hidden_act": "mesh"}, "KeyError: 'mesh'"),
-        ("qwen3_moe", {"model_type": "no_such_type"}, "model_type is 'no_such_type', which Transformers"),
-        ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type is ['qwen3_moe'], which Transformers"),
         ("qwen3_moe", {"dtype": "int8"}, "dtype=torch.int8"),
     ],
 )
@@ -107,22 +84,11 @@ def test_models_that_work_are_supported(cls, changes, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"null", "holds a NoneType"), (b"[]", "holds a list"), (b'"text"', "holds a str"), (b"", "cannot be read"),
-     (b'{"model_type":', "cannot be read"), (b"\xff\x00\x80", "cannot be read"), (b"[" * 100_000, "cannot be read"),
-     (b"{}", "model_type is None")],
+    [(b"[]", "holds a list"), (b"", "cannot be read"), (b"\xff\x00\x80", "cannot be read"), (b"{}", "model_type is None")],
 )  # fmt: skip
 def test_a_file_that_is_no_config_is_named(content, words, tmp_path, capsys):
     line = refusal(capsys, write(tmp_path, content))
     assert f"{tmp_path}/config.json" in line and words in line
-
-
-def test_a_config_that_is_no_file_is_named(tmp_path, capsys):
-    (tmp_path / "config.json").mkdir()
-    assert f"{tmp_path}/config.json is not a file" in refusal(capsys, str(tmp_path))
-    (tmp_path / "config.json").rmdir()
-    os.mkfifo(tmp_path / "config.json")
-    assert f"{tmp_path}/config.json is not a file" in refusal(capsys, str(tmp_path))
-    assert f"{tmp_path}/config.json/deeper" in refusal(capsys, f"{tmp_path}/config.json/deeper")
 
 
 @pytest.fixture
@@ -138,8 +104,13 @@ def with_code(tmp_path, monkeypatch):
 def test_code_of_a_checkpoint_is_never_run_nor_asked_about(tmp_path, capsys, with_code):
     assert main(["doctor", write(tmp_path, {**entries_of("qwen3_moe"), **with_code})]) == 0
     capsys.readouterr()
-    line = refusal(capsys, write(tmp_path, {**entries_of("qwen3_moe"), **with_code, "model_type": "theirs"}))
-    assert "model_type is 'theirs'" in line and "its code comes with the checkpoint (auto_map), and is not run" in line
+    theirs = {**entries_of("deepseek_v3"), **with_code, "model_type": "kimi_k2"}
+    for architecture, remedy in (
+        ("DeepseekV3ForCausalLM", "take auto_map out, and set model_type to 'deepseek_v3'"),  # as Kimi-K2 has it
+        ("TheirModel", "its code (auto_map) is not run here: load it with trust_remote_code=True, and ask"),
+    ):
+        line = refusal(capsys, write(tmp_path, {**theirs, "architectures": [architecture]}))
+        assert "model_type is 'kimi_k2', which Transformers" in line and remedy in line
 
 
 @pytest.mark.parametrize("entry", ["attn_implementation", "_attn_implementation", "experts_implementation"])

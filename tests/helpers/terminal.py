@@ -30,7 +30,7 @@ from .programs import make_model, texts, write_rows
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = "110"
-NAMES_PATHS = ("convert", "inspect", "merge")  # which are longer than what is shown of them
+NAMES_PATHS = ("convert", "merge")  # which are longer than what is shown of them
 MARK = "<!-- terminal -->\n```text\n"
 SESSION = re.compile(MARK + r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```\n", flags=re.DOTALL)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}

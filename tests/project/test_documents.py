@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shlex
+from pathlib import Path
 
 import datasets
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.checkpoints.source import Source
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.patching.patch import patch_state
 from sonicmoe_hf.tools.cli.main import build_parser
@@ -170,15 +172,12 @@ def test_the_commands_and_the_python_of_the_document_on_the_native_layout_run(tm
     tiny_model().save_pretrained("Qwen/Qwen3-30B-A3B")
     text = (EXAMPLES.parent / "docs" / "layout.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    sonicmoe-hf (.*)", text, flags=re.MULTILINE)
-    assert len(commands) == 4
-    for words in (shlex.split(command, comments=True) for command in commands[:3]):
+    assert len(commands) == 3
+    for words in (shlex.split(command, comments=True) for command in commands[:2]):
         assert run_command(words) == 0
     (python,) = python_of("layout.md")
     exec(python, names := {})
-    assert (
-        sonicmoe_hf.inspect_checkpoint("qwen3-release").layout == "per_expert"
-        and patch_state(names["model"]) is not None
-    )
+    assert Source(Path("qwen3-release")).layout == "per_expert" and patch_state(names["model"]) is not None
 
 
 def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, monkeypatch):

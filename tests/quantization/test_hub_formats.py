@@ -36,14 +36,12 @@ from sonicmoe_hf import (
     UnsupportedModelError,
     convert_checkpoint,
     from_pretrained,
-    inspect_checkpoint,
     merge_adapter,
     patch_model,
     quantize_experts,
 )
 from sonicmoe_hf.formats import HUB
 from sonicmoe_hf.kernels.quantized import quantize
-from sonicmoe_hf.tools.cli.main import main
 
 SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
@@ -162,32 +160,6 @@ def test_conversion_moves_fp8_blocks_into_native_order_and_back(kind, tmp_path, 
     assert experts and all(torch.equal(converted[name], dense[name].bfloat16()) for name in experts)
 
 
-def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")  # of the terminal, which else breaks lines
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
-    make(tmp_path / "bf16", "qwen3_moe", **sizes)
-    for name, nbytes in (("fp8", 1 + 4 / 128**2), ("nvfp4", (8 + 1) / 16 + 4 / 128**2), ("mxfp4", 17 / 32)):
-        convert_checkpoint(tmp_path / "bf16", tmp_path / name, quantize=name)
-        found = inspect_checkpoint(tmp_path / name)
-        assert found.quantization == name and found.bytes_per_expert_weight == pytest.approx(nbytes, rel=1e-6)
-        assert (found.layout, found.parameters) == ("native", inspect_checkpoint(tmp_path / "bf16").parameters)
-        assert f"{name} weights become bfloat16" in found.conversions["hub"]
-    dense, packed = inspect_checkpoint(tmp_path / "bf16"), inspect_checkpoint(tmp_path / "fp8")
-    assert dense.bytes_per_expert_weight == 2 and dense.expert_nbytes == 2 * dense.expert_parameters
-    assert packed.expert_parameters == dense.expert_parameters == 8 * 3 * 128 * 128
-    assert packed.expert_nbytes == 8 * 3 * (128 * 128 + 4)
-    for name, words in (
-        ("bf16", "0.00 GB, 2 bytes a weight │"),
-        ("fp8", "0.00 GB, 1.0002 bytes a weight with its scales (8.002 bits); 0.00 GB in bfloat16"),
-    ):
-        capsys.readouterr()
-        assert main(["inspect", str(tmp_path / name)]) == 0
-        assert words in " ".join(capsys.readouterr().out.split())
-    assert main(["inspect", str(tmp_path / "fp8"), "--json"]) == 0
-    of_fp8 = json.loads(capsys.readouterr().out)
-    assert of_fp8["bytes_per_expert_weight"] == packed.bytes_per_expert_weight == 1 + 4 / 128**2
-
-
 def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others():
     theirs = Fp8Dequantize(None)._dequantize_one
     for rows, is_cut in ((256, False), (192, True)):
@@ -240,19 +212,6 @@ def test_fp8_weights_that_no_config_declares_are_an_error(options, tmp_path):
         from_pretrained(tmp_path / "fp8", **options)
     with pytest.raises(CheckpointError, match="is FP8, but"):
         from_pretrained(tmp_path, subfolder="fp8", **options)
-
-
-@pytest.mark.parametrize("declared", [["fp8"], "fp8", 8])
-def test_a_declaration_that_is_no_object_is_named(declared, tmp_path, capsys):
-    make(tmp_path, "qwen3_moe")
-    edit_config(tmp_path, quantization_config=declared)
-    for options in ({}, {"experts_quantization": "nf4"}):
-        words = r"config\.json of .*: quantization_config is .*8.*; it must be an object"
-        with pytest.raises(CheckpointError, match=words):
-            from_pretrained(tmp_path, **options)
-    for command in ("doctor", "plan", "inspect"):
-        assert main([command, str(tmp_path)]) == 2
-        assert f"config.json: quantization_config is {declared!r}; it must be an object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])

@@ -1,16 +1,15 @@
-"""`sonicmoe-hf convert`, `sonicmoe-hf merge` and `sonicmoe-hf inspect`."""
+"""`sonicmoe-hf convert` and `sonicmoe-hf merge`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 
 from ...errors import CheckpointError
 from ...lora.engines import ENGINES
 from ...model_patches import NATIVE_FAMILIES
 from .bar import progress
-from .command import command, json_option, option
+from .command import command, option
 
 DST = option("dst", metavar="DST", help="new folder")
 VERIFY = option("--verify", action="store_true", help="raise an error for NaN, read everything back and compare")
@@ -113,27 +112,6 @@ def merge(base: str, adapter: str, dst: str, **options) -> int:
     return _write("merging", merge_adapter, base, adapter, dst, **given)
 
 
-@command(
-    option("path", metavar="PATH", help="folder or hub id"),
-    option("--revision", help="of a hub id"),
-    json_option(" instead of a table"),
-    help="family, layout, dtype and sizes of a checkpoint, and what conversion would make of it",
-)
-def inspect(path: str, revision: str | None, as_json: bool) -> int:
-    """Reads the config and the headers of a checkpoint (folder or hub id) and checks them against each other. Exit code:
-    0 if it can be converted, 2 if not.
-    """
-    from ...checkpoints.inspect import inspect_checkpoint
-
-    inspection = inspect_checkpoint(path, revision)
-    if as_json:
-        of_a_weight = {"bytes_per_expert_weight": inspection.bytes_per_expert_weight}
-        print(json.dumps({**inspection._asdict(), **of_a_weight, "folder": str(inspection.folder)}, indent=2))
-    else:
-        _print_inspection(inspection)
-    return 0
-
-
 def _write(description: str, write, *arguments, verify: bool, **options) -> int:
     """Have `write` make a checkpoint, under a bar; print what was written, in how many seconds, and the notices."""
     from rich.console import Console
@@ -164,40 +142,4 @@ def _print_roundings(roundings) -> None:
     table = Table("layer", "adapter's change", "rounding error", "of the change left", title_justify="left")
     for layer in roundings:
         table.add_row(layer.layer, f"{layer.change:.4g}", f"{layer.error:.4g}", f"{layer.survived:.1%}")
-    Console().print(table)
-
-
-def _experts_size(inspection) -> str:
-    """What the experts' weights take, and beside it what they would take in bf16."""
-    each = inspection.bytes_per_expert_weight
-    stored = f"{inspection.expert_nbytes / 1e9:.2f} GB, {each:.5g} bytes a weight"
-    if inspection.quantization is None:
-        return stored
-    return (
-        f"{stored} with its scales ({8 * each:.4g} bits); {2 * inspection.expert_parameters / 1e9:.2f} GB in bfloat16"
-    )
-
-
-def _print_inspection(inspection) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    dtypes = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in inspection.dtypes.items())
-    table = Table(title=escape(str(inspection.folder)), title_justify="left", show_header=False)
-    table.add_row("family", inspection.family)
-    table.add_row("layout", escape(inspection.description))
-    table.add_row("stored as", dtypes if inspection.quantization is None else f"{inspection.quantization}: {dtypes}")
-    table.add_row(
-        "size",
-        f"{inspection.parameters / 1e9:.2f} B parameters, {inspection.nbytes / 1e9:.2f} GB in {inspection.files} files",
-    )
-    table.add_row(
-        "experts",
-        f"{inspection.layers} layers of {inspection.num_experts}, hidden size {inspection.hidden_size}, "
-        f"intermediate size {inspection.intermediate_size}",
-    )
-    table.add_row("their weights", _experts_size(inspection))
-    for target, words in inspection.conversions.items():
-        table.add_row(f"convert to {target}", escape(words))
     Console().print(table)

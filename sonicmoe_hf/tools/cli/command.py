@@ -1,4 +1,4 @@
-"""How a command of `sonicmoe-hf` is declared: a function of the options' names, whose docstring is what --help says."""
+"""A command of `sonicmoe-hf`: a function of the options' names, whose docstring is what --help says."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-MAX_DIGITS = 12  # of a number on the command line
-
 
 class Option(NamedTuple):
-    """What argparse's add_argument takes."""
+    """The arguments of argparse's add_argument."""
 
     names: tuple[str, ...]
     settings: dict[str, Any]
@@ -33,7 +31,7 @@ class Command(NamedTuple):
 
 
 def option(*names: str, **settings) -> Option:
-    """An option, or an argument without dashes."""
+    """Declare an option, or an argument without dashes."""
     return Option(names, settings)
 
 
@@ -43,10 +41,10 @@ def command(*options: Option, **settings) -> Callable[[Callable[..., int]], Comm
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number."""
+    """Make the type of an option that is a whole number."""
 
     def whole_number(text: str) -> int:
-        if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < least:
+        if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
@@ -54,5 +52,5 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def json_option(what: str = " instead of tables") -> Option:
-    """--json."""
+    """Declare --json."""
     return option("--json", dest="as_json", action="store_true", help=f'print JSON{what}; errors are {{"error": ...}}')

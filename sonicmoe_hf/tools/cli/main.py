@@ -10,7 +10,7 @@ import sys
 
 from ... import __version__
 from ...errors import DoctorError, WarmupError
-from .checkpoints import convert, inspect, merge
+from .checkpoints import convert, merge
 from .demo import demo
 from .doctor import doctor
 from .example import example
@@ -18,7 +18,7 @@ from .plan import plan
 from .run import run, split_program
 from .warmup import warmup
 
-COMMANDS = (doctor, demo, warmup, plan, convert, merge, inspect, run, example)
+COMMANDS = (doctor, demo, warmup, plan, convert, merge, run, example)
 
 
 class _UsageError(Exception):

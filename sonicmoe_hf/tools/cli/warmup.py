@@ -24,7 +24,7 @@ from ...layer.moe_experts import Activation
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.support import supported_layers, supports
 from .bar import progress
-from .command import MAX_DIGITS, at_least, command, option
+from .command import at_least, command, option
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
 
 def _sizes(text: str) -> tuple[int, int]:
     sizes = text.split(",")
-    if len(sizes) != 2 or not all(size.isdecimal() and len(size) <= MAX_DIGITS and int(size) > 0 for size in sizes):
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} is not H,I: two whole numbers, such as 2048,768")
     return int(sizes[0]), int(sizes[1])
 
