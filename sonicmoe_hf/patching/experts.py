@@ -38,7 +38,6 @@ from ..layer.moe_experts import Activation, check_fp8, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..model_patches.family import modeling_module
 from ..private import attributes
-from ..private.transformers import FP8_MODULE
 from .forwards import DEFAULT_APPLY_GATE, LIGERS, why_not_reached
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of it, without a gate
@@ -102,22 +101,11 @@ def _softcapped_swiglu(experts: Any, expected: str) -> Activation:
     return Activation("softcapped_swiglu", alpha=gate, limit=up)
 
 
-def _gate_of_fp8(experts: Any) -> Activation:
-    """Of Transformers' FP8Experts, which stand in for any family's: their attributes decide."""
-    if getattr(experts, "gate_softcap", None) is not None:
-        return Activation("softcapped_swiglu", float(experts.gate_softcap), float(experts.up_softcap))
-    if experts.swiglu_alpha is not None:
-        return _clamped_swiglu(experts, "swiglu_alpha", "swiglu_limit")
-    return _default_gate(experts) if experts.limit is None else _clamped_silu(experts)
-
-
 GPT_OSS = modeling_module("gpt_oss"), "GptOssExperts"  # whose gate and up alternate
-FP8_EXPERTS = FP8_MODULE, "FP8Experts"
 GATES: dict[
     tuple[str, str], Callable[[Any], Activation]
 ] = {  # module and name of a class: what its _apply_gate computes
     GPT_OSS: _clamped_swiglu,
-    FP8_EXPERTS: _gate_of_fp8,
     (modeling_module("beam"), "BeamExperts"): _default_gate,  # in fp32, as we compute it anyway
     (modeling_module("openai_privacy_filter"), "OpenAIPrivacyFilterExperts"): _clamped_swiglu,
     (modeling_module("minimax_m3_vl"), "MiniMaxM3VLExperts"): partial(
@@ -185,11 +173,6 @@ def experts_facts(experts: Any) -> ExpertsFacts:
     order = "interleaved" if interleaved else "concatenated"
     layout = f"transposed_{order}" if is_transposed(experts) else order
     return ExpertsFacts(activation, layout, getattr(experts, "has_bias", False))
-
-
-def is_fp8_experts(module: nn.Module) -> bool:
-    """Whether this is Transformers' FP8Experts."""
-    return (type(module).__module__, type(module).__name__) == FP8_EXPERTS
 
 
 def check_weights(experts: nn.Module) -> None:

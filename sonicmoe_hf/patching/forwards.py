@@ -12,7 +12,6 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from ..layer.experts_module import LIGER_SWITCH, why_replaced_by_liger
-from ..private.transformers import fp8_experts_functions
 
 LIGERS = "LigerExperts"  # its class
 NATIVE = "sonicmoe_hf.checkpoints.modeling.SonicMoEExperts.forward"
@@ -48,7 +47,7 @@ def _is_interface(forward: Callable) -> bool:
         return _name(function) == NATIVE
     cells = dict(zip(function.__code__.co_freevars, function.__closure__))
     interface = cells["experts_interface"].cell_contents
-    return interface is ALL_EXPERTS_FUNCTIONS or interface is fp8_experts_functions() is not None
+    return interface is ALL_EXPERTS_FUNCTIONS
 
 
 def _innermost(experts: nn.Module) -> Callable:

@@ -18,10 +18,8 @@ from ..layer.config import as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..private.transformers import auto_class_of, loaded_one_by_one
 from ..streaming.placement import LoadingPlacement
-from .experts import is_fp8_experts
 from .patch import guard_streamed, patch_model
 from .quantize import check_not_packed, config_for, with_packed_experts
-from .support import REMEDIES
 
 
 def from_pretrained(
@@ -89,8 +87,6 @@ def from_pretrained(
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     if experts_quantization is None and not os.path.isdir(pretrained_model_name_or_path):
         check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here
-    if any(map(is_fp8_experts, model.modules())):
-        raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
     named_by_config = getattr(kwargs.get("config"), "_attn_implementation", None)
     if kwargs.get("attn_implementation") is None and named_by_config is None:
         take_sinks(model)

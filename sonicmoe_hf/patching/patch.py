@@ -30,8 +30,7 @@ from ..private.transformers import (
 from ..streaming.placement import place_experts
 from . import calls
 from .calls import PatchState
-from .experts import check_fp8_products, is_fp8_experts, known_facts
-from .fp8_experts import give_back_weights, take_weights
+from .experts import check_fp8_products, known_facts
 from .hooks import ModelHook, RouterHook, check_live, installed, remove_installed
 from .layer_ranges import collapse
 from .own_configs import use_own_configs
@@ -150,8 +149,7 @@ def patch_model(
 
     Args:
         model: a Transformers model, or one inside PEFT or DDP. Patching again changes the settings. It gets a config of
-            its own, so that other models built from the same config object stay as they are. Experts that Transformers
-            loaded in FP8 (its FP8Experts, with blocks of 128 x 128) or in DeepSeek-V4's FP4 stay in these bytes, frozen.
+            its own, so that other models built from the same config object stay as they are.
         routing: None or "top_k"; "token_rounding"; or a `TokenRounding`. Token rounding is active only in training.
         save: what the layers keep for backward, "preactivation" or "input" (see `moe_experts`).
         experts_memory: the experts are frozen, so many bytes of them stay on the GPU ("8GiB", a number, or "auto": what
@@ -163,8 +161,7 @@ def patch_model(
     Raises:
         UnsupportedModelError: a layer cannot be accelerated, or cannot do the routing asked for; nothing is changed, but
             that Liger's forwards of experts are gone.
-        UnsupportedExpertsError: FP8 experts that Transformers loaded have a scale or a value that is not finite; or
-            experts for host memory are shared or sharded by ranks, or on several devices.
+        UnsupportedExpertsError: experts for host memory are shared or sharded by ranks, or on several devices.
         ValueError: `model` holds several models with experts; experts_memory says no number of bytes; or
             experts_compute="fp8" with experts that are not packed as fp8, or have biases or no gate.
         MemoryError: host memory does not hold the experts.
@@ -180,10 +177,6 @@ def patch_model(
                 check_fp8_products(layer.experts)
             except ValueError as error:
                 raise ValueError(f"experts_compute={experts_compute!r} in {layer.name}: {error}") from error
-    fp8_experts = [(name, module) for name, module in root.named_modules() if is_fp8_experts(module)]
-    if fp8_experts:
-        take_weights(fp8_experts, root.dtype)
-        ignore_packed_in_ddp(root)
     if experts_memory is not None:
         place_experts(root, experts_memory)
         guard_streamed(root)
@@ -206,7 +199,6 @@ def unpatch_model(model: nn.Module) -> None:
         remove_installed(module)
     experts: Any
     for experts in every_experts(root):
-        give_back_weights(experts)
         vars(experts).pop(attributes.SAVE, None)
         vars(experts).pop(attributes.COMPUTE, None)
         vars(experts).pop(attributes.KNOWN_FACTS, None)

@@ -20,9 +20,8 @@ from ..layer.experts_module import (
     is_tensor_parallel,
 )
 from ..model_patches import FAMILIES, Family
-from .experts import check_weights, experts_facts, is_fp8_experts
+from .experts import check_weights, experts_facts
 from .forwards import LIGERS, is_bound_by_liger, unbind_liger, why_not_reached
-from .fp8_experts import why_not_taken
 
 REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
     "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True), or, to keep its experts packed and frozen, "
@@ -35,6 +34,7 @@ REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
 }
 QUANTIZED = {  # experts classes that Transformers' quantizers put in: how to get plain ones
     "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
+    "FP8Experts": REMEDIES["fp8"],
 }
 # what wrappers call the module inside them: PEFT's, and as a private attribute FSDP's, checkpointing's, torch.compile's
 WRAPPED = re.compile(r"base_layer|_\w+")
@@ -182,10 +182,6 @@ def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping
     remedy = QUANTIZED.get(type(layer.experts).__name__)
     if remedy is not None:
         return f"its experts are quantized ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
-    is_fp8 = is_fp8_experts(layer.experts)
-    not_taken = why_not_taken(layer.experts) if is_fp8 else None
-    if not_taken is not None:
-        return f"its experts are quantized ({type(layer.experts).__name__}): {not_taken}; {REMEDIES['fp8']}"
     if _uses_hub_kernel(model, layer.block):
         return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"
     reason = bound_by_liger.get(layer.experts) or why_not_reached(layer.experts)
@@ -193,8 +189,7 @@ def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping
         return reason
     try:
         experts_facts(layer.experts)
-        if not is_fp8:  # theirs become packed weights when the model is patched
-            check_weights(layer.experts)
+        check_weights(layer.experts)
     except UnsupportedExpertsError as error:
         return str(error)
     return None

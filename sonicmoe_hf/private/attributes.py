@@ -8,7 +8,6 @@ SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactiva
 COMPUTE = "_sonicmoe_hf_compute"  # what patched experts multiply in: None or "fp8"
 KNOWN_FACTS = "_sonicmoe_hf_known_facts"  # (the act_fn that they hold for, patching.experts.known_facts)
 UNPATCHED = "_sonicmoe_hf_unpatched"  # what their config named before patch_model
-FP8_PARAMETERS = "_sonicmoe_hf_fp8_parameters"  # of FP8Experts held as packed weights: what each was, by name
 PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # what brings them their tokens, an ExpertParallelism
 PARAMETER_NAMES = "_sonicmoe_hf_parameter_names"  # until their checkpoint is read: of their parameters, in order
 WHEN_SPLIT = "_sonicmoe_hf_when_split"  # called with them once they know the ranks that share them

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +20,6 @@ REPLICATED_HOOK = "_replicated_grad_hook_registered"  # attribute of parameters 
 SYNCHRONOUS = (
     "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: weights are read by one thread, when they are converted
 )
-FP8_MODULE = "transformers.integrations.finegrained_fp8"  # that of FP8Experts and of what computes them
 AUTO_CLASSES: tuple[Any, ...] = (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -30,11 +28,6 @@ AUTO_CLASSES: tuple[Any, ...] = (
 )
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 OPTIMIZER_LOADING_METHOD = "_load_optimizer_and_scheduler"  # of a Trainer: the schedule too
-
-
-def fp8_experts_functions() -> Any:
-    """Where what computes Transformers' FP8Experts is registered; None while nothing has imported their module."""
-    return getattr(sys.modules.get(FP8_MODULE), "ALL_FP8_EXPERTS_FUNCTIONS", None)
 
 
 def experts_implementation(config) -> str | None:
