@@ -24,7 +24,7 @@ from .state import check_shape, local_shape
 SHORT_NAMES = (r"^(.+)(?<!_l2_clip)\.scale$", r"\1.weight_scale_inv")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHT = ".weight"  # how the name of a projection's tensor ends
-CASTS_FP8 = not hasattr(HfQuantizer, "get_new_dtype")
+LOADS_HUB_FORMATS = hasattr(HfQuantizer, "get_new_dtype")  # since 5.19: it casts nothing on its own
 
 
 class _TakeExperts(ConversionOps):
@@ -103,16 +103,6 @@ def _kinds(part: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(tensor.shape), tensor.dtype) for tensor in part if tensor is not None]
 
 
-def _uncast(weight: torch.Tensor) -> torch.Tensor:
-    """A linear layer's weight as the checkpoint has it: early versions of Transformers cast FP8, without loss."""
-    if not CASTS_FP8 or weight.dim() != 2 or not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
-        return weight
-    for part in (weight[:1], weight):  # most are told apart by their first row
-        if not torch.equal(part.to(torch.float8_e4m3fn).to(part.dtype).nan_to_num(), part.nan_to_num()):
-            return weight
-    return weight.to(torch.float8_e4m3fn) if weight.any() else weight
-
-
 class _TakeDense(ConversionOps):
     """A linear layer's weight in its own dtype."""
 
@@ -126,8 +116,6 @@ class _TakeDense(ConversionOps):
         tensors = [found[0] for each in stored if (found := input_dict.get(f"{each}$"))]
         if tensors[0].is_meta:
             return {full_layer_name: torch.empty_like(parameter, device="meta")}
-        if isinstance(self.format, HubFP8):
-            tensors[0] = _uncast(tensors[0])
         weight = tensors[0]
         is_packed = weight.dtype in (torch.float8_e4m3fn, torch.uint8)
         if is_packed != (len(tensors) > 1) or len(tensors) not in (1, len(stored)):

@@ -26,7 +26,6 @@ from ..layer.experts_module import is_transposed, matrix_shape, packable, row_or
 from ..layer.packed_weight import PackedWeight, as_parameter
 from . import HUB, PACKED
 from .declared import QUANT_METHOD, check_undeclared
-from .dtypes import restore_dtypes, wanted_dtypes
 from .hub_conversions import with_hub_converters
 from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
@@ -217,7 +216,6 @@ class ExpertsQuantizer(HfQuantizer):
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, self.quantization_config.hub)
         for module in {module for _, module, _ in weights}:
             hide_when_split(module, packable(module), self.quantization_config.experts)
-        self.dtypes = {} if self.quantization_config.hub is None else wanted_dtypes(model)
         if self.linear is not None:
             self.linear._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
         return model
@@ -231,7 +229,6 @@ class ExpertsQuantizer(HfQuantizer):
                     use_stored_names(module)
                 elif not hasattr(weight, "device_mesh"):  # a packed part, where Transformers itself splits the experts
                     raise CheckpointError(f"the checkpoint has no {prefix}.{name}: some of its experts are missing")
-        restore_dtypes(model, self.dtypes)
         mark_model_packed(model)
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)
 

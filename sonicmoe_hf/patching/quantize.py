@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -12,6 +13,7 @@ from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from ..errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
 from ..formats.declared import MODELOPT_FILE, QUANT_METHOD, TO_BF16, Declared, check_undeclared, declared_quantization
+from ..formats.hub_conversions import LOADS_HUB_FORMATS
 from ..formats.quantizer import (
     ExpertsQuantizationConfig,
     ExpertsQuantizer,
@@ -103,6 +105,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     Raises:
         ValueError: an unknown format, a quantizer of the linear layers that is not bitsandbytes', or a checkpoint that is
             quantized otherwise.
+        UnsupportedModelError: the checkpoint is in FP8 or NVFP4, and Transformers older than 5.19.
     """
     check_choice("experts_quantization", format, FORMATS)
     linear = kwargs.get("quantization_config")
@@ -125,6 +128,11 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     if linear is not None:
         raise ValueError(
             f"quantization_config cannot be given for a checkpoint that is quantized already ({stored}); leave it out"
+        )
+    if declared.is_per_expert and not LOADS_HUB_FORMATS:
+        raise UnsupportedModelError(
+            f"Transformers {transformers.__version__} casts what a checkpoint has in FP8 or NVFP4; install 5.19 or "
+            f"newer, or convert the checkpoint first: sonicmoe-hf convert SRC DST --layout native --quantize {format}"
         )
     if not declared.is_packed_here:  # as the hub has it
         hub = {**declared.entries, "experts": stored} if declared.is_per_expert else None

@@ -2,6 +2,12 @@
 
 import pytest
 
+from sonicmoe_hf.formats.hub_conversions import LOADS_HUB_FORMATS
+
+loads_hub_formats = pytest.mark.skipif(
+    not LOADS_HUB_FORMATS, reason="Transformers casts what FP8 checkpoints hold before 5.19"
+)
+
 
 def rest_slow(cases, fast=1):
     """The parameters of a test, of which all but the first `fast` carry the marker `slow`: they show the same on more."""

@@ -23,7 +23,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_fp8,
 )
-from helpers.marks import rest_pinned
+from helpers.marks import loads_hub_formats, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV4Config
@@ -46,6 +46,7 @@ from sonicmoe_hf.kernels.quantized import quantize
 SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
 BATCH = batch(2, 8)
+pytestmark = loads_hub_formats
 
 
 def make_fp8(folder, family, kind="fp32", **declared):

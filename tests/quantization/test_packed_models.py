@@ -235,6 +235,14 @@ def test_contradictions_are_refused(source, asked, match, tmp_path):
         from_pretrained(tmp_path, **{"experts_quantization": "nf4", **asked})
 
 
+def test_fp8_checkpoints_need_a_transformers_that_does_not_cast_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("sonicmoe_hf.patching.quantize.LOADS_HUB_FORMATS", False)
+    small("qwen3_moe").save_pretrained(tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedModelError, match=r"install 5\.19 or newer, or convert"):
+        from_pretrained(tmp_path, experts_quantization="fp8")
+
+
 def test_sizes_that_a_format_does_not_take_are_refused_before_anything_changes(tmp_path):
     odd = small("qwen3_moe")
     odd.model.layers[1].mlp.experts.gate_up_proj = nn.Parameter(torch.ones(8, 5, 64))
