@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +23,12 @@ from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from .atomic_folder import appearing_whole, copy_file, new_folder, other_files, save_tensors, write_json
 from .configs import hub_config, native_config
-from .converters import WeightGroup
 from .files import CONFIG_FILE, INDEX_FILE
 from .hub import local_folder
 from .layouts import layout_groups
 from .packed_config import check_format, quantization_config
-from .plan import TARGETS, Planned
-from .rewriting import ChangedParameters, Rewriting
+from .plan import TARGETS, Plan, Planned, shell
+from .relayout import Relayout
 from .roundings import LayerRounding
 from .source import Source
 from .stored import DTYPES, StoredWeights
@@ -104,45 +103,45 @@ def convert_checkpoint(
     dst = new_folder(dst)
     source = Source(local_folder(src, revision))
     target = target_of(source, layout, dtype, dequantize, quantize)
-    return write_checkpoint(source, target, dst, max_shard_size, verify, on_progress)
+    return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
 
 
 class Target(NamedTuple):
     """What is to be written.
 
-    family, source_layout, target_layout: as Conversion's. rewriting, config: the tensors, and config.json. notices: those
-    that are known before.
+    family, source_layout, target_layout: as Conversion's. plan, config: the tensors, and config.json. notices: those that
+    are known before.
     """
 
     family: str
     source_layout: str
     target_layout: str
-    rewriting: Rewriting
+    plan: Plan
     config: dict
     notices: list[str]
 
 
 def write_checkpoint(
-    stored: StoredWeights,
     target: Target,
     dst: Path,
     max_shard_size: int | str,
     verify: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> Conversion:
-    """Write `target`, which is made of `stored`, with the files that lie beside its weights; see `convert_checkpoint`."""
-    planned, notices = target.rewriting.plan(), target.notices
+    """Write `target`, with the files that lie beside the weights it is made of; see `convert_checkpoint`."""
+    stored, plan, notices = target.plan.stored, target.plan, target.notices
+    planned = plan.tensors()
     own = {header.file for header in stored.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
-    if not target.rewriting.keeps_format:
+    if not plan.keeps_format:
         own.add(MODELOPT_FILE)
     files, skipped = other_files(stored.folder, own)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
     shards = _shards(planned, max_shard_size)
-    nbytes = sum(tensor.like.nbytes for tensor in planned)
+    nbytes = sum(each.nbytes for each in planned)
     progress = _Progress(nbytes * (1 + verify), on_progress)
     with appearing_whole(dst, nbytes, files, len(shards)) as folder:
-        _write_shards(folder, shards, planned, verify, progress)
+        _write_shards(folder, shards, verify, progress)
         write_json(folder / CONFIG_FILE, target.config)
         for file in files:
             copy_file(stored.folder / file, folder / file)
@@ -150,11 +149,11 @@ def write_checkpoint(
     return Conversion(
         dst,
         *target[:3],
-        len(planned),
+        sum(len(each.shells) for each in planned),
         nbytes,
         len(shards),
-        notices + target.rewriting.roundings.notices(),
-        target.rewriting.roundings.layers(),
+        notices + plan.roundings.notices(),
+        plan.roundings.layers(),
     )
 
 
@@ -164,9 +163,8 @@ def target_of(
     dtype: str | None = None,
     dequantize: bool | None = None,
     quantize: str | None = None,
-    changed: ChangedParameters | None = None,
 ) -> Target:
-    """What `convert_checkpoint` writes of `source` under these of its arguments, where it has `changed` weights."""
+    """What `convert_checkpoint` writes of `source` under these of its arguments."""
     check_choice("layout", layout, TARGETS)
     target_layout = "native" if layout == "native" else source.family.hub_layout
     layouts = source.family.name, source.layout, target_layout
@@ -181,37 +179,30 @@ def target_of(
             )
         keeps = source.quantization == quantize
         if keeps and not source.packed_here and source.layout == target_layout:
-            return own_target(source, source.groups, None, layouts, keeps_format=True)
+            return own_target(source, layouts, keeps_format=True)
         check_format(source, quantize, layout)
         packed = quantization_config(source, quantize, layout)
-        if keeps and changed is None:
+        if keeps and not any(weight.added for weight in source.weights.values()):
             notices = [f"the experts' {quantize} blocks are those of {source.folder}"]
     wanted = None if dtype is None else DTYPES[dtype]
-    groups, format = source.groups, None if quantize is None else PACKED[quantize]
-    if source.layout != target_layout or format is not None:
+    plan = Plan(source, wanted)
+    if source.layout != target_layout or quantize is not None:
         groups = layout_groups(source.model, source.family, target_layout, source.blocks)
-    experts = {target for target in groups if source.is_experts(target)}
-    rewriting = Rewriting(source, source.groups, groups, changed, wanted, format=format, experts=experts)
-    return Target(*layouts, rewriting, _config(source, layout, dtype, packed), notices)
+        plan = Relayout(source, groups, wanted, None if quantize is None else PACKED[quantize])
+    return Target(*layouts, plan, _config(source, layout, dtype, packed), notices)
 
 
-def own_target(
-    stored: StoredWeights,
-    groups: Mapping[str, WeightGroup],
-    changed: ChangedParameters | None,
-    layouts: tuple[str, str, str],
-    keeps_format: bool,
-) -> Target:
-    """`stored` with `changed` parameters under the names of its files, in its own format, or dequantized where it is
-    quantized. layouts: as Target's first.
+def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_format: bool) -> Target:
+    """`stored` under the names of its files, in its own format, or dequantized where it is quantized. layouts: as
+    Target's first.
 
     Raises:
         CheckpointError: the format is to be kept of weights that are not quantized, or by this package, for training.
     """
-    rewriting = Rewriting(stored, groups, groups, changed, keeps_format=keeps_format)
+    plan = Plan(stored, keeps_format=keeps_format)
     if not keeps_format:
         notices, config = _quantization_notices(stored, None), dense_config(stored, stored.config)
-        return Target(*layouts, rewriting, config, notices)
+        return Target(*layouts, plan, config, notices)
     if stored.quantization is None:
         raise CheckpointError(
             f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, or give mxfp4 "
@@ -223,7 +214,7 @@ def own_target(
             "the result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
         )
     notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {stored.quantization}"]
-    return Target(*layouts, rewriting, dict(stored.config), notices)
+    return Target(*layouts, plan, dict(stored.config), notices)
 
 
 def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:
@@ -246,15 +237,17 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
     return notices
 
 
-def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
-    """File name -> names of its tensors."""
-    shells = {tensor.name: tensor.like for tensor in planned}
+def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[Planned]]:
+    """File name -> what it will hold; tensors that are made together are in one file."""
     if not SHARD_SIZE.fullmatch(str(max_shard_size)):
         raise CheckpointError(
             f"max_shard_size is {max_shard_size!r:.40}; give bytes, 1 or more, or text such as '5GB'"
         )
     size = int(max_shard_size) if str(max_shard_size).isdigit() else max_shard_size
-    return split_torch_state_dict_into_shards(shells, max_shard_size=size).filename_to_tensors
+    by_name = {next(iter(each.shells)): each for each in planned}
+    whole = {name: shell((each.nbytes,), torch.uint8) for name, each in by_name.items()}
+    files = split_torch_state_dict_into_shards(whole, max_shard_size=size).filename_to_tensors
+    return {file: [by_name[name] for name in names] for file, names in files.items()}
 
 
 class _Progress:
@@ -267,27 +260,29 @@ class _Progress:
             self.on_progress(self.done, self.total)
 
 
-def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, progress: _Progress) -> None:
-    by_name = {tensor.name: tensor for tensor in planned}
-    starts = {file: _starts([by_name[name] for name in names]) for file, names in shards.items()}
+def _write_shards(folder: Path, shards: dict[str, list[Planned]], verify: bool, progress: _Progress) -> None:
+    shells = {file: {n: s for each in own for n, s in each.shells.items()} for file, own in shards.items()}
+    starts = {file: _starts(list(own.values())) for file, own in shells.items()}
     memory = torch.empty(max(of_file[-1] for of_file in starts.values()), dtype=torch.uint8, device="cpu")
-    for file, names in shards.items():
-        made = {name: _place(by_name[name].like, memory[start:]) for name, start in zip(names, starts[file])}
-        for name in names:
-            by_name[name].fill(made[name])
-            progress.add(by_name[name].like.nbytes)
-        save_tensors(folder / file, made, verify)
-        progress.add(verify * sum(by_name[name].like.nbytes for name in names))
+    for file, own in shards.items():
+        tensors = {
+            name: _place(like, memory[start:]) for (name, like), start in zip(shells[file].items(), starts[file])
+        }
+        for planned in own:
+            planned.fill([tensors[name] for name in planned.shells])
+            progress.add(planned.nbytes)
+        save_tensors(folder / file, tensors, verify)
+        progress.add(verify * sum(planned.nbytes for planned in own))
     if len(shards) > 1:
-        total = sum(tensor.like.nbytes for tensor in planned)
-        weight_map = {name: file for file, names in shards.items() for name in names}
+        weight_map = {name: file for file, own in shells.items() for name in own}
+        total = sum(planned.nbytes for own in shards.values() for planned in own)
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _starts(planned: list[Planned]) -> list[int]:
+def _starts(shells: list[torch.Tensor]) -> list[int]:
     """Where in one piece of memory tensors begin, and where the last one ends. Made one by one, they would stand between
     temporaries, and the holes that those leave take as much again."""
-    return list(itertools.accumulate((-(-tensor.like.nbytes // ALIGNED) * ALIGNED for tensor in planned), initial=0))
+    return list(itertools.accumulate((-(-shell.nbytes // ALIGNED) * ALIGNED for shell in shells), initial=0))
 
 
 def _place(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

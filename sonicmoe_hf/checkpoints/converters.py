@@ -77,7 +77,6 @@ class WeightGroup:
         is_3d = all(len(shape) == 3 for shape in self._of_targets.values())
         self.num_experts = state[target].shape[0] if each_alone and is_3d else None
         self.is_transposed = converter is None and is_3d and config.model_type in TRANSPOSED
-        self._is_checked = False
 
     def add(self, pattern: str, name: str, shape: tuple[int, ...], number: int = 0) -> None:
         """Add a weight of this shape, which the converter's pattern stands for, with this number for its "*"."""
@@ -93,6 +92,10 @@ class WeightGroup:
             if (lacking := next((number for number in wanted if number not in there), None)) is not None:
                 return f"{pattern.replace('*', str(lacking))} of {self.targets[0]}"
         return None
+
+    def parameter_shape(self, name: str, expert: int | None) -> tuple[int, ...]:
+        """The shape of one of the parameters, or of one expert's [1, ...] of it."""
+        return _of_one(self._of_targets, self.targets, expert)[name]
 
     def needed(self, expert: int | None) -> dict[str, int | None]:
         """By name, the weights that make the parameters, or one expert of them, and the expert to take of those that hold
@@ -157,15 +160,6 @@ class WeightGroup:
                 missing_keys=None,
             )
         return {key: made[0] if isinstance(made, list) else made for key, made in tensors.items()}
-
-    def check_inverse(self, weights: Tensors, parameters: Tensors, expert: int | None) -> None:
-        """Raise ValueError, once for all experts, where the parameters do not become the weights that made them."""
-        if not self._is_checked:
-            back = self.weights(parameters, expert)
-            for name, weight in weights.items():
-                if not torch.equal(back[name], weight):
-                    raise ValueError(f"{name} comes back with other values")
-            self._is_checked = True
 
 
 def _of_one(shapes: Shapes, names: list[str], expert: int | None) -> dict[str, tuple[int, ...]]:

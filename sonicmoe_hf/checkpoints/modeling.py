@@ -63,10 +63,10 @@ class SonicMoEExperts(nn.Module):
         self.hidden_dim = hidden
         self.intermediate_dim = intermediate
         self.activation = activation
-        made_in = {
+        made_in: Any = {
             "dtype": torch.get_default_dtype(),
             "device": torch.get_default_device(),
-        }  # as every other module is
+        }  # as in other modules
         self.c_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate, **made_in))
         self.c_proj_bias = nn.Parameter(torch.empty(num_experts, hidden, **made_in)) if has_bias else None
         self.c_fc = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden, **made_in))

@@ -1,14 +1,16 @@
-"""Tensors that a new checkpoint will hold, before anything is written."""
+"""Weights that a new checkpoint will hold, before anything is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
+from .roundings import Roundings
+from .stored import StoredWeights, Weight
 
 TARGETS = ("native", "hub")
 
@@ -19,7 +21,7 @@ def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """`tensor` in `dtype`, where its finite values stay finite.
+    """Cast `tensor` to `dtype`, where its finite values stay finite.
 
     Raises:
         CheckpointError: some do not.
@@ -38,11 +40,19 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
 
 
 class Planned(NamedTuple):
-    """A tensor to be written: its name, one on the meta device like it, and what fills the memory it is written from."""
+    """Tensors to be written that are made together, such as the codes and scales of a weight.
 
-    name: str
-    like: torch.Tensor
-    fill: Callable[[torch.Tensor], object]
+    shells: tensors like them on the meta device, by name. fill: writes their values into memory that it is given, in the
+    order of `shells`.
+    """
+
+    shells: dict[str, torch.Tensor]
+    fill: Callable[[list[torch.Tensor]], object]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of them."""
+        return sum(shell.nbytes for shell in self.shells.values())
 
 
 def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -50,16 +60,66 @@ def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def made_together(shells: dict[str, torch.Tensor], fill: Callable[[list[torch.Tensor]], None]) -> Iterator[Planned]:
-    """Tensors that stand for one weight, like `shells` on the meta device, which `fill` fills: they are asked for one
-    after the other."""
-    made: dict[str, torch.Tensor] = {}
+class Plan:
+    """The weights of a checkpoint under their own names: as they are stored, or dense.
 
-    def one(name: str, out: torch.Tensor) -> None:
-        if name not in made:
-            made.update((name, torch.empty_like(shell, device="cpu")) for name, shell in shells.items())
-            fill(list(made.values()))
-        out.copy_(made.pop(name))
+    Args:
+        stored: the checkpoint. dtype: to cast dense weights to; None keeps what is stored. keeps_format: whether
+            quantized weights stay quantized, those with an adapter rounded anew, or become dense.
+    Attributes:
+        roundings: what rounding to a format did, once tensors are made.
+    """
 
-    for name, shell in shells.items():
-        yield Planned(name, shell, partial(one, name))
+    def __init__(self, stored: StoredWeights, dtype: torch.dtype | None = None, keeps_format: bool = False):
+        self.stored, self.dtype, self.keeps_format = stored, dtype, keeps_format
+        self.roundings = Roundings(str(stored.quantization))
+
+    def tensors(self) -> list[Planned]:
+        """Every tensor, in the order of the checkpoint's files.
+
+        Raises:
+            CheckpointError: weights do not fit the plan; its `fill`s raise it where values do not.
+        """
+        return [planned for weight in self.stored.weights.values() for planned in self.of_weight(weight)]
+
+    def of_weight(self, weight: Weight) -> list[Planned]:
+        """One weight under its own name; dense, none of what is for inference in the format alone."""
+        if not self.keeps_format:
+            return [] if self.stored.is_unused(weight.name) else [self._dense(weight)]
+        if weight.added and weight.format is None:
+            return [self._dense(weight)]
+        headers = {part: self.stored.tensors[part] for part in weight.parts}
+        shells = {part: shell(header.shape, header.dtype) for part, header in headers.items()}
+        return [Planned(shells, partial(self._round if weight.added else _copy, weight))]
+
+    def wanted_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype that a weight of the dtype `stored` is written in."""
+        keeps_fp32 = self.stored.keep_fp32.intersection(name.split("."))
+        return self.dtype if self.dtype is not None and stored.is_floating_point and not keeps_fp32 else stored
+
+    def _dense(self, weight: Weight) -> Planned:
+        dtype = self.wanted_dtype(weight.name, weight.dtype)
+
+        def fill(outs: list[torch.Tensor]) -> None:
+            for expert, (out,) in weight.by_expert(outs):
+                values = weight.merged(expert)
+                out.copy_((values if weight.added else in_range(values, dtype, weight.name)).view(out.shape))
+
+        return Planned({weight.name: shell(weight.shape, dtype)}, fill)
+
+    def _round(self, weight: Weight, outs: list[torch.Tensor]) -> None:
+        """Write a changed weight in the format that it has, one expert after the other."""
+        for expert, own in weight.by_expert(outs):
+            codes, scales, *others = weight.raw() if expert is None else (part[0] for part in weight.raw(expert))
+            exact, grid = weight.merged(expert, torch.float32), weight.format.grid(scales, *others)
+            exact = exact if expert is None else exact[0]
+            exact = exact.T if weight.is_transposed else exact
+            rounded = grid.round(exact, scales)
+            self.roundings.add(weight.name, grid.dense(codes, scales), exact, rounded.values)
+            for out, made in zip(own, (rounded.codes, rounded.scales, *others)):
+                out.copy_(made.view(out.dtype).view(out.shape))
+
+
+def _copy(weight: Weight, outs: list[torch.Tensor]) -> None:
+    for out, stored in zip(outs, weight.raw()):
+        out.copy_(stored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,15 @@ class Weight:
 
     Attributes:
         name: the weight's. parts: names of the tensors that hold it, its scales behind it. format: a Format or HubFormat
-            of quantized weights, None of others.
+            of quantized weights, None of others. is_transposed: whether packed weights are stored as [E, out, in] and
+            dense ones as [E, in, out].
+        added: gives what an adapter adds; None where it changes nothing. num_experts: E of a changed weight that holds
+            all experts, so that they are made one by one; None of others.
     """
+
+    is_transposed = False
+    added: Callable[[], Any] | None = None
+    num_experts: int | None = None
 
     def __init__(self, stored: StoredWeights, name: str, format: Any = None):
         self._stored, self.name, self.format = stored, name, format
@@ -40,6 +48,13 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         """What it has once it is read."""
         return self._stored.tensors[self.name].shape
+
+    def by_expert(self, parts: list[torch.Tensor]) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
+        """Yield each expert with what `parts` have of it; None, with all of them, where the weight is made at once."""
+        if self.num_experts is None:
+            yield None, parts
+        else:
+            yield from ((expert, [part[expert] for part in parts]) for expert in range(self.num_experts))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
         """By name of its parts, the shapes and dtypes that they must have where the weight is of this shape, and its rows
@@ -57,6 +72,11 @@ class Weight:
         """
         return self.raw(expert)[0].clone()
 
+    def merged(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As `read`; where an adapter changes it with the adapter added, in fp32, to be rounded once."""
+        values = self.read(expert, dtype)
+        return values if self.added is None else self.added().to(self, values, expert)
+
     def rows(self, expert: int | None) -> list[torch.Tensor]:
         """What stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
         all."""
@@ -68,11 +88,11 @@ class PackedExperts(Weight):
 
     def __init__(self, stored: StoredWeights, name: str, format: Format):
         super().__init__(stored, name, format)
-        self._is_transposed = stored.config.get("model_type") in TRANSPOSED
+        self.is_transposed = stored.config.get("model_type") in TRANSPOSED
 
     def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A dense weight's shape from the packed one's, and back."""
-        return (shape[0], *shape[:0:-1]) if self._is_transposed else shape
+        return (shape[0], *shape[:0:-1]) if self.is_transposed else shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,7 +125,7 @@ class PackedExperts(Weight):
             weight = dequantize_expert(self._packed(None), name, dtype, expert)[None]
         else:
             weight = dequantize(self._packed(expert), name, dtype)
-        return weight.transpose(1, 2) if self._is_transposed else weight
+        return weight.transpose(1, 2) if self.is_transposed else weight
 
     def rows(self, expert: int | None) -> list[torch.Tensor]:
         """See Weight."""

@@ -34,6 +34,11 @@ class Factors(NamedTuple):
         """Those of one expert."""
         return self._replace(a=self.a[number], b=self.b[number])
 
+    def product(self) -> torch.Tensor:
+        """scale * B A of a matrix, as the weight is stored."""
+        product = (self.b @ self.a).mul_(self.scale)
+        return product.T if self.is_transposed else product
+
     def padded(self, rank: int) -> Factors:
         """The same product by factors of a larger rank: zeros beside what is there."""
         more = rank - self.rank

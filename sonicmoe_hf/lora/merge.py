@@ -1,38 +1,38 @@
 """merge_adapter: a checkpoint with a LoRA adapter's products added to its weights, for engines without such adapters.
 
-Transformers' own conversions say which weights of the files become an adapted parameter, of every family: they are read,
-converted, changed and converted back, and all other tensors are copied.
+Each tensor of the files is read, gets its part of scale * B A, and is written, one expert at a time, in the format that
+it has. Transformers' conversions, which say how parameters of a model are saved, say which part that is.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from ..checkpoints.atomic_folder import new_folder
-from ..checkpoints.config_only import build_on_meta
+from ..checkpoints.comparing import same_bytes
+from ..checkpoints.config_only import build_from_config
 from ..checkpoints.convert import Conversion, Target, own_target, target_of, write_checkpoint
-from ..checkpoints.converters import WITH_PEFT, WeightGroup, check_complete, weight_groups
-from ..checkpoints.files import ADAPTER_CONFIG
+from ..checkpoints.converters import NOT_INVERTED, WITH_PEFT, Tensors, WeightGroup, check_complete, weight_groups
+from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.plan import TARGETS, finite_bounds
-from ..checkpoints.rewriting import ALTERNATING
 from ..checkpoints.source import Source
-from ..checkpoints.stored import StoredWeights
+from ..checkpoints.stored import StoredWeights, Weight
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter
-from .factors import Factors
 from .rules import ADAPTER_WEIGHTS
 
 KEEP = "keep"
 QUANTIZE = (KEEP, "mxfp4", "fp8")
+ALTERNATING = 2  # groups whose weights a file may have in turn: gate and up of an expert, and its down
 
 
 def merge_adapter(
@@ -78,7 +78,7 @@ def merge_adapter(
     stored = StoredWeights(local_folder(base, revision))
     folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
     target = _target(stored, folder, layout, quantize)
-    return write_checkpoint(stored, target, dst, max_shard_size, verify, on_progress)
+    return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
 
 
 def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: str | None) -> Target:
@@ -88,97 +88,126 @@ def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: 
     keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
     if not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here):
         source = Source(stored.folder)
-        merged = Merged(source, source.model, adapter, source.groups)
-        return target_of(source, layout or ("hub" if quantize else own), quantize=quantize, changed=merged)
-    model = build_on_meta(str(stored.folder))
-    shapes = {name: weight.shape for name, weight in stored.weights.items()}
-    found = weight_groups(model, shapes)
+        add_adapter(source, source.model, adapter, source.groups)
+        return target_of(source, layout or ("hub" if quantize else own), quantize=quantize)
+    model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
+    found = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
     check_complete(model, found, stored.folder)
-    groups = {target: group for group in found for target in group.targets}
-    return own_target(stored, groups, Merged(stored, model, adapter, groups), (family, own, own), keeps)
+    add_adapter(stored, model, adapter, {target: group for group in found for target in group.targets})
+    return own_target(stored, (family, own, own), keeps)
 
 
-class Merged:
-    """The parameters of a checkpoint's model that an adapter changes.
+def add_adapter(
+    stored: StoredWeights, model: PreTrainedModel, folder: Path, groups: Mapping[str, WeightGroup]
+) -> None:
+    """Have a checkpoint's weights be those with an adapter added.
 
     Args:
-        stored: the checkpoint. model: its model, on the meta device. adapter: its folder. groups: by name of a parameter,
-            the weights that become it.
+        stored: the checkpoint. model: its model, on the meta device. folder: the adapter's. groups: by name of a
+            parameter, the weights that become it.
     Raises:
         CheckpointError: an adapted parameter is tied to another, or comes from none of the files; or as Adapter.read.
     """
-
-    def __init__(
-        self, stored: StoredWeights, model: PreTrainedModel, adapter: Path, groups: Mapping[str, WeightGroup]
-    ):
-        self._stored, self._groups, self._adapter = stored, groups, Adapter.read(adapter, model)
-        for name in sorted({*self._adapter.factors, *self._adapter.replaced}):
-            if name not in groups or stored.weights.keys().isdisjoint(groups[name].shapes):
-                raise CheckpointError(
-                    f"{name}, which the adapter changes, comes from no weight in {stored.folder}; {WITH_PEFT}"
-                )
-        self._replaced = {name for name in self._adapter.replaced if not self._is_the_bases(name)}
-        self._changed = {*self._adapter.factors, *self._replaced}
-        self._check(model)
-        self._factors = lru_cache(ALTERNATING)(self._read_factors)
-
-    def _is_the_bases(self, name: str) -> bool:
-        """Whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
-        first, *others = self._groups[name].shapes
-        if others or self._stored.weights[first].format is not None:
-            return False
-        weight, replacement = self._stored.weights[first].read(), self._adapter.replaced[name]
-        return weight.shape == replacement.shape and torch.equal(replacement.to(weight.dtype), weight)
-
-    def _check(self, model: PreTrainedModel) -> None:
-        tied = model.all_tied_weights_keys
-        if names := sorted(self._changed.intersection({*tied, *tied.values()})):
+    adapter = Adapter.read(folder, model)
+    for name in sorted({*adapter.factors, *adapter.replaced}):
+        if name not in groups or stored.weights.keys().isdisjoint(groups[name].shapes):
             raise CheckpointError(
-                f"the adapter changes {names[0]}, which the base ties to another (tie_word_embeddings); {WITH_PEFT}"
+                f"{name}, which the adapter changes, comes from no weight in {stored.folder}; {WITH_PEFT}"
             )
-        if names := sorted(self._replaced.intersection(self._adapter.factors)):
-            raise CheckpointError(
-                f"the adapter has lora_A and lora_B of {names[0]}, and a whole one that is not the base's; {WITH_PEFT}"
-            )
+    replaced = {name for name, tensor in adapter.replaced.items() if not _is_the_bases(stored, groups[name], tensor)}
+    _check_replaced(adapter, replaced, model, groups)
+    added = lru_cache(ALTERNATING)(lambda target: _Added(adapter, groups[target], target in replaced))
+    for target in {groups[name].targets[0] for name in {*adapter.factors, *replaced}}:
+        for name, place in groups[target].places.items():
+            if name in stored.weights:
+                stored.weights[name].added = partial(added, target)
+                stored.weights[name].num_experts = groups[target].num_experts if place is None else None
 
-    def changes(self, parameter: str) -> bool:
-        """Whether the adapter changes a parameter of the model."""
-        return parameter in self._changed
 
-    def change(self, parameter: str, values: torch.Tensor, expert: int | None) -> torch.Tensor:
-        """A parameter in fp32, or one expert's [1, ...] of it, with the adapter's product, or the adapter's own.
+def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.Tensor) -> bool:
+    """Whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
+    first, *others = group.shapes
+    if others or stored.weights[first].format is not None:
+        return False
+    weight = stored.weights[first].read()
+    return weight.shape == replacement.shape and torch.equal(replacement.to(weight.dtype), weight)
+
+
+def _check_replaced(
+    adapter: Adapter, replaced: set[str], model: PreTrainedModel, groups: Mapping[str, WeightGroup]
+) -> None:
+    tied = model.all_tied_weights_keys
+    if names := sorted({*adapter.factors, *replaced}.intersection({*tied, *tied.values()})):
+        raise CheckpointError(
+            f"the adapter changes {names[0]}, which the base ties to another (tie_word_embeddings); {WITH_PEFT}"
+        )
+    if names := sorted(replaced.intersection(adapter.factors)):
+        raise CheckpointError(
+            f"the adapter has lora_A and lora_B of {names[0]}, and a whole one that is not the base's; {WITH_PEFT}"
+        )
+    if names := sorted(name for name in replaced if not replaced.issuperset(groups[name].targets)):
+        raise CheckpointError(
+            f"the adapter holds {names[0]} whole, and the base stores it in one weight with others; {WITH_PEFT}"
+        )
+
+
+class _Added:
+    """What an adapter adds to the weights that become parameters of a model together, or puts in their place."""
+
+    def __init__(self, adapter: Adapter, group: WeightGroup, replaces: bool):
+        self._group, self._is_checked = group, False
+        given = {name: adapter.factors[name] for name in group.targets if name in adapter.factors}
+        self._factors = {name: own._replace(a=own.a.float(), b=own.b.float()) for name, own in given.items()}
+        self._replaced = {name: adapter.replaced[name] for name in group.targets if replaces}
+        self._expert: int | None = None
+        self._made: Tensors = {}
+
+    def to(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
+        """Add to the values of a weight, or to an expert's [1, ...] of them, in fp32. What is added to others that are
+        made at once, such as up beside gate, is kept until it is asked for.
 
         Raises:
-            CheckpointError: it is not finite in the dtype of the base.
+            CheckpointError: the sum is not finite in the dtype of the weight.
         """
-        changed = self._with_adapter(parameter, values, expert)
-        dtype = self._stored.weights[next(iter(self._groups[parameter].shapes))].dtype
-        if not finite_bounds(changed, dtype):
+        place = self._group.places[weight.name]
+        expert = expert if place is None else place
+        if expert != self._expert or weight.name not in self._made:
+            self._expert, self._made = expert, self._convert(expert)
+        made = self._made.pop(weight.name)
+        total, dtype = made if self._replaced else made.add_(values), weight.dtype
+        if not finite_bounds(total, dtype):
             raise CheckpointError(
-                f"{parameter} with the adapter added has NaN or infinite values in {dtype}; look for them in the adapter "
-                "and in the base"
+                f"{weight.name} with the adapter added has NaN or infinite values in {dtype}; look for them in the "
+                "adapter and in the base"
             )
-        return changed
+        return total
 
-    def _with_adapter(self, name: str, values: torch.Tensor, expert: int | None) -> torch.Tensor:
-        if name in self._replaced:
-            replacement = self._adapter.replaced[name].float()
-            return replacement if expert is None else replacement[expert : expert + 1]
-        if name not in self._adapter.factors:
-            return values
-        factors = self._factors(name)
+    def _convert(self, expert: int | None) -> Tensors:
+        parameters = {name: self._of_parameter(name, expert) for name in self._group.targets}
+        try:
+            weights = self._group.weights(parameters, expert)
+            if not self._is_checked:
+                back = self._group.parameters(weights, expert)
+                if not all(same_bytes(back[name], parameter) for name, parameter in parameters.items()):
+                    raise ValueError("it comes back with other values")
+        except NOT_INVERTED as error:
+            raise CheckpointError(
+                f"{self._group.targets[0]} cannot be written back as {next(iter(self._group.shapes))}, since "
+                f"Transformers' conversion of this family has no inverse ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}); {WITH_PEFT}"
+            ) from error
+        self._is_checked = True
+        return weights
+
+    def _of_parameter(self, name: str, expert: int | None) -> torch.Tensor:
+        """scale * B A of a parameter, or of one expert's [1, ...] of it; or the adapter's own."""
+        if self._replaced:
+            whole = self._replaced[name].float()
+            return whole if expert is None else whole[expert : expert + 1]
+        if name not in self._factors:
+            return torch.zeros(self._group.parameter_shape(name, expert), dtype=torch.float32, device="cpu")
+        factors = self._factors[name]
         if factors.a.dim() == 2:
-            return _added(values, factors)
-        experts = range(values.shape[0]) if expert is None else [expert]
-        return torch.stack([_added(own, factors.expert(each)) for own, each in zip(values, experts)])
-
-    def _read_factors(self, name: str) -> Factors:
-        factors = self._adapter.factors[name]
-        return factors._replace(a=factors.a.float(), b=factors.b.float())
-
-
-def _added(matrix: torch.Tensor, factors: Factors) -> torch.Tensor:
-    """A matrix in fp32 plus scale * B A, in memory of its own."""
-    matrix = matrix.T if factors.is_transposed else matrix
-    total = torch.addmm(matrix, factors.b, factors.a, alpha=factors.scale)
-    return total.T if factors.is_transposed else total
+            return factors.product()
+        experts = range(len(factors.a)) if expert is None else [expert]
+        return torch.stack([factors.expert(each).product() for each in experts])
