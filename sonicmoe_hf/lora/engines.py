@@ -27,7 +27,7 @@ VLLM_ABSORBED = "kv_b_proj"  # of latent attention (MLA): vLLM decodes with matr
 VLLM_PER_EXPERT = (  # Transformers' names of classes whose namesakes in vLLM take a pair for each expert and projection
     "AXK1ForCausalLM", "AfmoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM",
     "ExaoneMoeForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Glm4MoeForCausalLM",
-    "Glm4MoeLiteForCausalLM", "Glm4vMoeForConditionalGeneration", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM",
+    "Glm4MoeLiteForCausalLM", "Glm4vMoeForConditionalGeneration", "GraniteMoeForCausalLM",
     "GraniteMoeSharedForCausalLM", "HYV3ForCausalLM", "JambaForCausalLM", "LagunaForCausalLM", "Lfm2MoeForCausalLM",
     "MiniMaxM2ForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM",
     "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM",
@@ -124,7 +124,8 @@ def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Engine
     target_modules = [*sorted(endings(linear, every, parts=(1, 2))), *sorted(endings(single, every, parts=(1, 3)))]
     target_parameters = sorted(endings(fused, map(hub.parameter, model.state_dict()), parts=(3,)))
     config = rewritten_config(adapter.config, rank, alpha, target_modules, target_parameters)
-    return EngineAdapter(tensors, config, _hints(engine, rank, is_3d))
+    has_experts = any(factors.a.dim() == 3 for factors in pairs.values())
+    return EngineAdapter(tensors, config, _hints(engine, rank, has_experts, is_3d))
 
 
 def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:
@@ -198,7 +199,8 @@ def _modules_of_the_hub(model: PreTrainedModel, hub: HubNames) -> set[str]:
     return names
 
 
-def _hints(engine: str, rank: int, is_3d: bool) -> list[str]:
+def _hints(engine: str, rank: int, has_experts: bool, is_3d: bool) -> list[str]:
+    """Return how to serve the adapter, in sentences."""
     if engine == "sglang":
         return [
             f"python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths NAME=ADAPTER "
@@ -207,12 +209,16 @@ def _hints(engine: str, rank: int, is_3d: bool) -> list[str]:
         ]
     largest = next(allowed for allowed in VLLM_RANKS if allowed >= rank)
     form = "PEFT's form for fused experts" if is_3d else "one pair of factors for each expert and projection"
+    form = form if has_experts else "no factors of experts"
     hints = [
         f"{form}, rank {rank}: vllm serve BASE --enable-lora --max-lora-rank {largest} --lora-modules NAME=ADAPTER",
         'a request chooses it by "model": "NAME"; in Python by lora_request=LoRARequest("NAME", 1, "ADAPTER")',
-        "under --enable-expert-parallel leave out --fully-sharded-loras, and keep --all2all-backend "
-        "allgather_reducescatter, the default",
     ]
-    if is_3d:
+    if has_experts:
+        hints.append(
+            "under --enable-expert-parallel leave out --fully-sharded-loras, and keep --all2all-backend "
+            "allgather_reducescatter, the default"
+        )
+    if has_experts and is_3d:
         hints.append("under --enable-mixed-moe-lora-format also say is_3d_lora_weight=True in the LoRARequest")
     return hints

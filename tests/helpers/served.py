@@ -18,7 +18,7 @@ UNEVEN = {
 
 
 FAMILIES_IN_VLLM = [  # besides, built by small_model
-    "afmoe", "axk1", "gemma4", "granitemoe", "granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "laguna",
+    "afmoe", "axk1", "gemma4", "granitemoe", "granitemoeshared", "hy_v3", "jamba", "laguna",
     "lfm2_moe", "minimax_m2", "nemotron_h", "phimoe", "qwen3_5_moe",
 ]  # fmt: skip
 FAMILIES_IN_SGLANG = ["granitemoe", "minimax_m2", "phimoe", "qwen3_5_moe"]

@@ -7,7 +7,7 @@ from helpers.checkpoints import edit_config, edit_tensors, rewrite, tensors_in
 from helpers.served import assert_refused, base, edit
 from helpers.small_families import small_model
 
-from sonicmoe_hf import convert_adapter
+from sonicmoe_hf import convert_adapter, lora_config
 from sonicmoe_hf.lora.rules import is_target_parameter
 from sonicmoe_hf.tools.cli.main import main
 
@@ -112,7 +112,12 @@ def test_an_adapter_of_the_vision_tower_is_refused(engine, tmp_path):
     assert_refused(tmp_path / "adapter", match, engine, trained_on=tmp_path / "base")
 
 
-def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
+def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter, tmp_path):
+    model = small_model("granitemoehybrid")  # vLLM expects names of its experts that no file can have
+    model.save_pretrained(tmp_path / "hybrid" / "base")
+    adapt(model, tmp_path / "hybrid" / "adapter", lora_config(model).target_parameters)
+    match = "not known to take adapters of GraniteMoeHybridForCausalLM"
+    assert_refused(tmp_path / "hybrid" / "adapter", match, trained_on=tmp_path / "hybrid" / "base")
     changes = {"model_type": "flex_olmo", "intermediate_size": 16, "architectures": ["FlexOlmoForCausalLM"]}
     edit_config(adapter.parent / "base", **changes)
     for engine, title in (("vllm", "vLLM 0.33"), ("sglang", "SGLang 0.5.23")):
@@ -142,6 +147,11 @@ def test_the_command_says_how_to_serve_the_adapter(adapter, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "vllm serve BASE --enable-lora --max-lora-rank 8 --lora-modules NAME=ADAPTER" in printed
     assert '"model": "NAME"' in printed and "--enable-expert-parallel" in printed
+    edit(adapter, target_parameters=None)
+    edit_tensors(adapter, dict.fromkeys(name for name in tensors_in(adapter) if ".experts." in name))
+    assert main(["convert", str(adapter), str(tmp_path / "attention"), "--layout", "vllm"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no factors of experts, rank 2: vllm serve" in printed and "--enable-expert-parallel" not in printed
     assert main(["convert", str(adapter), str(tmp_path / "sglang"), "--layout", "sglang"]) == 0
     assert '"lora_path": "NAME"' in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model"), "--layout", "vllm"]) == 2
