@@ -1,11 +1,11 @@
-"""What `import sonicmoe_hf` changes in other packages, all of it, and `uninstall`, which puts their functions back.
-docs/patching.md has the list for users.
+"""Our names in other packages' registers, and our functions in the place of theirs, from `import sonicmoe_hf` on; and
+`uninstall`, which puts theirs back. docs/patching.md has the list for users.
 
 Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT and of Transformers are
 replaced by ones that call the original for every model that is not ours. PEFT, with what it imports, takes as long to
 import as Transformers. So its functions are replaced at once only where it is imported already, and else when the first
-config or model names our experts, before PEFT can meet them. A model whose experts are packed guards DeepSpeed's
-initialize (formats/refusals.py), which comes later too.
+config or model names our experts, before PEFT can meet them. Other functions are replaced when patch_model or
+from_pretrained needs it; private/replaced.py knows all of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
@@ -29,28 +28,13 @@ from .attention.models import NAME as ATTENTION
 from .checkpoints.modeling import NATIVE
 from .formats.declared import QUANT_METHOD
 from .formats.quantizer import ExpertsQuantizationConfig, ExpertsQuantizer
-from .formats.refusals import unguard_deepspeed
 from .layer.experts_module import IMPLEMENTATION, has_expert_parallelism
 from .patching.experts import sonicmoe_hf_experts_forward
-from .private.transformers import (
-    experts_implementation,
-    scalars_read_whole,
-)
+from .private.replaced import is_replaced, put_back, replace
+from .private.transformers import experts_implementation, read_scalars_whole
 from .private.versions import TESTED, untested_versions
 
 logger = logging.getLogger(__name__)
-
-
-class _Replaced(NamedTuple):
-    """A function of another package: where it stands, under which name, itself, and what stands there in its place."""
-
-    owner: Any
-    name: str
-    original: Any
-    ours: Any
-
-
-_replaced: list[_Replaced] = []
 
 
 def install() -> None:
@@ -72,10 +56,11 @@ def install() -> None:
         from .expert_parallel.implementation import SonicMoEExpertParallelism
 
         EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)
-    if not _replaced:
+    if not is_replaced(PreTrainedModel, "__setstate__"):
         for sentence in untested_versions():
             logger.warning(f"sonicmoe_hf: {sentence}")
-        _replace([*scalars_read_whole(), *_where_our_experts_are_named()])
+        read_scalars_whole()
+        _follow_names_of_our_experts()
     if "peft" in sys.modules:
         install_in_peft()
 
@@ -89,28 +74,18 @@ def install_in_peft() -> None:
     if _has_peft():
         from .lora import peft_wrapper
 
-        if not any(change.owner is peft_wrapper.ParamWrapper for change in _replaced):
-            _replace(peft_wrapper.replacements())
-
-
-def _replace(replacements: Iterable[tuple[Any, str, Any]]) -> None:
-    for owner, name, ours in replacements:
-        _replaced.append(_Replaced(owner, name, getattr(owner, name), ours))
-        setattr(owner, name, ours)
+        for owner, name, ours in peft_wrapper.replacements():
+            replace(owner, name, ours)
 
 
 def uninstall() -> None:
-    """Put back the functions of Transformers and PEFT that `install` has replaced, unless another package has since put
-    one in the place of ours. Our names stay in Transformers' registers, where they concern only models that use them."""
-    unguard_deepspeed()
-    while _replaced:
-        owner, name, original, ours = _replaced.pop()
-        if getattr(owner, name) is ours:
-            setattr(owner, name, original)
+    """Put back all functions of other packages that we have replaced, unless another package has since put one in the
+    place of ours. Our names stay in Transformers' registers, where they concern only models that use them."""
+    put_back()
 
 
-def _where_our_experts_are_named() -> Iterator[tuple[Any, str, Any]]:
-    """Of what sets the experts of a config, and of what a model is built, switched to other experts and unpickled by."""
+def _follow_names_of_our_experts() -> None:
+    """Replace the functions that set the experts of a config, and those that build, switch and unpickle a model."""
     chosen: Any = PreTrainedConfig._experts_implementation
     choose: Any = PreTrainedModel.get_correct_experts_implementation
     restore: Any = PreTrainedModel.__setstate__
@@ -133,9 +108,9 @@ def _where_our_experts_are_named() -> Iterator[tuple[Any, str, Any]]:
         if experts_implementation(self.config) == IMPLEMENTATION:
             install_in_peft()
 
-    yield PreTrainedConfig, "_experts_implementation", chosen.setter(set_chosen)
-    yield PreTrainedModel, "get_correct_experts_implementation", get_correct_experts_implementation
-    yield PreTrainedModel, "__setstate__", __setstate__
+    replace(PreTrainedConfig, "_experts_implementation", chosen.setter(set_chosen))
+    replace(PreTrainedModel, "get_correct_experts_implementation", get_correct_experts_implementation)
+    replace(PreTrainedModel, "__setstate__", __setstate__)
 
 
 def _has_peft() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ..errors import UnsupportedModelError
 from ..layer.experts_module import IMPLEMENTATION, expert_parallel_remedy
 from ..layer.packed_weight import PackedWeight
+from ..private.replaced import replace
 
 SHARDING = "replicate them by DDP, or shard them with FSDP2 (fully_shard; accelerate's fsdp_version: 2)"
 CONVERT = "sonicmoe-hf convert SRC DST --layout native --quantize FORMAT"
@@ -57,29 +57,18 @@ def check_distributed(
             raise UnsupportedModelError(SPLIT)
 
 
-class _Guarded:
-    """deepspeed.initialize, but for models with packed experts."""
-
-    def __init__(self, initialize: Callable):
-        functools.update_wrapper(self, initialize)
-        self.__wrapped__ = initialize
-
-    def __call__(self, args=None, model: nn.Module | None = None, *others, **kwargs):
-        if model is not None and any(isinstance(weight, PackedWeight) for weight in model.parameters()):
-            raise UnsupportedModelError(DEEPSPEED)
-        return self.__wrapped__(args, model, *others, **kwargs)
-
-
 def guard_deepspeed() -> None:
     """Have deepspeed.initialize raise UnsupportedModelError for models with packed experts, where DeepSpeed has been
     imported (TrainingArguments does that). Where it has not, torch's error says that it cannot swap these parameters."""
     deepspeed: Any = sys.modules.get("deepspeed")
-    if deepspeed is not None and not isinstance(deepspeed.initialize, _Guarded):
-        deepspeed.initialize = _Guarded(deepspeed.initialize)
+    if deepspeed is None:
+        return
+    begin = deepspeed.initialize
 
+    @functools.wraps(begin)
+    def initialize(args=None, model: nn.Module | None = None, *others, **kwargs):
+        if model is not None and any(isinstance(weight, PackedWeight) for weight in model.parameters()):
+            raise UnsupportedModelError(DEEPSPEED)
+        return begin(args, model, *others, **kwargs)
 
-def unguard_deepspeed() -> None:
-    """Undo `guard_deepspeed`."""
-    deepspeed: Any = sys.modules.get("deepspeed")
-    if deepspeed is not None and isinstance(deepspeed.initialize, _Guarded):
-        deepspeed.initialize = deepspeed.initialize.__wrapped__
+    replace(deepspeed, "initialize", initialize)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..layer.config import TokenRounding, as_routing_policy, check_choice
 from ..model_patches import FAMILIES
+from ..private.replaced import replace
 from .patch import patch_model
 from .support import find_layers
 
 _policies: dict[tuple[str, str], TokenRounding | None] = {}  # by module and name of a family's base class
-_replaced: list[Callable] = []  # PreTrainedModel's own post_init
 
 
-def _post_init(model: PreTrainedModel) -> None:
-    """In place of PreTrainedModel's while `patch` is on: Transformers calls it when a model has been built."""
-    _replaced[0](model)
-    classes = ((cls.__module__, cls.__name__) for cls in type(model).__mro__)
-    family = next((names for names in classes if names in _policies), None)
-    if family is not None and next(find_layers(model), None) is not None:
-        patch_model(model, _policies[family])
+def _follow_models() -> None:
+    """Replace the function that Transformers calls when a model has been built."""
+    built: Any = PreTrainedModel.post_init
+
+    @functools.wraps(built)
+    def post_init(model):
+        built(model)
+        classes = ((cls.__module__, cls.__name__) for cls in type(model).__mro__)
+        family = next((names for names in classes if names in _policies), None)
+        if family is not None and next(find_layers(model), None) is not None:
+            patch_model(model, _policies[family])
+
+    replace(PreTrainedModel, "post_init", post_init)
 
 
 def patch(families=None, routing=None) -> None:
@@ -40,13 +47,9 @@ def patch(families=None, routing=None) -> None:
     for name in names:
         check_choice("family", name, FAMILIES)
     _policies.update({(FAMILIES[name].module, FAMILIES[name].pretrained): policy for name in names})
-    if not _replaced:
-        _replaced.append(PreTrainedModel.post_init)
-        PreTrainedModel.post_init = _post_init  # type: ignore[method-assign]
+    _follow_models()
 
 
 def unpatch() -> None:
     """Undo `patch`. Models built meanwhile stay patched until unpatch_model."""
     _policies.clear()
-    if PreTrainedModel.post_init is _post_init:  # and no other package has wrapped it since
-        PreTrainedModel.post_init = _replaced.pop()  # type: ignore[method-assign]

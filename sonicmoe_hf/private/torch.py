@@ -12,6 +12,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
+from .replaced import replace
+
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
@@ -67,9 +69,8 @@ def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
     name = name if hasattr(checkpoint, name) else "_checkpoint_without_reentrant_generator"
     generator = getattr(checkpoint, name)
     function: Any = checkpoint.CheckpointFunction
-    if getattr(generator, "func", None) is not non_reentrant:
-        setattr(checkpoint, name, functools.partial(non_reentrant, generator))
-        function.forward = staticmethod(functools.partial(reentrant, function.forward))
+    replace(checkpoint, name, functools.partial(non_reentrant, generator))
+    replace(function, "forward", staticmethod(functools.partial(reentrant, function.forward)))
 
 
 def is_compiled() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
+from .replaced import replace
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 REPLICATED_HOOK = "_replicated_grad_hook_registered"  # attribute of parameters whose gradients are averaged over ranks
-SYNCHRONOUS = (
-    "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: weights are read by one thread, when they are converted
-)
+SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: weights are read by one thread, one by one
 AUTO_CLASSES: tuple[Any, ...] = (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -50,32 +49,35 @@ _taking_weights: ContextVar[Callable[[Any, str], None] | None] = ContextVar("wha
 
 @contextmanager
 def loaded_one_by_one(take: Callable[[Any, str], None]) -> Iterator[None]:
-    """Around from_pretrained: `take(model, name)` is called as soon as a weight has been loaded, before the next one is,
-    and no memory is reserved for all of them."""
+    """Call `take(model, name)` as soon as from_pretrained, inside `with`, has loaded a weight, before the next one is
+    loaded; and reserve no memory for all of them."""
     from transformers import core_model_loading, modeling_utils
 
     set_parameter, warmup = core_model_loading.set_param_for_module, modeling_utils.caching_allocator_warmup
-    if set_parameter.__module__ != __name__:
+    is_true = core_model_loading.is_env_variable_true
 
-        def set_and_take(model, target_name, *args, **kwargs):
-            set_parameter(model, target_name, *args, **kwargs)
-            if (taking := _taking_weights.get()) is not None:
-                taking(model, target_name)
+    @functools.wraps(set_parameter)
+    def set_param_for_module(model, target_name, *args, **kwargs):
+        set_parameter(model, target_name, *args, **kwargs)
+        if (taking := _taking_weights.get()) is not None:
+            taking(model, target_name)
 
-        def warm_up(*args, **kwargs):
-            return warmup(*args, **kwargs) if _taking_weights.get() is None else None
+    @functools.wraps(warmup)
+    def caching_allocator_warmup(*args, **kwargs):
+        return warmup(*args, **kwargs) if _taking_weights.get() is None else None
 
-        core_model_loading.set_param_for_module = set_and_take
-        modeling_utils.caching_allocator_warmup = warm_up
-    asynchronous, token = os.environ.get(SYNCHRONOUS), _taking_weights.set(take)
-    os.environ[SYNCHRONOUS] = "1"  # else threads bring weights to the GPU faster than they are taken
+    @functools.wraps(is_true)
+    def is_env_variable_true(name):  # else threads bring weights to the GPU faster than they are taken
+        return (name == SYNCHRONOUS and _taking_weights.get() is not None) or is_true(name)
+
+    replace(core_model_loading, "set_param_for_module", set_param_for_module)
+    replace(modeling_utils, "caching_allocator_warmup", caching_allocator_warmup)
+    replace(core_model_loading, "is_env_variable_true", is_env_variable_true)
+    token = _taking_weights.set(take)
     try:
         yield
     finally:
         _taking_weights.reset(token)
-        os.environ.pop(SYNCHRONOUS)
-        if asynchronous is not None:
-            os.environ[SYNCHRONOUS] = asynchronous
 
 
 def mark_initialized(parameter: Any) -> None:
@@ -164,10 +166,9 @@ def save_random_state(trainer, folder: str) -> None:
     trainer._save_rng_state(folder)
 
 
-def scalars_read_whole() -> Iterator[tuple[Any, str, Any]]:
-    """(where it stands, its name, what stands there instead) of a function with which Transformers reads a number that a
-    checkpoint stores beside a sharded weight: there is nothing to be cut. It is one of this rank's experts, or a linear
-    layer's."""
+def read_scalars_whole() -> None:
+    """Have Transformers read a number that a checkpoint stores beside a sharded weight as it is: there is nothing to be
+    cut. It is one of this rank's experts, or a linear layer's."""
     try:
         from transformers.distributed.sharding_utils import DtensorShardOperation
     except ImportError:  # before 5.23, where we split no experts
@@ -185,4 +186,4 @@ def scalars_read_whole() -> Iterator[tuple[Any, str, Any]]:
                 return None
         return source[...].to(device=device, dtype=dtype)
 
-    yield DtensorShardOperation, "shard_tensor", shard_tensor
+    replace(DtensorShardOperation, "shard_tensor", shard_tensor)

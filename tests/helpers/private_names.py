@@ -54,6 +54,7 @@ USED = {  # the name, or "place: what its source sets"
     "transformers.core_model_loading.set_param_for_module": "experts that load into host memory",
     "transformers.modeling_utils.caching_allocator_warmup": "experts that load into host memory",
     "transformers.core_model_loading: _is_hf_initialized": "experts that load into host memory",
+    "transformers.core_model_loading.is_env_variable_true": "experts that load into host memory",
     "transformers.core_model_loading: HF_DEACTIVATE_ASYNC_LOAD": "experts that load into host memory",
     "transformers.core_model_loading: _weight_conversions": "restoring experts from checkpoints",
     "transformers.Trainer._load_from_checkpoint": "restoring experts on resume",

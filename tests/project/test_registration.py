@@ -1,14 +1,18 @@
 """What importing sonicmoe_hf changes in other packages: nothing for models that are not ours, and it can be undone."""
 
+import ast
+import inspect
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.models import batch, build
+from helpers.streamed import small
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
@@ -16,21 +20,32 @@ from transformers import AutoConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from sonicmoe_hf import registration
+import sonicmoe_hf
+from sonicmoe_hf import patch, patch_model, quantize_experts, registration, unpatch
+from sonicmoe_hf.private.replaced import REPLACED
+from sonicmoe_hf.private.transformers import loaded_one_by_one
+
+PACKAGE = Path(sonicmoe_hf.__file__).parent
 
 
 @pytest.fixture
-def replaced():
-    """The functions of other packages that ours stand in place of. PEFT's are only once it or a model of ours needs them."""
-    registration.install_in_peft()
-    return list(registration._replaced)
+def replaced(monkeypatch):
+    """The functions of other packages in whose place ours are, all of them: most are replaced when something needs it."""
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    sys.modules["deepspeed"].initialize = lambda args, model: None
+    patch()
+    unpatch()
+    patch_model(quantize_experts(small(), "nf4"))
+    with loaded_one_by_one(lambda *_: None):
+        registration.install_in_peft()
+    yield list(REPLACED)
+    registration.uninstall()
+    registration.install()
 
 
 @pytest.fixture
 def uninstalled(replaced):
     registration.uninstall()
-    yield
-    registration.install()
 
 
 class Experts(nn.Module):
@@ -87,14 +102,31 @@ def test_peft_computes_models_that_are_not_ours_as_without_us(make):
 
 def test_uninstalling_gives_every_package_back_its_own(replaced, uninstalled):
     for owner, name, original, ours in replaced:
-        assert getattr(owner, name) is original is not ours, f"{owner.__name__}.{name}"
+        assert inspect.getattr_static(owner, name) is original is not ours, f"{owner.__name__}.{name}"
 
 
 def test_every_function_that_is_replaced_stands_in_the_document_on_patching(replaced):
     text = (Path(__file__).parents[2] / "docs" / "patching.md").read_text(encoding="utf-8")
     table = text[text.index("## What importing changes") : text.index("## Limits")]
-    assert len(replaced) > 6
     assert [name for _, name, *_ in replaced if name not in table] == []
+
+
+def test_functions_of_other_packages_are_replaced_by_the_register_alone():
+    """`sonicmoe-hf run` follows somebody else's program, and its autopatch/ is there for nothing else."""
+    sources = [path for path in PACKAGE.rglob("*.py") if {"autopatch", "kernels"}.isdisjoint(path.parts)]
+    for path in sources:
+        tree = ast.parse(path.read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        others = [node for node in imports if not getattr(node, "level", 0)]
+        names = {(alias.asname or alias.name).partition(".")[0] for node in others for alias in node.names}
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and node.attr != "skip_nnmodule_hook_guards"
+            ):
+                owner = ast.unparse(node.value).partition(".")[0]
+                assert owner not in names, f"{path}:{node.lineno} sets {ast.unparse(node)}"
 
 
 def test_installing_again_after_uninstalling_changes_the_same(uninstalled):

@@ -164,6 +164,7 @@ def test_loads_overlap_and_those_of_other_models_are_as_before(late_copies, monk
     def taken(self, model, name):
         if self.placement is None:
             both.wait()
+            assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "0", "the environment is everybody's"
         take(self, model, name)
 
     def load():

@@ -1,0 +1,39 @@
+"""The register of all functions of other packages that sonicmoe_hf has replaced. docs/patching.md has the list for
+users."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+
+class Replaced(NamedTuple):
+    """A function of another package: the module or class that has it, its name there, itself, and ours."""
+
+    owner: Any
+    name: str
+    original: Any
+    ours: Any
+
+
+REPLACED: list[Replaced] = []
+
+
+def is_replaced(owner: Any, name: str) -> bool:
+    """Whether `replace` was called for this function."""
+    return any(each.owner is owner and each.name == name for each in REPLACED)
+
+
+def replace(owner: Any, name: str, ours: Any) -> None:
+    """Put `ours`, which calls the original for everybody else, in the place of a function; once."""
+    if not is_replaced(owner, name):
+        REPLACED.append(Replaced(owner, name, inspect.getattr_static(owner, name), ours))
+        setattr(owner, name, ours)
+
+
+def put_back() -> None:
+    """Put the originals back, unless another package has since put a function of its own in the place of ours."""
+    while REPLACED:
+        owner, name, original, ours = REPLACED.pop()
+        if inspect.getattr_static(owner, name) is ours:
+            setattr(owner, name, original)
