@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..layer.config import TokenRounding, as_routing_policy, check_choice
 from ..model_patches import FAMILIES
-from ..private.replaced import replace
+from ..private.replaced import put_back, replace
 from .patch import patch_model
 from .support import find_layers
 
@@ -53,3 +53,4 @@ def patch(families=None, routing=None) -> None:
 def unpatch() -> None:
     """Undo `patch`. Models built meanwhile stay patched until unpatch_model."""
     _policies.clear()
+    put_back(PreTrainedModel, "post_init")

@@ -31,9 +31,10 @@ def replace(owner: Any, name: str, ours: Any) -> None:
         setattr(owner, name, ours)
 
 
-def put_back() -> None:
-    """Put the originals back, unless another package has since put a function of its own in the place of ours."""
-    while REPLACED:
-        owner, name, original, ours = REPLACED.pop()
-        if inspect.getattr_static(owner, name) is ours:
-            setattr(owner, name, original)
+def put_back(*function: Any) -> None:
+    """Put an original (owner, name) back, or all of them, unless another package has since put a function of its own in
+    the place of ours."""
+    for each in [each for each in REPLACED if not function or (each.owner, each.name) == function][::-1]:
+        REPLACED.remove(each)
+        if inspect.getattr_static(each.owner, each.name) is each.ours:
+            setattr(each.owner, each.name, each.original)

@@ -34,11 +34,11 @@ def replaced(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     sys.modules["deepspeed"].initialize = lambda args, model: None
     patch()
-    unpatch()
     patch_model(quantize_experts(small(), "nf4"))
     with loaded_one_by_one(lambda *_: None):
         registration.install_in_peft()
     yield list(REPLACED)
+    unpatch()
     registration.uninstall()
     registration.install()
 
