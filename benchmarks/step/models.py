@@ -199,19 +199,25 @@ def kernels_of(name: str) -> list[str]:
 class SpreadLoad:
     """Forward pre-hook of routers: adds noise to their input, the same at every call, in every layer, and for every
     contender. It outweighs the input, so that each token chooses experts of its own. The sum is scaled back to the size
-    of the input, or the sigmoids of DeepSeek-V3 would be 1 for many experts, and ties go to the first of them."""
+    of the input, or the sigmoids of DeepSeek-V3 would be 1 for many experts, and ties go to the first of them.
+    """
 
     SIZE = 16  # beside an input that a norm has just scaled to 1
 
     def __init__(self):
         self.noise = None
 
+    def make(self, num_tokens: int, hidden: int, device, dtype) -> None:
+        """Make the noise of so many tokens; calls of fewer take its beginning. Compiled code makes none."""
+        generator = torch.Generator(device).manual_seed(2)
+        self.noise = (self.SIZE * torch.randn(num_tokens, hidden, generator=generator, device=device)).to(dtype)
+
     def __call__(self, router, arguments):
         x, *others = arguments
-        if self.noise is None or self.noise.shape != x.shape:
-            generator = torch.Generator(x.device).manual_seed(2)
-            self.noise = self.SIZE * torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
-        return (x + self.noise) / self.SIZE, *others
+        num_tokens = x.numel() // x.shape[-1]
+        if self.noise is None or len(self.noise) < num_tokens:
+            self.make(num_tokens, x.shape[-1], x.device, x.dtype)
+        return (x + self.noise[:num_tokens].view(x.shape)) / self.SIZE, *others
 
 
 def spread_load(model) -> None:
@@ -236,7 +242,12 @@ def apply_liger(name: str, model) -> None:
     if model_type in LIGER:
         getattr(liger, f"apply_liger_kernel_to_{model_type}")(swiglu=False, model=model)
     else:
-        model.forward = MethodType(_forward_with_fused_loss, model)
+        use_fused_loss(model)
+
+
+def use_fused_loss(model) -> None:
+    """Liger's fused linear cross entropy alone."""
+    model.forward = MethodType(_forward_with_fused_loss, model)
 
 
 def _forward_with_fused_loss(self, input_ids, labels, **options):
