@@ -105,6 +105,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     if name in _HOME:
         value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        if name == "lora_config":  # whose adapters PEFT then saves by names that it loads
+            registration.install_in_peft()
     elif name in _EXPORTED_MODULES:
         value = importlib.import_module(f".{_EXPORTED_MODULES[name]}", __name__)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,30 +21,27 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import headers_of, opened, refuse_model_beside_adapter
-from ..checkpoints.layouts import NATIVE_NAMES, NATIVE_PREFIX
+from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import CheckpointError
 from ..kernels.factors import by_expert
-from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
+from ..layer.experts_module import has_gate, is_native, weight_names
 from ..model_patches import NATIVE_FAMILIES
 from ..patching.experts import experts_facts
 from .factors import Factors, fused_gate_up, interchanged, stacked
-from .hub_names import HubNames
 from .rules import (
     ADAPTER_WEIGHTS,
     KEY,
-    NATIVE_ORDER,
     PREFIX,
     AdapterConfig,
     is_target_parameter,
     name_in_trained_model,
     without_wrappers,
 )
+from .trained_model import PROJECTIONS, Adapted, TrainedModel
 
 SHOWN = 4  # of the names in an error
 EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
-PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 MIXED = "{path} has factors of {name} for all experts and for single ones: the file mixes two forms"
-TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it
 
 
 class LazyMapping(UserDict):
@@ -83,28 +80,6 @@ class Adapter(NamedTuple):
         return cls(config.entries, LazyMapping(reader.factors()), LazyMapping(reader.replaced))
 
 
-class _Adapted(NamedTuple):
-    """A weight that one pair of factors in the file is for, or one expert's part of a weight that holds all experts.
-
-    weight: its name in the model. trained: in the model that was trained. part, expert: of PROJECTIONS, and the number.
-    """
-
-    weight: str
-    trained: str
-    part: str | None = None
-    expert: int | None = None
-
-    @property
-    def module(self) -> str:
-        """The module that has the weight."""
-        return self.weight.rpartition(".")[0]
-
-    @property
-    def parameter(self) -> str:
-        """The weight's name in its module."""
-        return self.weight.rpartition(".")[2]
-
-
 class _Reader:
     """The tensors of a file by the weights of the model that they are for."""
 
@@ -116,21 +91,12 @@ class _Reader:
                 raise CheckpointError(
                     f"{path} has {name} and {other}, which are one name; keep the one that was trained"
                 )
-        self.modules: dict[str, Any] = dict(model.named_modules())
-        self.experts = {name: module for name, module in self.modules.items() if is_experts(module)}
-        self.native = self._is_trained_on_native()
+        self.trained = TrainedModel(model, config, self.stored)
         self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
         family = NATIVE_FAMILIES.get(self.family)
         self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
-        self.decoder = decoder_name(model)
-        self.by_hub_name = self._by_hub_name(model)
-        self.trained_decoder = self._trained_decoder()
-        modules = {match["module"] for match in map(KEY.match, self.stored) if match}
-        by_hub_name = any(name not in self.modules and name in self.by_hub_name for name in modules)
-        self.hub_names = {name: hub for hub, name in self.by_hub_name.items()} if by_hub_name else {}
-        self.state = model.state_dict()
         self.replaced: dict[str, Callable[[], torch.Tensor]] = {}
-        self.sides: dict[_Adapted, dict[str, str]] = {}  # the names of lora_A and lora_B in the file
+        self.sides: dict[Adapted, dict[str, str]] = {}  # the names of lora_A and lora_B in the file
         for key, name in self.stored.items():
             self._assign(key, name)
         single = {adapted.module for adapted in self.sides if adapted.part is not None}
@@ -139,61 +105,6 @@ class _Reader:
         self._check_complete(bool(single))
         if not (self.sides or self.replaced):
             raise CheckpointError(f"{path} has no weights")
-
-    def _is_trained_on_native(self) -> bool:
-        targets = self.config.entries.get("target_parameters") or []
-        last = {target.rpartition(".")[2] for target in targets}
-        if last & set(NATIVE_NAMES) and last & set(NATIVE_ORDER):
-            raise CheckpointError(f"{self.config.path}: target_parameters {targets} name experts of both layouts")
-        return bool(last & set(NATIVE_ORDER))
-
-    def _by_hub_name(self, model: PreTrainedModel) -> dict[str, str]:
-        """Return the names of linear and experts modules in the model, by the hub's."""
-        hub = HubNames(model)
-        names = {hub.module(name): name for name, module in self.modules.items() if module._parameters}
-        for name, module in self.experts.items():
-            for parameter in module._parameters:
-                for template in hub.per_expert(f"{name}.{parameter}"):
-                    names[template.split(".{expert}.")[0]] = name
-        return names
-
-    def _trained_decoder(self) -> str:
-        """Return what the class that was trained calls the model's decoder."""
-        for name in self.stored:
-            match = TEXT_MODEL.match(key := without_wrappers(name))
-            if match and match[1] != self.decoder:
-                module = key.partition(".lora_")[0]
-                ours = f"{self.decoder}.{module[match.end() :]}"
-                if module not in self.modules and module not in self.by_hub_name and ours in self.modules:
-                    return match[1]
-        return self.decoder
-
-    def _in_model(self, module: str) -> str:
-        """Return the model's name of a module that the adapter calls so."""
-        if self.trained_decoder != self.decoder and module.startswith(f"{self.trained_decoder}."):
-            module = self.decoder + module.removeprefix(self.trained_decoder)
-        return module if module in self.modules else self.by_hub_name.get(module, module)
-
-    def _as_trained(self, name: str) -> str:
-        """The inverse of `_in_model`, of a name that is the model's own."""
-        if self.trained_decoder != self.decoder and name.startswith(f"{self.decoder}."):
-            return self.trained_decoder + name.removeprefix(self.decoder)
-        return name
-
-    def _parameters(self, module: str) -> dict[str, str]:
-        """Return the parameters of a module in the order of the trained model's: their names there and here."""
-        own = [name for name, parameter in self.modules[module]._parameters.items() if parameter is not None]
-        if module not in self.experts or is_native(self.modules[module]) == self.native:
-            return {name: name for name in own}
-        order = NATIVE_ORDER if self.native else tuple(NATIVE_NAMES)
-        here = {native: hub for hub, native in NATIVE_NAMES.items()} if self.native else NATIVE_NAMES
-        return {name: here[name] for name in order if here[name] in own}
-
-    def _target_parameters(self, module: str) -> list[_Adapted]:
-        """Return the parameters of a module that target_parameters names, the innermost wrapper's first."""
-        trained, names = self._as_trained(module), self._parameters(module).items()
-        adapted = [_Adapted(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
-        return [each for each in adapted if is_target_parameter(each.trained, self.config.entries)]
 
     def _assign(self, key: str, name: str) -> None:
         """Find what the tensor `name` of the file is for; `key` is its name in the trained model."""
@@ -205,21 +116,21 @@ class _Reader:
         else:
             self.sides.setdefault(adapted, {})[match["side"]] = name
 
-    def _adapted(self, trained: str, depth: int) -> _Adapted | None:
+    def _adapted(self, trained: str, depth: int) -> Adapted | None:
         """Return what the wrapper at this depth around a module of the trained model adapts."""
-        module, single = self._in_model(trained), EXPERT.match(trained)
-        if module in self.modules:
-            adapted = self._target_parameters(module)
+        module, single = self.trained.in_model(trained), EXPERT.match(trained)
+        if module in self.trained.modules:
+            adapted = self.trained.target_parameters(module)
             if depth < len(adapted):
                 return adapted[-1 - depth]
-            if module not in self.experts and not depth and f"{module}.weight" in self.state:
-                return _Adapted(f"{module}.weight", f"{self._as_trained(module)}.weight")
-        elif single and (experts := self._in_model(single["experts"])) in self.experts and not depth:
+            if module not in self.trained.experts and not depth and f"{module}.weight" in self.trained.state:
+                return Adapted(f"{module}.weight", f"{self.trained.as_trained(module)}.weight")
+        elif single and (experts := self.trained.in_model(single["experts"])) in self.trained.experts and not depth:
             return self._adapted_expert(experts, single["projection"], int(single["expert"]), trained)
         return None
 
-    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> _Adapted:
-        module, part = self.modules[name], PROJECTIONS.get(projection)
+    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> Adapted:
+        module, part = self.trained.modules[name], PROJECTIONS.get(projection)
         if part is None or (part == "gate" and not has_gate(module)):
             raise CheckpointError(
                 f"{self.path}: {trained} is no expert's projection of the model; {', '.join(PROJECTIONS)} are"
@@ -228,14 +139,16 @@ class _Reader:
         num_experts, *_ = _product_shape(module, parameter)
         if num_experts is None or expert >= num_experts:
             raise CheckpointError(f"{self.path}: {trained} is of expert {expert}, but there are {num_experts}")
-        return _Adapted(f"{name}.{parameter}", f"{trained}.weight", part, expert)
+        return Adapted(f"{name}.{parameter}", f"{trained}.weight", part, expert)
 
     def _unknown(self, name: str, module: str) -> CheckpointError:
         keys = map(KEY.match, self.stored)
-        if self._in_model(module) in self.experts and any(key and EXPERT.match(key["module"]) for key in keys):
+        if self.trained.in_model(module) in self.trained.experts and any(
+            key and EXPERT.match(key["module"]) for key in keys
+        ):
             return CheckpointError(MIXED.format(path=self.path, name=name))
         targets = ", ".join(self.config.entries.get("target_parameters") or ()) or "none"
-        experts = self._as_trained(next(iter(self.experts), "model.layers.0.mlp.experts"))
+        experts = self.trained.as_trained(next(iter(self.trained.experts), "model.layers.0.mlp.experts"))
         known = f"{PREFIX}{experts}.0.up_proj.lora_A.weight or, by target_parameters, {PREFIX}{experts}.lora_A.weight"
         return CheckpointError(
             f"{self.path}: {name} adapts nothing that the model has, by its config.json; target_parameters: {targets}. "
@@ -245,14 +158,14 @@ class _Reader:
 
     def _assign_replacement(self, name: str, weight: str) -> None:
         module, _, parameter = weight.rpartition(".")
-        module = self._in_model(module)
+        module = self.trained.in_model(module)
         weight = f"{module}.{parameter}"
-        if "lora_" in name or weight not in self.state or module in self.experts:
+        if "lora_" in name or weight not in self.trained.state or module in self.trained.experts:
             raise CheckpointError(
                 f"{self.path}: {name} is neither lora_A nor lora_B of a layer, nor the weight of a single layer; where "
                 f"PEFT saved it, {WITH_PEFT}"
             )
-        shape, expected = self.headers[name].shape, tuple(self.state[weight].shape)
+        shape, expected = self.headers[name].shape, tuple(self.trained.state[weight].shape)
         if shape != expected:
             raise CheckpointError(
                 f"{self.path}: {name} has shape {shape}, the base's {expected}; if the vocabulary was resized, resize "
@@ -266,24 +179,14 @@ class _Reader:
         Args:
         has_single: whether the file has factors for single experts, as all layers then do.
         """
-        modules = [
-            name
-            for name in self.modules
-            if self.trained_decoder == self.decoder  # else of a text model, which may have had a head too
-            or name.startswith(f"{self.decoder}.")
-            or "." not in name
-        ]
         present = {adapted._replace(trained="") for adapted in self.sides}
-        for module in modules:
-            for adapted in self._named_by_config(module, has_single):
-                if adapted._replace(trained="") not in present:
-                    self.sides[adapted] = {}
+        for adapted in self.trained.adapted_by_config(has_single):
+            if adapted._replace(trained="") not in present:
+                self.sides[adapted] = {}
         for side in "AB":
             if missing := [adapted.trained for adapted, sides in self.sides.items() if side not in sides]:
                 raise self._lacks(f"lora_{side} of ", missing)
-        replaced = [name for name in modules if name and self.config.replaces_module(name)]
-        tensors = [f"{name}.{own}" for name in replaced for own in self.modules[name].state_dict()]
-        if missing := [name for name in tensors if name not in self.replaced]:
+        if missing := [name for name in self.trained.replaced_by_config() if name not in self.replaced]:
             raise self._lacks("", missing)
 
     def _lacks(self, what: str, names: list[str]) -> CheckpointError:
@@ -293,59 +196,36 @@ class _Reader:
             "adapter again, or name there only what was trained (target_modules, target_parameters, modules_to_save)"
         )
 
-    def _named_by_config(self, name: str, has_single: bool) -> Iterator[_Adapted]:
-        """Yield what PEFT adapts of a module under this config."""
-        if name in self.experts and has_single:
-            yield from self._named_experts(name)
-            return
-        adapted, trained = self._target_parameters(name), self._as_trained(name)
-        yield from adapted
-        is_layer = not adapted and name not in self.experts and f"{name}.weight" in self.state
-        if is_layer and self.config.adapts_module(self.hub_names.get(name, trained)):
-            yield _Adapted(f"{name}.weight", f"{trained}.weight")
-
-    def _named_experts(self, name: str) -> Iterator[_Adapted]:
-        """Yield the projections of single experts that target_modules names, by any name that they have."""
-        module = self.modules[name]
-        prefixes = {self._as_trained(name), *(hub for hub, own in self.by_hub_name.items() if own == name)}
-        for part in ("gate", "up", "down") if has_gate(module) else ("up", "down"):
-            parameter = weight_names(module)[part == "down"]
-            endings = [projection for projection, own in PROJECTIONS.items() if own == part]
-            for expert in range(_product_shape(module, parameter)[0] or 0):
-                keys = (f"{prefix}.{expert}.{ending}" for prefix in prefixes for ending in endings)
-                if key := next(filter(self.config.adapts_module, keys), None):
-                    yield _Adapted(f"{name}.{parameter}", f"{key}.weight", part, expert)
-
     def factors(self) -> dict[str, Callable[[], Factors]]:
         """Return the functions that read the factors of each adapted weight."""
-        weights: dict[str, list[_Adapted]] = {}
+        weights: dict[str, list[Adapted]] = {}
         for adapted in self.sides:
             self._check_shapes(adapted)
             weights.setdefault(adapted.weight, []).append(adapted)
         return {weight: partial(self._read_weight, own) for weight, own in weights.items()}
 
-    def _check_shapes(self, adapted: _Adapted) -> None:
+    def _check_shapes(self, adapted: Adapted) -> None:
         """Raise CheckpointError where the shapes of a pair of factors are not those of its rank and weight."""
-        module = self.modules[adapted.module]
+        module = self.trained.modules[adapted.module]
         num_experts, (size_out, size_in), is_transposed = _product_shape(module, adapted.parameter)
         if adapted.part is not None:
             num_experts = None
             if adapted.part != "down" and has_gate(module):
                 size_out //= 2
-        may_be_swapped = num_experts is not None and num_experts > 1 and (self.native or not is_transposed)
+        may_be_swapped = num_experts is not None and num_experts > 1 and (self.trained.is_native or not is_transposed)
         shapes = tuple(self.headers[self.sides[adapted][side]].shape for side in "AB")
         rank = self.config.rank(self._in_patterns(adapted))
         self.config.check_factors(adapted.trained, shapes, num_experts or 1, (size_out, size_in), rank, may_be_swapped)
 
-    def _in_patterns(self, adapted: _Adapted) -> str:
+    def _in_patterns(self, adapted: Adapted) -> str:
         """Return what PEFT compares with rank_pattern and alpha_pattern: a linear layer's name, or a parameter's."""
         is_parameter = is_target_parameter(adapted.trained, self.config.entries)
         return adapted.trained if is_parameter else adapted.trained.removesuffix(".weight")
 
-    def _read_weight(self, parts: list[_Adapted]) -> Factors:
+    def _read_weight(self, parts: list[Adapted]) -> Factors:
         """Read the factors of one weight, in the order of its own rows."""
         adapted = parts[0]
-        module = self.modules[adapted.module]
+        module = self.trained.modules[adapted.module]
         num_experts, _, is_transposed = _product_shape(module, adapted.parameter)
         if num_experts is None:
             return self._read_pair(adapted)
@@ -357,12 +237,12 @@ class _Reader:
         if self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family):
             b = b.unflatten(1, (num_experts, -1)).transpose(0, 1)
         factors = Factors(*by_expert(a, b, num_experts), scale, is_transposed)
-        is_first = adapted.module in self.experts and adapted.parameter == weight_names(module)[0]
-        if is_first and is_native(module) != self.native and not self.hub_is_interleaved:
-            return interchanged(factors, interleaved=self.native)
+        is_first = adapted.module in self.trained.experts and adapted.parameter == weight_names(module)[0]
+        if is_first and is_native(module) != self.trained.is_native and not self.hub_is_interleaved:
+            return interchanged(factors, interleaved=self.trained.is_native)
         return factors
 
-    def _read_single_experts(self, module: nn.Module, num_experts: int, parts: list[_Adapted]) -> Factors:
+    def _read_single_experts(self, module: nn.Module, num_experts: int, parts: list[Adapted]) -> Factors:
         factors: dict[str | None, Factors] = {}
         for part in dict.fromkeys(adapted.part for adapted in parts):
             own = {adapted.expert: self._read_pair(adapted) for adapted in parts if adapted.part == part}
@@ -374,7 +254,7 @@ class _Reader:
         gate, up = (factors.get(part) or one.unchanging() for part in ("gate", "up"))
         return fused_gate_up(gate, up, is_interleaved(module))
 
-    def _read_pair(self, adapted: _Adapted) -> Factors:
+    def _read_pair(self, adapted: Adapted) -> Factors:
         a, b = (self._tensor(self.sides[adapted][side]) for side in "AB")
         return Factors(a, b, self.config.scale(self._in_patterns(adapted)))
 
@@ -385,12 +265,6 @@ class _Reader:
                 return handle.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
-
-
-def decoder_name(model: PreTrainedModel) -> str:
-    """Return the model's name of its stack of layers of text."""
-    decoder = model.get_decoder()
-    return next((name for name, module in model.named_modules() if name and module is decoder), "model")
 
 
 def is_interleaved(experts: nn.Module) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, find_layers
-from .rules import endings, is_in_router, is_target_parameter, without_wrappers
+from .hub_names import HubNames
+from .rules import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 MODULES_ALONE = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
 INITS_OF_MODULES = ("pissa", "olora", "orthogonal", "corda", "loftq", "eva", "lora_ga")
-# by PEFT, where experts were layers
-TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 READ_PAST = {  # linear layers whose weight their module reads past them, so that an adapter would have no effect
     "GraniteMoeHybridMambaLayer": "out_proj",
     "JambaMambaMixer": "dt_proj",
@@ -84,6 +83,7 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
         settings["target_modules"] = _linear_targets(model, modules == "attention")
     if settings["target_parameters"]:
         refuse_what_parameters_cannot(settings)
+    refuse_what_is_not_loaded(model, settings)
     if experts_r is not None:
         settings |= patterns(settings, experts_targets(model), experts_r)
     return peft.LoraConfig(**settings)
@@ -158,6 +158,16 @@ def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
         raise ValueError(f"{field} is {value!r}: PEFT does not support it for experts (target_parameters); {remedy}")
 
 
+def refuse_what_is_not_loaded(model: nn.Module, settings: dict) -> None:
+    """Raise ValueError for layers whose factors PEFT saves under a name that it loads as another."""
+    hub, targets = HubNames(cast(Any, model)), Names(settings.get("target_modules"))
+    for name in [without_wrappers(name) for name, _ in model.named_modules()]:
+        if name in targets and hub.in_adapter(name) is None:
+            raise ValueError(
+                f"target_modules has {name}, whose factors PEFT and Transformers save but do not load again: leave it out"
+            )
+
+
 def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
     """The linear layers in the stacks that have the experts (not in a vision tower, say), or those of attention alone.
 
@@ -165,7 +175,7 @@ def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
     which keys attention reads, so that no gradient reaches it.
     """
     stacks = tuple({re.split(r"(?<=\.)\d+\.", name)[0] for name in _experts(model)})
-    taken = _taken_for_experts(model)
+    taken, hub = _taken_for_experts(model), HubNames(cast(Any, model))
     targets = [
         f"{name}.{child}"
         for name, module in model.named_modules()
@@ -177,6 +187,7 @@ def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
         and child not in taken
         and not is_in_router(f"{name}.{child}")
         and READ_PAST.get(type(module).__name__) != child
+        and hub.in_adapter(without_wrappers(f"{name}.{child}")) is not None
     ]
     return endings(targets, [name for name, _ in model.named_modules()], parts=(1,))
 

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_experts, weight_names
-from .adapter import EXPERT, Adapter, decoder_name, is_interleaved
+from .adapter import EXPERT, Adapter, is_interleaved
 from .factors import Factors, as_alpha, gate_and_up
 from .hub_names import HubNames
-from .peft_form import rewritten_config, wrapped
+from .peft_form import MERGED, rewritten_config, wrapped
 from .rules import PREFIX, endings, is_in_router
+from .trained_model import decoder_name
 
 ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -45,7 +46,6 @@ CLASSES = {"vllm": (*VLLM_PER_EXPERT, *VLLM_FUSED), "sglang": SGLANG}
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight
 EMBEDDINGS = ("embed_tokens", "lm_head")
-MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"
 
 
 class EngineAdapter(NamedTuple):

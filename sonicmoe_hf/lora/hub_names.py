@@ -1,9 +1,11 @@
-"""What the hub's checkpoints call the weights of a model, by Transformers' own conversions read in reverse."""
+"""HubNames: the hub's names of a model's weights and adapters, by Transformers' own conversions."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -14,9 +16,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from .rules import KEY, PREFIX
+
 
 class HubNames:
-    """The hub's names of the parameters of `model`, which may be on the meta device."""
+    """The hub's names of the modules and parameters of `model`, which may be on the meta device."""
 
     def __init__(self, model: PreTrainedModel):
         conversions: list[WeightTransform] = []
@@ -24,23 +28,54 @@ class HubNames:
             with suppress(NotImplementedError):  # of an operation without inverse: its weights keep the model's names
                 if not isinstance(conversion, PrefixChange):
                     conversions.append(conversion.reverse_transform())
-        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        self._converters = [item for item in conversions if isinstance(item, WeightConverter)]
+        self._renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+        self._loading = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
 
     def parameter(self, name: str) -> str:
-        """Of a parameter that no conversion splits, merges or transposes: nothing but its name is changed."""
+        """Return the hub's name of a parameter that no conversion splits, merges or transposes."""
         return rename_source_key(name, self._renamings, [], reverse=True)[0]
 
     def module(self, name: str) -> str:
-        """Of a module that has a weight."""
+        """Return the hub's name of a module that has a weight."""
         return self.parameter(f"{name}.weight").removesuffix(".weight")
 
+    def in_adapter(self, module: str) -> str | None:
+        """Return the name under which an adapter file's factors reach a module: its own or the hub's, or None.
+
+        PEFT and Transformers save factors under the module's own name, and rename what they load as if it were the hub's.
+        A few names do not survive that.
+        """
+        return next((name for name in (module, self.module(module)) if self._loaded_as(name) == module), None)
+
+    def _loaded_as(self, module: str) -> str:
+        key = f"{module}.lora_A.weight"
+        renamed = rename_source_key(key, self._loading, [])[0]
+        # PEFT takes back what only drops a prefix
+        return module if key.endswith(renamed) else renamed.removesuffix(".lora_A.weight")
+
     def per_expert(self, name: str) -> list[str]:
-        """Of a weight that holds all experts, its matrices in the hub's names, each with "{expert}" for the number; none
-        where the hub has no tensor for each expert. Gate comes before up."""
+        """Return the hub's names of the matrices of a weight that holds all experts, "{expert}" for the number.
+
+        There are none where the hub has no tensor for each expert. Gate comes before up.
+        """
         renamed, pattern = rename_source_key(name, [], self._converters, reverse=True)
-        targets = next((each.target_patterns for each in self._converters if pattern in each.source_patterns), [])
+        targets = next((item.target_patterns for item in self._converters if pattern in item.source_patterns), [])
         if not targets or not all(".*." in target for target in targets):
             return []
-        names = [renamed.replace(targets[0], target) for target in targets]
-        return [self.parameter(each).replace(".*.", ".{expert}.") for each in names]
+        names = [self.parameter(renamed.replace(targets[0], target)) for target in targets]
+        return [matrix.replace(".*.", ".{expert}.") for matrix in names]
+
+
+def names_that_are_loaded(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of an adapter, as PEFT saves them of `model`, under names that it loads them by again."""
+    if not isinstance(model, PreTrainedModel):
+        return tensors
+    hub, renamed = HubNames(model), {}
+    for name, tensor in tensors.items():
+        prefix = PREFIX if name.startswith(PREFIX) else ""
+        if match := KEY.match(name.removeprefix(PREFIX)):
+            module = match["module"]
+            name = f"{prefix}{hub.in_adapter(module) or module}{name.removeprefix(prefix + module)}"
+        renamed[name] = tensor
+    return renamed

@@ -1,4 +1,4 @@
-"""Adapters as PEFT's save_pretrained writes them."""
+"""peft_form: an adapter as PEFT's save_pretrained writes it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from ..errors import CheckpointError
 from .adapter import Adapter
 from .factors import Factors, as_alpha, to_peft
-from .rules import PREFIX, endings
+from .hub_names import HubNames
+from .rules import PREFIX, TAKEN_FOR_EXPERTS, endings
 
 UNSLOTH = ("unsloth_fixed", "lora_B_layout", "unsloth_fused_expert_lora")
+MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"
 REPLACED_BY_TARGETS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 
 def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
-    """The tensors of a module whose parameters have these factors: PEFT's wrapper of the first is the innermost."""
+    """Return the tensors of a module's adapted parameters; PEFT's wrapper of the first is the innermost."""
     tensors = {}
     for depth, factors in enumerate(reversed(adapted)):
         wrapper = f"{PREFIX}{module}.{'base_layer.' * depth}"
@@ -47,35 +52,48 @@ def rewritten_config(
         **patterns,
         "target_modules": target_modules,
         "target_parameters": target_parameters or None,
+        "lora_dropout": 0.0 if target_parameters else config.get("lora_dropout"),  # PEFT has none for parameters
     }
 
 
-def peft_form(adapter: Adapter, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors and adapter_config.json as PEFT's save_pretrained writes them for `model`.
+def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict]:
+    """Return the tensors and adapter_config.json that PEFT loads into `model`.
 
     Each weight has its own rank, and its scale by its own alpha. Weights of experts whose factors are all zeros are left
-    out: engines' files have them for what is not adapted.
+    out: engines' files have them for what is not adapted. Linear layers whose names PEFT may take for experts' are named
+    by their parameters.
+
+    Raises:
+        CheckpointError: PEFT would load factors under another name than they have.
     """
-    modules: dict[str, Any] = dict(model.named_modules())
+    hub, modules = HubNames(model), dict[str, Any](model.named_modules())
+    renames_experts = get_checkpoint_conversion_mapping(model.config.model_type) is not None
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in adapter.replaced.items()}
     settings: dict[str, tuple[int, float]] = {}  # by what PEFT compares with patterns
     adapted: dict[str, list[str]] = {}
     for weight in adapter.factors:
         module, _, parameter = weight.rpartition(".")
         adapted.setdefault(module, []).append(parameter)
-    linear = [name for name in adapted if isinstance(modules[name], nn.Linear)]
+    linear = [
+        name
+        for name in adapted
+        if isinstance(modules[name], nn.Linear)
+        and not (renames_experts and name.rpartition(".")[2] in TAKEN_FOR_EXPERTS)
+    ]
     parameters = []
     for module, names in adapted.items():
         factors = {name: adapter.factors[f"{module}.{name}"] for name in modules[module]._parameters if name in names}
-        factors = {name: each for name, each in factors.items() if each.a.dim() == 2 or not each.is_zero()}
-        tensors |= wrapped(module, list(factors.values()))
-        for name, each in factors.items():
+        factors = {name: pair for name, pair in factors.items() if pair.a.dim() == 2 or not pair.is_zero()}
+        if (loaded := hub.in_adapter(module)) is None:
+            raise CheckpointError(f"PEFT loads factors of {module} under another name, and would lose them; {MERGED}")
+        tensors |= wrapped(loaded, list(factors.values()))
+        for name, pair in factors.items():
             target = module if module in linear else f"{module}.{name}"
-            settings[target] = (each.rank, as_alpha(each.scale * each.rank))
+            settings[target] = (pair.rank, as_alpha(pair.scale * pair.rank))
             parameters += [target] if target != module else []
-    default = (adapter.config.get("r"), adapter.config.get("lora_alpha"))
-    common = Counter(settings.values()).most_common()
-    rank, alpha = next((each for each, _ in common if each == default), common[0][0])
+    default: Any = adapter.config.get("r"), adapter.config.get("lora_alpha")
+    common = Counter(settings.values()).most_common(1)
+    rank, alpha = default if not common or default in settings.values() else common[0][0]
     everything = [name for name, _ in model.named_parameters()] + list(modules)
     config = rewritten_config(
         adapter.config,
@@ -90,7 +108,7 @@ def peft_form(adapter: Adapter, model: nn.Module) -> tuple[dict[str, torch.Tenso
 
 
 def _pattern(values: dict[str, float], default: float, everything: Iterable[str]) -> dict[str, float]:
-    """rank_pattern or alpha_pattern: the names whose value is another than `default`, by ends that no others have."""
+    """Return rank_pattern or alpha_pattern: names whose value is another than `default`, by ends that no others have."""
     pattern: dict[str, float] = {}
     for value in sorted(set(values.values()) - {default}):
         names = [name for name, own in values.items() if own == value]

@@ -18,6 +18,8 @@ from ..checkpoints.files import ADAPTER_CONFIG, read_json
 from ..errors import CheckpointError
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# target_modules that PEFT takes, in some families, for the experts and the router of checkpoints where they were layers
+TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 PREFIX = "base_model.model."
 ROUTERS = {"gate", "router"}
@@ -96,7 +98,7 @@ class AdapterConfig:
             set_otherwise["init_lora_weights"] = init
         for key, value in set_otherwise.items():
             raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}")
-        self._targets, self._excluded = (_Names(entries.get(name)) for name in ("target_modules", "exclude_modules"))
+        self._targets, self._excluded = (Names(entries.get(name)) for name in ("target_modules", "exclude_modules"))
 
     def adapts_module(self, name: str) -> bool:
         """Whether PEFT adapts the layer `name`: target_modules names it, and nothing that narrows it leaves it out."""
@@ -191,7 +193,7 @@ class AdapterConfig:
         )
 
 
-class _Names:
+class Names:
     """Names of modules in a config: a regular expression of whole names, or a list of names and of their endings."""
 
     def __init__(self, given: str | list[str] | None):

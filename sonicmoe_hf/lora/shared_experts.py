@@ -30,6 +30,7 @@ from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
 from .config import quiet_false_alarms
+from .hub_names import names_that_are_loaded
 
 NOT_MERGED = (
     "adapters of experts {kind} cannot be merged in memory; save the adapter, and merge it into the checkpoint: "
@@ -145,9 +146,11 @@ def _average_gradient(parameter: torch.Tensor) -> None:
 
 
 def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
-    """In place of PEFT's: factors of all experts, and nothing made whole that is not the adapter's."""
+    """In place of PEFT's: factors of all experts, nothing made whole that is not the adapter's, and names that PEFT's own
+    loading does not change into others."""
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     if not _shares_experts(model):
-        return _PEFTS_STATE(model, state_dict, *args, **kwargs)
+        return names_that_are_loaded(base, _PEFTS_STATE(model, state_dict, *args, **kwargs))
     sharded = {
         factor: (side, expert_parallelism(module.get_base_layer()))
         for prefix, module in model.named_modules()
@@ -158,7 +161,7 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
     for name, (side, parallelism) in sharded.items():
         if hasattr(given.get(name), "device_mesh"):
             given[name] = whole_factor(given[name], side, parallelism)
-    return _PEFTS_STATE(model, given, *args, **kwargs)
+    return names_that_are_loaded(base, _PEFTS_STATE(model, given, *args, **kwargs))
 
 
 def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:

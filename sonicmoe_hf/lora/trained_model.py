@@ -1,0 +1,160 @@
+"""TrainedModel: the model that an adapter was trained on, in the terms of the model that the adapter is read for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from ..checkpoints.layouts import NATIVE_NAMES
+from ..errors import CheckpointError
+from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
+from .hub_names import HubNames
+from .rules import KEY, NATIVE_ORDER, AdapterConfig, is_target_parameter, without_wrappers
+
+PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it
+
+
+class Adapted(NamedTuple):
+    """A weight that one pair of factors in the file is for, or one expert's part of a weight that holds all experts.
+
+    weight: its name in the model. trained: in the model that was trained. part, expert: of PROJECTIONS, and the number.
+    """
+
+    weight: str
+    trained: str
+    part: str | None = None
+    expert: int | None = None
+
+    @property
+    def module(self) -> str:
+        """The module that has the weight."""
+        return self.weight.rpartition(".")[0]
+
+    @property
+    def parameter(self) -> str:
+        """The weight's name in its module."""
+        return self.weight.rpartition(".")[2]
+
+
+class TrainedModel:
+    """The model that an adapter was trained on: `model`, or one that has its weights under other names.
+
+    That is the model of the other layout, of the hub's names, or the text model inside `model`.
+
+    Args:
+        model: may be on the meta device. keys: the names of the adapter's tensors in the trained model.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: AdapterConfig, keys: Collection[str]):
+        self.config = config
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.experts = {name: module for name, module in self.modules.items() if is_experts(module)}
+        self.state = model.state_dict()
+        self.is_native = self._is_native()
+        self._decoder = decoder_name(model)
+        self._by_hub_name = self._names_by_hub_name(HubNames(model))
+        self._trained_decoder = self._find_decoder(keys)
+        modules = {match["module"] for match in map(KEY.match, keys) if match}
+        by_hub_name = any(name not in self.modules and name in self._by_hub_name for name in modules)
+        self._hub_names = {name: hub for hub, name in self._by_hub_name.items()} if by_hub_name else {}
+
+    def _is_native(self) -> bool:
+        targets = self.config.entries.get("target_parameters") or []
+        last = {target.rpartition(".")[2] for target in targets}
+        if last & set(NATIVE_NAMES) and last & set(NATIVE_ORDER):
+            raise CheckpointError(f"{self.config.path}: target_parameters {targets} name experts of both layouts")
+        return bool(last & set(NATIVE_ORDER))
+
+    def _names_by_hub_name(self, hub: HubNames) -> dict[str, str]:
+        """Return the names of linear and experts modules in the model, by the hub's."""
+        names = {hub.module(name): name for name, module in self.modules.items() if module._parameters}
+        for name, module in self.experts.items():
+            for parameter in module._parameters:
+                for template in hub.per_expert(f"{name}.{parameter}"):
+                    names[template.split(".{expert}.")[0]] = name
+        return names
+
+    def _find_decoder(self, keys: Collection[str]) -> str:
+        """Return what the class that was trained calls the model's decoder."""
+        for name in keys:
+            match = TEXT_MODEL.match(key := without_wrappers(name))
+            if match and match[1] != self._decoder:
+                module = key.partition(".lora_")[0]
+                ours = f"{self._decoder}.{module[match.end() :]}"
+                if module not in self.modules and module not in self._by_hub_name and ours in self.modules:
+                    return match[1]
+        return self._decoder
+
+    def in_model(self, module: str) -> str:
+        """Return the model's name of a module that the adapter calls so."""
+        if self._trained_decoder != self._decoder and module.startswith(f"{self._trained_decoder}."):
+            module = self._decoder + module.removeprefix(self._trained_decoder)
+        return module if module in self.modules else self._by_hub_name.get(module, module)
+
+    def as_trained(self, name: str) -> str:
+        """The inverse of `in_model`, of a name that is the model's own."""
+        if self._trained_decoder != self._decoder and name.startswith(f"{self._decoder}."):
+            return self._trained_decoder + name.removeprefix(self._decoder)
+        return name
+
+    def _parameters(self, module: str) -> dict[str, str]:
+        """Return the parameters of a module in the order of the trained model's: their names there and here."""
+        own = [name for name, parameter in self.modules[module]._parameters.items() if parameter is not None]
+        if module not in self.experts or is_native(self.modules[module]) == self.is_native:
+            return {name: name for name in own}
+        order = NATIVE_ORDER if self.is_native else tuple(NATIVE_NAMES)
+        here = {native: hub for hub, native in NATIVE_NAMES.items()} if self.is_native else NATIVE_NAMES
+        return {name: here[name] for name in order if here[name] in own}
+
+    def target_parameters(self, module: str) -> list[Adapted]:
+        """Return the parameters of a module that target_parameters names, the innermost wrapper's first."""
+        trained, names = self.as_trained(module), self._parameters(module).items()
+        adapted = [Adapted(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
+        return [weight for weight in adapted if is_target_parameter(weight.trained, self.config.entries)]
+
+    def adapted_by_config(self, has_single: bool) -> Iterator[Adapted]:
+        """Yield what PEFT adapts under the config. has_single: experts as single linear layers."""
+        for name in self.modules:
+            if not self._is_trained(name):
+                continue
+            if name in self.experts and has_single:
+                yield from self._single_experts(name)
+                continue
+            adapted, trained = self.target_parameters(name), self.as_trained(name)
+            yield from adapted
+            is_layer = not adapted and name not in self.experts and f"{name}.weight" in self.state
+            if is_layer and any(map(self.config.adapts_module, {trained, self._hub_names.get(name, trained)})):
+                yield Adapted(f"{name}.weight", f"{trained}.weight")
+
+    def replaced_by_config(self) -> Iterator[str]:
+        """Yield the names of the weights that PEFT trains whole under the config."""
+        for name, module in self.modules.items():
+            if name and self._is_trained(name) and self.config.replaces_module(name):
+                yield from (f"{name}.{own}" for own in module.state_dict())
+
+    def _is_trained(self, name: str) -> bool:
+        """Whether the trained model has a module: one of a text model has the decoder, and may have had a head."""
+        is_whole = self._trained_decoder == self._decoder
+        return is_whole or name.startswith(f"{self._decoder}.") or "." not in name
+
+    def _single_experts(self, name: str) -> Iterator[Adapted]:
+        """Yield the projections of single experts that target_modules names, by any name that they have."""
+        module = self.modules[name]
+        prefixes = {self.as_trained(name), *(hub for hub, own in self._by_hub_name.items() if own == name)}
+        for part in ("gate", "up", "down") if has_gate(module) else ("up", "down"):
+            parameter = weight_names(module)[part == "down"]
+            endings = [projection for projection, own in PROJECTIONS.items() if own == part]
+            for expert in range(len(module._parameters[parameter])):
+                keys = (f"{prefix}.{expert}.{ending}" for prefix in prefixes for ending in endings)
+                if key := next(filter(self.config.adapts_module, keys), None):
+                    yield Adapted(f"{name}.{parameter}", f"{key}.weight", part, expert)
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """Return the model's name of its stack of layers of text."""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if name and module is decoder), "model")
