@@ -1,5 +1,5 @@
 """`python -m sonicmoe_hf` is the `sonicmoe-hf` command."""
 
-from .tools.cli.main import main
+from sonicmoe_hf_command import main
 
 raise SystemExit(main())

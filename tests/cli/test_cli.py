@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ import sonicmoe_hf
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.tools.cli import doctor
-from sonicmoe_hf.tools.cli.main import main
+from sonicmoe_hf.tools.cli.main import build_parser, main
 from sonicmoe_hf.tools.demo import run
+
+ROOT = Path(__file__).parents[2]
 
 
 def save_config(folder, **changes):
@@ -35,6 +38,15 @@ def test_version_names_the_packages_that_matter(capsys):
         main(["--version"])
     assert exit.value.code == 0
     assert f"transformers {transformers.__version__}" in capsys.readouterr().out
+
+
+def test_help_lists_the_commands_without_importing_torch():
+    """Which takes seconds, as Transformers does."""
+    code = "import sys, sonicmoe_hf_command as command; command.main(); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=ROOT)
+    printed, _, modules = done.stdout.rpartition("[")
+    assert printed.split() == build_parser().format_help().split()
+    assert "'torch'" not in modules and "'transformers'" not in modules
 
 
 def test_a_command_is_required_and_an_unknown_one_refused(capsys):
@@ -298,5 +310,5 @@ def test_the_demo_starts_no_threads_that_spin_while_they_wait(monkeypatch, varia
 
 
 def test_make_demo_has_its_threads_sleep_while_they_wait():
-    done = subprocess.run(["make", "-n", "demo"], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True)
     assert "OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m sonicmoe_hf demo" in done.stdout, done.stderr

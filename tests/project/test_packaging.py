@@ -109,7 +109,7 @@ def test_the_wheel_holds_the_packages_the_licence_and_nothing_else(wheel):
     assert "sonicmoe_hf/kernels/eager.py" in names
     assert "sonicmoe_hf/model_patches/olmoe.py" in names
     assert any(re.fullmatch(r"sonicmoe_hf-[\d.]+\.dist-info/licenses/LICENSE", name) for name in names)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"sonicmoe_hf"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"sonicmoe_hf", "sonicmoe_hf_command.py"}
 
 
 def test_every_package_of_the_checkout_is_in_the_wheel(wheel):

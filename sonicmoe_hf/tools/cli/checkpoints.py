@@ -46,7 +46,6 @@ SHARD_SIZE = option("--max-shard-size", help="of the files written (default 5GB)
         metavar="MODEL",
         help="for an adapter: the folder or hub id of the model it was trained on (default: what it says)",
     ),
-    help="convert a checkpoint to the native layout, or back to the hub's",
 )
 def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: bool, **of_models) -> int:
     """Converts a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a time and bit by
@@ -98,7 +97,6 @@ def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, ve
     SHARD_SIZE,
     VERIFY,
     option("--revision", help="of BASE, a hub id"),
-    help="add a LoRA adapter to the weights of its model, for engines that load no adapters of experts",
 )
 def merge(base: str, adapter: str, dst: str, **options) -> int:
     """Writes BASE, of any family that Transformers loads, with ADAPTER's products added to its weights (W + scale * B A,

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sonicmoe_hf_command import COMMANDS
+
 
 class Option(NamedTuple):
     """The arguments of argparse's add_argument."""
@@ -24,7 +26,8 @@ class Command(NamedTuple):
 
     def add_to(self, commands) -> None:
         """Declare it to argparse's subparsers."""
-        parser = commands.add_parser(self.run.__name__, description=inspect.getdoc(self.run), **self.settings)
+        name, description = self.run.__name__, inspect.getdoc(self.run)
+        parser = commands.add_parser(name, description=description, help=COMMANDS[name], **self.settings)
         for names, settings in self.options:
             parser.add_argument(*names, **settings)
         parser.set_defaults(run=self.run)
@@ -36,7 +39,7 @@ def option(*names: str, **settings) -> Option:
 
 
 def command(*options: Option, **settings) -> Callable[[Callable[..., int]], Command]:
-    """Make a command of the function below. settings: `help`, its line in the list of commands, and argparse's others."""
+    """Make a command of the function below. settings: what else argparse's add_parser takes, such as `usage`."""
     return lambda run: Command(run, options, settings)
 
 

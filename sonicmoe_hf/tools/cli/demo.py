@@ -24,7 +24,6 @@ TALKATIVE = ("torchao", "bitsandbytes", "DeepSpeed", "torch.utils._pytree")  # o
     ),
     option("--tile", type=at_least(1), default=64, help="tile in rows (default %(default)s)"),
     option("--seed", type=at_least(0), default=0, help="(default %(default)s)"),
-    help="train a small mixture-of-experts model with token rounding, on any machine",
 )
 def demo(**settings) -> int:
     """Trains a small Qwen3-MoE-architecture model on the standard library's sources with token rounding, evaluates it

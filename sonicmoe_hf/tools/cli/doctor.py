@@ -39,7 +39,6 @@ NO_REMEDY = "use a checkpoint that is not quantized"
         help="tokens per sequence; with --batch-size, says whether token rounding applies or falls back to top-k",
     ),
     option("--tile", type=at_least(1), help="token rounding's tile in rows (default 128)"),
-    help="versions, devices, backends; for a model: what is supported, what computes it here, and why",
 )
 def doctor(
     model: str | None, as_json: bool, batch_size: int | None, sequence_length: int | None, tile: int | None

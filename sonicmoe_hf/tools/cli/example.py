@@ -42,7 +42,6 @@ def _printed(path: Path) -> str:
 
 @command(
     option("name", nargs="?", help="such as finetune, qlora or fsdp2.yaml"),
-    help="print an example, to run and to change; without a name, list them",
 )
 def example(name: str | None) -> int:
     """Prints an example: sonicmoe-hf example finetune > finetune.py. Without a name, lists them."""

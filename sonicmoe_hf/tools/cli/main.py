@@ -8,6 +8,8 @@ import io
 import json
 import sys
 
+from sonicmoe_hf_command import top_level
+
 from ... import __version__
 from ...errors import DoctorError, WarmupError
 from .checkpoints import convert, merge
@@ -31,12 +33,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of `sonicmoe-hf`."""
-    parser = _Parser(prog="sonicmoe-hf", description="SonicMoE for Hugging Face Transformers")
+    """Build the command line of `sonicmoe-hf`."""
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-    version = f"sonicmoe-hf {__version__} ({packages})"
-    parser.add_argument("--version", action="version", version=version, help="print versions and exit")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser, subparsers = top_level(_Parser, f"sonicmoe-hf {__version__} ({packages})")
     for command in COMMANDS:
         command.add_to(subparsers)
     return parser

@@ -42,7 +42,6 @@ def gibibytes(text: str) -> float:
     option("--tokens", type=at_least(1), default=4096, help="of a step on each GPU (default %(default)s)"),
     option("--method", choices=METHODS, help="default: all"),
     json_option(", with what does not fit"),
-    help="which ways of training a model fit on which GPUs, and the command of each",
 )
 def plan(model: str, gpus: int, gpu_memory: float, tokens: int, method: str | None, as_json: bool) -> int:
     """Reads a model's config.json alone (hub id or local folder) and prints which ways of training fit, GiB of a GPU by

@@ -53,7 +53,6 @@ def split_program(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 @command(
     *OPTIONS,
-    help="run a program (trl sft ..., script.py, -m module) with every model that it builds patched",
     usage="sonicmoe-hf run [--routing ROUTING] [--tile ROWS] [--save SAVE] [--experts-quantization FORMAT] "
     "[--adapt-experts RANK] -- PROGRAM [ARGUMENT ...]",
 )

@@ -81,7 +81,6 @@ def _sizes(text: str) -> tuple[int, int]:
     option("--bias", action="store_true", help="--shape's experts have biases"),
     option("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default %(default)s)"),
     option("--processes", type=at_least(1), help="that compile at a time (default: one for each CPU)"),
-    help="compile a model's Hopper kernels ahead of the first step",
 )
 def warmup(
     model: str | None,
