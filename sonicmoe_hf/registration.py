@@ -28,7 +28,8 @@ from .attention.models import NAME as ATTENTION
 from .checkpoints.modeling import NATIVE
 from .formats.declared import QUANT_METHOD
 from .formats.quantizer import ExpertsQuantizationConfig, ExpertsQuantizer
-from .layer.experts_module import IMPLEMENTATION, has_expert_parallelism
+from .layer.experts_module import IMPLEMENTATION
+from .layer.holding import has_expert_parallelism
 from .patching.experts import sonicmoe_hf_experts_forward
 from .private.replaced import is_replaced, put_back, replace
 from .private.transformers import experts_implementation, read_scalars_whole

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..layer.dispatch import dispatch
-from ..layer.ranks import Ranks
+from ..layer.holding import Holding
 from ..layer.routing import Routing
 from ..patching import calls
 from .collectives import begin_gather, begin_scatter_sum, exchange, max_over_ranks, rows_of_tokens, sum_of_rows
@@ -91,28 +91,28 @@ def use_way(way: str | None) -> Iterator[None]:
         _way_in_use = before
 
 
-def reach_experts(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
+def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:
     """Have the ranks' experts compute with this rank's tokens: [T, H]. All ranks of the group call it.
 
     Args:
         routing: with ids of all experts of the layer.
         experts: x, a Routing of this rank's experts with ids counted from its first, and the weights -> their output.
     """
-    sizes = _max_sizes(len(x_TH), routing.expert_index.numel(), routing.token_index is not None, ranks)
-    way = _way_in_use or choose_way(ranks.size, sizes, x_TH.shape[1] * x_TH.itemsize)
+    sizes = _max_sizes(len(x_TH), routing.expert_index.numel(), routing.token_index is not None, holding)
+    way = _way_in_use or choose_way(holding.size, sizes, x_TH.shape[1] * x_TH.itemsize)
     if way == "all_to_all":
-        return by_all_to_all(x_TH, routing, ranks, experts)
-    return by_gathering(x_TH, routing, ranks, experts, sizes, NUM_CHUNKS if way == "chunked" else 1)
+        return by_all_to_all(x_TH, routing, holding, experts)
+    return by_gathering(x_TH, routing, holding, experts, sizes, NUM_CHUNKS if way == "chunked" else 1)
 
 
-def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> MaxSizes:
+def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, holding: Holding) -> MaxSizes:
     """Exchange sizes, once for each call of a patched model, whose layers all have the same tokens."""
     own = [num_tokens, num_pairs, int(is_list)]
     forward = calls.in_progress()
     if forward is None:
-        return MaxSizes(*max_over_ranks(own, ranks.group))
+        return MaxSizes(*max_over_ranks(own, holding.group))
     if forward.max_sizes is None:
-        forward.max_sizes = own, max_over_ranks(own, ranks.group)
+        forward.max_sizes = own, max_over_ranks(own, holding.group)
     first, maxima = forward.max_sizes
     if first != own:
         raise RuntimeError(
@@ -122,68 +122,74 @@ def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> 
     return MaxSizes(*maxima)
 
 
-def _in_chunk(expert_NP, token_NP, weight_NP, start: int, stop: int):
-    """The ranks' lists of pairs as one; of tokens outside start .. stop - 1 no pair has an expert."""
-    is_in_chunk_NP = (token_NP >= start) & (token_NP < stop)
-    expert_NP = torch.where(is_in_chunk_NP, expert_NP, NOBODY)
+def _padded_pairs(routing: Routing, num_tokens: int, num_experts: int, sizes: MaxSizes):
+    """The pairs and weights of a rank, as long as those of all: experts and weights [T, K], or where a rank lists its
+    pairs (expert, token) [P, 2] and weights [P]."""
+    if not sizes.is_list:
+        expert_TK = _padded(routing.expert_index.to(torch.int32), sizes.num_tokens, NOBODY)
+        return expert_TK, _padded(routing.weights, sizes.num_tokens)
+    expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
+    is_pair_P = (expert_P >= 0) & (expert_P < num_experts)
+    expert_P, token_P = (torch.where(is_pair_P, ids.to(torch.int32), NOBODY) for ids in (expert_P, token_P))
+    pairs_P2 = torch.stack((expert_P, token_P), dim=1)
+    return _padded(pairs_P2, sizes.num_pairs, NOBODY), _padded(weight_P, sizes.num_pairs)
+
+
+def _pairs_of_chunk(all_pairs, all_weights, is_list: int, start: int, stop: int):
+    """The experts, weights and tokens (None where they are not listed) of the ranks' tokens start .. stop - 1."""
+    if not is_list:
+        return all_pairs[:, start:stop].flatten(0, 1), all_weights[:, start:stop].flatten(0, 1), None
+    expert_NP, token_NP = all_pairs.unbind(2)
+    expert_NP = torch.where((token_NP >= start) & (token_NP < stop), expert_NP, NOBODY)
     first_N = torch.arange(len(token_NP), device=token_NP.device, dtype=token_NP.dtype) * (stop - start) - start
-    return expert_NP.flatten(), (token_NP + first_N[:, None]).flatten(), weight_NP.flatten()
+    return expert_NP.flatten(), all_weights.flatten(), (token_NP + first_N[:, None]).flatten()
 
 
 def by_gathering(
-    x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts, sizes: MaxSizes, max_num_chunks: int
+    x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts, sizes: MaxSizes, max_num_chunks: int
 ) -> torch.Tensor:
-    """Every rank gets all tokens, and the sum over ranks of what their experts give. All shapes are known on the host, so
-    nothing waits for the device.
+    """Give every rank all tokens, and sum over the ranks what their experts make of them. All shapes are known on the
+    host, so nothing waits for the device.
 
     Of several chunks, each with the same part of every rank's tokens, one is gathered while the one before it is computed
-    with, and a chunk's outputs are summed while the next is; in backward likewise.
+    with, and a chunk's outputs are summed while the next is computed with; in backward likewise.
     """
-    num_tokens, (max_tokens, max_pairs, is_list) = len(x_TH), sizes
-    if not max_tokens:
-        local = ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0)
+    num_tokens, group = len(x_TH), holding.group
+    if not sizes.num_tokens:
+        local = holding.routing(holding.local(routing.expert_index), routing.weights, routing.token_index, 0)
         return experts(x_TH, local, routing.weights)
-    if is_list:
-        expert, token, weight = pairs_of(routing, num_tokens)
-        is_pair = (expert >= 0) & (expert < ranks.size * ranks.num_local)
-        expert, token = (torch.where(is_pair, ids.to(torch.int32), NOBODY) for ids in (expert, token))
-        pairs = _padded(torch.stack((expert, token), dim=1), max_pairs, NOBODY)
-        weight = _padded(weight, max_pairs)
-    else:
-        pairs = _padded(routing.expert_index.to(torch.int32), max_tokens, NOBODY)
-        weight = _padded(routing.weights, max_tokens)
-    pairs, weight = begin_gather(pairs, ranks.group), begin_gather(weight, ranks.group)
-    chunks = _padded(x_TH, max_tokens).tensor_split(min(max_num_chunks, max_tokens))
-    gathered = [begin_gather(chunk, ranks.group) for chunk in chunks]
-    shape = ranks.size, max_pairs if is_list else max_tokens
-    all_pairs, all_weights = (wait().unflatten(0, shape) for wait in (pairs, weight))
+    parts = _padded_pairs(routing, num_tokens, holding.num_experts, sizes)
+    gathered_parts = [begin_gather(part, group) for part in parts]
+    chunks = _padded(x_TH, sizes.num_tokens).tensor_split(min(max_num_chunks, sizes.num_tokens))
+    gathered_chunks = [begin_gather(chunk, group) for chunk in chunks]
+    shape = holding.size, len(parts[0])
+    all_pairs, all_weights = (wait().unflatten(0, shape) for wait in gathered_parts)
     sums, stop = [], 0
-    for chunk, x in zip(chunks, gathered):
+    for chunk, wait in zip(chunks, gathered_chunks):
         start, stop = stop, stop + len(chunk)
-        if is_list:
-            expert, token, weight = _in_chunk(*all_pairs.unbind(2), all_weights, start, stop)
-        else:
-            expert, weight = (of_all[:, start:stop].flatten(0, 1) for of_all in (all_pairs, all_weights))
-            token = None
-        local = ranks.routing(ranks.local(expert), weight, token, ranks.size * len(chunk))  # while x is on its way
-        sums.append(begin_scatter_sum(experts(x(), local, weight), ranks.group))
+        expert, weights, token = _pairs_of_chunk(all_pairs, all_weights, sizes.is_list, start, stop)
+        # sorted while the chunk is on its way
+        local = holding.routing(holding.local(expert), weights, token, holding.size * len(chunk))
+        sums.append(begin_scatter_sum(experts(wait(), local, weights), group))
     out = torch.cat([wait() for wait in sums]) if len(sums) > 1 else sums[0]()
     return out if len(out) == num_tokens else out[:num_tokens]
 
 
-def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
-    """Each rank gets the tokens that one of its experts wants. Sizes are read on the host, which waits for the device."""
-    num_tokens, group, num_local = len(x_TH), ranks.group, ranks.num_local
+def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:
+    """Give each rank the tokens that one of its experts wants. Sizes are read on the host, which waits for the device."""
+    num_tokens, group, num_local = len(x_TH), holding.group, holding.num_local
     expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
-    is_pair_P = (expert_P >= 0) & (expert_P < ranks.size * num_local)
-    rank_P = torch.where(is_pair_P, expert_P // num_local, ranks.size).long()
+    is_pair_P = (expert_P >= 0) & (expert_P < holding.size * num_local)
+    rank_P = torch.where(is_pair_P, expert_P // num_local, holding.size).long()
     token_P = torch.where(is_pair_P, token_P, num_tokens).long()
-    is_sent_TN = x_TH.new_zeros(num_tokens + 1, ranks.size + 1, dtype=torch.bool)
+    is_sent_TN = x_TH.new_zeros(num_tokens + 1, holding.size + 1, dtype=torch.bool)
     is_sent_TN[token_P, rank_P] = True
-    is_sent_TN = is_sent_TN[:num_tokens, : ranks.size]
-    to_rank_TN = torch.where(is_sent_TN, torch.arange(ranks.size, dtype=torch.int64, device=x_TH.device), ranks.size)
-    rows = dispatch(to_rank_TN, num_tokens, ranks.size, sentinels=True)
-    pairs = dispatch(rank_P, num_tokens, ranks.size, token_P, sentinels=True)
+    is_sent_TN = is_sent_TN[:num_tokens, : holding.size]
+    to_rank_TN = torch.where(
+        is_sent_TN, torch.arange(holding.size, dtype=torch.int64, device=x_TH.device), holding.size
+    )
+    rows = dispatch(to_rank_TN, num_tokens, holding.size, sentinels=True)
+    pairs = dispatch(rank_P, num_tokens, holding.size, token_P, sentinels=True)
     sent = torch.stack((rows.offsets.diff(), pairs.offsets.diff()), dim=1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -191,7 +197,7 @@ def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: E
 
     pair_P = pairs.pair[: sum(pairs_out)].long()
     token_P, rank_P = token_P[pair_P], rank_P[pair_P]
-    place_P = rows.token_rows[token_P * ranks.size + rank_P] - rows.offsets[rank_P]  # among the rank's tokens
+    place_P = rows.token_rows[token_P * holding.size + rank_P] - rows.offsets[rank_P]  # among the rank's tokens
     target = torch.stack((expert_P[pair_P] % num_local, place_P), dim=1).to(torch.int32)
     expert, place = exchange(target, pairs_out, pairs_in, group).unbind(1)
     weights = exchange(weight_P[pair_P], pairs_out, pairs_in, group)
@@ -199,5 +205,5 @@ def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: E
     counts = received.long()
     first = counts[:, 0].cumsum(0) - counts[:, 0]
     token = place + first.repeat_interleave(counts[:, 1], output_size=len(place))
-    out = experts(x, ranks.routing(expert, weights, token.to(torch.int32), len(x)), weights)
+    out = experts(x, holding.routing(expert, weights, token.to(torch.int32), len(x)), weights)
     return sum_of_rows(exchange(out, tokens_in, tokens_out, group), rows, num_tokens)

@@ -11,7 +11,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from ..layer.adapted import Adapted, split
 from ..layer.experts_module import IMPLEMENTATION, is_native
-from ..layer.ranks import Ranks
+from ..layer.holding import Holder, Holding
 from ..layer.routing import Routing
 from ..private import attributes
 from ..private.transformers import experts_implementation
@@ -32,7 +32,8 @@ class SonicMoEExpertParallelism(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         num_local: Any = self.num_local_experts
-        self.ranks = Ranks(ep_mesh.get_group(), ep_mesh.get_local_rank(), ep_mesh.size(), num_local)
+        group, rank = ep_mesh.get_group(), ep_mesh.get_local_rank()
+        self.holding = Holding(Holder.EXPERT_PARALLEL, num_local, group, rank, ep_mesh.size())
         self.batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None  # the ranks that hold the same batch
         setattr(experts, attributes.PARALLELISM, self)
         when_split = vars(experts).pop(attributes.WHEN_SPLIT, None)
@@ -50,11 +51,11 @@ class SonicMoEExpertParallelism(EPImplementation):
         """A tensor of this rank's experts, which have tokens of all batches: its gradient becomes that of the mean of the
         batches' losses, the same on all ranks that hold these experts."""
         num_batches = dist.get_world_size() // self.tp_mesh.size()
-        return mean_of_gradients(tensor, num_batches, ranks_with_same_experts(self.ranks.group))
+        return mean_of_gradients(tensor, num_batches, ranks_with_same_experts(self.holding.group))
 
     def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
         """Have all ranks that hold these experts begin with the first one's values of a tensor."""
-        group = ranks_with_same_experts(self.ranks.group)
+        group = ranks_with_same_experts(self.holding.group)
         if group is not None:
             dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
 
@@ -83,7 +84,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         else:
             routing = Routing(top_k_index, top_k_weights)
         if self.batch_group is None:
-            return reach_experts(hidden_states, routing, self.ranks, experts)
+            return reach_experts(hidden_states, routing, self.holding, experts)
         weights = self.with_summed_gradient(routing.weights)
         routing = Routing(routing.expert_index, weights, routing.token_index)
         hidden_states = self.with_summed_gradient(hidden_states)
@@ -98,8 +99,8 @@ class SonicMoEExpertParallelism(EPImplementation):
         return lambda x, routing, weights: self.experts_forward(x, Adapted(routing, adapters), weights)
 
     def _on_shared_batch(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
-        expert = self.ranks.local(routing.expert_index)
-        local = self.ranks.routing(expert, routing.weights, routing.token_index, len(x_TH))
+        expert = self.holding.local(routing.expert_index)
+        local = self.holding.routing(expert, routing.weights, routing.token_index, len(x_TH))
         return sum_over_ranks(experts(x_TH, local, routing.weights), group)
 
     def _exchange_part(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
@@ -111,5 +112,5 @@ class SonicMoEExpertParallelism(EPImplementation):
         expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
         is_in_part_P = (token_P >= start) & (token_P < stop)
         part = Routing(torch.where(is_in_part_P, expert_P, -1), weight_P, token_P - start)
-        out = reach_experts(x_TH[start:stop], part, self.ranks, experts)
+        out = reach_experts(x_TH[start:stop], part, self.holding, experts)
         return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), group)

@@ -7,31 +7,20 @@ the parameter's name (Format), and as checkpoints of the hub have it (HubFormat)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from ..errors import CheckpointError
 from ..kernels.minifloat import has_e4m3_nan
 from ..kernels.quantized import Quantized, check_quantized, stored_dtypes, stored_shapes
+from ..layer.holding import Holding
 from ..layer.packed_weight import PackedWeight
 from .grid import Grid
 
 E8M0_NAN = 255  # of the bytes that stand for powers of two
 Pack = Callable[..., PackedWeight]
 Stored = dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]  # by name: shape, and the dtypes that it may have
-
-
-class Share(NamedTuple):
-    """A rank's part of a layer's experts: the `part`-th of `num_parts` equal ones, which the ranks of `group` hold."""
-
-    group: torch.distributed.ProcessGroup
-    part: int
-    num_parts: int
-
-    def experts(self, num_local: int) -> slice:
-        """Which of the layer's experts these are."""
-        return slice(self.part * num_local, (self.part + 1) * num_local)
 
 
 class Format:
@@ -114,14 +103,14 @@ class Format:
     def check_share(self, experts: slice, values_per_expert: int) -> None:
         """Raise ValueError where these experts cannot be stored apart with the values that they have in all of them."""
 
-    def pack_share(self, pack: Pack, shape: torch.Size, device: torch.device, share: Share) -> PackedWeight:
+    def pack_share(self, pack: Pack, shape: torch.Size, device: torch.device, holding: Holding) -> PackedWeight:
         """What `pack` makes of a rank's experts, whose weight has this shape, with the values that it has in the whole
-        weight. All ranks of the share's group call it. Raises ValueError, on every rank, where `pack` does."""
+        weight. All ranks of the group call it. Raises ValueError, on every rank, where `pack` does."""
         return pack()
 
-    def stored_share(self, tensors: list[torch.Tensor], share: Share) -> list[torch.Tensor]:
+    def stored_share(self, tensors: list[torch.Tensor], holding: Holding) -> list[torch.Tensor]:
         """What stores a rank's experts, of what Transformers read for them: every tensor cut along its first dimension.
-        All ranks of the share's group call it."""
+        All ranks of the group call it."""
         return tensors
 
     def join(self, part: str, tensors: list[torch.Tensor]) -> torch.Tensor:

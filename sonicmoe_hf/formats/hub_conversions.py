@@ -12,12 +12,13 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..errors import CheckpointError
 from ..kernels.quantized import Quantized
+from ..layer.holding import holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from . import PACKED
 from .format import HubFormat
 from .fp8 import HubFP8
 from .loading_errors import keeping_errors
-from .shares import gathered_rows, share_of
+from .shares import gathered_rows
 from .state import check_shape, local_shape
 
 # DeepSeek-V4's names of scales, and those that we go by
@@ -37,9 +38,9 @@ class _TakeExperts(ConversionOps):
     @keeping_errors
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
-        wanted, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
+        wanted, holding = self.hf_quantizer.quantization_config.experts, holding_of(module)
         dense = getattr(module, name)
-        first = 0 if share is None else share.experts(local_shape(dense)[0]).start
+        first = holding.experts.start
         order = "concatenated" if len(self.sources) > 1 else "whole"
         is_plain = self._is_plain(input_dict)
         if wanted == self.format.name and not is_plain:
@@ -52,10 +53,10 @@ class _TakeExperts(ConversionOps):
                 return PackedWeight.quantize(plain.to(dense.dtype), wanted, order=order, mean=mean)
             return self._weight(input_dict, full_layer_name, dense, first).requantized(wanted, order, mean)
 
-        if share is None:
+        if holding.group is None:
             return {full_layer_name: as_parameter(pack())}
         device = next(tensor.device for tensors in input_dict.values() for tensor in tensors)
-        return {full_layer_name: as_parameter(PACKED[wanted].pack_share(pack, local_shape(dense), device, share))}
+        return {full_layer_name: as_parameter(PACKED[wanted].pack_share(pack, local_shape(dense), device, holding))}
 
     def _is_plain(self, input_dict) -> bool:
         """Whether the checkpoint has these experts in floats, as a layer that its modules_to_not_convert names."""

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from ..kernels.nf4 import NF4_VALUES, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP
 from ..kernels.quantized import FORMATS, Quantized
+from ..layer.holding import Holding
 from ..layer.packed_weight import PackedWeight
-from .format import Format, Pack, Share
+from .format import Format, Pack
 
 BLOCK = FORMATS["nf4"]
 
@@ -39,14 +40,14 @@ class NF4(Format):
                 f'weight have {bounds[1] - bounds[0]}; split the experts over fewer ranks, or use "mxfp4"'
             )
 
-    def pack_share(self, pack: Pack, shape: torch.Size, device: torch.device, share: Share) -> PackedWeight:
+    def pack_share(self, pack: Pack, shape: torch.Size, device: torch.device, holding: Holding) -> PackedWeight:
         """See Format. The mean that scales are stored as differences from is that of all ranks' scales."""
         values = shape[1:].numel()
-        self.check_share(share.experts(shape[0]), values)
+        self.check_share(holding.experts, values)
 
         def mean(absmax: torch.Tensor) -> torch.Tensor:
-            of_all = absmax.new_empty(share.num_parts * absmax.numel())
-            dist.all_gather_into_tensor(of_all, absmax.contiguous(), group=share.group)
+            of_all = absmax.new_empty(holding.size * absmax.numel())
+            dist.all_gather_into_tensor(of_all, absmax.contiguous(), group=holding.group)
             return of_all.mean()
 
         try:
@@ -63,17 +64,17 @@ class NF4(Format):
             )
         return packed
 
-    def stored_share(self, tensors: list[torch.Tensor], share: Share) -> list[torch.Tensor]:
+    def stored_share(self, tensors: list[torch.Tensor], holding: Holding) -> list[torch.Tensor]:
         """See Format. The state belongs to the whole weight, and is gathered from the pieces that ranks read of it."""
         codes, scales, piece = tensors
-        num_local, scales_per_expert = len(scales), scales[0].numel()
-        length = SCALE_SCALES.start - (-share.num_parts * num_local * scales_per_expert // SCALES_PER_SCALE)
-        longest = -(-length // share.num_parts)
-        pieces = piece.new_empty(share.num_parts * longest)
+        scales_per_expert = scales[0].numel()
+        length = SCALE_SCALES.start - (-holding.num_experts * scales_per_expert // SCALES_PER_SCALE)
+        longest = -(-length // holding.size)
+        pieces = piece.new_empty(holding.size * longest)
         padded = torch.nn.functional.pad(piece, (0, longest - len(piece)))
-        dist.all_gather_into_tensor(pieces, padded, group=share.group)
-        experts = share.experts(num_local)
-        first, end = (bound * scales_per_expert // SCALES_PER_SCALE for bound in (experts.start, experts.stop))
+        dist.all_gather_into_tensor(pieces, padded, group=holding.group)
+        bounds = holding.experts.start, holding.experts.stop
+        first, end = (bound * scales_per_expert // SCALES_PER_SCALE for bound in bounds)
         whole = pieces[:length]
         return [codes, scales, torch.cat((whole[: SCALE_SCALES.start], whole[SCALE_SCALES][first:end]))]
 

@@ -23,14 +23,15 @@ from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order, why_replaced_by_liger
+from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from . import HUB, PACKED
 from .declared import QUANT_METHOD, check_undeclared
 from .hub_conversions import with_hub_converters
 from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
-from .shares import gathered_for_saving, hide_when_split, is_split, share_of, show
-from .state import check_shape, local_shape, use_stored_names
+from .shares import gathered_for_saving, hide_when_split, is_split, show
+from .state import check_shape, use_stored_names
 
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",
@@ -112,9 +113,10 @@ class _Pack(ConversionOps):
         value = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_layer_name)
         check_shape(full_layer_name, value, getattr(module, name))
-        format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
+        format, holding = self.hf_quantizer.quantization_config.experts, holding_of(module)
         pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), row_order(module, name))
-        packed = pack() if share is None else PACKED[format].pack_share(pack, value.shape, value.device, share)
+        is_whole = holding.group is None
+        packed = pack() if is_whole else PACKED[format].pack_share(pack, value.shape, value.device, holding)
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -131,16 +133,15 @@ class _TakePacked(ConversionOps):
             pattern.rstrip("$").rpartition(".")[2]: value[0] if isinstance(value, list) else value
             for pattern, value in input_dict.items()
         }
-        format, share = PACKED[self.hf_quantizer.quantization_config.experts], share_of(module, name)
-        dense, first, names = getattr(module, name), 0, format.names(name)
+        format, holding = PACKED[self.hf_quantizer.quantization_config.experts], holding_of(module)
+        dense, names = getattr(module, name), format.names(name)
         missing = [stored for stored in names if stored not in tensors]
         if missing:
             raise CheckpointError(f"{full_layer_name}: {missing[0]} is missing, a part of this {format.name} weight")
-        if share is not None:
-            tensors = dict(zip(names, format.stored_share([tensors[stored] for stored in names], share)))
-            first = share.experts(local_shape(dense)[0]).start
+        if holding.group is not None:
+            tensors = dict(zip(names, format.stored_share([tensors[stored] for stored in names], holding)))
         try:
-            packed = format.weight(name, tensors, dense.dtype, is_transposed(module), first)
+            packed = format.weight(name, tensors, dense.dtype, is_transposed(module), holding.experts.start)
         except ValueError as error:
             raise CheckpointError(f"{full_layer_name.rpartition('.')[0]}, {error}") from error
         check_shape(full_layer_name, packed, dense)
@@ -227,7 +228,7 @@ class ExpertsQuantizer(HfQuantizer):
                 weight = module._parameters[name]
                 if isinstance(weight, PackedWeight):
                     use_stored_names(module)
-                elif not hasattr(weight, "device_mesh"):  # a packed part, where Transformers itself splits the experts
+                elif holding_of(module).by is not Holder.THEIR_EXPERT_PARALLEL:  # its parts are DTensors
                     raise CheckpointError(f"the checkpoint has no {prefix}.{name}: some of its experts are missing")
         mark_model_packed(model)
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import UnsupportedModelError
-from ..layer.experts_module import IMPLEMENTATION, expert_parallel_remedy
+from ..layer.experts_module import IMPLEMENTATION
+from ..layer.holding import expert_parallel_remedy
 from ..layer.packed_weight import PackedWeight
 from ..private.replaced import replace
 

@@ -14,21 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, UnsupportedExpertsError
-from ..layer.experts_module import expert_parallelism
+from ..layer.holding import Holder, Holding, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from . import PACKED
-from .format import Share
 from .state import local_part
-
-
-def share_of(experts: nn.Module, name: str) -> Share | None:
-    """Of the experts' parameter `name`; None where this rank holds all experts."""
-    parallelism = expert_parallelism(experts)
-    if parallelism is not None:
-        return Share(parallelism.ranks.group, parallelism.ranks.rank, parallelism.ranks.size)
-    mesh = getattr(experts._parameters[name], "device_mesh", None)  # where Transformers itself splits the experts
-    return None if mesh is None else Share(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
 def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
@@ -39,11 +29,12 @@ def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> 
 
     def hide(experts: nn.Module) -> None:
         vars(experts)[attributes.PARAMETER_NAMES] = list(experts._parameters)
+        held = holding_of(experts).experts
         for name in names:
-            weight, share = experts._parameters[name], share_of(experts, name)
-            assert share is not None and weight is not None  # now that ranks share them
+            weight = experts._parameters[name]
+            assert weight is not None
             try:
-                PACKED[format].check_share(share.experts(len(weight) // share.num_parts), weight[0].numel())
+                PACKED[format].check_share(held, weight[0].numel())
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{type(experts).__name__}.{name}: {error}") from error
             experts._buffers[name] = experts._parameters.pop(name)
@@ -56,9 +47,10 @@ def show(experts: nn.Module) -> None:
     into split ones become this rank's parameters."""
     vars(experts).pop(attributes.WHEN_SPLIT, None)
     weights: dict[str, Any] = experts._parameters
-    for name in vars(experts).pop(attributes.PARAMETER_NAMES, ()):  # in their order, in which PEFT wraps them
+    names = vars(experts).pop(attributes.PARAMETER_NAMES, ())
+    for name in names:  # in their order, in which PEFT wraps them
         weights[name] = (weights if name in weights else experts._buffers).pop(name)
-    if expert_parallelism(experts) is not None:
+    if names and holding_of(experts).by is Holder.EXPERT_PARALLEL:
         for name, weight in weights.items():
             local = local_part(weight)
             if isinstance(local, PackedWeight):
@@ -96,17 +88,17 @@ def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
 def is_split(model: nn.Module) -> bool:
     """Whether ranks share the packed experts of a model."""
     return any(
-        isinstance(weight, PackedWeight) and expert_parallelism(module) is not None
+        isinstance(weight, PackedWeight) and holding_of(module).by is Holder.EXPERT_PARALLEL
         for module in model.modules()
         for weight in module._parameters.values()
     )
 
 
-def _gathered(part: torch.Tensor, share: Share) -> list[torch.Tensor] | None:
+def _gathered(part: torch.Tensor, holding: Holding) -> list[torch.Tensor] | None:
     """The ranks' parts, in the memory of the host, on the first rank of the group; None on the others."""
     sent = part.contiguous().view(torch.uint8)  # a byte is a byte, whatever dtypes the backend knows
-    received = [torch.empty_like(sent) for _ in range(share.num_parts)] if share.part == 0 else None
-    dist.gather(sent, received, group=share.group, dst=dist.get_global_rank(share.group, 0))
+    received = [torch.empty_like(sent) for _ in range(holding.size)] if holding.rank == 0 else None
+    dist.gather(sent, received, group=holding.group, group_dst=0)
     return None if received is None else [one.cpu().view(part.dtype) for one in received]
 
 
@@ -117,16 +109,16 @@ def gathered_for_saving(
     rank that writes; {} on the others. All ranks call it."""
     whole: dict[str, Any] = {}
     shared = {
-        f"{prefix}.{stored}": (PACKED[weight.format], part, share)
+        f"{prefix}.{stored}": (PACKED[weight.format], part, holding)
         for prefix, module in model.named_modules()
         for name, weight in module._parameters.items()
-        if isinstance(weight, PackedWeight) and (share := share_of(module, name)) is not None
+        if isinstance(weight, PackedWeight) and (holding := holding_of(module)).is_part
         for stored, part in zip(PACKED[weight.format].names(name), PACKED[weight.format].parts)
     }
     for name, tensor in state_dict.items():
         if name in shared:
-            format, part, share = shared[name]
-            parts = _gathered(tensor, share)
+            format, part, holding = shared[name]
+            parts = _gathered(tensor, holding)
             tensor = None if parts is None else format.join(part, parts)
         elif isinstance(tensor, torch.Tensor):
             tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()

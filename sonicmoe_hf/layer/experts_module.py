@@ -1,20 +1,14 @@
-"""What everybody asks of the module that holds a layer's weights: whether it is one, its weights, who holds the others.
+"""The module that holds a layer's weights: whether it is one, its weights and their shapes.
 
 Letters: E experts, H hidden size, I expert intermediate size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
-
-from ..private import attributes
-
-if TYPE_CHECKING:
-    from .ranks import Ranks
 
 LIGER_SWITCH = (
     "keep Liger from the experts by its switch swiglu=False (Trainer: liger_kernel_config={'swiglu': False}), given "
@@ -36,26 +30,6 @@ class Sizes(NamedTuple):
         """("E", "2I", "H") -> (num_experts, 2 * intermediate, hidden)."""
         size = {"E": self.num_experts, "H": self.hidden, "I": self.intermediate, "2I": 2 * self.intermediate}
         return tuple(size[letter] for letter in letters)
-
-
-class ExpertParallelism(Protocol):
-    """What brings experts the tokens of other ranks: expert_parallel.implementation.
-
-    batch_group: the ranks that have the same batch, or None. ep_mesh: `ranks` as a DeviceMesh.
-    """
-
-    ranks: Ranks
-    batch_group: torch.distributed.ProcessGroup | None
-    ep_mesh: Any
-
-    def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that ranks with the same batch share."""
-
-    def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this rank's experts."""
-
-    def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
-        """Of ranks with the same experts, all take the first one's values."""
 
 
 def is_native(module: nn.Module) -> bool:
@@ -121,48 +95,7 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
     return getattr(weight, "ds_shape", weight.shape)
 
 
-def is_expert_parallel(experts: Any) -> bool:
-    """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
-    if vars(experts).get("_is_expert_parallel"):
-        return True
-    total = num_experts_in(experts.config)
-    return total is not None and experts.num_experts < total
-
-
 def num_experts_in(config: Any) -> int | None:
     """E, of a model's config; None where it does not say, or where layers differ."""
     totals = (getattr(config, name, None) for name in COUNTS)
     return next((total for total in totals if isinstance(total, int)), None)
-
-
-def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:
-    """Our implementation of expert parallelism, where it brings these experts their tokens."""
-    return getattr(experts, attributes.PARALLELISM, None)
-
-
-def has_expert_parallelism() -> bool:
-    """Whether this version of Transformers takes our implementation of expert parallelism (see expert_parallel)."""
-    try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
-    except ImportError:  # 5.22 has the module without it
-        return False
-    return True
-
-
-def expert_parallel_remedy() -> str:
-    """How to get our implementation of expert parallelism."""
-    if has_expert_parallelism():
-        return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
-    return (
-        f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
-        "installed"
-    )
-
-
-def is_tensor_parallel(experts: nn.Module) -> bool:
-    """Whether Transformers splits every expert of this module over ranks: its weights are sharded, and its own forward
-    sums the gradients of the routing weights only where those are a tensor argument."""
-    if "forward" not in vars(experts):
-        return False  # FSDP2 shards weights too, but hands whole ones to the class's forward
-    placements = [place for weight in experts.parameters(recurse=False) for place in getattr(weight, "placements", ())]
-    return any(not place.is_replicate() for place in placements)

@@ -24,14 +24,8 @@ from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
 from ..layer.adapted import with_adapters
-from ..layer.experts_module import (
-    IMPLEMENTATION,
-    expert_parallel_remedy,
-    expert_parallelism,
-    is_expert_parallel,
-    is_tensor_parallel,
-    weight_names,
-)
+from ..layer.experts_module import IMPLEMENTATION, weight_names
+from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, holding_of
 from ..layer.lora_operands import LowRank
 from ..layer.moe_experts import FLOAT_DTYPES
 from ..layer.packed_weight import PackedWeight
@@ -106,13 +100,14 @@ def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
 def _check_split(experts: nn.Module, name: str) -> None:
     """Raise UnsupportedModelError where experts are split over ranks and nobody can adapt their parameter `name`: PEFT
     has none for a rank's part."""
-    if expert_parallelism(experts) is not None:
+    holder = holding_of(experts).by
+    if holder is Holder.EXPERT_PARALLEL:
         if name not in weight_names(experts):
             raise UnsupportedModelError(
                 f"{type(experts).__name__}.{name}: under expert parallelism adapters work on the experts' weights alone; "
                 f"leave {name} out of target_parameters"
             )
-    elif is_expert_parallel(experts) or is_tensor_parallel(experts):
+    elif holder in (Holder.THEIR_EXPERT_PARALLEL, Holder.TENSOR_PARALLEL):
         raise UnsupportedModelError(
             f"{type(experts).__name__}.{name}: adapters of experts do not work under Transformers' own expert and tensor "
             f"parallelism; {expert_parallel_remedy()}, or shard it by FSDP, or adapt no experts: target_parameters=[]"
@@ -208,7 +203,7 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
     module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
     if name in module._parameters and _implementation(module) == IMPLEMENTATION:
         _check_split(module, name)
-    return (None, None) if getattr(module, "_is_expert_parallel", False) else _PEFTS_PLAN(model, current_key)
+    return (None, None) if holding_of(module).is_part else _PEFTS_PLAN(model, current_key)
 
 
 def _check_merge_allowed(self) -> None:
@@ -217,7 +212,7 @@ def _check_merge_allowed(self) -> None:
     for module in self.model.modules():
         if isinstance(module, ParamWrapper) and not set(module.lora_A).isdisjoint(module.active_adapters):
             experts: Any = module.get_base_layer()
-            shared = hasattr(module, attributes.HAS_SHARDED_FACTORS)
+            shared = holding_of(experts).by is Holder.EXPERT_PARALLEL
             if shared or isinstance(experts._parameters.get(module.parameter_name), PackedWeight):
                 raise UnsupportedModelError(
                     shared_experts.NOT_MERGED.format(kind="that ranks share" if shared else "that are packed")

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..kernels.factors import a_as_peft, a_of_experts, b_as_peft, b_of_experts
-from ..layer.experts_module import expert_parallelism
+from ..layer.holding import Holder, expert_parallelism, holding_of
 from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
@@ -48,10 +48,9 @@ def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
     """This rank's experts of PEFT's whole factor, as a DTensor of the whole one's shape."""
     from torch.distributed.tensor import DTensor, Shard
 
-    (of_experts, as_peft), ranks = SIDES[side], parallelism.ranks
-    num_experts = ranks.size * ranks.num_local
-    own = as_peft(of_experts(whole, num_experts)[ranks.experts])
-    placement = Shard(0) if side == "lora_A" else strided_shard(1, whole.shape[1] // num_experts)
+    (of_experts, as_peft), holding = SIDES[side], parallelism.holding
+    own = as_peft(of_experts(whole, holding.num_experts)[holding.experts])
+    placement = Shard(0) if side == "lora_A" else strided_shard(1, whole.shape[1] // holding.num_experts)
     local = own.clone(memory_format=torch.contiguous_format)  # nothing holds the whole factor
     return DTensor.from_local(
         local, parallelism.ep_mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
@@ -60,10 +59,10 @@ def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
 
 def whole_factor(factor: Any, side: str, parallelism: Any) -> torch.Tensor:
     """PEFT's factor of all experts in the memory of the host, from the ranks' parts. All ranks of the group call it."""
-    (of_experts, as_peft), ranks = SIDES[side], parallelism.ranks
-    own = of_experts(factor.to_local().detach(), ranks.num_local).contiguous()
-    parts = [torch.empty_like(own) for _ in range(ranks.size)]
-    dist.all_gather(parts, own, group=ranks.group)
+    (of_experts, as_peft), holding = SIDES[side], parallelism.holding
+    own = of_experts(factor.to_local().detach(), holding.num_local).contiguous()
+    parts = [torch.empty_like(own) for _ in range(holding.size)]
+    dist.all_gather(parts, own, group=holding.group)
     return as_peft(torch.cat([part.cpu() for part in parts]))
 
 
@@ -72,6 +71,16 @@ def _factors(wrapper: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:
     for side in SIDES:
         for adapter, linear in getattr(wrapper, side).items():
             yield f"{prefix}{side}.{adapter}.weight", side, linear.weight
+
+
+def _sharded_factors(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """(name in a state dict, side, what shares the experts) of the factors of experts that ranks share."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            parallelism = expert_parallelism(module.get_base_layer())
+            if parallelism is not None:
+                for name, side, _ in _factors(module, f"{prefix}." if prefix else ""):
+                    yield name, side, parallelism
 
 
 def _take_own_part(wrapper, state_dict, prefix, *_):
@@ -87,28 +96,28 @@ def _update_layer(self, adapter_name, *args, **kwargs):
     parallelism = expert_parallelism(self.get_base_layer())
     if parallelism is None:
         return _PEFTS_UPDATE(self, adapter_name, *args, **kwargs)
-    self.num_experts = parallelism.ranks.size * parallelism.ranks.num_local
+    self.num_experts = parallelism.holding.num_experts
+    is_first = not self.lora_A
     result = _PEFTS_UPDATE(self, adapter_name, *args, **kwargs)
     for side in SIDES:
         linear: Any = getattr(self, side)[adapter_name]
         part = own_part(linear.weight.detach(), side, parallelism)
         parallelism.take_values_of_first_rank(part.to_local())
         linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
-    if not hasattr(self, attributes.HAS_SHARDED_FACTORS):
-        setattr(self, attributes.HAS_SHARDED_FACTORS, True)
+    if is_first:
         self.register_load_state_dict_pre_hook(_take_own_part)
     return result
 
 
 def _get_delta_weight(self, adapter_name, *args, **kwargs):
     """In place of ParamWrapper's, which merging calls."""
-    if hasattr(self, attributes.HAS_SHARDED_FACTORS):
+    if holding_of(self.get_base_layer()).by is Holder.EXPERT_PARALLEL:
         raise UnsupportedModelError(NOT_MERGED.format(kind="that ranks share"))
     return _PEFTS_DELTA(self, adapter_name, *args, **kwargs)
 
 
 def _shares_experts(model: nn.Module) -> bool:
-    return any(attributes.PARALLELISM in vars(module) for module in model.modules())
+    return any(expert_parallelism(module) is not None for module in model.modules())
 
 
 def _inject_adapter(self, model, *args, **kwargs):
@@ -151,12 +160,7 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     if not _shares_experts(model):
         return names_that_are_loaded(base, _PEFTS_STATE(model, state_dict, *args, **kwargs))
-    sharded = {
-        factor: (side, expert_parallelism(module.get_base_layer()))
-        for prefix, module in model.named_modules()
-        if hasattr(module, attributes.HAS_SHARDED_FACTORS)
-        for factor, side, _ in _factors(module, f"{prefix}." if prefix else "")
-    }
+    sharded = {name: (side, parallelism) for name, side, parallelism in _sharded_factors(model)}
     given = _of_adapters(model, model.state_dict() if state_dict is None else state_dict)
     for name, (side, parallelism) in sharded.items():
         if hasattr(given.get(name), "device_mesh"):
@@ -167,7 +171,7 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
 def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """What of a state dict may belong to an adapter: no experts, and no frozen weights of sharded layers. PEFT makes all
     that it is given whole, in each rank's memory, before it looks for the adapter."""
-    experts = tuple(f"{name}." for name, module in model.named_modules() if attributes.PARALLELISM in vars(module))
+    experts = tuple(f"{name}." for name, module in model.named_modules() if expert_parallelism(module) is not None)
     frozen = {
         name
         for name, parameter in model.named_parameters()
@@ -182,13 +186,7 @@ def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]
 
 def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """In place of PEFT's, which leaves the factors to `_take_own_part`."""
-    ours = {
-        name: state_dict.pop(name)
-        for prefix, module in model.named_modules()
-        if hasattr(module, attributes.HAS_SHARDED_FACTORS)
-        for name, *_ in _factors(module, f"{prefix}." if prefix else "")
-        if name in state_dict
-    }
+    ours = {name: state_dict.pop(name) for name, *_ in _sharded_factors(model) if name in state_dict}
     return {**_PEFTS_RESHARD(model, state_dict), **ours}
 
 

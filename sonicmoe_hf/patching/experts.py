@@ -34,6 +34,7 @@ from ..layer.experts_module import (
     weight_names,
     whole_shape,
 )
+from ..layer.holding import has_part
 from ..layer.moe_experts import Activation, check_fp8, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..model_patches.family import modeling_module
@@ -227,9 +228,9 @@ def sonicmoe_hf_experts_forward(
     facts, names, total = known_facts(self) if known is None or act_fn is not self.act_fn else known
     first, second = names
     top_k_index, adapters = adapted.split(top_k_index)
-    is_parallel = vars(self).get("_is_expert_parallel") or (total is not None and self.num_experts < total)
+    is_parallel = has_part(self, total)
     if not isinstance(top_k_index, Routing):
-        routing = Routing(top_k_index, top_k_weights, sentinels=bool(is_parallel))
+        routing = Routing(top_k_index, top_k_weights, sentinels=is_parallel)
     elif is_parallel and not top_k_index.is_local:
         raise ValueError(MISPLACED)
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..layer.config import TokenRounding
-from ..layer.experts_module import expert_parallelism
+from ..layer.holding import expert_parallelism
 from ..private import attributes
 from ..private.torch import guard_module_hooks, is_compiled
 from ..private.transformers import parallel_mesh

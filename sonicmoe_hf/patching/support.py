@@ -12,13 +12,8 @@ from torch import nn
 
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
 from ..layer.config import TokenRounding
-from ..layer.experts_module import (
-    expert_parallel_remedy,
-    expert_parallelism,
-    is_expert_parallel,
-    is_experts,
-    is_tensor_parallel,
-)
+from ..layer.experts_module import is_experts
+from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..model_patches import FAMILIES, Family
 from .experts import check_weights, experts_facts
 from .forwards import LIGERS, is_bound_by_liger, unbind_liger, why_not_reached
@@ -198,12 +193,9 @@ def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping
 def _why_no_rounding(layer: Layer) -> str | None:
     if layer.family is None:
         return "token rounding does not know its router; docs/models.md lists the models it works in"
-    if is_expert_parallel(layer.experts):
-        if expert_parallelism(layer.experts) is None:
-            what = "token rounding does not work under expert parallelism of Transformers' own"
-            return f"{what}; {expert_parallel_remedy()}"
-    elif is_tensor_parallel(layer.experts):
-        return "token rounding does not work under tensor parallelism of the experts"
+    holder = holding_of(layer.experts).by
+    if holder in (Holder.THEIR_EXPERT_PARALLEL, Holder.TENSOR_PARALLEL):
+        return f"token rounding does not work under {holder.value}; {expert_parallel_remedy()}"
     forward = type(layer.block).forward
     if forward.__module__ != layer.family.module:
         return (

@@ -17,5 +17,4 @@ HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook 
 HAS_STORED_NAMES = "_sonicmoe_hf_has_stored_names"  # True: state dicts have the hooks that name what is stored
 
 # PEFT
-HAS_SHARDED_FACTORS = "_sonicmoe_hf_has_sharded_factors"  # True, of a ParamWrapper: sharded with its experts
 HAS_AVERAGED_ADAPTERS = "_sonicmoe_hf_has_averaged_adapters"  # True, of a model: ranks average adapters' gradients

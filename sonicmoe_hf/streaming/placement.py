@@ -9,15 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedExpertsError
-from ..layer.experts_module import (
-    expert_parallelism,
-    is_expert_parallel,
-    is_transposed,
-    matrix_shape,
-    packable,
-    row_order,
-    weight_names,
-)
+from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order, weight_names
+from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from ..private.transformers import mark_initialized
@@ -41,19 +34,14 @@ def _weights(experts: nn.Module) -> list[Any]:
 def _check_streamable(layers: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise UnsupportedExpertsError where experts are shared or sharded by ranks."""
     for name, experts in layers:
-        if expert_parallelism(experts) is not None or is_expert_parallel(experts):
+        holder = holding_of(experts).by
+        kinds = {type(weight) for weight in _weights(experts)} - {nn.Parameter, torch.Tensor, PackedWeight, HostWeight}
+        if holder is not Holder.ONE_DEVICE or kinds:
+            by = holder.value if holder is not Holder.ONE_DEVICE else kinds.pop().__name__
             raise UnsupportedExpertsError(
-                f"{name} is shared by ranks (expert parallelism), which keeps experts on the GPUs; leave out "
-                "experts_memory, or let each rank hold all experts (DDP)"
+                f"{name} is shared by ranks ({by}), which keeps experts on the GPUs; leave out experts_memory, or let "
+                "each rank hold all experts (DDP)"
             )
-        for weight in _weights(experts):
-            is_known = type(weight) in (nn.Parameter, torch.Tensor, PackedWeight, HostWeight)
-            if not is_known or hasattr(weight, "ds_id"):
-                by = "DeepSpeed's ZeRO-3" if is_known else type(weight).__name__
-                raise UnsupportedExpertsError(
-                    f"{name} is sharded ({by}), which keeps experts on the GPUs; leave out experts_memory, or replicate "
-                    "the model by DDP"
-                )
 
 
 def _device_of(layers: Iterable[tuple[str, nn.Module]]) -> torch.device:

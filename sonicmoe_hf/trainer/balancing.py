@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..layer.experts_module import expert_parallel_remedy, expert_parallelism, is_expert_parallel
+from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.balance import ScaleHook, update_bias
 from ..patching.calls import Balancing
 from ..patching.hooks import installed
@@ -127,7 +127,7 @@ class LoadBalancing(StepCallback):
         what = f"LoadBalancing: {layer.name}: "
         if layer.router is None:
             raise UnsupportedModelError(f"{what}its router is not known; docs/models.md lists the models that are")
-        if is_expert_parallel(layer.experts) and expert_parallelism(layer.experts) is None:
+        if holding_of(layer.experts).by is Holder.THEIR_EXPERT_PARALLEL:
             raise UnsupportedModelError(
                 f"{what}balancing does not work under Transformers' own expert parallelism; {expert_parallel_remedy()}"
             )

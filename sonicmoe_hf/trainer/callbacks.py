@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
 from ..layer.config import TokenRounding
-from ..layer.experts_module import expert_parallel_remedy, expert_parallelism, is_expert_parallel
+from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.expert_load import TOTALS
 from ..patching.patch import (
     check_routers_live,
@@ -193,10 +193,7 @@ class ExpertLoadCallback(StepCallback):
                 "ExpertLoadCallback: nothing is counted under pipeline parallelism, whose ranks have different layers"
             )
             return
-        if any(
-            is_expert_parallel(layer.experts) and expert_parallelism(layer.experts) is None
-            for layer in find_layers(model)
-        ):
+        if any(holding_of(layer.experts).by is Holder.THEIR_EXPERT_PARALLEL for layer in find_layers(model)):
             logger.warning_once(
                 "ExpertLoadCallback: nothing is counted under expert parallelism of Transformers' own, whose ranks may "
                 f"share their tokens; {expert_parallel_remedy()}"

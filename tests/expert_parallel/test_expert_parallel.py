@@ -20,8 +20,7 @@ import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
 from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, reach_experts, use_way
-from sonicmoe_hf.layer import ranks as layer_ranks
-from sonicmoe_hf.layer.experts_module import expert_parallelism, has_expert_parallelism
+from sonicmoe_hf.layer.holding import Holder, Holding, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching import calls
 from sonicmoe_hf.patching.hooks import installed
@@ -295,7 +294,7 @@ def chunked_events(rank):
     watched = {name: noted(name, getattr(collectives, name)) for name in ("_gather", "_scatter_sum")}
     with mock.patch.multiple(collectives, **watched), use_way("chunked"):
         routing = Routing(torch.zeros(8, 1, dtype=torch.int), torch.ones(8, 1))
-        group = layer_ranks.Ranks(torch.distributed.group.WORLD, rank, WORLD, num_local=1)
+        group = Holding(Holder.EXPERT_PARALLEL, 1, torch.distributed.group.WORLD, rank, WORLD)
         x = torch.randn(8, 32, requires_grad=True)
         out = reach_experts(x, routing, group, lambda x, *_: Doubled.apply(x))
         forward = list(events)
@@ -405,12 +404,12 @@ def refusals(rank, folder):
         note(sonicmoe_hf.set_routing, model, POLICY)
         note(LoadBalancing(0.1).start, model)
         experts = next(find_layers(model)).experts
-        assert expert_parallelism(experts) is None
+        assert holding_of(experts).by is Holder.THEIR_EXPERT_PARALLEL
         x, expert, weights, token = pairs(8, is_list=True)
         note(experts, x, Routing(expert, weights, token), weights)
     config = DistributedConfig(**SHARED, ep_implementation="sonicmoe_hf")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-    assert expert_parallelism(next(find_layers(model)).experts) is not None
+    assert holding_of(next(find_layers(model)).experts).by is Holder.EXPERT_PARALLEL
     note(model, batch()["input_ids"])
 
     model = load(folder, APART)

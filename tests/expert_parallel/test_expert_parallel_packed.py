@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 import sonicmoe_hf
 from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
 from sonicmoe_hf.formats import PACKED
-from sonicmoe_hf.formats.format import Share
+from sonicmoe_hf.layer.holding import Holder, Holding
 from sonicmoe_hf.layer.packed_weight import PackedWeight
 from sonicmoe_hf.patching.support import find_layers
 
@@ -92,9 +92,10 @@ def refusals(rank, folder):
     experts = next(find_layers(build("qwen3_moe", **SIZES))).experts
     experts.down_proj.data[0, 0, 0] = torch.nan
     own = experts.down_proj.data[4 * rank : 4 * rank + 4]
-    pack, share = functools.partial(PackedWeight.quantize, own, "nf4"), Share(dist.group.WORLD, rank, WORLD)
+    pack = functools.partial(PackedWeight.quantize, own, "nf4")
+    holding = Holding(Holder.EXPERT_PARALLEL, 4, dist.group.WORLD, rank, WORLD)
     try:
-        PACKED["nf4"].pack_share(pack, own.shape, own.device, share)
+        PACKED["nf4"].pack_share(pack, own.shape, own.device, holding)
     except ValueError as error:
         messages.append(f"{error}")
     return messages

@@ -9,7 +9,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding, as_routing_policy
 from sonicmoe_hf.layer.dispatch import dispatch
-from sonicmoe_hf.layer.ranks import Ranks
+from sonicmoe_hf.layer.holding import Holder, Holding
 from sonicmoe_hf.layer.routing import Routing, round_tokens, rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
 
@@ -200,7 +200,11 @@ def test_sorting_and_rounding_have_no_dtype_that_a_backend_would_not_take(monkey
 
     def sorted_rows():
         rounded, _ = rounded_routing(FAMILIES["olmoe"], ROUTERS["olmoe"], logits, top_k, policy)
-        return dispatch(top_k, 64, 4), Ranks(None, 0, 1, 4).routing(top_k, weights, None, 64).rows, rounded.rows
+        return (
+            dispatch(top_k, 64, 4),
+            Holding(Holder.EXPERT_PARALLEL, 4).routing(top_k, weights, None, 64).rows,
+            rounded.rows,
+        )
 
     expected = sorted_rows()
     monkeypatch.setenv(backends.VARIABLE, "hopper")

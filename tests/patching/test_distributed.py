@@ -22,7 +22,7 @@ from helpers.training import CHECKPOINTING, POLICY, Watch, checkpointed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sonicmoe_hf
-from sonicmoe_hf.layer.experts_module import has_expert_parallelism, is_tensor_parallel
+from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
 from sonicmoe_hf.patching.support import find_layers
 
 # DDP and FSDP2
@@ -145,7 +145,10 @@ def parallel_step(rank, folder, kind, routing=None):
     sonicmoe_hf.patch_model(model, routing)
     experts = next(find_layers(model)).experts
     assert experts.num_experts == (8 if kind == "tensor" else 8 // WORLD)
-    assert type(model).__name__ == "GptOssForCausalLM" or is_tensor_parallel(experts) or kind == "expert"
+    holder = {"expert": Holder.THEIR_EXPERT_PARALLEL, "tensor": Holder.TENSOR_PARALLEL}[kind]
+    if kind == "tensor" and type(model).__name__ == "GptOssForCausalLM":
+        holder = Holder.ONE_DEVICE  # Transformers' plan splits its attention alone
+    assert holding_of(experts).by is holder
     return trained_and_evaluated(model, batch(padding=True))
 
 
@@ -160,7 +163,7 @@ def test_under_parallelism_of_the_experts_top_k_equals_the_unsharded_model(ranks
 
 
 def test_where_tensor_parallelism_leaves_the_experts_whole_tokens_are_rounded(ranks, tmp_path):
-    model = patched("gpt_oss", POLICY)  # Transformers' plan splits its attention alone
+    model = patched("gpt_oss", POLICY)
     model.save_pretrained(tmp_path)
     expected = loss_and_gradients(model, batch(padding=True))
     for actual in ranks.run(parallel_step, str(tmp_path), "tensor", POLICY):
@@ -175,6 +178,8 @@ def own_batch_step(rank, folder, kind, routing=None):
     loss = model(**batch(**OWN_BATCH[rank])).loss
     loss.backward()
     assert type(model).__name__.startswith("FSDP") and set(watch.rounded()) == {routing is not None}
+    holder = {"data": Holder.FSDP2, "both": Holder.THEIR_EXPERT_PARALLEL}[kind]
+    assert holding_of(next(find_layers(model)).experts).by is holder
     return loss.detach(), gradients(model)
 
 

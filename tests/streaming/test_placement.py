@@ -358,7 +358,9 @@ def test_ranks_that_share_or_shard_experts_are_an_error(late_copies, tmp_path):
 def test_zero_3_is_an_error(late_copies, monkeypatch, tmp_path):
     model = small()
     model.model.layers[1].mlp.experts.down_proj.ds_id = 7  # as deepspeed.zero.Init leaves it
-    with pytest.raises(UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts is sharded \(DeepSpeed's ZeRO-3\)"):
+    with pytest.raises(
+        UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts is shared by ranks \(DeepSpeed's ZeRO-3\)"
+    ):
         patch_model(model, experts_memory=0)
     assert not host_weights(model)
     small().save_pretrained(tmp_path)

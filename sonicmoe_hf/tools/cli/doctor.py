@@ -15,7 +15,8 @@ from ...errors import CheckpointError
 from ...formats.declared import Declared, declared_quantization
 from ...layer import backends
 from ...layer.config import TokenRounding
-from ...layer.experts_module import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
+from ...layer.experts_module import weight_names, whole_shape
+from ...layer.holding import expert_parallel_remedy, has_expert_parallelism
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import REMEDIES, LayerSupport, supported_layers, supports

@@ -1,0 +1,145 @@
+"""Holding: who holds a layer's experts, and which of them this rank has. `holding_of` alone answers it.
+
+Letters: E experts of the layer.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from ..private import attributes
+from . import backends
+from .dispatch import dispatch
+from .experts_module import IMPLEMENTATION, is_experts, num_experts_in
+from .routing import Routing
+
+
+class ExpertParallelism(Protocol):
+    """What brings experts the tokens of other ranks: expert_parallel.implementation.
+
+    batch_group: the ranks that have the same batch, or None. ep_mesh: the ranks of `holding` as a DeviceMesh.
+    """
+
+    holding: Holding
+    batch_group: dist.ProcessGroup | None
+    ep_mesh: Any
+
+    def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that ranks with the same batch share."""
+
+    def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this rank's experts."""
+
+    def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
+        """Of ranks with the same experts, all take the first one's values."""
+
+
+class Holder(enum.Enum):
+    """What divides a layer's experts among ranks, named as errors do."""
+
+    ONE_DEVICE = "one device"
+    EXPERT_PARALLEL = "expert parallelism of sonicmoe_hf"
+    THEIR_EXPERT_PARALLEL = "expert parallelism of Transformers' own"
+    TENSOR_PARALLEL = "tensor parallelism"
+    FSDP2 = "FSDP2"
+    ZERO3 = "DeepSpeed's ZeRO-3"
+
+
+class Holding(NamedTuple):
+    """The ranks that hold a layer's experts, expert e on rank e // num_local of the group.
+
+    by: what divides them; the experts compute with whole weights of `num_local` of them, except under tensor parallelism.
+    group: the ranks that have different experts; None where each has all, or where the weights do not say, whose `rank`
+    and `size` then do not either. rank, size: the place of this one there, and how many they are.
+    """
+
+    by: Holder
+    num_local: int
+    group: Any = None  # a ProcessGroup; those who exchange tokens know that there is one
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this rank has only some of the layer's experts."""
+        return self.by in (Holder.EXPERT_PARALLEL, Holder.THEIR_EXPERT_PARALLEL)
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.size * self.num_local
+
+    @property
+    def experts(self) -> slice:
+        """Which of the layer's experts are here."""
+        return slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+
+    def local(self, expert_index: torch.Tensor) -> torch.Tensor:
+        """Expert ids counted from this rank's first; those of others lie outside 0 .. num_local - 1."""
+        return expert_index - self.experts.start
+
+    def routing(self, expert_index, weights, token_index, num_tokens: int) -> Routing:
+        """Sort the pairs with this rank's experts, whose ids are counted from the first of them."""
+        backend = backends.choose(weights.device, None).name
+        rows = dispatch(expert_index, num_tokens, self.num_local, token_index, sentinels=True, backend=backend)
+        return Routing(
+            expert_index, weights, token_index, sentinels=True, rows=rows, rows_backend=backend, is_local=True
+        )
+
+
+def has_part(experts: Any, num_experts: int | None) -> bool:
+    """Whether expert parallelism gives this module only some of the layer's `num_experts`, if they are known: its own
+    `num_experts` counts the local ones."""
+    is_marked = bool(vars(experts).get("_is_expert_parallel"))
+    return is_marked or (num_experts is not None and experts.num_experts < num_experts)
+
+
+def holding_of(experts: Any) -> Holding:
+    """Find who holds the experts of a module, and which are here. PEFT wraps modules without experts too: who holds their
+    parameters."""
+    if (ours := expert_parallelism(experts)) is not None:
+        return ours.holding
+    weights = [weight for weight in experts._parameters.values() if weight is not None]
+    num_local = getattr(experts, "num_experts", 0)
+    mesh = next((weight.device_mesh for weight in weights if hasattr(weight, "device_mesh")), None)
+    if has_part(experts, num_experts_in(experts.config) if is_experts(experts) else None):
+        if mesh is None or mesh.ndim > 1:  # FSDP2 shards them too
+            return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local)
+        group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local, group, rank, size)
+    if any(hasattr(weight, "ds_id") for weight in weights):
+        return Holding(Holder.ZERO3, num_local)
+    if all(place.is_replicate() for weight in weights for place in getattr(weight, "placements", ())):
+        return Holding(Holder.ONE_DEVICE, num_local)
+    # both shard weights, but FSDP2 hands whole ones to the class's own forward
+    return Holding(Holder.TENSOR_PARALLEL if "forward" in vars(experts) else Holder.FSDP2, num_local)
+
+
+def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:
+    """Our implementation of expert parallelism, where it brings these experts their tokens."""
+    return vars(experts).get(attributes.PARALLELISM)
+
+
+def has_expert_parallelism() -> bool:
+    """Whether this version of Transformers takes our implementation of expert parallelism (see expert_parallel)."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+    except ImportError:  # 5.22 has the module without it
+        return False
+    return True
+
+
+def expert_parallel_remedy() -> str:
+    """How to get our implementation of expert parallelism."""
+    if has_expert_parallelism():
+        return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
+    return (
+        f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
+        "installed"
+    )
