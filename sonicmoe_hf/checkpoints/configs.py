@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..formats.declared import MODELOPT, QUANT_METHOD, Declared, declared_quantization
+from ..formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from .files import CONFIG_FILE
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
@@ -58,7 +58,7 @@ def native_config(config: dict, family: NativeFamily) -> dict:
     }
 
 
-def quantization_of(config: dict, folder: Path) -> Declared | None:
+def quantization_of(config: dict, folder: Path) -> DeclaredQuantization | None:
     """What the checkpoint in `folder` declares; None where it is not quantized.
 
     Raises:

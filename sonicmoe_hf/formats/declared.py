@@ -22,7 +22,7 @@ TO_BF16 = "load the bf16 checkpoint that it was made from"
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
 
-class Declared(NamedTuple):
+class DeclaredQuantization(NamedTuple):
     """The declaration. method: quant_method; entries: all of it, and config.json's expert_dtype (DeepSeek-V4's)."""
 
     method: str
@@ -117,7 +117,7 @@ def _is_size(size) -> bool:
     return isinstance(size, int) and size > 0
 
 
-def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None = None) -> Declared | None:
+def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None = None) -> DeclaredQuantization | None:
     """Read what a config, or else the text model's inside it, declares, or ModelOpt's file in `folder`; None of a
     checkpoint that is not quantized."""
     parts = [config] if isinstance(config, dict) else [vars(config), vars(config.get_text_config())]
@@ -130,7 +130,7 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
     method = declared.get("quant_method")
     beside = {} if of_experts is None else {"expert_dtype": of_experts}
-    return Declared(str(getattr(method, "value", method)), {**beside, **declared})
+    return DeclaredQuantization(str(getattr(method, "value", method)), {**beside, **declared})
 
 
 def _first(parts: list[dict], entry: str):

@@ -12,7 +12,14 @@ from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from ..errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
-from ..formats.declared import MODELOPT_FILE, QUANT_METHOD, TO_BF16, Declared, check_undeclared, declared_quantization
+from ..formats.declared import (
+    MODELOPT_FILE,
+    QUANT_METHOD,
+    TO_BF16,
+    DeclaredQuantization,
+    check_undeclared,
+    declared_quantization,
+)
 from ..formats.hub_conversions import LOADS_HUB_FORMATS
 from ..formats.quantizer import (
     ExpertsQuantizationConfig,
@@ -169,7 +176,7 @@ def check_not_packed(name, kwargs: dict) -> None:
     raise UnsupportedModelError(f"{name} has {kind} experts: {REMEDIES[declared.method]}")
 
 
-def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, Declared | None]:
+def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, DeclaredQuantization | None]:
     """Return the config with which from_pretrained(name, **kwargs) would build a model, and its quantization."""
     config = config_for(name, kwargs)
     return config, declared_quantization(config, _folder_of(name, kwargs, MODELOPT_FILE))

@@ -1,4 +1,4 @@
-"""How `sonicmoe-hf run` starts its program: with sitecustomize.py, beside this module, on PYTHONPATH."""
+"""The program that `sonicmoe-hf run` starts: with sitecustomize.py, beside this module, on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_program(program: list[str], settings: RunSettings) -> int:
 
 
 def _own_python(program: list[str]) -> list[str] | None:
-    """The command line of a program that this environment's Python runs; None for every other."""
+    """Return the command line of a program that this environment's Python runs; None for every other."""
     name = program[0]
     if name in ("-m", "-c") or Path(name).suffix in PYTHON_FILES:
         return [sys.executable, *program]
@@ -61,7 +61,7 @@ def _own_python(program: list[str]) -> list[str] | None:
 
 
 def _foreign(program: list[str]) -> list[str]:
-    """The command line of every other program; what begins with an option of Python's is one of this Python."""
+    """Return the command line of every other program; what begins with an option of Python's is one of this Python."""
     if program[0].startswith("-"):
         return [sys.executable, *program]
     path = _which(program[0])
@@ -80,14 +80,14 @@ def _which(name: str) -> str | None:
 
 
 def _environment(settings: RunSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The program's environment: sitecustomize.py's folder first on PYTHONPATH, and the settings."""
+    """Make the program's environment: sitecustomize.py's folder first on PYTHONPATH, and the settings."""
     folders = [folder for folder in inherited.get("PYTHONPATH", "").split(os.pathsep) if folder != str(SITE)]
     path = os.pathsep.join([str(SITE), *folders]) if any(folders) else str(SITE)
     return {**inherited, "PYTHONPATH": path, VARIABLE: settings.as_variable()}
 
 
 def _run_child(command: list[str], environment: dict[str, str]) -> int:
-    """Run it as a child, and say at its end if nothing was patched."""
+    """Run the command as a child, and say at its end if nothing was patched."""
     with tempfile.TemporaryDirectory() as folder:
         reached = Path(folder, "reached")
         process = subprocess.Popen(command, env={**environment, REACHED: str(reached)})

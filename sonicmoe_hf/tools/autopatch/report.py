@@ -1,4 +1,4 @@
-"""What `sonicmoe-hf run` says of a model at its first training step."""
+"""The report of `sonicmoe-hf run` on a model, at its first training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...patching.support import every_experts, supports
 
 
 def _dtype(weight: torch.Tensor) -> torch.dtype:
-    """What experts with this weight are computed in: its own dtype, but for accelerate's mixed precision."""
+    """Name the dtype that experts with this weight are computed in: its own, but for accelerate's mixed precision."""
     state: Any = sys.modules.get("accelerate.state")
     is_mixed = state is not None and state.is_initialized()
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,7 +24,7 @@ def _dtype(weight: torch.Tensor) -> torch.dtype:
 
 
 def _training(model: nn.Module) -> str:
-    """What of the experts is trained."""
+    """Say which of the experts' weights are trained."""
     wrappers: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
     every: set[Any] = set(every_experts(model))
     ranks = sorted({rank for wrapper in wrappers if wrapper.get_base_layer() in every for rank in wrapper.r.values()})
@@ -38,8 +38,8 @@ def _training(model: nn.Module) -> str:
 
 
 def describe(model: PreTrainedModel, reason: str | None, trains: bool) -> str:
-    """Lines that say what was patched, what computes it and, once the program `trains`, what is trained; or why nothing
-    was patched."""
+    """Write lines that say what was patched, what computes it and, once the program `trains`, what is trained; or why
+    nothing was patched."""
     name = type(model).__name__
     if reason is not None:
         return f"{name} is not patched: {reason}"

@@ -28,7 +28,7 @@ COMMAND = "sonicmoe-hf run"
 
 
 class Session:
-    """See the module. `reasons`: for every live model, why it is not patched, or None."""
+    """The session of this process. `reasons`: for every live model, why it is not patched, or None."""
 
     def __init__(self, settings: RunSettings):
         self.settings = settings
@@ -70,12 +70,12 @@ class Session:
         BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign, assignment]
 
     def built(self, model: PreTrainedModel) -> None:
-        """A model's constructor has ended."""
+        """Patch a model whose constructor has ended."""
         if not getattr(self.thread, "is_loading", False):
             self._patch(model)
 
     def load(self, load, cls: type, args: tuple, kwargs: dict) -> Any:
-        """`load(*args, **kwargs)`, which is `cls.from_pretrained`, with packed experts where that is asked for."""
+        """Call `load(*args, **kwargs)`, which is `cls.from_pretrained`, with packed experts where that is asked for."""
         if getattr(self.thread, "is_loading", False):
             return load(*args, **kwargs)
         self.thread.is_loading = True
@@ -94,7 +94,7 @@ class Session:
         return loaded
 
     def _has_experts(self, cls: Any, name: Any, kwargs: dict) -> bool:
-        """Whether models of this class and config have experts that can be packed."""
+        """Return whether models of this class and config have experts that can be packed."""
         config = kwargs.get("config")
         if not hasattr(config, "model_type"):
             where = {key: kwargs[key] for key in FOR_FILE if key in kwargs}
@@ -120,7 +120,7 @@ class Session:
         self.reasons[model] = None
 
     def prepare(self, trainer: Any) -> None:
-        """A Trainer begins to train: have it log the experts' load and restore experts, where its model is patched.
+        """Have a Trainer that begins to train log the experts' load and restore experts, where its model is patched.
 
         Raises:
             ValueError: token rounding in a trainer of reinforcement learning or preference optimization.
@@ -139,7 +139,7 @@ class Session:
         attach(trainer)
 
     def adapt(self, config: Any, model: nn.Module) -> None:
-        """A LoRA config of the program is about to be applied to a model: add the experts."""
+        """Add the experts to a LoRA config of the program that is about to be applied to a model."""
         from .adapters import add_experts
 
         is_done = config.inference_mode or any(config is adapted for adapted in self.adapted)
@@ -149,14 +149,14 @@ class Session:
             self.adapted.append(config)
 
     def _outermost(self) -> list[PreTrainedModel]:
-        """The live models that are in no other, and have weights."""
+        """Find the live models that are in no other, and have weights."""
         models = list(self.reasons)
         inner = {module for model in models for module in model.modules() if module is not model}
         has_weights = [model for model in models if any(not weight.is_meta for weight in model.parameters())]
         return [model for model in has_weights if model not in inner]
 
     def report(self) -> None:
-        """An optimiser's first step: say what was patched, and why not the rest. Later steps only where models are new.
+        """Say at an optimiser's first step what was patched, and why not the rest. Later steps only where models are new.
 
         Raises:
             RuntimeError: --adapt-experts or --experts-quantization had no effect.
@@ -189,21 +189,21 @@ class Session:
         self.reported.update(self.reasons)
 
     def at_exit(self) -> None:
-        """A program that trained nothing is told what was patched when it ends."""
+        """Say what was patched when a program ends that trained nothing."""
         if not self.has_trained and self._outermost():
             _write("the program ended before a training step")
             self._print()
 
 
 def _write(text: str) -> None:
-    """To standard error, from the first rank, between the lines of progress bars."""
+    """Write to standard error, from the first rank, between the lines of progress bars."""
     if is_first_rank():
         tqdm.write("\n".join(f"sonicmoe-hf: {line}" for line in text.splitlines()), file=sys.stderr)
 
 
 @functools.cache
 def session() -> Session:
-    """The process's own."""
+    """Make the session of this process, once."""
     current = Session(from_environment())
     current.install()
     return current

@@ -1,4 +1,4 @@
-"""What `sonicmoe-hf run` was asked for. Its process and the children of its program read it from one environment
+"""The settings of `sonicmoe-hf run`. Its process and the children of its program read it from one environment
 variable."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROUTINGS = ("top_k", "token_rounding", *ROUNDINGS)
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """routing, tile: of training, "token_rounding" being "nearest". save: what layers keep for backward.
+    """The settings. routing, tile: of training, "token_rounding" being "nearest". save: what layers keep for backward.
     experts_quantization: how from_pretrained holds experts. adapt_experts: the rank of LoRA on experts that is added to
     the program's LoRA, or None."""
 
@@ -32,19 +32,19 @@ class RunSettings:
             raise ValueError("--tile is of token rounding; add --routing, such as --routing nearest")
 
     def policy(self) -> TokenRounding | None:
-        """The routing policy that models are patched with; None for top-k."""
+        """Return the routing policy that models are patched with; None for top-k."""
         if self.routing == "top_k":
             return None
         rounding = "nearest" if self.routing == "token_rounding" else self.routing
         return TokenRounding(rounding=rounding, tile=self.tile)
 
     def as_variable(self) -> str:
-        """What VARIABLE holds. It counts for the Pythons of this environment alone."""
+        """Write what VARIABLE holds, which counts for the Pythons of this environment alone."""
         return json.dumps({"prefix": sys.prefix, **asdict(self)})
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> RunSettings:
-    """The settings that a `sonicmoe-hf run` left to this process."""
+    """Read the settings that a `sonicmoe-hf run` left to this process."""
     entries = json.loads(environment[VARIABLE])
     del entries["prefix"]
     return RunSettings(**entries)

@@ -11,7 +11,7 @@ Move = Callable[[int, int], None]
 
 @contextmanager
 def progress(description: str, of_bytes: bool = False) -> Iterator[Move]:
-    """A bar with the time that is left, while the block runs; gives the function (done, in all) that moves it."""
+    """Draw a bar with the time that is left, while the block runs; gives the function (done, in all) that moves it."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

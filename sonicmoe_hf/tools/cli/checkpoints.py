@@ -48,7 +48,7 @@ SHARD_SIZE = option("--max-shard-size", help="of the files written (default 5GB)
     ),
 )
 def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: bool, **of_models) -> int:
-    """Converts a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a time and bit by
+    """Convert a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a time and bit by
     bit; a folder with a LoRA adapter is converted too, also to what inference engines load. The result appears whole or
     not at all. Exit code: 0 if it is there, 2 if nothing was written.
     """
@@ -99,7 +99,7 @@ def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, ve
     option("--revision", help="of BASE, a hub id"),
 )
 def merge(base: str, adapter: str, dst: str, **options) -> int:
-    """Writes BASE, of any family that Transformers loads, with ADAPTER's products added to its weights (W + scale * B A,
+    """Write BASE, of any family that Transformers loads, with ADAPTER's products added to its weights (W + scale * B A,
     in fp32, in the dtype of BASE), under the names of its files. ADAPTER is what PEFT saves, on experts
     (target_parameters) and on linear layers. The result appears whole or not at all. Exit code: 0 if it is there, 2 if
     nothing was written.
@@ -133,7 +133,7 @@ def _write(description: str, write, *arguments, verify: bool, **options) -> int:
 
 
 def _print_roundings(roundings) -> None:
-    """By layer, the adapter's change beside what rounding added to it."""
+    """Print by layer the adapter's change beside what rounding added to it."""
     from rich.console import Console
     from rich.table import Table
 

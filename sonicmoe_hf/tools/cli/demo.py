@@ -26,8 +26,8 @@ TALKATIVE = ("torchao", "bitsandbytes", "DeepSpeed", "torch.utils._pytree")  # o
     option("--seed", type=at_least(0), default=0, help="(default %(default)s)"),
 )
 def demo(**settings) -> int:
-    """Trains a small Qwen3-MoE-architecture model on the standard library's sources with token rounding, evaluates it
-    with top-k, saves it, reloads it through Transformers, compares logits, and draws pictures.
+    """Train a small Qwen3-MoE-architecture model on the standard library's sources with token rounding, evaluate it
+    with top-k, save it, reload it through Transformers, compare logits, and draw pictures.
     """
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""`sonicmoe-hf doctor`: what it finds is plain data, which --json prints and doctor_tables.py shows."""
+"""`sonicmoe-hf doctor`. It finds plain data, which --json prints and doctor_tables.py shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ...attention.models import describe_attention
 from ...checkpoints.config_only import build_on_meta
 from ...errors import CheckpointError
-from ...formats.declared import Declared, declared_quantization
+from ...formats.declared import DeclaredQuantization, declared_quantization
 from ...layer import backends
 from ...layer.config import TokenRounding
 from ...layer.experts_module import weight_names, whole_shape
@@ -44,7 +44,7 @@ NO_REMEDY = "use a checkpoint that is not quantized"
 def doctor(
     model: str | None, as_json: bool, batch_size: int | None, sequence_length: int | None, tile: int | None
 ) -> int:
-    """Prints versions, devices and the backend chosen for each. With a model (hub id or local folder; only its config is
+    """Print versions, devices and the backend chosen for each. With a model (hub id or local folder; only its config is
     read) also which of its layers are accelerated, where token rounding works, and why not elsewhere. Exit code: 0 if
     sonicmoe_hf computes all mixture-of-experts layers (which backend does here, and whether it accelerates them, is
     printed), 1 if not, 2 if the model cannot be examined.
@@ -68,7 +68,7 @@ def doctor(
 
 
 def machine() -> dict[str, Any]:
-    """Versions, and every device with the backend that is chosen on it for each dtype, and why."""
+    """Collect versions, and every device with the backend that is chosen on it for each dtype, and why."""
     devices = []
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
@@ -92,7 +92,7 @@ def machine() -> dict[str, Any]:
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The backend and why, or "error" and the error of choosing one."""
+    """Return the backend and why, or "error" and the error of choosing one."""
     try:
         name, reason = backends.choose(device, dtype)
         return name, reason
@@ -107,7 +107,7 @@ def _name(dtype: torch.dtype) -> str:
 def examine(
     name: str, *, batch_size: int | None = None, sequence_length: int | None = None, tile: int | None = None
 ) -> dict[str, Any]:
-    """What the layers of a hub model or a local folder get, on this machine's best device. Only its config is read.
+    """Find what the layers of a hub model or a local folder get, on this machine's best device. Only its config is read.
 
     Args:
         name: hub id or folder. batch_size, sequence_length: of one forward on one device; with both, "token_rounding"
@@ -141,8 +141,10 @@ def examine(
     }
 
 
-def _quantized(declared: Declared | None, support: list[LayerSupport]) -> tuple[str | None, list[LayerSupport]]:
-    """The checkpoint's quantization, None for plain weights, and what works with it."""
+def _quantized(
+    declared: DeclaredQuantization | None, support: list[LayerSupport]
+) -> tuple[str | None, list[LayerSupport]]:
+    """Name the checkpoint's quantization, None for plain weights, and find what works with it."""
     if declared is None:
         return None, support
     if declared.is_packed_here:
@@ -159,8 +161,8 @@ def _quantized(declared: Declared | None, support: list[LayerSupport]) -> tuple[
     ]
 
 
-def _remedy(declared: Declared) -> str:
-    """How to load a quantized checkpoint, or what of its scheme no format takes."""
+def _remedy(declared: DeclaredQuantization) -> str:
+    """Say how to load a quantized checkpoint, or what of its scheme no format takes."""
     try:
         declared.format()
     except CheckpointError as error:
@@ -182,7 +184,7 @@ def _layer(layers: LayerRange, has_kernels: bool) -> dict[str, Any]:
 
 
 def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[dict[str, Any]]:
-    """What token rounding would do with so many tokens, for each kind of layer (experts, top-k) where it works."""
+    """Forecast what token rounding does with so many tokens, for each kind of layer (experts, top-k) where it works."""
     layers = supported_layers(model, support, "token_rounding")
     kinds = dict.fromkeys((layer.experts.num_experts, layer.router.top_k) for layer in layers)
     return [_forecast(tokens, num_experts, top_k, policy) for num_experts, top_k in kinds]
@@ -212,7 +214,7 @@ def _forecast(tokens: int, num_experts: int, top_k: int, policy: TokenRounding) 
 
 
 def _adapter_forecast(model, support: list[LayerSupport]) -> dict[str, Any] | None:
-    """How many parameters LoRA has on the experts of supported layers whose routers are known, at rank r and at r /
+    """Count the parameters that LoRA has on the experts of supported layers whose routers are known, at rank r and at r /
     experts per token; None without any."""
     layers = [layer for layer in supported_layers(model, support, "accelerated") if layer.router is not None]
     if not layers:
@@ -239,7 +241,7 @@ def _adapter_forecast(model, support: list[LayerSupport]) -> dict[str, Any] | No
 
 
 def _placements(model, support: list[LayerSupport]) -> dict[str, str]:
-    """For supported layers by name: what runs on the Hopper kernels on a Hopper GPU."""
+    """Say by layer what runs on the Hopper kernels on a Hopper GPU."""
     if backends.missing_for_hopper():
         return {}
     placements = {}

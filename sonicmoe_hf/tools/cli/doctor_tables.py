@@ -14,7 +14,7 @@ YES_OR_NO = {True: "[green]yes[/]", False: "[red]no[/]"}
 
 
 def print_doctor(facts: dict[str, Any]) -> None:
-    """Versions, devices and, where a model was examined, its layers."""
+    """Print versions, devices and, where a model was examined, its layers."""
     console = Console()
     table = Table(title="Versions", title_justify="left", show_header=False)
     for package, version in facts["versions"].items():
@@ -31,7 +31,7 @@ def print_doctor(facts: dict[str, Any]) -> None:
 
 
 def _devices_table(devices: list[dict[str, Any]]) -> Table:
-    """One row per device and backend; dtypes that get the same share it."""
+    """Make a table with a row per device and backend, which dtypes share that get the same."""
     table = Table("device", "dtypes", "backend", "why", title="Devices", title_justify="left")
     for device in devices:
         shared: dict[tuple[str, str], list[str]] = {}

@@ -20,7 +20,7 @@ OTHERS = {
 
 
 def examples() -> dict[str, Path]:
-    """The examples by the names that the command takes: Python files without .py."""
+    """Find the examples by the names that the command takes: Python files without .py."""
     files = {path.stem: path for path in sorted(FOLDER.glob("*.py")) if path.stem != "shared"}
     return files | {name: FOLDER / name for name in OTHERS}
 
@@ -32,7 +32,7 @@ def _summary(name: str, path: Path) -> str:
 
 
 def _printed(path: Path) -> str:
-    """An example's text, with a line before its first import of what examples share, which finds it from anywhere."""
+    """Return an example's text, with a line that finds what examples share before its first import of that."""
 
     def with_path(match: re.Match) -> str:
         return f"{match[1]}{FIND_SHARED}{match[2] or ''}\n{match[0]}"
@@ -44,7 +44,7 @@ def _printed(path: Path) -> str:
     option("name", nargs="?", help="such as finetune, qlora or fsdp2.yaml"),
 )
 def example(name: str | None) -> int:
-    """Prints an example: sonicmoe-hf example finetune > finetune.py. Without a name, lists them."""
+    """Print an example: sonicmoe-hf example finetune > finetune.py. Without a name, list them."""
     files = examples()
     if name is None:
         width = max(map(len, files))

@@ -24,7 +24,7 @@ COMMANDS = (doctor, demo, warmup, plan, convert, merge, run, example)
 
 
 class _UsageError(Exception):
-    """The command line cannot be read: its parser, and what is wrong."""
+    """The error of a command line that cannot be read: its parser, and what is wrong."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""`sonicmoe-hf plan`: which ways of training a model fit on which GPUs, before a byte of it is downloaded."""
+"""`sonicmoe-hf plan`: the ways of training a model that fit on GPUs, before a byte of it is downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLE = re.compile(r"(?<!\S)examples/(?=\w+\.(?:py|yaml|json)(?!\S))")
 
 
 def gibibytes(text: str) -> float:
-    """ "80GB", "80GiB" or "80": GiB. Cards are named by GB and have as many GiB, within 1%."""
+    """Read GiB from "80GB", "80GiB" or "80". Cards are named by GB and have as many GiB, within 1%."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*(?:GB|GiB|G)?", text, re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size of memory, such as 80GB")
@@ -44,7 +44,7 @@ def gibibytes(text: str) -> float:
     json_option(", with what does not fit"),
 )
 def plan(model: str, gpus: int, gpu_memory: float, tokens: int, method: str | None, as_json: bool) -> int:
-    """Reads a model's config.json alone (hub id or local folder) and prints which ways of training fit, GiB of a GPU by
+    """Read a model's config.json alone (hub id or local folder) and print which ways of training fit, GiB of a GPU by
     part at the peak, and the command of each, which runs this package's examples. Exit code: 0 if a way fits, 1 if none
     does, 2 if the model cannot be planned for.
     """
@@ -82,14 +82,14 @@ def _as_json(way: Way) -> dict:
 
 
 def runnable(command: str) -> str:
-    """A command that runs from here: with the examples of the checkout that this folder is, or of the package."""
+    """Make a command that runs from here: with the examples of the checkout that this folder is, or of the package."""
     if (Path("examples") / "finetune.py").is_file():
         return command
     return EXAMPLE.sub(lambda match: shlex.quote(f"{FOLDER}/"), command)
 
 
 def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str) -> None:
-    """The ways that fit as a table, their commands, and what does not fit."""
+    """Print the ways that fit as a table, their commands, and what does not fit."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape

@@ -36,8 +36,8 @@ OPTIONS = (  # each takes a value
 
 
 def split_program(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The command line of `sonicmoe-hf run`, and the program's: what follows the first "--", which launchers may have
-    taken out, or the first word that is none of ours. Any other command line is whole."""
+    """Split the command line of `sonicmoe-hf run` from the program's, which follows the first "--" (launchers may have
+    taken it out), or begins with the first word that is none of ours. Any other command line is whole."""
     if arguments[:1] != ["run"]:
         return arguments, []
     names, position = [name for each in OPTIONS for name in each.names], 1
@@ -57,7 +57,7 @@ def split_program(arguments: list[str]) -> tuple[list[str], list[str]]:
     "[--adapt-experts RANK] -- PROGRAM [ARGUMENT ...]",
 )
 def run(program: list[str], **settings) -> int:
-    """Runs a program with every Transformers model that it or its children build patched, and says at the first training
+    """Run a program with every Transformers model that it or its children build patched, and say at the first training
     step what was patched, by which backend, or why not. PROGRAM is a command (trl, llamafactory-cli, axolotl, swift,
     accelerate, torchrun), a Python file, or -m and a module; all that follows is its own. These take over the process, so
     that arguments, exit code, signals, standard input and tracebacks are the program's. Under a launcher: torchrun ... -m

@@ -29,7 +29,7 @@ from .command import at_least, command, option
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What of a layer decides which kernels it needs: sizes H and I, dtype, activation, layout, biases."""
+    """The facts of a layer that decide which kernels it needs: sizes H and I, dtype, activation, layout, biases."""
 
     hidden: int
     inner: int
@@ -91,7 +91,7 @@ def warmup(
     dtype: str,
     processes: int | None,
 ) -> int:
-    """Compiles every Hopper kernel that the layers of a model (hub id or local folder; only its config is read) or of
+    """Compile every Hopper kernel that the layers of a model (hub id or local folder; only its config is read) or of
     given sizes need, forward, backward and with frozen parts, into the cache on disk (SONICMOE_HF_CACHE, or
     ~/.cache/sonicmoe_hf). Needs no GPU. Exit code: 0 if all are there, 1 if a layer's sizes are not for these kernels, 2
     if nothing could be compiled.
@@ -128,7 +128,7 @@ def warmup(
 
 
 def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind]:
-    """The different layers of a model (also on the meta device) that sonicmoe_hf accelerates."""
+    """Find the different layers of a model (also on the meta device) that sonicmoe_hf accelerates."""
     kinds = []
     for layer in supported_layers(model, supports(model), "accelerated"):
         facts, sizes = experts_facts(layer.experts), sizes_of(layer.experts)
@@ -139,14 +139,14 @@ def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind
 
 
 def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
-    """The functions (kernels/interface.py) that run on the Triton kernels on a Hopper GPU too; triton is installed."""
+    """Name the functions (kernels/interface.py) that run on Triton's kernels on a Hopper GPU too; triton is installed."""
     from ...kernels.hopper.variants import on_triton
 
     return on_triton(hidden, inner, activation)
 
 
 def placement(hidden: int, inner: int, activation: Activation) -> str:
-    """Which of a layer's products run on the Hopper kernels, in words; triton is installed."""
+    """Say which of a layer's products run on the Hopper kernels; triton is installed."""
     from ...kernels.triton.config import FEW
 
     functions = on_triton(hidden, inner, activation)
@@ -164,7 +164,7 @@ def placement(hidden: int, inner: int, activation: Activation) -> str:
 
 
 def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, Iterator[Outcome]]:
-    """How many kernels the layers need, and their outcomes as they come.
+    """Count the kernels that the layers need, and yield their outcomes as they come.
 
     Args:
         kinds: the layers. processes: that compile at a time; None is one for each CPU.
@@ -183,7 +183,7 @@ def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, 
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder where compiled kernels are kept."""
     from ...kernels.hopper import cache
 
     return cache.folder()

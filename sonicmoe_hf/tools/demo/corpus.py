@@ -14,7 +14,7 @@ HELD_OUT_EVERY = 12  # every twelfth file is kept for evaluation
 
 
 def standard_library(folder: Path | None = None) -> tuple[list[str], list[str]]:
-    """The texts of the standard library's top-level modules, as (training files, held-out files).
+    """Read the texts of the standard library's top-level modules, as (training files, held-out files).
 
     Raises:
         FileNotFoundError: this Python ships no sources (an embedded or zipped standard library).
@@ -31,12 +31,12 @@ def standard_library(folder: Path | None = None) -> tuple[list[str], list[str]]:
 
 
 def held_out_apart(texts: list[str]) -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts)."""
+    """Split texts into (training texts, held-out texts)."""
     return [text for index, text in enumerate(texts) if index % HELD_OUT_EVERY], texts[::HELD_OUT_EVERY]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` entries, trained on `texts`; the same texts give the same tokenizer."""
+    """Train a byte-level BPE tokenizer of `vocab_size` entries on `texts`; the same texts give the same tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> list[dict[str, torch.Tensor]]:
-    """The texts as one stream of tokens, cut into training examples of `length` tokens; the remainder is left out."""
+    """Join the texts into one stream of tokens, cut into examples of `length` tokens; the remainder is left out."""
     stream: list[int] = []
     for ids in tokenizer(texts, verbose=False)["input_ids"]:
         stream += [*ids, tokenizer.eos_token_id]

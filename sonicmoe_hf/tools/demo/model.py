@@ -59,9 +59,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
-    """4 layers, 32 experts, 4 of them per token: with 2048 tokens in a batch an expert gets 256 rows on average.
+    """Make a config of 4 layers and 32 experts, 4 of them per token.
 
-    Train it with `LoadBalancing(per_layer_loss=PER_LAYER_LOSS)`: without, the randomly initialised router collapses.
+    With 2048 tokens in a batch an expert gets 256 rows on average. Train it with
+    `LoadBalancing(per_layer_loss=PER_LAYER_LOSS)`: without, the randomly initialised router collapses.
     """
     return Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -83,7 +84,7 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
 
 
 def config_of(name: str, layers: int | None = None) -> PreTrainedConfig:
-    """The config of a hub id or local folder, with that many layers, its first, in place of all.
+    """Return the config of a hub id or local folder, with that many layers, its first, in place of all.
 
     Those of PUBLISHED need no network.
     """
@@ -94,7 +95,7 @@ def config_of(name: str, layers: int | None = None) -> PreTrainedConfig:
 
 
 def config_from(model_type: str, sizes: dict[str, Any], layers: int | None = None) -> PreTrainedConfig:
-    """The config of a model_type with these sizes, and its first `layers` where that is given."""
+    """Make the config of a model_type with these sizes, and its first `layers` where that is given."""
     if layers is not None:
         cut = {PATTERN: sizes[PATTERN][:layers]} if PATTERN in sizes else {"num_hidden_layers": layers}
         sizes = sizes | cut
@@ -102,7 +103,7 @@ def config_from(model_type: str, sizes: dict[str, Any], layers: int | None = Non
 
 
 def random_model(name: str, layers: int | None = None, **options) -> PreTrainedModel:
-    """A model with random weights, made on the accelerator where there is one. Its attention is that of
+    """Make a model with random weights, on the accelerator where there is one. Its attention is that of
     `sonicmoe_hf.from_pretrained`.
 
     Args:
@@ -122,7 +123,7 @@ def random_packed_model(
     experts_memory: str | int | None = None,
     **options,
 ) -> PreTrainedModel:
-    """A model with random weights of which some are packed. It is made module by module. Experts' weights begin as the
+    """Make a model with random weights, some of them packed, module by module. Experts' weights begin as the
     bytes that are stored, about as large as the model would initialise them, and at no moment is more than one linear
     layer there that is still to be packed.
 
@@ -164,7 +165,7 @@ def random_packed_model(
 
 
 def _made(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
-    """The model of a config, with the attention that from_pretrained would choose unless the options name one."""
+    """Build the model of a config, with the attention that from_pretrained would choose unless the options name one."""
     model = (auto_class_of(config) or AutoModelForCausalLM).from_config(config, **options)
     if options.get("attn_implementation") is None:
         take_sinks(model)
@@ -187,7 +188,7 @@ def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tu
 
 
 def _random_weight(experts: nn.Module, name: str, format: str, std: float, device: Any) -> PackedWeight:
-    """A packed weight of random bytes that stands for an experts' parameter on the meta device."""
+    """Make a packed weight of random bytes that stands for an experts' parameter on the meta device."""
     weight = local_part(experts._parameters[name])
     packed = random_packed(matrix_shape(experts, weight), format, std, row_order(experts, name), device)
     return PackedWeight.of(packed, format, weight.dtype, is_transposed(experts))
@@ -210,7 +211,7 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
 
 
 def _linear_in_4_bits(linear: nn.Linear, quant_type: str) -> nn.Module:
-    """bitsandbytes' layer with the weights of a linear one, double quantization included."""
+    """Make bitsandbytes' layer with the weights of a linear one, double quantization included."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     bias, weight = linear.bias is not None, linear.weight

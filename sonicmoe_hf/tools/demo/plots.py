@@ -18,7 +18,7 @@ class Curve(NamedTuple):
 
 
 def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, training: str, tokens_per_step: int) -> None:
-    """Loss over training. `uniform` is the loss of guessing every token with equal probability."""
+    """Draw the loss over training. `uniform` is the loss of guessing every token with equal probability."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     axes.axhline(uniform, color=GREY, linestyle=":", linewidth=1.2)

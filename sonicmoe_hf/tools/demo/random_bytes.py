@@ -21,9 +21,10 @@ ONE_TO_TWO = range(0x38, 0x40)  # bytes of the E4M3 values in [1, 2)
 def random_packed(
     shape: tuple[int, int, int], format: str, std: float, order: str = "whole", device: torch.device | str = "cpu"
 ) -> Quantized:
-    """A weight [E, N, K] with codes drawn evenly from those that stand for numbers, and scales with which the values have
-    a root mean square of about `std`, none larger than six times that. Beside what is stored, it takes the memory of
-    one expert.
+    """Make a weight [E, N, K] of random codes, in the memory of what is stored and of one expert more.
+
+    Codes are drawn evenly from those that stand for numbers. With its scales the values have a root mean square of
+    about `std`, none larger than six times that.
 
     Args:
         format: a name of kernels.quantized.FORMATS. order: of ORDERS. device: where it is made.

@@ -48,7 +48,7 @@ LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What `sonicmoe-hf demo` takes: optimiser steps, the output folder, token rounding's policy and tile, the seed.
+    """The settings of `sonicmoe-hf demo`: optimiser steps, the output folder, token rounding's policy and tile, the seed.
 
     Raises:
         ValueError: with this tile every step would fall back to top-k.
@@ -80,7 +80,7 @@ class DemoSettings:
 
 @dataclass
 class Demo:
-    """What the steps share, and what they found."""
+    """The state of the demo: what the steps share, and what they found."""
 
     settings: DemoSettings
     console: Console
@@ -100,17 +100,17 @@ class Demo:
         self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
 
     def logged(self, key: str) -> plots.Curve:
-        """What the Trainer logged under `key`."""
+        """Return what the Trainer logged under `key`."""
         entries = [entry for entry in self.log if key in entry]
         return plots.Curve([entry["step"] for entry in entries], [entry[key] for entry in entries])
 
     def rows(self) -> np.ndarray:
-        """Rows of every expert of every layer, at every log: [layers, logs, experts]."""
+        """Return the rows of every expert of every layer, at every log: [layers, logs, experts]."""
         return np.stack(list(rows_by_layer(self.load.history).values()))
 
 
 class _PrintProgress(TrainerCallback):
-    """One line per log: works in a terminal, in CI and in a file."""
+    """A callback that prints one line per log, which works in a terminal, in CI and in a file."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -166,7 +166,7 @@ def prepare(settings: DemoSettings) -> Demo:
 
 
 def _spread(blocks: list, count: int) -> list:
-    """`count` blocks, evenly spaced over all of them."""
+    """Choose `count` blocks, evenly spaced over all of them."""
     return blocks[:: max(1, len(blocks) // count)][:count]
 
 
@@ -256,7 +256,7 @@ def reload_and_compare(demo: Demo) -> None:
 
 
 def reloaded_logits(demo: Demo, folder: Path, **options) -> torch.Tensor:
-    """The logits of a checkpoint, loaded through Transformers."""
+    """Compute the logits of a checkpoint, loaded through Transformers."""
     reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     return held_out_logits(demo, reloaded.to(demo.model.device).eval())
 
@@ -283,7 +283,7 @@ def convert_and_compare(demo: Demo) -> None:
 
 @torch.no_grad()
 def held_out_logits(demo: Demo, model: PreTrainedModel) -> torch.Tensor:
-    """The logits of the first held-out batch."""
+    """Compute the logits of the first held-out batch."""
     return model(input_ids=_batch(demo.held_out_blocks).to(model.device)).logits.float().cpu()
 
 
@@ -292,7 +292,7 @@ def _batch(blocks: list) -> torch.Tensor:
 
 
 def draw(demo: Demo) -> None:
-    """The loss curve."""
+    """Draw the loss curve."""
     policy = demo.settings.policy
     routing = "top-k routing" if policy is None else f"token rounding, {policy.rounding}, tiles of {policy.tile_rows}"
     plots.draw_loss(
@@ -306,7 +306,7 @@ def draw(demo: Demo) -> None:
 
 
 def write_metrics(demo: Demo) -> None:
-    """Everything found, as outputs/demo/metrics.json."""
+    """Write everything found, as metrics.json in the output folder."""
     settings = {**asdict(demo.settings), "output": str(demo.settings.output)}
     facts = {
         "settings": settings,
@@ -320,7 +320,7 @@ def write_metrics(demo: Demo) -> None:
 
 
 def print_summary(demo: Demo) -> None:
-    """What happened in numbers, the checks, and where the results are."""
+    """Print what happened in numbers, the checks, and where the results are."""
     numbers = Table(title="Training", title_justify="left", show_header=False)
     for name, value in _numbers(demo):
         numbers.add_row(name, value)

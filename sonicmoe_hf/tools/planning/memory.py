@@ -1,4 +1,4 @@
-"""How many bytes training takes on one GPU at its peak, and at which moment that is.
+"""The bytes that training takes on one GPU at its peak, and the moment of the peak.
 
 Letters: T tokens of a step on this GPU, H hidden size, I experts' inner size, E experts, K experts per token, V
 vocabulary, r rank. All formulas count bytes. Experts that read a latent have its size in place of H.
@@ -38,7 +38,7 @@ ADAM8_BLOCK = 256  # values that share a scale in torchao's AdamW8bit
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained.
+    """The training of a model.
 
     method: of METHODS. parallel: "one GPU", "DDP" or one of SHARDED, over `gpus`. tokens: of a step on each GPU, in
     sequences of `sequence`. weights: "bf16" or "fp32", of what is trained in full; fp32 weights compute in bf16 by
@@ -95,7 +95,7 @@ class Training:
         return 4 if self.weights == "fp32" and self.parallel != "ZeRO-3" else 2
 
     def adapted(self, sizes: ModelSizes) -> list[Projection]:
-        """The attention's linear layers that have adapters."""
+        """Return the attention's linear layers that have adapters."""
         return [p for p in sizes.projections if (self.targets is None or p.name in self.targets) and self.r]
 
 
@@ -120,7 +120,7 @@ class Memory:
 
 
 def memory(sizes: ModelSizes, training: Training) -> Memory:
-    """The peak: the largest of the loss, a layer's backward at either end of the model, and the optimiser's step."""
+    """Compute the peak: the largest of the loss, a layer's backward at either end of the model, the optimiser's step."""
     fixed, tokens, checkpointing = _fixed(sizes, training), training.tokens, training.checkpointing
     layer, stream = tokens * layer_bytes(sizes, training), tokens * stream_bytes(sizes, training)
     kept = sizes.layers * (stream if checkpointing else layer) + _casts(sizes, training)
@@ -155,7 +155,7 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
 
 
 def adapter_parameters(sizes: ModelSizes, training: Training) -> tuple[int, int]:
-    """Parameters of adapters on the experts and on the attention."""
+    """Count the parameters of adapters on the experts and on the attention."""
     if training.full:
         return 0, 0
     on_experts = sum(count * training.experts_r * (out + in_) for count, out, in_ in sizes.expert_weights)
@@ -164,7 +164,7 @@ def adapter_parameters(sizes: ModelSizes, training: Training) -> tuple[int, int]
 
 
 def stored_bytes(sizes: ModelSizes, format: str) -> float:
-    """Of the experts' weights and biases in a format.
+    """Count the bytes of the experts' weights and biases in a format.
 
     Raises:
         ValueError: the format does not take experts of this size.
@@ -186,7 +186,7 @@ def _held_adapters(sizes: ModelSizes, training: Training) -> float:
 
 
 def _fixed(sizes: ModelSizes, training: Training) -> Memory:
-    """Weights, the optimiser's state and adapters: what is there all the time."""
+    """Compute what is there all the time: weights, the optimiser's state and adapters."""
     width = training.width if training.full else 2
     experts, rest, optimiser = float(width * sizes.experts), float(width * sizes.rest), 0.0
     if training.full:
@@ -208,7 +208,7 @@ def _fixed(sizes: ModelSizes, training: Training) -> Memory:
 
 
 def _gradients(sizes: ModelSizes, training: Training) -> float:
-    """All gradients, as they are at the end of backward."""
+    """Count all gradients, as they are at the end of backward."""
     if not training.full:
         return 4.0 * (2 if training.parallel == "DDP" else 1) * _held_adapters(sizes, training)  # DDP's buckets
     if training.optimizer == "adam8bit":  # freed as soon as a weight is updated, from an fp32 copy of it
@@ -217,7 +217,7 @@ def _gradients(sizes: ModelSizes, training: Training) -> float:
 
 
 def _layer_gradients(sizes: ModelSizes, training: Training) -> tuple[float, float]:
-    """(gradients of the layer whose backward runs, those of the layer before that wait to be reduced)."""
+    """Count (gradients of the layer whose backward runs, those of the layer before that wait to be reduced)."""
     in_experts = sizes.experts / sizes.moe_layers
     if not training.full:
         return 0.0, 0.0
@@ -231,7 +231,7 @@ def _layer_gradients(sizes: ModelSizes, training: Training) -> tuple[float, floa
 
 
 def _head(sizes: ModelSizes, training: Training) -> float:
-    """The gradient of the head's weight, whole, from the loss on."""
+    """Count the gradient of the head's weight, whole, from the loss on."""
     return (4.0 if training.fp32_stream else 2.0) * sizes.vocabulary * sizes.hidden if training.full else 0.0
 
 
@@ -239,20 +239,20 @@ def _head(sizes: ModelSizes, training: Training) -> float:
 
 
 def stream_bytes(sizes: ModelSizes, training: Training) -> float:
-    """A token's hidden state between two layers."""
+    """Count a token's hidden state between two layers."""
     return (4.0 if training.fp32_stream else 2.0) * sizes.hidden
 
 
 def norm_bytes(features: int, training: Training) -> float:
-    """Of an RMSNorm: without Liger an fp32 copy, and the normalised values where its weight is trained; with Liger its
-    input."""
+    """Count what an RMSNorm keeps: its input with Liger, else an fp32 copy, and the normalised values where its weight is
+    trained."""
     if training.fp32_stream:
         return (4.0 if training.liger is True else 8.0) * features
     return (2.0 if training.liger is True else 6.0 if training.full else 4.0) * features
 
 
 def layer_bytes(sizes: ModelSizes, training: Training) -> float:
-    """What a layer keeps for backward, for each token: norms, inputs of linear layers, attention, h, adapters' rows."""
+    """Count what a layer keeps of a token for backward: norms, inputs of linear layers, attention, h, adapters' rows."""
     hidden, full, adapted = sizes.hidden, training.full, training.adapted(sizes)
     inputs = 5 if training.fp32_stream else 2  # q, k and v share one, but for casts of autocast
     if not full:  # each adapter has a copy of its own
@@ -279,12 +279,12 @@ def layer_bytes(sizes: ModelSizes, training: Training) -> float:
 
 
 def is_eager(sizes: ModelSizes, training: Training) -> bool:
-    """Whether attention keeps its probabilities."""
+    """Return whether attention keeps its probabilities."""
     return (training.attention or sizes.attention) == "eager"
 
 
 def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]:
-    """(before, after) the gradients of the experts' weights: what the backward of a layer holds beside what was kept.
+    """Count what a layer's backward holds beside what was kept, (before, after) the gradients of the experts' weights.
 
     Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/experts_op.py). Adapters
     need a' only before dx.
@@ -302,19 +302,19 @@ def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]
 
 
 def _rows(sizes: ModelSizes, training: Training) -> float:
-    """Routed rows that there is memory for."""
+    """Count the routed rows that there is memory for."""
     rows = sizes.top_k + sizes.num_experts * training.extra_rows / training.tokens
     return rows * (training.gpus if _gathers_tokens(sizes, training) else 1)
 
 
 def _gathers_tokens(sizes: ModelSizes, training: Training) -> bool:
-    """Whether expert parallelism gathers the tokens of all ranks."""
+    """Return whether expert parallelism gathers the tokens of all ranks."""
     most = MaxSizes(training.tokens, training.tokens * sizes.top_k, 0)
     return training.splits_experts and choose_way(training.gpus, most, 2 * sizes.experts_hidden) == "gathering"
 
 
 def _exchanged(sizes: ModelSizes, training: Training) -> float:
-    """Hidden states that came from other ranks under expert parallelism, of all their tokens where these are gathered."""
+    """Count the hidden states that came from other ranks, of all their tokens where these are gathered."""
     if not training.splits_experts:
         return 0.0
     copies = training.gpus if _gathers_tokens(sizes, training) else min(sizes.top_k, training.gpus)
@@ -322,14 +322,14 @@ def _exchanged(sizes: ModelSizes, training: Training) -> float:
 
 
 def _casts(sizes: ModelSizes, training: Training) -> float:
-    """fp32 weights in bf16, which autocast keeps for backward."""
+    """Count the fp32 weights in bf16, which autocast keeps for backward."""
     if not training.fp32_stream or training.checkpointing:
         return 0.0
     return 2.0 * (sizes.total - sizes.embeddings + (0 if training.liger else sizes.vocabulary * sizes.hidden))
 
 
 def _loss(sizes: ModelSizes, training: Training) -> float:
-    """Logits and what becomes of them."""
+    """Count the logits and what becomes of them."""
     if not training.liger:
         return 3 * 4.0 * sizes.vocabulary * training.tokens
     # Liger's FLCE: chunks of tokens, whose logits are as large as the hidden states
@@ -342,12 +342,12 @@ def _loss(sizes: ModelSizes, training: Training) -> float:
 
 
 def _root(sizes: ModelSizes, training: Training) -> float:
-    """What is gathered from the first layer's forward to the last one's backward: embeddings and head."""
+    """Count what is gathered from the first layer's forward to the last one's backward: embeddings and head."""
     return 2.0 * sizes.embeddings if training.parallel in ("FSDP2", "expert parallelism") else 0.0
 
 
 def _communication(sizes: ModelSizes, training: Training) -> float:
-    """What is gathered, or waits to be sent, while a layer's backward runs."""
+    """Count what is gathered, or waits to be sent, while a layer's backward runs."""
     outside_experts = 2.0 * (sizes.layer - sizes.experts // sizes.moe_layers)
     if training.parallel == "FSDP2":
         in_flight = 1 if training.full else 2  # the next layer's weights come while this one's backward runs

@@ -105,7 +105,7 @@ class ModelSizes:
 
 
 def sizes_of_checkpoint(name: str) -> ModelSizes:
-    """The sizes of a hub model or a local folder. Only its config.json is read.
+    """Read the sizes of a hub model or a local folder. Only its config.json is read.
 
     Raises:
         CheckpointError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
@@ -115,7 +115,7 @@ def sizes_of_checkpoint(name: str) -> ModelSizes:
 
 
 def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
-    """The sizes of a model on the meta device.
+    """Read the sizes of a model on the meta device.
 
     Raises:
         DoctorError: it has no experts, some that sonicmoe_hf does not compute, or no loss, or its checkpoint is quantized
@@ -200,14 +200,14 @@ def _is_convertible(config: PreTrainedConfig) -> bool:
 
 
 def _entry(config: Any, name: str) -> int | None:
-    """An entry of a config, the largest where layers have their own; None if it has none."""
+    """Read an entry of a config, the largest where layers have their own; None if it has none."""
     of_layers = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or ()]
     values = of_layers or [getattr(config, name, None)]
     return max((value for value in values if isinstance(value, int)), default=None)
 
 
 def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[Projection]:
-    """The linear layers of modules whose classes have one of these words in their names."""
+    """Count the linear layers of modules whose classes have one of these words in their names."""
     counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for module in model.modules():
         if any(kind in type(module).__name__ for kind in kinds):
@@ -218,7 +218,7 @@ def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[Project
 
 
 def _of_a_layer(config: Any, features: Iterable[tuple[Projection, int]]) -> int:
-    """So many features in a layer, on average."""
+    """Count the features in a layer, on average."""
     return sum(projection.num_layers * count for projection, count in features) // config.num_hidden_layers
 
 

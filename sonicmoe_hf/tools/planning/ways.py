@@ -40,7 +40,7 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """What is trained, in which format, and over how many GPUs."""
+        """The name of what is trained, in which format, and over how many GPUs."""
         training = self.training
         what = {"full": f"full {training.weights}", "lora": "LoRA", "qlora": f"QLoRA {training.experts.upper()}"}
         linear = " linear too" if training.linear != "bf16" else ""
@@ -68,14 +68,14 @@ class Way:
 
 
 def in_sequences(tokens: int) -> tuple[int, int]:
-    """(tokens, their sequences' length): at least so many, in equal sequences of SEQUENCE at most."""
+    """Round tokens up to equal sequences of SEQUENCE at most; returns (tokens, a sequence's length)."""
     sequences = -(-tokens // SEQUENCE)
     length = -(-tokens // sequences)
     return sequences * length, length
 
 
 def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, method: str | None = None) -> list[Way]:
-    """Every way that is known, the fastest of each kind first.
+    """List every way that is known, the fastest of each kind first.
 
     Args:
         gpus: how many; gpu_memory: GiB of each. tokens: of a step on each GPU. method: one of METHODS; None: all.
@@ -102,7 +102,7 @@ def _way(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
 
 
 def _from_host_memory(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
-    """The way with as many GiB of experts on the GPU as fit there, and the others in host memory."""
+    """Plan the way with as many GiB of experts on the GPU as fit there, and the others in host memory."""
     alone = _way(sizes, replace(training, experts_memory=0), gpu_memory)
     if not alone.fits:
         return alone
@@ -111,17 +111,17 @@ def _from_host_memory(sizes: ModelSizes, training: Training, gpu_memory: float) 
 
 
 def _is_of_qlora_example(training: Training) -> bool:
-    """Whether examples/qlora.py does it, which has a rank of its own."""
+    """Return whether examples/qlora.py does it, which has a rank of its own."""
     return training.method == "qlora" and training.r != Training.r
 
 
 def _is_loaded_in_bf16(training: Training) -> bool:
-    """Whether the example loads the model in bf16."""
+    """Return whether the example loads the model in bf16."""
     return training.weights == "bf16" and training.parallel != "ZeRO-3"
 
 
 def left_out(sizes: ModelSizes) -> str | None:
-    """Which ways the checkpoint's quantization leaves out, and what to do."""
+    """Say which ways the checkpoint's quantization leaves out, and what to do."""
     stored = sizes.quantization
     if stored is None or sizes.is_dequantized:
         return None
@@ -134,7 +134,7 @@ def left_out(sizes: ModelSizes) -> str | None:
 
 
 def compiling(ways: list[Way]) -> str | None:
-    """Which of them are to be compiled, because their steps wait for Python, and what that gains."""
+    """Say which of them are to be compiled, because their steps wait for Python, and what that gains."""
     few = ways[0].training.tokens <= FEW_TOKENS
     if not few or not any(way.fits and "--dtype bfloat16" in way.command and way.training.gpus == 1 for way in ways):
         return None
@@ -145,7 +145,7 @@ def compiling(ways: list[Way]) -> str | None:
 
 
 def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
-    """(of each kind of way the first that fits; of each kind of which none fits, the smallest)."""
+    """Choose what is shown: (of each kind the first way that fits; of kinds of which none fits, the smallest way)."""
     kinds: dict[str, list[Way]] = {}
     for way in ways:
         kinds.setdefault(way.kind, []).append(way)
@@ -155,7 +155,7 @@ def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
 
 
 def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iterator[Training]:
-    """All that the examples can do with this checkpoint."""
+    """Yield all that the examples can do with this checkpoint."""
     liger = sizes.model_type in LIGER
     of_all: dict[str, Any] = {"tokens": tokens, "sequence": sequence, "liger": liger, "gpus": gpus}
     one, divides = gpus == 1, sizes.num_experts % gpus == 0
@@ -192,8 +192,8 @@ def _kept(training: Training, **settings: Any) -> Iterator[Training]:
 
 
 def _formats(sizes: ModelSizes) -> Iterator[str]:
-    """Formats that the experts can have: the checkpoint's own, and NF4 of the hub's FP8; of plain ones all that their
-    sizes take."""
+    """Yield the formats that the experts can have: the checkpoint's own, and NF4 of the hub's FP8; of plain ones all that
+    their sizes take."""
     stored = sizes.quantization
     smaller = ["nf4"] if stored == "fp8" and not sizes.is_packed else []
     for format in FORMATS if stored is None else [stored, *smaller]:
@@ -205,7 +205,7 @@ def _formats(sizes: ModelSizes) -> Iterator[str]:
 
 
 def _command(sizes: ModelSizes, training: Training) -> str:
-    """The example that does it, under its launcher, with the options that it takes."""
+    """Write the command of the example that does it, under its launcher, with the options that it takes."""
     model, gpus = f"--model {shlex.quote(sizes.name)}", training.gpus
     launcher = "python" if training.parallel == "one GPU" else f"torchrun --nproc-per-node {gpus}"
     options = []
@@ -228,7 +228,7 @@ def _command(sizes: ModelSizes, training: Training) -> str:
 
 
 def _of_finetune(sizes: ModelSizes, training: Training) -> list[str]:
-    """The options of examples/finetune.py. Full training checkpoints if told to, adapters' unless told not to."""
+    """Choose the options of examples/finetune.py. Full training checkpoints if told to, adapters' unless told not to."""
     options: dict[str, bool] = {
         "--bf16": training.full and (training.weights == "fp32" or training.parallel == "ZeRO-3"),
         "--dtype bfloat16": training.full and training.weights == "bf16" and training.parallel != "ZeRO-3",
