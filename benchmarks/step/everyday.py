@@ -73,12 +73,12 @@ def _padded(lengths: list[int], vocabulary: int, device: str) -> dict:
     }
 
 
-def take_step(model, optimizer, batches: list[dict], device: str) -> torch.Tensor:
+def take_step(model, optimizer, batches: list[dict], device: str, **options) -> torch.Tensor:
     """The mean loss of the micro-batches, on the device."""
     losses = []
     for batch in batches:
         with torch.autocast(device, torch.bfloat16):
-            loss = model(**batch, use_cache=False).loss / len(batches)
+            loss = model(**batch, use_cache=False, **options).loss / len(batches)
         loss.backward()
         losses.append(loss.detach())
     optimizer.step()
@@ -129,18 +129,19 @@ def build(contender: str, experts: str, checkpointing: bool, options):
 def measure(model, setting: str, options) -> dict:
     """metric -> values of one setting."""
     torch.compiler.reset()
+    chunk = {} if options.chunk is None else {"chunk_mem_const": options.chunk}
     steps = steps_of(setting, WARMUP + options.steps, model.config.vocab_size, options.device, options.tiny)
     optimizer, clock = optimizer_of(model), Clock(1 + options.steps)
     began = time.perf_counter()
     for batches in steps[:WARMUP]:
-        take_step(model, optimizer, batches, options.device)
+        take_step(model, optimizer, batches, options.device, **chunk)
     synchronize()
     warmup_s = time.perf_counter() - began
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     clock.note()
     for batches in steps[WARMUP:]:
-        loss = take_step(model, optimizer, batches, options.device)
+        loss = take_step(model, optimizer, batches, options.device, **chunk)
         clock.note()
     ms = clock.milliseconds()
     tokens = [sum(int((batch["labels"] >= 0).sum()) for batch in batches) for batches in steps[WARMUP:]]
@@ -152,7 +153,7 @@ def measure(model, setting: str, options) -> dict:
     }
     if options.device == "cuda":
         values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
-        step = partial(take_step, model, optimizer, steps[-1], options.device)
+        step = partial(take_step, model, optimizer, steps[-1], options.device, **chunk)
         kernels = kernels_of(step)
         values |= {"busy_ms": kernels.busy_ms, "kernels": sum(kernels.launches.values())}
         values["ms_over_busy"] = statistics.median(ms) / kernels.busy_ms
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--contender", nargs="+", choices=(OURS, COMPILED, GROUPED), default=(OURS, COMPILED, GROUPED))
     parser.add_argument("--without-checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
+    parser.add_argument("--chunk", type=int, help="Liger's chunk_mem_const, its own without")
     parser.add_argument("--detail", nargs="*", default=(), help="settings whose largest kernels are printed")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     options = parser.parse_args()

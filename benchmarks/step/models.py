@@ -253,8 +253,9 @@ def use_fused_loss(model) -> None:
 def _forward_with_fused_loss(self, input_ids, labels, **options):
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
 
+    chunk = {name: options.pop(name) for name in ("chunk_mem_const",) if name in options}
     hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options).last_hidden_state
-    return CausalLMOutput(LigerForCausalLMLoss(hidden, self.lm_head.weight, labels, self.config.hidden_size))
+    return CausalLMOutput(LigerForCausalLMLoss(hidden, self.lm_head.weight, labels, self.config.hidden_size, **chunk))
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
