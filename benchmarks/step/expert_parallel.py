@@ -51,8 +51,8 @@ TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of expe
 
 
 class Case(NamedTuple):
-    """The implementation that brings experts their tokens (None: FSDP2 gathers the weights instead), the routing, and the
-    way of ours (None: the one that it chooses)."""
+    """Case: the implementation that brings experts their tokens (None: FSDP2 gathers the weights instead), the
+    routing, and the way of ours (None: the one that it chooses)."""
 
     ep_implementation: str | None
     routing: str | None
@@ -71,8 +71,8 @@ OTHERS = ("all_to_all of Transformers, top-k", "FSDP2, top-k")
 
 
 class BytesSent(TorchDispatchMode):
-    """Counts what collectives on this rank's device send to other ranks: by the implementations of expert parallelism
-    (`exchange`: the all-to-alls, and what our module calls) and by others."""
+    """BytesSent counts what collectives on this rank's device send to other ranks: by the implementations of expert
+    parallelism (`exchange`: the all-to-alls, and what our module calls) and by others."""
 
     def __init__(self, device_type: str):
         super().__init__()
@@ -80,7 +80,7 @@ class BytesSent(TorchDispatchMode):
         self.exchange, self.other, self.is_ours = 0.0, 0.0, False
 
     def as_ours(self, function):
-        """`function`, whose collectives are ours."""
+        """Count the collectives of `function` as ours."""
 
         def call(*args, **options):
             self.is_ours = True
@@ -127,7 +127,7 @@ class BytesSent(TorchDispatchMode):
 
 
 def fill(model) -> None:
-    """The same random weights, whatever the shards: every rank makes the whole of each and keeps its part."""
+    """Fill a model with the same random weights, whatever the shards: every rank makes each whole and keeps its part."""
     for number, parameter in enumerate(model.parameters()):
         generator = torch.Generator(parameter.device).manual_seed(number)
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -136,8 +136,7 @@ def fill(model) -> None:
 
 
 def build(ep_implementation: str | None, options):
-    """The model, its experts split over the ranks or their weights sharded by FSDP2, as from_pretrained splits and shards
-    them."""
+    """Build the model, its experts split over the ranks or their weights sharded by FSDP2, as from_pretrained does."""
     world = dist.get_world_size()
     sizes = {"fsdp_size": world}
     if ep_implementation is not None:
@@ -151,7 +150,7 @@ def build(ep_implementation: str | None, options):
 
 
 def optimizer_of(model):
-    """Parameters of different meshes are updated apart: torch takes lists of one mesh."""
+    """Make AdamW of groups of parameters of one mesh each: torch takes lists of one mesh."""
     by_mesh = collections.defaultdict(list)
     for parameter in model.parameters():
         by_mesh[parameter.device_mesh].append(parameter)
@@ -159,7 +158,7 @@ def optimizer_of(model):
 
 
 def loss_of(model, tokens) -> torch.Tensor:
-    """After backward."""
+    """Compute the loss and run backward."""
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     return loss
@@ -172,7 +171,7 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def gradient_norm(model) -> float:
-    """Of all ranks' shards: no parameter is on two of them."""
+    """Compute the norm of all ranks' shards: no parameter is on two of them."""
     local = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
     total = torch.stack([shard.float().square().sum() for shard in local]).sum()
     return (mean_over_ranks(total) * dist.get_world_size()) ** 0.5
@@ -188,7 +187,7 @@ def bytes_of_step(model, tokens, options) -> dict[str, float]:
 
 
 def device_times(step) -> dict[str, float]:
-    """Milliseconds of a step in which NCCL's kernels run on the GPU, others, and any."""
+    """Count the milliseconds of a step in which NCCL's kernels run on the GPU, others, and any."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step(), step(), torch.cuda.synchronize()
     kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
@@ -198,7 +197,7 @@ def device_times(step) -> dict[str, float]:
 
 
 def covered(ranges) -> float:
-    """The length of the union of time ranges."""
+    """Sum the union of time ranges."""
     total, end = 0.0, float("-inf")
     for one in sorted(ranges, key=lambda one: one.start):
         total += max(one.end - max(one.start, end), 0)
@@ -207,7 +206,7 @@ def covered(ranges) -> float:
 
 
 def measure(model, case: Case, tokens, options) -> dict:
-    """metric -> values."""
+    """Measure a case: metric -> values."""
     sonicmoe_hf.set_routing(model, case.routing)
     found = {"loss": mean_over_ranks(loss_of(model, tokens)), "gradient_norm": gradient_norm(model)}
     model.zero_grad(set_to_none=True)
@@ -225,7 +224,7 @@ def measure(model, case: Case, tokens, options) -> dict:
 
 
 def results_of(options, table: Table, shape: str) -> dict[str, dict]:
-    """Of every case, which are also rows of the table; those of one implementation share a model."""
+    """Measure every case, each a row of the table; those of one implementation share a model."""
     tokens = sequences(options.tokens, options.config.vocab_size, options.device, seed=dist.get_rank())
     results = {}
     cases = {name: (CASES | BY_WAY)[name] for name in options.case or CASES}

@@ -20,7 +20,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _LinearMap(torch.autograd.Function):
-    """`apply_map(tensor, *saved)`, a linear map, whose gradient `transpose(gradient, *saved)` is."""
+    """A linear map `apply_map(tensor, *saved)`, whose gradient is `transpose(gradient, *saved)`."""
 
     @staticmethod
     def forward(ctx, tensor, apply_map, transpose, *saved):
@@ -119,17 +119,18 @@ def _sum_rows(num_tokens, y_RH, *rows):
 
 
 def sum_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor as it is; its gradient is summed over the ranks, each of which has a part of it."""
+    """Return the tensor as it is, and sum its gradient over the ranks, each of which has a part of it."""
     return _LinearMap.apply(tensor, _identity, partial(_sum, group=group))
 
 
 def mean_of_gradients(tensor: torch.Tensor, count: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The tensor as it is; its gradient is divided by `count` and summed over the ranks of `group`, if there is one."""
+    """Return the tensor as it is; divide its gradient by `count` and sum it over the ranks of `group`, if there is
+    one."""
     return _LinearMap.apply(tensor, _identity, partial(_mean, count=count, group=group))
 
 
 def sum_over_ranks(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks, which all go on with the same: its gradient is every rank's own."""
+    """Sum over the ranks, which all go on with the same; the gradient is every rank's own."""
     return _LinearMap.apply(summand, partial(_sum, group=group), _identity)
 
 
@@ -149,19 +150,20 @@ def begin_scatter_sum(summand: torch.Tensor, group: dist.ProcessGroup) -> Callab
 def exchange(
     tensor: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The first `send_sizes[0]` rows go to the first rank, and so on; what comes back in turn."""
+    """Send the first `send_sizes[0]` rows to the first rank, and so on, and return what the ranks send, in their
+    order."""
     forward = partial(_exchange, send_sizes=send_sizes, receive_sizes=receive_sizes, group=group)
     backward = partial(_exchange, send_sizes=receive_sizes, receive_sizes=send_sizes, group=group)
     return _LinearMap.apply(tensor, forward, backward)
 
 
 def rows_of_tokens(x_TH: torch.Tensor, rows: Rows, num_rows: int) -> torch.Tensor:
-    """[R, H]: of each row its token's x."""
+    """Gather each row's token: x [T, H] -> [R, H]."""
     return _LinearMap.apply(x_TH, partial(_take_rows, num_rows), partial(_sum_rows, len(x_TH)), *rows)
 
 
 def sum_of_rows(y_RH: torch.Tensor, rows: Rows, num_tokens: int) -> torch.Tensor:
-    """[T, H]: each token's rows, summed in fp32 and always in the same order."""
+    """Sum each token's rows in fp32, always in the same order: [R, H] -> [T, H]."""
     return _LinearMap.apply(y_RH, partial(_sum_rows, num_tokens), partial(_take_rows, len(y_RH)), *rows)
 
 
@@ -171,8 +173,8 @@ _with_same_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, list] = weakref
 
 
 def ranks_with_same_experts(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The ranks that have this one's place in groups like `group`, which all ranks are divided into; None where there is
-    one such group. All ranks make the first call together."""
+    """Find the ranks that have this one's place in groups like `group`, which all ranks are divided into; None where
+    there is one such group. All ranks make the first call together."""
     if group not in _with_same_experts:
         groups: list = [None] * dist.get_world_size()
         dist.all_gather_object(groups, dist.get_process_group_ranks(group))
@@ -185,7 +187,7 @@ def ranks_with_same_experts(group: dist.ProcessGroup) -> dist.ProcessGroup | Non
 
 
 def max_over_ranks(values: list[int], group: dist.ProcessGroup) -> list[int]:
-    """The maximum over the ranks of each value, without waiting for a device."""
+    """Take the maximum over the ranks of each value, without waiting for a device."""
     if "cpu:" in dist.get_backend_config(group):
         host_group = group
     else:

@@ -27,7 +27,7 @@ Experts = Callable[[torch.Tensor, Routing, torch.Tensor], torch.Tensor]
 
 
 def pairs_of(routing: Routing, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expert_P, token_P and weight_P of any Routing."""
+    """List the pairs of any Routing: expert_P, token_P and weight_P."""
     expert_P, weight_P = routing.expert_index.reshape(-1), routing.weights.reshape(-1)
     if routing.token_index is not None:
         return expert_P, routing.token_index.reshape(-1), weight_P
@@ -49,7 +49,7 @@ _way_in_use: str | None = None  # no thread's own: checkpointing runs layers aga
 
 
 class MaxSizes(NamedTuple):
-    """The maximum T and P of the ranks, and whether any of them lists its pairs with their tokens."""
+    """MaxSizes: the maximum T and P of the ranks, and whether any of them lists its pairs with their tokens."""
 
     num_tokens: int
     num_pairs: int
@@ -123,7 +123,7 @@ def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, holding: Holding)
 
 
 def _padded_pairs(routing: Routing, num_tokens: int, num_experts: int, sizes: MaxSizes):
-    """The pairs and weights of a rank, as long as those of all: experts and weights [T, K], or where a rank lists its
+    """Pad the pairs and weights of a rank to the length of all ranks': experts and weights [T, K], or where one lists its
     pairs (expert, token) [P, 2] and weights [P]."""
     if not sizes.is_list:
         expert_TK = _padded(routing.expert_index.to(torch.int32), sizes.num_tokens, NOBODY)
@@ -136,7 +136,7 @@ def _padded_pairs(routing: Routing, num_tokens: int, num_experts: int, sizes: Ma
 
 
 def _pairs_of_chunk(all_pairs, all_weights, is_list: int, start: int, stop: int):
-    """The experts, weights and tokens (None where they are not listed) of the ranks' tokens start .. stop - 1."""
+    """Select the experts, weights and tokens (None where they are not listed) of the ranks' tokens start .. stop - 1."""
     if not is_list:
         return all_pairs[:, start:stop].flatten(0, 1), all_weights[:, start:stop].flatten(0, 1), None
     expert_NP, token_NP = all_pairs.unbind(2)

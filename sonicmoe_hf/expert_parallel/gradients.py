@@ -11,8 +11,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[dict[str, list[torch.Tensor]]]:
-    """An optimiser's parameter groups: the parameters on one device mesh each, and those on none. Torch updates lists of
-    tensors of one mesh.
+    """Group parameters for an optimiser by their device mesh, those on none together. Torch updates lists of tensors of
+    one mesh.
 
     Example:
         optimizer = torch.optim.AdamW(by_mesh(model.parameters()), lr=1e-4)
@@ -24,7 +24,7 @@ def by_mesh(parameters: Iterable[torch.Tensor]) -> list[dict[str, list[torch.Ten
 
 
 def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` (2-norm) for sharded parameters beside whole ones, which it does not take.
+    """Clip as `torch.nn.utils.clip_grad_norm_` (2-norm), which does not take sharded parameters beside whole ones.
 
     Returns:
         The norm of the gradients of all experts and of everything else, the same on every rank.

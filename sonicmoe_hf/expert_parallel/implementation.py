@@ -20,7 +20,8 @@ from .exchange import Experts, pairs_of, reach_experts
 
 
 class SonicMoEExpertParallelism(EPImplementation):
-    """Brings a rank's experts their tokens; for top-k and token rounding, and for experts that sonicmoe_hf computes.
+    """The EPImplementation that brings a rank's experts their tokens, by top-k or token rounding; sonicmoe_hf computes
+    them.
 
     - Ranks that share a batch (ep_size == tp_size) run their own experts on all tokens, and sum the outputs.
     - Ranks with different batches gather all tokens and scatter the sum of the outputs, or exchange tokens with an
@@ -44,11 +45,11 @@ class SonicMoEExpertParallelism(EPImplementation):
         return self  # as Transformers' forward around it, a function, is not copied either
 
     def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that ranks with the same batch share: each has the gradient of what its own experts do with it."""
+        """Sum the gradient of a tensor that ranks with the same batch share: each has what its own experts do with it."""
         return tensor if self.batch_group is None else sum_gradients(tensor, self.batch_group)
 
     def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this rank's experts, which have tokens of all batches: its gradient becomes that of the mean of the
+        """Make the gradient of a tensor of this rank's experts, which have tokens of all batches, that of the mean of the
         batches' losses, the same on all ranks that hold these experts."""
         num_batches = dist.get_world_size() // self.tp_mesh.size()
         return mean_of_gradients(tensor, num_batches, ranks_with_same_experts(self.holding.group))
@@ -60,7 +61,7 @@ class SonicMoEExpertParallelism(EPImplementation):
             dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
-        """The experts' output [T, H] for this rank's tokens [T, H].
+        """Compute the experts' output [T, H] for this rank's tokens [T, H].
 
         `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing, made by token
         rounding, and `top_k_weights` its weights; either may come in an Adapted.
@@ -93,7 +94,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         return self._exchange_part(hidden_states, routing, experts, self.batch_group)
 
     def _experts(self, adapters: dict) -> Experts:
-        """This rank's experts with their adapters, by the names of the weights."""
+        """Bind adapters, by the names of their weights, to this rank's experts."""
         if not adapters:
             return self.experts_forward
         return lambda x, routing, weights: self.experts_forward(x, Adapted(routing, adapters), weights)
@@ -104,7 +105,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         return sum_over_ranks(experts(x_TH, local, routing.weights), group)
 
     def _exchange_part(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
-        """Of the batch that ranks of a tensor-parallel group share, each sends a part of the tokens."""
+        """Send a part of the tokens of the batch that ranks of a tensor-parallel group share."""
         num_tokens, size = len(x_TH), self.tp_mesh.size()
         start, stop = (
             num_tokens * part // size for part in (self.tp_mesh.get_local_rank(), self.tp_mesh.get_local_rank() + 1)

@@ -30,7 +30,7 @@ from .declared import QUANT_METHOD, check_undeclared
 from .hub_conversions import with_hub_converters
 from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
-from .shares import gathered_for_saving, hide_when_split, is_split, show
+from .shares import gathered_for_saving, is_split, keep_from_fsdp, restore_parameters
 from .state import check_shape, use_stored_names
 
 OF_PACKED = (  # attributes of a model with packed experts
@@ -216,14 +216,14 @@ class ExpertsQuantizer(HfQuantizer):
         weights = check_packable(model, self.quantization_config.experts)
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, self.quantization_config.hub)
         for module in {module for _, module, _ in weights}:
-            hide_when_split(module, packable(module), self.quantization_config.experts)
+            keep_from_fsdp(module, packable(module), self.quantization_config.experts)
         if self.linear is not None:
             self.linear._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for prefix, module in model.named_modules():
-            show(module)
+            restore_parameters(module)
             for name in packable(module):
                 weight = module._parameters[name]
                 if isinstance(weight, PackedWeight):

@@ -30,7 +30,7 @@ NOT_SAVED = (
 
 
 class PackedShard(PackedWeight):
-    """Some experts of a packed weight, as one rank of FSDP2 holds them: inside its DTensor, never computed with.
+    """The experts of a packed weight that one rank of FSDP2 holds, inside its DTensor; nothing computes with them.
 
     state: of the whole weight.
     """
@@ -38,15 +38,15 @@ class PackedShard(PackedWeight):
     refusal = NOT_SAVED
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Raises RuntimeError: one rank has a part of the weight alone."""
+        """Raise RuntimeError: one rank has a part of the weight alone."""
         raise RuntimeError("this is one rank's part of a packed weight sharded by FSDP; unshard the module first")
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """What FSDP2 gathers, and what stays as it is."""
+        """Name what FSDP2 gathers, and what stays as it is."""
         return (self.codes, self.scales), (self.state, self.format, self.is_transposed)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        """The whole weight over the gathered tensors, which later all-gathers fill again."""
+        """Make the whole weight over the gathered tensors, which later all-gathers fill again."""
         if out is not None:
             return None
         codes, scales = all_gather_outputs
@@ -83,7 +83,7 @@ def _slice(weight, dim=0, start=None, end=None, step=1):
 
 
 def _view(weight, size):
-    """The weight itself: fully_shard keeps a flat view of a shard, and asks nothing of it."""
+    """Return the weight itself: fully_shard keeps a flat view of a shard, and asks nothing of it."""
     is_flat = isinstance(weight, PackedShard) and list(size) in ([-1], [weight.numel()])
     if not is_flat and tuple(size) != tuple(weight.shape):
         return NotImplemented
@@ -97,7 +97,7 @@ def _as_strided(weight, size, stride, storage_offset=None):
 
 
 def _gather(weight, group_size, group_name):
-    """DTensor.full_tensor() of a sharded weight."""
+    """Gather a sharded weight for DTensor.full_tensor()."""
     if not isinstance(weight, PackedShard):
         return NotImplemented
     codes, scales = (wait_tensor(all_gather(part, group_size, group_name)) for part in (weight.codes, weight.scales))

@@ -21,11 +21,11 @@ from . import PACKED
 from .state import local_part
 
 
-def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
-    """Where ranks come to share experts whose weights a checkpoint is to bring packed, make these buffers until it has:
-    Transformers calls `fully_shard` after it has split experts and before it reads the checkpoint, and that would shard
-    and gather parameters that stay where they are. Splitting raises UnsupportedExpertsError where a rank's part of a
-    weight cannot be packed apart."""
+def keep_from_fsdp(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
+    """Make these weights buffers as soon as ranks share the experts, until `restore_parameters`: a checkpoint is to
+    bring them packed. Transformers calls `fully_shard` after it has split experts and before it reads the checkpoint,
+    and that would shard and gather parameters that stay where they are. Splitting raises UnsupportedExpertsError where
+    a rank's part of a weight cannot be packed apart."""
 
     def hide(experts: nn.Module) -> None:
         vars(experts)[attributes.PARAMETER_NAMES] = list(experts._parameters)
@@ -42,9 +42,9 @@ def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> 
     vars(experts)[attributes.WHEN_SPLIT] = hide
 
 
-def show(experts: nn.Module) -> None:
-    """End what `hide_when_split` began: the checkpoint was read, or there is none. Packed weights that Transformers put
-    into split ones become this rank's parameters."""
+def restore_parameters(experts: nn.Module) -> None:
+    """Make the weights parameters again once the checkpoint was read, or there is none. Packed weights that
+    Transformers put into split ones become this rank's parameters."""
     vars(experts).pop(attributes.WHEN_SPLIT, None)
     weights: dict[str, Any] = experts._parameters
     names = vars(experts).pop(attributes.PARAMETER_NAMES, ())
@@ -58,8 +58,8 @@ def show(experts: nn.Module) -> None:
 
 
 def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch.Tensor, int]:
-    """Of what a checkpoint stores for a sharded parameter, with `rows` rows in all: (all rows, from the ranks' pieces;
-    which of the parameter's own rows is this rank's first). All ranks call it.
+    """Gather what a checkpoint stores for a sharded parameter, with `rows` rows in all: (all rows, from the ranks'
+    pieces; the first of the parameter's own rows that is this rank's). All ranks call it.
 
     Raises:
         CheckpointError: the parameter is sharded otherwise than by its rows over one group of ranks.
@@ -95,7 +95,7 @@ def is_split(model: nn.Module) -> bool:
 
 
 def _gathered(part: torch.Tensor, holding: Holding) -> list[torch.Tensor] | None:
-    """The ranks' parts, in the memory of the host, on the first rank of the group; None on the others."""
+    """Gather the ranks' parts in the memory of the host on the first rank of the group; None on the others."""
     sent = part.contiguous().view(torch.uint8)  # a byte is a byte, whatever dtypes the backend knows
     received = [torch.empty_like(sent) for _ in range(holding.size)] if holding.rank == 0 else None
     dist.gather(sent, received, group=holding.group, group_dst=0)
@@ -105,8 +105,8 @@ def _gathered(part: torch.Tensor, holding: Holding) -> list[torch.Tensor] | None
 def gathered_for_saving(
     model: PreTrainedModel, state_dict: dict, distributed_config=None, *, save_on_this_rank: bool = True
 ) -> dict:
-    """`gather_sharded_state_dict_for_save` of a model whose ranks share packed experts: whole tensors on the CPU, on the
-    rank that writes; {} on the others. All ranks call it."""
+    """Gather whole tensors on the CPU, on the rank that writes; {} on the others. This is
+    `gather_sharded_state_dict_for_save` of a model whose ranks share packed experts, and all ranks call it."""
     whole: dict[str, Any] = {}
     shared = {
         f"{prefix}.{stored}": (PACKED[weight.format], part, holding)

@@ -67,7 +67,7 @@ def packable(module: nn.Module) -> tuple[str, ...]:
     """The names of an experts module's weights, where it holds them: they are packed, and kept in host memory; none of
     another module."""
     names = weight_names(module)
-    held = module._parameters.keys() | module._buffers.keys()  # buffers: see formats.shares.hide_when_split
+    held = module._parameters.keys() | module._buffers.keys()  # buffers: see formats.shares.keep_from_fsdp
     return names if is_experts(module) and held.issuperset(names) else ()
 
 

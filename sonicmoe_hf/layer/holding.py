@@ -1,4 +1,4 @@
-"""Holding: who holds a layer's experts, and which of them this rank has. `holding_of` alone answers it.
+"""Holding: who holds a layer's experts, and which of them this rank has; `holding_of` alone says it.
 
 Letters: E experts of the layer.
 """
@@ -21,7 +21,7 @@ from .routing import Routing
 
 
 class ExpertParallelism(Protocol):
-    """What brings experts the tokens of other ranks: expert_parallel.implementation.
+    """The object that brings experts the tokens of other ranks: expert_parallel.implementation.
 
     batch_group: the ranks that have the same batch, or None. ep_mesh: the ranks of `holding` as a DeviceMesh.
     """
@@ -31,17 +31,17 @@ class ExpertParallelism(Protocol):
     ep_mesh: Any
 
     def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that ranks with the same batch share."""
+        """Sum the gradient of a tensor that ranks with the same batch share."""
 
     def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this rank's experts."""
+        """Average the gradient of a tensor of this rank's experts."""
 
     def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
-        """Of ranks with the same experts, all take the first one's values."""
+        """Give a tensor the first one's values on all ranks with the same experts."""
 
 
 class Holder(enum.Enum):
-    """What divides a layer's experts among ranks, named as errors do."""
+    """The way in which a layer's experts are divided among ranks, named as errors do."""
 
     ONE_DEVICE = "one device"
     EXPERT_PARALLEL = "expert parallelism of sonicmoe_hf"
@@ -52,7 +52,7 @@ class Holder(enum.Enum):
 
 
 class Holding(NamedTuple):
-    """The ranks that hold a layer's experts, expert e on rank e // num_local of the group.
+    """Holding of a layer's experts by ranks, expert e by rank e // num_local of the group.
 
     by: what divides them; the experts compute with whole weights of `num_local` of them, except under tensor parallelism.
     group: the ranks that have different experts; None where each has all, or where the weights do not say, whose `rank`
@@ -77,11 +77,11 @@ class Holding(NamedTuple):
 
     @property
     def experts(self) -> slice:
-        """Which of the layer's experts are here."""
+        """The layer's experts that are here."""
         return slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
 
     def local(self, expert_index: torch.Tensor) -> torch.Tensor:
-        """Expert ids counted from this rank's first; those of others lie outside 0 .. num_local - 1."""
+        """Count expert ids from this rank's first; those of others lie outside 0 .. num_local - 1."""
         return expert_index - self.experts.start
 
     def routing(self, expert_index, weights, token_index, num_tokens: int) -> Routing:
@@ -122,7 +122,7 @@ def holding_of(experts: Any) -> Holding:
 
 
 def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:
-    """Our implementation of expert parallelism, where it brings these experts their tokens."""
+    """Find our implementation of expert parallelism, where it brings these experts their tokens."""
     return vars(experts).get(attributes.PARALLELISM)
 
 
@@ -136,7 +136,7 @@ def has_expert_parallelism() -> bool:
 
 
 def expert_parallel_remedy() -> str:
-    """How to get our implementation of expert parallelism."""
+    """Say how to get our implementation of expert parallelism."""
     if has_expert_parallelism():
         return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
     return (

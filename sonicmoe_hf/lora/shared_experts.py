@@ -45,7 +45,7 @@ _PEFTS_RESHARD: Any = getattr(save_and_load, "_reshard_dtensor_values_for_load",
 
 
 def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
-    """This rank's experts of PEFT's whole factor, as a DTensor of the whole one's shape."""
+    """Take this rank's experts of PEFT's whole factor, as a DTensor of the whole one's shape."""
     from torch.distributed.tensor import DTensor, Shard
 
     (of_experts, as_peft), holding = SIDES[side], parallelism.holding
@@ -58,7 +58,7 @@ def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
 
 
 def whole_factor(factor: Any, side: str, parallelism: Any) -> torch.Tensor:
-    """PEFT's factor of all experts in the memory of the host, from the ranks' parts. All ranks of the group call it."""
+    """Gather PEFT's factor of all experts in the memory of the host. All ranks of the group call it."""
     (of_experts, as_peft), holding = SIDES[side], parallelism.holding
     own = of_experts(factor.to_local().detach(), holding.num_local).contiguous()
     parts = [torch.empty_like(own) for _ in range(holding.size)]
@@ -67,14 +67,14 @@ def whole_factor(factor: Any, side: str, parallelism: Any) -> torch.Tensor:
 
 
 def _factors(wrapper: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:
-    """(name in a state dict, side, parameter) of the factors of every adapter of a wrapper."""
+    """List (name in a state dict, side, parameter) of the factors of every adapter of a wrapper."""
     for side in SIDES:
         for adapter, linear in getattr(wrapper, side).items():
             yield f"{prefix}{side}.{adapter}.weight", side, linear.weight
 
 
 def _sharded_factors(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(name in a state dict, side, what shares the experts) of the factors of experts that ranks share."""
+    """List (name in a state dict, side, the experts' parallelism) of the factors of experts that ranks share."""
     for prefix, module in model.named_modules():
         if isinstance(module, ParamWrapper):
             parallelism = expert_parallelism(module.get_base_layer())
@@ -92,7 +92,7 @@ def _take_own_part(wrapper, state_dict, prefix, *_):
 
 
 def _update_layer(self, adapter_name, *args, **kwargs):
-    """In place of ParamWrapper's, which makes the factors of an adapter: of all experts, of which this rank's stay."""
+    """Make the factors of an adapter as ParamWrapper does, for all experts, and keep this rank's."""
     parallelism = expert_parallelism(self.get_base_layer())
     if parallelism is None:
         return _PEFTS_UPDATE(self, adapter_name, *args, **kwargs)
@@ -110,7 +110,7 @@ def _update_layer(self, adapter_name, *args, **kwargs):
 
 
 def _get_delta_weight(self, adapter_name, *args, **kwargs):
-    """In place of ParamWrapper's, which merging calls."""
+    """Form W + BA for merging as ParamWrapper does; raise UnsupportedModelError where ranks share the experts."""
     if holding_of(self.get_base_layer()).by is Holder.EXPERT_PARALLEL:
         raise UnsupportedModelError(NOT_MERGED.format(kind="that ranks share"))
     return _PEFTS_DELTA(self, adapter_name, *args, **kwargs)
@@ -121,7 +121,8 @@ def _shares_experts(model: nn.Module) -> bool:
 
 
 def _inject_adapter(self, model, *args, **kwargs):
-    """In place of BaseTuner's, by which every way to make an adapter passes."""
+    """Inject an adapter as BaseTuner does, and average what is whole on every rank. Every way to make an adapter passes
+    here."""
     quiet_false_alarms(self.peft_config.get(args[0] if args else kwargs.get("adapter_name")), model)
     if not _shares_experts(model):
         return _PEFTS_INJECT(self, model, *args, **kwargs)
@@ -137,7 +138,7 @@ def _inject_adapter(self, model, *args, **kwargs):
 
 @torch.compiler.disable
 def _average_replicated(model: nn.Module, args: Any) -> None:
-    """Have each trainable parameter that is whole on every rank begin alike, and its gradient be averaged from now on."""
+    """Begin each trainable parameter that is whole on every rank alike, and average its gradient from now on."""
     if not torch.is_grad_enabled():
         return
     for parameter in model.parameters():
@@ -155,8 +156,8 @@ def _average_gradient(parameter: torch.Tensor) -> None:
 
 
 def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
-    """In place of PEFT's: factors of all experts, nothing made whole that is not the adapter's, and names that PEFT's own
-    loading does not change into others."""
+    """Collect an adapter as PEFT does, with the factors of all experts. Nothing is made whole that is not the
+    adapter's, and PEFT's own loading changes no name into another."""
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     if not _shares_experts(model):
         return names_that_are_loaded(base, _PEFTS_STATE(model, state_dict, *args, **kwargs))
@@ -169,8 +170,8 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
 
 
 def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What of a state dict may belong to an adapter: no experts, and no frozen weights of sharded layers. PEFT makes all
-    that it is given whole, in each rank's memory, before it looks for the adapter."""
+    """Select what of a state dict may belong to an adapter: no experts, and no frozen weights of sharded layers. PEFT
+    makes all that it is given whole, in each rank's memory, before it looks for the adapter."""
     experts = tuple(f"{name}." for name, module in model.named_modules() if expert_parallelism(module) is not None)
     frozen = {
         name
@@ -185,13 +186,13 @@ def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]
 
 
 def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """In place of PEFT's, which leaves the factors to `_take_own_part`."""
+    """Shard what is loaded as PEFT does, and leave the factors to `_take_own_part`."""
     ours = {name: state_dict.pop(name) for name, *_ in _sharded_factors(model) if name in state_dict}
     return {**_PEFTS_RESHARD(model, state_dict), **ours}
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """As peft_wrapper.py's: PEFT makes, loads, saves and averages adapters so."""
+    """List the replacements by which PEFT makes, loads, saves and averages adapters so, as in peft_wrapper.py."""
     yield ParamWrapper, "update_layer", _update_layer
     yield ParamWrapper, "get_delta_weight", _get_delta_weight
     yield BaseTuner, "inject_adapter", _inject_adapter

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ...attention.models import take_sinks
 from ...formats.quantizer import mark_model_packed
-from ...formats.shares import hide_when_split, show
+from ...formats.shares import keep_from_fsdp, restore_parameters
 from ...formats.state import hold_packed, local_part
 from ...layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ...layer.packed_weight import PackedWeight
@@ -198,7 +198,7 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
     """Split a model on the meta device over ranks as from_pretrained does; returns this rank's device."""
     modules = [module for module in model.modules() if experts is not None and packable(module)]
     for module in modules:
-        hide_when_split(module, packable(module), experts or "")
+        keep_from_fsdp(module, packable(module), experts or "")
     layers: tuple[Any, Any] = model.get_output_embeddings(), model.get_input_embeddings()
     head, embeddings = layers
     if head is not None and head.weight is embeddings.weight:  # FSDP2 shards them before they are tied
@@ -206,7 +206,7 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
     config, device, mesh = model.prepare_distribute_model(distributed_config)
     model.maybe_distribute_model(model, config, mesh)
     for module in modules:
-        show(module)
+        restore_parameters(module)
     return device
 
 
