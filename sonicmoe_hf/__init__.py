@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from . import registration
 
 if TYPE_CHECKING:
+    from . import routing
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.modeling import SonicMoEExperts
     from .errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
-    from .layer import backends, routing
+    from .layer import backends
     from .layer import moe_experts as functional
     from .layer.config import TokenRounding
     from .layer.moe_experts import moe_experts
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from .lora.merge import merge_adapter
     from .patching.classes import patch, unpatch
     from .patching.compiling import compile_layers
-    from .patching.divergence import serving_divergence
     from .patching.loading import from_pretrained
-    from .patching.patch import PatchReport, is_patched, patch_model, set_routing, unpatch_model
+    from .patching.patch import PatchReport, patch_model, unpatch_model
     from .patching.quantize import quantize_experts
-    from .patching.recorded import RecordedRouting
-    from .patching.replay import record_routing, replay_routing
-    from .patching.support import LayerSupport, supports
+    from .patching.support import LayerSupport, is_patched, supports
+    from .routing.divergence import serving_divergence
+    from .routing.model import set_routing
+    from .routing.recorded import RecordedRouting
+    from .routing.replay import record_routing, replay_routing
     from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
@@ -45,20 +47,21 @@ _MODULES = {  # of this package: what of each is exported here
     "lora.config": ("lora_config",),
     "lora.convert": ("convert_adapter",),
     "lora.merge": ("merge_adapter",),
-    "patching.divergence": ("serving_divergence",),
     "patching.classes": ("patch", "unpatch"),
     "patching.compiling": ("compile_layers",),
     "patching.loading": ("from_pretrained",),
-    "patching.patch": ("PatchReport", "is_patched", "patch_model", "set_routing", "unpatch_model"),
-    "patching.recorded": ("RecordedRouting",),
-    "patching.replay": ("record_routing", "replay_routing"),
-    "patching.support": ("LayerSupport", "supports"),
+    "patching.patch": ("PatchReport", "patch_model", "unpatch_model"),
+    "patching.support": ("LayerSupport", "is_patched", "supports"),
+    "routing.divergence": ("serving_divergence",),
+    "routing.model": ("set_routing",),
+    "routing.recorded": ("RecordedRouting",),
+    "routing.replay": ("record_routing", "replay_routing"),
     "layer.packed_weight": ("PackedWeight",),
     "patching.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }
-_EXPORTED_MODULES = {"backends": "layer.backends", "functional": "layer.moe_experts", "routing": "layer.routing"}
+_EXPORTED_MODULES = {"backends": "layer.backends", "functional": "layer.moe_experts", "routing": "routing"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from ..layer.dispatch import dispatch
 from ..layer.holding import Holding
 from ..layer.routing import Routing
-from ..patching import calls
+from ..routing import calls
 from .collectives import begin_gather, begin_scatter_sum, exchange, max_over_ranks, rows_of_tokens, sum_of_rows
 
 NOBODY = -1  # the expert of a pair that is none

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
 from ..layer.config import TokenRounding
 from ..layer.experts_module import is_experts
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..model_patches import FAMILIES, Family
+from ..private import attributes
 from .experts import check_weights, experts_facts
 from .forwards import LIGERS, is_bound_by_liger, unbind_liger, why_not_reached
 
@@ -155,6 +157,43 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
             yield Layer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
         elif _is_or_was_experts(module):
             yield Layer(WRAPPERS.sub("", name).rstrip("."), None, None, None, module)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model inside wrappers (PEFT, DDP, torch.compile); a model that contains others is one.
+
+    Raises:
+        TypeError: there is none. ValueError: there are several with experts.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    models: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{other}.") for other in models):
+            models[name] = module
+    if not models:
+        raise TypeError(f"{type(model).__name__} holds no Transformers model; pass the PreTrainedModel or its wrapper")
+    if len(models) == 1:
+        return next(iter(models.values()))
+    with_layers = {name: module for name, module in models.items() if any(find_layers(module))}
+    if len(with_layers) > 1:
+        names = " and ".join(f"{name} ({type(module).__name__})" for name, module in with_layers.items())
+        raise ValueError(
+            f"{type(model).__name__} holds {len(with_layers)} models with experts: {names}; pass one of them"
+        )
+    return next(iter((with_layers or models).values()))
+
+
+def models_with_experts(model: nn.Module) -> list[PreTrainedModel]:
+    """Every Transformers model that contains experts: `model`, and those inside it."""
+    every = set(every_experts(model))
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in models if not every.isdisjoint(module.modules())]
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether patch_model was applied to this model."""
+    return any(attributes.GUARD in vars(module) for module in transformers_model(model).modules())
 
 
 def outside_interface(model: nn.Module) -> dict[str, nn.Module]:

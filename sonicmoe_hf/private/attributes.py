@@ -1,7 +1,8 @@
 """The attributes that sonicmoe_hf puts on objects of other packages, all of them. Copies and pickles take them along."""
 
-# modules that patch_model changes
-HOOK = "_sonicmoe_hf_hook"  # (the hook that it installed there, or None of a state dict's, the handles that remove it)
+# modules that patch_model changes: (the hook that it installed there, what removes it)
+GUARD = "_sonicmoe_hf_guard"  # models that contain experts
+HOOK = "_sonicmoe_hf_hook"  # routers, and these models, once something beside top-k was asked for
 
 # experts modules
 SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactivation" or "input"

@@ -7,11 +7,11 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
-from ..patching.balance import ScaleHook, update_bias
-from ..patching.calls import Balancing
-from ..patching.hooks import installed
-from ..patching.patch import check_routers_live, is_pipelined, patch_state, routers
-from ..patching.support import Layer, find_layers
+from ..patching.support import Layer, find_layers, transformers_model
+from ..routing.balance import ScaleHook, update_bias
+from ..routing.calls import Balancing
+from ..routing.hooks import installed, routers
+from ..routing.model import is_pipelined, routing_state, use_routers
 from .callbacks import StepCallback
 from .steps import summed_over_ranks
 
@@ -69,11 +69,11 @@ class LoadBalancing(StepCallback):
             ValueError: the model is not patched; or the biases would change but not be saved, with PEFT's adapters.
             UnsupportedModelError: a layer's router is not known, or has no bias to update.
         """
-        patch_state(model).balancing = self._prepare(model)
+        routing_state(model).balancing = self._prepare(model)
 
     def _prepare(self, model: nn.Module) -> Balancing:
         """What routers are to do, after checks of `start`; their counts start from zero."""
-        check_routers_live(model)
+        use_routers(model)
         if is_pipelined(model):
             raise UnsupportedModelError(
                 "LoadBalancing does not work under pipeline parallelism, whose ranks have different layers"
@@ -83,7 +83,7 @@ class LoadBalancing(StepCallback):
             self._check(layer)
         if self.bias_update is not None:
             _check_saved(model, layers)
-            for *_, router in routers(model):
+            for *_, router in routers(transformers_model(model)):
                 counts = installed(router).balance
                 bias = counts.keep_bias(router.e_score_correction_bias)
                 counts.start(bias.numel(), bias.device)
@@ -103,7 +103,7 @@ class LoadBalancing(StepCallback):
 
     def stop(self, model: nn.Module) -> None:
         """Stop balancing; the biases stay as they are."""
-        state = patch_state(model)
+        state = routing_state(model)
         state.balancing = state.last = None
 
     def scaled_as(self, model: nn.Module, loss: torch.Tensor, share: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -117,7 +117,7 @@ class LoadBalancing(StepCallback):
         Raises:
             RuntimeError: the model was not called since `start`.
         """
-        call = patch_state(model).last
+        call = routing_state(model).last
         if call is None:
             raise RuntimeError("scaled_as comes after a training call of the model, which comes after start(model)")
         loss.register_hook(ScaleHook([call], share))

@@ -12,19 +12,18 @@ from transformers.utils import logging
 from ..kernels.announce import is_first_rank
 from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
-from ..patching.expert_load import TOTALS
-from ..patching.patch import (
-    check_routers_live,
+from ..patching.patch import patch_model
+from ..patching.support import find_layers, is_patched
+from ..private.transformers import LOADING_METHODS
+from ..routing.expert_load import TOTALS
+from ..routing.model import (
     clear_counts,
-    is_patched,
     is_pipelined,
-    patch_model,
-    patch_state,
     ranks_of_batch,
     router_hooks,
+    routing_policy,
+    use_routers,
 )
-from ..patching.support import find_layers
-from ..private.transformers import LOADING_METHODS
 from .around import put_around
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
@@ -68,7 +67,7 @@ class StepCallback(TrainerCallback):
         self._routers_report = routers_report(model, args)
 
     def begin_step(self, model, **settings) -> None:
-        """Have these attributes of the model's PatchState be so in this step."""
+        """Have these attributes of the model's RoutingState be so in this step."""
         begin_step(model, self._routers_report, **settings)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -139,7 +138,7 @@ class TokenRoundingCallback(StepCallback):
         """Patch the model if it is not patched, and check that it can round."""
         self._check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
-        check_routers_live(model, self.policy, remedy="leave TokenRoundingCallback out")
+        use_routers(model, self.policy, remedy="leave TokenRoundingCallback out")
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step."""
@@ -186,7 +185,7 @@ class ExpertLoadCallback(StepCallback):
         """Start counting, from zero."""
         super().on_train_begin(args, state, control, model, **kwargs)
         self._counts = False
-        if patch_state(model).policy is not None:  # set by patch_model or set_routing
+        if routing_policy(model) is not None:  # set by patch_model or set_routing
             check_no_policy_trainer(args, remedy='sonicmoe_hf.set_routing(model, "top_k")')
         if is_pipelined(model):
             logger.warning_once(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..patching.balance import ScaleHook, count_labels
-from ..patching.calls import ModelCall
-from ..patching.patch import is_patched, patch_state
+from ..routing.balance import ScaleHook, count_labels
+from ..routing.calls import ModelCall
+from ..routing.model import find_state
 
 
 def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwargs) -> Any:
@@ -17,7 +17,7 @@ def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwa
     Several calls, as of GRPO's chunks, are averaged. A loss that the model itself returns tells its own call more
     precisely, and wins.
     """
-    state = patch_state(trainer.model) if is_patched(trainer.model) else None
+    state = find_state(trainer.model)
     if state is None or state.balancing is None or not state.balancing.loss_weight:
         return compute_loss(model, inputs, *args, **kwargs)
     share = _share(trainer, inputs, kwargs.get("num_items_in_batch"))  # before the Trainer takes the labels out

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..patching.patch import patch_state, router_hooks
 from ..private.torch import has_checkpointing, has_compiled_parts
+from ..routing.model import find_state, router_hooks, routing_state
 
 WORK = {"policy": "token rounding", "counting": "counting", "balancing": "balancing"}
 NOT_REPORTED = (
@@ -27,8 +27,8 @@ def routers_report(model: nn.Module, args: Any) -> bool:
 
 
 def begin_step(model: nn.Module, reports: bool, **settings) -> None:
-    """Have these attributes of the model's PatchState be so until `end_step`."""
-    state = patch_state(model)
+    """Have these attributes of the model's RoutingState be so until `end_step`."""
+    state = routing_state(model)
     for name, value in settings.items():
         state.before_step.setdefault(name, getattr(state, name))
         setattr(state, name, value)
@@ -36,12 +36,14 @@ def begin_step(model: nn.Module, reports: bool, **settings) -> None:
 
 
 def end_step(model: nn.Module) -> None:
-    """The model's PatchState is as it was before the step.
+    """Have the model's RoutingState be as it was before the step.
 
     Raises:
         RuntimeError: none of the routers has been called in training since it began.
     """
-    state = patch_state(model)
+    state = find_state(model)
+    if state is None:
+        return
     work = [WORK[name] for name in state.before_step if getattr(state, name)]
     is_silent = state.reports and not state.reported
     drop_step(model)
@@ -50,9 +52,10 @@ def end_step(model: nn.Module) -> None:
 
 
 def drop_step(model: nn.Module) -> None:
-    """As `end_step`, for a step that an error or Ctrl-C ended."""
-    state = patch_state(model)
-    vars(state).update(state.before_step, before_step={}, reports=False, last=None)
+    """Do as `end_step` for a step that an error or Ctrl-C ended."""
+    state = find_state(model)
+    if state is not None:
+        vars(state).update(state.before_step, before_step={}, reports=False, last=None)
 
 
 def summed_over_ranks(counts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,9 +22,9 @@ from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, reach_experts, use_way
 from sonicmoe_hf.layer.holding import Holder, Holding, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
-from sonicmoe_hf.patching import calls
-from sonicmoe_hf.patching.hooks import installed
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.routing import calls
+from sonicmoe_hf.routing.hooks import installed
 from sonicmoe_hf.tools.demo.corpus import standard_library
 
 pytestmark = pytest.mark.skipif(
@@ -414,7 +414,7 @@ def refusals(rank, folder):
 
     model = load(folder, APART)
     experts, hook = next(find_layers(model)).experts, installed(model)
-    calls.begin(hook)
+    calls.begin(hook, None)
     for num_tokens in (8, 9):
         note(experts, *pairs(num_tokens, is_list=False)[:3])
     calls.end(hook)

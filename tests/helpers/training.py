@@ -10,8 +10,8 @@ from transformers import Trainer, TrainerState, TrainingArguments
 import sonicmoe_hf
 from sonicmoe_hf.layer.adapted import split
 from sonicmoe_hf.layer.routing import Routing, TokenRounding
-from sonicmoe_hf.patching.patch import clear_counts, patch_state
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.routing.model import clear_counts, routing_state
 
 TILE = 4
 CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
@@ -25,7 +25,7 @@ POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 
 def start_counting(model) -> None:
     """Have the routers of a patched model count their loads from zero, as ExpertLoadCallback does in its steps."""
     clear_counts(model)
-    patch_state(model).counting = True
+    routing_state(model).counting = True
 
 
 class Watch:

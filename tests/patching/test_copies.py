@@ -25,17 +25,16 @@ from helpers.training import (
     logs_of,
     start_counting,
     trained,
-    trainer_for,
 )
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import sonicmoe_hf
-from sonicmoe_hf import TokenRoundingCallback
+from sonicmoe_hf import TokenRounding, TokenRoundingCallback
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
-from sonicmoe_hf.patching.patch import check_routers_live, patch_state, router_hooks
 from sonicmoe_hf.patching.support import every_experts, find_layers
+from sonicmoe_hf.routing.model import router_hooks, routing_state
 
 ORDERS = ["patched, then PEFT", "PEFT, then patched"]
 
@@ -158,7 +157,7 @@ def test_a_deep_copied_inner_model_is_a_patched_model_of_its_own():
     model = patched("qwen3_moe", POLICY)
     inner = copy.deepcopy(model.model)
     sonicmoe_hf.set_routing(model, None)
-    assert sonicmoe_hf.is_patched(inner) and patch_state(inner).policy == POLICY
+    assert sonicmoe_hf.is_patched(inner) and routing_state(inner).policy == POLICY
     watch = Watch(inner)
     inner(batch()["input_ids"])
     assert watch.rounded() == [True, True]
@@ -166,26 +165,27 @@ def test_a_deep_copied_inner_model_is_a_patched_model_of_its_own():
     assert sonicmoe_hf.is_patched(model) and not sonicmoe_hf.is_patched(inner)
 
 
-def test_a_router_put_in_after_patching_raises_and_is_named(tmp_path):
-    model = patched("qwen3_moe")
-    block = model.model.layers[1].mlp
-    block.gate = type(block.gate)(model.config).requires_grad_()
-    torch.nn.init.normal_(block.gate.weight)
-    assert model(**batch()).loss.isfinite(), "top-k needs no hook"
-    words = r"model.layers.1.mlp: its Qwen3MoeTopKRouter came into the model after patch_model"
-    for check in (check_routers_live, start_counting):
-        with pytest.raises(RuntimeError, match=words):
-            check(model)
-    for callback in (TokenRoundingCallback(tile=TILE), sonicmoe_hf.ExpertLoadCallback()):
-        with pytest.raises(RuntimeError, match=words):
-            trainer_for(model, tmp_path, [callback], max_steps=1).train()
-    sonicmoe_hf.set_routing(model, POLICY)
-    with pytest.raises(RuntimeError, match=words):
-        model(**batch())
-    sonicmoe_hf.patch_model(model, POLICY)
-    watch = Watch(model)
+def test_a_router_put_in_after_patching_rounds_and_is_counted(tmp_path):
+    model = patched("qwen3_moe", POLICY)
+
+    def put_in():
+        for layer in model.model.layers:
+            layer.mlp.gate = type(layer.mlp.gate)(model.config).requires_grad_()
+            torch.nn.init.normal_(layer.mlp.gate.weight)
+        return Watch(model)
+
+    watch = put_in()  # before the first call
     model(**batch())
     assert watch.rounded() == [True, True]
+    put_in()
+    for ask in (start_counting, lambda model: sonicmoe_hf.set_routing(model, TokenRounding(tile=2))):
+        watch = put_in()
+        ask(model)
+        model(**batch())
+        assert watch.rounded() == [True, True] and all(hook.load.counted.any() for hook in router_hooks(model))
+    watch, callback = put_in(), sonicmoe_hf.ExpertLoadCallback()
+    trained(model, tmp_path, [TokenRoundingCallback(tile=TILE), callback], max_steps=1)
+    assert watch.rounded() == [True, True] and len(callback.history[0]["rows_per_expert"]) == 2
 
 
 def test_experts_of_a_loaded_model_get_the_implementation_on_their_own_config(tmp_path, computed):
@@ -259,7 +259,7 @@ def test_a_copy_trains_as_the_original_and_on_its_own_and_unpatching_it_leaves_t
     assert_all_close(loss_and_gradients(other, batch(padding=True)), expected, 1e-6, "the same computation")
     assert all(torch.equal(hook.load.counted, count) for hook, count in zip(router_hooks(model), before))
     sonicmoe_hf.set_routing(other, None)
-    assert patch_state(model).policy == POLICY and patch_state(other).policy is None
+    assert routing_state(model).policy == POLICY and routing_state(other).policy is None
     sonicmoe_hf.unpatch_model(other)
     assert sonicmoe_hf.is_patched(model) and not sonicmoe_hf.is_patched(other)
     assert other.config._experts_implementation == "eager"

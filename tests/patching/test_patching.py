@@ -14,13 +14,13 @@ from transformers import (
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.patching.hooks import ModelHook
-from sonicmoe_hf.patching.patch import patch_state, router_hooks
 from sonicmoe_hf.patching.support import (
     UnsupportedModelError,
     find_layers,
     supports,
 )
+from sonicmoe_hf.routing.hooks import ModelHook
+from sonicmoe_hf.routing.model import router_hooks, routing_state
 
 
 def states(model):
@@ -63,9 +63,9 @@ def test_patching_twice_is_patching_once_with_the_last_settings():
     before = fingerprint(model)
     again = sonicmoe_hf.patch_model(model, TokenRounding(tile=4), save="input")
     assert fingerprint(model) == before
-    assert first.routing == TokenRounding() and again.routing == TokenRounding(tile=4) == patch_state(model).policy
+    assert first.routing == TokenRounding() and again.routing == TokenRounding(tile=4) == routing_state(model).policy
     sonicmoe_hf.set_routing(model, None)
-    assert patch_state(model).policy is None
+    assert routing_state(model).policy is None
     sonicmoe_hf.unpatch_model(model)
     assert model.config._experts_implementation == "eager"
 
@@ -93,7 +93,7 @@ def test_patch_reaches_models_built_later_and_unpatch_stops_it(family):
     with patching([family], routing=TokenRounding(tile=4)):
         model = build(family)
         assert model.config._experts_implementation == "sonicmoe_hf" and len(router_hooks(model)) > 0
-        assert states(model) == {id(patch_state(model))}
+        assert states(model) == {id(routing_state(model))}
         rounded = loss_and_gradients(model, inputs)
         assert relative_error(rounded["logits"], loss_and_gradients(plain, inputs)["logits"]) > 1e-3
     later = build(family)
@@ -112,7 +112,7 @@ def test_from_pretrained_loads_patches_and_hands_on_what_transformers_says_of_th
     original, inputs = build("qwen3_moe"), batch()
     original.save_pretrained(tmp_path)
     model = sonicmoe_hf.from_pretrained(tmp_path, routing=TokenRounding(tile=4), dtype=torch.float32)
-    assert model.config._experts_implementation == "sonicmoe_hf" and patch_state(model).policy.tile == 4
+    assert model.config._experts_implementation == "sonicmoe_hf" and routing_state(model).policy.tile == 4
     with torch.no_grad():
         assert relative_error(model.eval()(**inputs).logits, original.eval()(**inputs).logits) < 1e-5
     with pytest.raises(ValueError, match=r"experts_implementation='eager' contradicts"):
@@ -120,7 +120,7 @@ def test_from_pretrained_loads_patches_and_hands_on_what_transformers_says_of_th
     with pytest.raises(ValueError, match=r"routing is 'rounded'"):
         sonicmoe_hf.from_pretrained(tmp_path, routing="rounded")
     model, information = sonicmoe_hf.from_pretrained(tmp_path, output_loading_info=True)
-    assert patch_state(model).policy is None and not information["missing_keys"]
+    assert routing_state(model).policy is None and not information["missing_keys"]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -170,7 +170,7 @@ def test_data_parallel_replicas_raise_and_name_the_remedy():
 def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
     inputs = batch(rows=1, length=8)
     plain, model = build("qwen3_moe"), patched("qwen3_moe", TokenRounding(tile=16))
-    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.handlers"):
+    with caplog.at_level("WARNING", logger="sonicmoe_hf.routing.handlers"):
         got = model(**inputs).logits
         model(**batch(rows=1, length=7))
     assert relative_error(got, plain(**inputs).logits) < 1e-5
@@ -252,7 +252,7 @@ def test_two_models_in_one_module_are_an_error_that_names_both():
     words = (
         r"Pair holds 2 models with experts: student \(Qwen3MoeForCausalLM\) and teacher \(OlmoeForCausalLM\); pass one"
     )
-    for function in (sonicmoe_hf.patch_model, sonicmoe_hf.unpatch_model, sonicmoe_hf.is_patched, patch_state):
+    for function in (sonicmoe_hf.patch_model, sonicmoe_hf.unpatch_model, sonicmoe_hf.is_patched, routing_state):
         with pytest.raises(ValueError, match=words):
             function(pair)
     sonicmoe_hf.patch_model(pair.teacher)
@@ -273,7 +273,7 @@ def test_a_transformers_model_that_contains_others_is_one():
     ids = batch()["input_ids"]
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        report = sonicmoe_hf.patch_model(Pair(whole=model))
+        report = sonicmoe_hf.patch_model(Pair(whole=model), "token_rounding")
         actual = model(input_ids=ids).logits
     assert [layer.accelerated for layer in report.layers] == [True, True] and len(states(model)) == 1
     assert model.config.text_config._experts_implementation == "sonicmoe_hf"

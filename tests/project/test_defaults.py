@@ -12,7 +12,7 @@ from helpers.models import build
 import sonicmoe_hf
 from sonicmoe_hf.checkpoints.comparing import same_bytes
 from sonicmoe_hf.kernels.quantized import FORMATS, dequantize, quantize
-from sonicmoe_hf.patching.balance import share_of_batch
+from sonicmoe_hf.routing.balance import share_of_batch
 
 FACTORIES = (
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),

@@ -17,7 +17,7 @@ import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.checkpoints.source import Source
 from sonicmoe_hf.layer.backends import VARIABLE
-from sonicmoe_hf.patching.patch import patch_state
+from sonicmoe_hf.routing.model import routing_state
 from sonicmoe_hf.tools.cli.main import build_parser
 from sonicmoe_hf.tools.cli.main import main as run_command
 from sonicmoe_hf.tools.cli.run import split_program
@@ -117,7 +117,7 @@ def test_the_python_of_the_document_on_token_rounding_runs():
     (python,) = python_of("token-rounding.md")
     model = tiny_model()
     exec(python, {"model": model})
-    assert patch_state(model).policy.rounding == "nearest"
+    assert routing_state(model).policy.rounding == "nearest"
 
 
 def test_the_python_of_the_document_on_patching_runs(capsys):
@@ -177,7 +177,7 @@ def test_the_commands_and_the_python_of_the_document_on_the_native_layout_run(tm
         assert run_command(words) == 0
     (python,) = python_of("layout.md")
     exec(python, names := {})
-    assert Source(Path("qwen3-release")).layout == "per_expert" and patch_state(names["model"]) is not None
+    assert Source(Path("qwen3-release")).layout == "per_expert" and routing_state(names["model"]) is not None
 
 
 def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert "`sonicmoe_hf.patch_model(model)`" in text
     sonicmoe_hf.patch_model(model)
-    assert patch_state(model) is not None
+    assert routing_state(model) is not None
 
 
 def test_the_tests_that_the_evidence_names_exist():

@@ -34,7 +34,7 @@ def replaced(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     sys.modules["deepspeed"].initialize = lambda args, model: None
     patch()
-    patch_model(quantize_experts(small(), "nf4"))
+    patch_model(quantize_experts(small(), "nf4"), "token_rounding")
     with loaded_one_by_one(lambda *_: None):
         registration.install_in_peft()
     yield list(REPLACED)

@@ -40,7 +40,7 @@ def test_the_picture_is_of_this_training_alone_and_by_the_first_rank(tmp_path, m
     for steps in (3, 2):
         trainer = trained(model, tmp_path, [callback], attach=False, max_steps=steps)
     assert [[entry["step"] for entry in history] for history in drawn] == [[1, 2, 3], [1, 2]]
-    trainer.state.is_world_process_zero = False
+    monkeypatch.setenv("RANK", "1")
     callback.on_train_end(trainer.args, trainer.state, trainer.control, model=model)
     assert len(drawn) == 2
 

@@ -9,13 +9,13 @@ from transformers import TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
-from sonicmoe_hf.patching.patch import patch_state
+from sonicmoe_hf.routing.model import routing_state
 
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
 def settings(model):
-    state = patch_state(model)
+    state = routing_state(model)
     return state.policy, state.counting, state.balancing, state.last
 
 
@@ -69,9 +69,9 @@ def test_what_an_interrupted_step_left_on_ends_when_the_next_run_begins_or_the_r
         trainer.args, trainer.state, trainer.control
     )
     assert settings(model) == (None, False, None, None)
-    patch_state(model).before_step, patch_state(model).policy = {"policy": None}, POLICY
+    routing_state(model).before_step, routing_state(model).policy = {"policy": None}, POLICY
     sonicmoe_hf.set_routing(model, "top_k")
-    assert patch_state(model).policy is None and not patch_state(model).before_step
+    assert routing_state(model).policy is None and not routing_state(model).before_step
 
 
 def test_trainers_after_an_interrupted_one_train_by_their_own_callbacks(tmp_path):
@@ -99,7 +99,7 @@ def test_a_policy_that_the_user_set_is_there_after_training(tmp_path):
     model = patched("qwen3_moe", POLICY, **ONE_LAYER)
     watch = Watch(model)
     trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE, start=1)], max_steps=2).train()
-    assert watch.rounded() == [False, True] and patch_state(model).policy == POLICY
+    assert watch.rounded() == [False, True] and routing_state(model).policy == POLICY
 
 
 def test_in_a_loop_that_is_not_the_trainers_callbacks_ask_until_training_ends(tmp_path):

@@ -51,7 +51,7 @@ def test_rounding_is_on_for_exactly_the_steps_asked_for(start, end, rounded_step
     note_steps(watch, trainer)
     trainer.train()
     assert watch.rounded_by_note() == {step: step in rounded_steps for step in range(6)}
-    assert sonicmoe_hf.patching.patch.patch_state(model).policy is None, "the policy ends with training"
+    assert sonicmoe_hf.routing.model.routing_state(model).policy is None, "the policy ends with training"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -236,7 +236,7 @@ def test_padding_tokens_are_neither_added_nor_counted():
     inputs = batch(padding=True)
     model(**inputs)
     padding = torch.nonzero(inputs["attention_mask"].flatten() == 0).flatten()
-    hooks = sonicmoe_hf.patching.patch.router_hooks(model)
+    hooks = sonicmoe_hf.routing.model.router_hooks(model)
     assert len(padding) == 18 and len(watch.calls) == len(hooks) == 2
     for (_, routing), hook in zip(watch.calls, hooks):
         real = routing.expert_index < 8

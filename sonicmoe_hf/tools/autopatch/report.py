@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from ...layer import backends
 from ...layer.packed_weight import PackedWeight
-from ...patching.patch import PatchReport, patch_state
+from ...patching.patch import PatchReport
 from ...patching.support import every_experts, supports
+from ...routing.model import routing_policy
 
 
 def _dtype(weight: torch.Tensor) -> torch.dtype:
@@ -43,7 +44,7 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool) -> str:
     name = type(model).__name__
     if reason is not None:
         return f"{name} is not patched: {reason}"
-    report = PatchReport(supports(model), patch_state(model).policy)
+    report = PatchReport(supports(model), routing_policy(model))
     weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
     dtype = _dtype(weight)
     choice = backends.choose(weight.device, dtype)

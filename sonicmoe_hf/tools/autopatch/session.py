@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedModelError
 from ...kernels.announce import is_first_rank
-from ...patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
+from ...patching.patch import patch_model, unpatch_model
 from ...patching.quantize import FOR_FILE, with_packed_experts
-from ...patching.support import every_experts
+from ...patching.support import every_experts, is_patched
+from ...routing.model import set_routing, use_routers
 from .report import describe
 from .settings import RunSettings, from_environment
 
@@ -115,7 +116,7 @@ class Session:
             self.reasons[model] = str(error)
             return
         if self.policy is not None:
-            check_routers_live(model, self.policy, remedy=f"leave out --routing of {COMMAND}")
+            use_routers(model, self.policy, remedy=f"leave out --routing of {COMMAND}")
             set_routing(model, self.policy)
         self.reasons[model] = None
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.patching import calls
+from sonicmoe_hf.routing import calls
 
 SAME = "the same computation"
 PATIENCE = 20  # seconds that a thread waits for the others

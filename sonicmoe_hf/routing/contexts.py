@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import deque
 
-from .calls import PatchState
+from .calls import RoutingState
 from .recorded import RecordedRouting, ReplayedCall
 
 Replay = deque[ReplayedCall]  # what the calls to come take their experts from
@@ -14,7 +14,7 @@ _thread = threading.local()  # contexts: (a model's state, its RecordedRouting o
 
 
 @contextlib.contextmanager
-def in_this_thread(state: PatchState, routing: RecordedRouting | Replay):
+def in_this_thread(state: RoutingState, routing: RecordedRouting | Replay):
     """Have this thread's calls of a model note their routing, or take it from a replay. Other threads' do not."""
     context = state, routing
     _thread.contexts = (*getattr(_thread, "contexts", ()), context)
@@ -24,7 +24,7 @@ def in_this_thread(state: PatchState, routing: RecordedRouting | Replay):
         _thread.contexts = tuple(other for other in _thread.contexts if other is not context)
 
 
-def active(state: PatchState) -> tuple[RecordedRouting | None, Replay | None]:
+def active(state: RoutingState) -> tuple[RecordedRouting | None, Replay | None]:
     """Where this thread's calls of a model note their routing, and what they take their experts from, if they do."""
     recording, replay = None, None
     for of_model, routing in getattr(_thread, "contexts", ()):  # the innermost counts

@@ -7,9 +7,9 @@ was part of at first (private/torch.py says how we hear of it).
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +33,13 @@ class Balancing(NamedTuple):
     counting: bool
 
 
-class PatchState:
+class RoutingState:
     """The settings that all hooks of one model share.
 
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
     balance, or None. has_warned_of_top_k, has_warned_of_mask: that calls are too small for token rounding, that a mask
     does not fit. last: the call that ended last, while `balancing` needs its scale. calls_of_loss: those that ended
-    since a Trainer began to compute its loss, None outside. configs: what `use_own_configs` remembers.
+    since a Trainer began to compute its loss, None outside.
     before_step: what of these attributes a training step has changed, as it was.
     reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
     has_trained: whether a call with gradients had any of these to do, or experts to record or replay.
@@ -53,13 +53,12 @@ class PatchState:
         self.calls_of_loss: list[ModelCall] | None = None
         self.has_warned_of_top_k = False
         self.has_warned_of_mask = False
-        self.configs: dict[int, Any] = {}
         self.before_step: dict[str, Any] = {}
         self.reports = self.reported = False
         self.has_trained = False
 
-    def __getstate__(self):  # a copy has had no calls, and other configs
-        return {**vars(self), "last": None, "calls_of_loss": None, "configs": {}}
+    def __getstate__(self):  # a copy has had no calls
+        return {**vars(self), "last": None, "calls_of_loss": None}
 
 
 class ModelCall:
@@ -74,7 +73,7 @@ class ModelCall:
     routers' own. batch_group: the ranks that share its batch, if stochastic rounding must draw the same there.
     """
 
-    def __init__(self, state: PatchState):
+    def __init__(self, state: RoutingState):
         self.state = state
         self.policy = state.policy
         self.gradients = torch.is_grad_enabled()
@@ -92,18 +91,18 @@ class ModelCall:
 class Forward:
     """A forward of the model, or of a model inside it, that is part of a call.
 
-    hook: the ModelHook of the module. outer: the forward around it in this thread, of any model. depth: how many Python
-    frames there were below it. attention_mask: [B, S] or None; token_types: [B, S] or None, see `Family.token_types`;
-    both are the outer forward's of the same call where this one has none.
+    hook: the ModelHook of the module. outer: the forward around it in this thread, of any model. frame: the Python frame
+    that runs it, None in compiled code and once it is over. attention_mask: [B, S] or None; token_types: [B, S] or None,
+    see `Family.token_types`; both are the outer forward's of the same call where this one has none.
     recomputing: whether checkpointing runs it again. max_sizes: under expert parallelism, this rank's numbers of tokens
     and pairs, and the maximum over the ranks.
     """
 
-    def __init__(self, call: ModelCall, hook: Any, outer: Forward | None, depth: int):
+    def __init__(self, call: ModelCall, hook: Any, outer: Forward | None, frame: FrameType | None):
         self.call = call
         self.hook = hook
         self.outer = outer
-        self.depth = depth
+        self.frame = frame
         self.attention_mask: torch.Tensor | None = None
         self.token_types: torch.Tensor | None = None
         self.recomputing = False
@@ -156,14 +155,14 @@ def _recomputing(forward: Forward | None) -> Forward | None:
     if forward is None:
         return None
     forward = copy.copy(forward)
-    forward.recomputing, forward.depth = True, -1
+    forward.recomputing, forward.frame = True, None
     return forward
 
 
 _thread = threading.local()  # forward: the innermost one in progress; checkpoint: likewise
 
 
-def in_progress(state: PatchState | None = None) -> Forward | None:
+def in_progress(state: RoutingState | None = None) -> Forward | None:
     """The innermost forward of this thread, of that model if given."""
     # no class default of the thread's: torch.compile would not notice its change
     forward: Forward | None = getattr(_thread, "forward", None)
@@ -177,25 +176,31 @@ def checkpoint_in_progress() -> Checkpoint | None:
     return getattr(_thread, "checkpoint", None)
 
 
-def begin(hook: Any) -> Forward:
-    """A forward of the module with this ModelHook begins. It is part of the call around it, unless that is of another
-    model or inside a forward of the same module already (a hook may call the model that it is in).
+def begin(hook: Any, frame: FrameType | None) -> Forward:
+    """Begin a forward of the module with this ModelHook, which `frame` runs.
 
-    What interrupted forwards left behind ends here (torch calls no hooks after KeyboardInterrupt): Python's frames below
-    a forward around this one are fewer.
+    It is part of the call around it, unless that is of another model or inside a forward of the same module already (a
+    hook may call the model that it is in).
+
+    What interrupted forwards left behind ends here: torch calls no hooks after KeyboardInterrupt.
     """
-    outer, depth = getattr(_thread, "forward", None), -1
-    if not torch.compiler.is_compiling():
-        depth = _stack_depth()
-        while outer is not None and outer.depth >= depth:
-            outer = outer.outer
+    outer: Forward | None = getattr(_thread, "forward", None)
+    while outer is not None and outer.frame is not None and not _is_below(outer.frame, frame):
+        outer = outer.outer
     if outer is None or outer.call.state is not hook.state or _is_inside(outer, hook):
-        _thread.forward = forward = Forward(ModelCall(hook.state), hook, outer, depth)
+        _thread.forward = forward = Forward(ModelCall(hook.state), hook, outer, frame)
     else:
-        _thread.forward = forward = Forward(outer.call, hook, outer, depth)
+        _thread.forward = forward = Forward(outer.call, hook, outer, frame)
         forward.attention_mask, forward.token_types = outer.attention_mask, outer.token_types
         forward.recomputing = outer.recomputing
     return forward
+
+
+def _is_below(frame: FrameType, above: FrameType | None) -> bool:
+    """Whether a frame is still running, below `above` on this thread's stack: a few steps, unless it is over."""
+    while above is not None and above is not frame:
+        above = above.f_back
+    return above is frame
 
 
 def _is_inside(forward: Forward, hook: Any) -> bool:
@@ -208,20 +213,12 @@ def _is_inside(forward: Forward, hook: Any) -> bool:
     return False
 
 
-def _stack_depth() -> int:
-    """How many Python frames this thread has."""
-    depth, frame = 0, inspect.currentframe()
-    while frame is not None:
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
 def end(hook: Any) -> Forward | None:
-    """A forward of the module with this ModelHook is over, by an error too: it, or None where it never began."""
-    forward = getattr(_thread, "forward", None)
+    """End the forward of the module with this ModelHook, after an error too, and return it; None where it never began."""
+    forward: Forward | None = getattr(_thread, "forward", None)
     if forward is None or forward.hook is not hook:
         return None
-    _thread.forward = forward.outer
+    _thread.forward, forward.frame = forward.outer, None
     return forward
 
 

@@ -16,7 +16,7 @@ from ..layer.routing import Routing, rounded_routing
 from ..model_patches import FAMILIES
 from ..private.torch import is_compiled
 from .balance import layer_loss, with_layer_loss
-from .calls import Forward, PatchState
+from .calls import Forward, RoutingState
 from .recorded import replayed
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def round_tokens(run: RouterRun) -> None:
     )
 
 
-def _warn_of_top_k(state: PatchState, policy, num_tokens: int, top_k: int, num_experts: int) -> None:
+def _warn_of_top_k(state: RoutingState, policy, num_tokens: int, top_k: int, num_experts: int) -> None:
     if not state.has_warned_of_top_k and not torch.compiler.is_compiling():
         state.has_warned_of_top_k = True
         logger.warning(

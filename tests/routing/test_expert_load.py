@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonicmoe_hf.patching.expert_load import TOTALS, ExpertLoad
+from sonicmoe_hf.routing.expert_load import TOTALS, ExpertLoad
 
 VIEWS = ("view", "reshape", "slice", "select", "detach", "alias")
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from .patch import check_routers_live, is_patched, patch_state, router_hooks
+from ..patching.support import find_layers
+from .contexts import Replay, in_this_thread
+from .model import find_state, router_hooks, routing_state, use_routers
 from .recorded import RecordedRouting, ReplayedCall
-from .routing_contexts import Replay, in_this_thread
-from .support import find_layers
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of given indices
 
@@ -25,9 +25,9 @@ def _layers(model: nn.Module) -> dict[str, int]:
     """{layer: its number of experts} of a patched model, in order.
 
     Raises:
-        UnsupportedModelError: a layer's router is not known. ValueError, RuntimeError: as `check_routers_live`.
+        UnsupportedModelError: a layer's router is not known. ValueError: as `use_routers`.
     """
-    check_routers_live(model)
+    use_routers(model)
     for layer in find_layers(model):
         if layer.router is None:
             raise UnsupportedModelError(
@@ -88,10 +88,10 @@ def _followed(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[N
     Raises:
         RuntimeError: at the end, the model has other hooks than at the beginning.
     """
-    state = patch_state(model)
+    state = routing_state(model)
     with in_this_thread(state, routing):
         yield
-    if not is_patched(model) or patch_state(model) is not state:
+    if find_state(model) is not state:
         raise RuntimeError(
             "the model was unpatched inside record_routing or replay_routing, which its later calls did not follow; call "
             "unpatch_model after the `with`"

@@ -4,8 +4,8 @@ tests/trainer/test_balancing.py."""
 import pytest
 import torch
 
-from sonicmoe_hf.patching.balance import BiasLoad, layer_loss, update_bias
-from sonicmoe_hf.patching.expert_load import tokens_per_expert
+from sonicmoe_hf.routing.balance import BiasLoad, layer_loss, update_bias
+from sonicmoe_hf.routing.expert_load import tokens_per_expert
 
 pytestmark = pytest.mark.pinned
 RATE = 0.25  # exact in fp32

@@ -12,8 +12,8 @@ from helpers.models import CONFIGS, assert_all_close, gradients_of, patched, rel
 from torch.overrides import TorchFunctionMode
 
 from sonicmoe_hf import RecordedRouting, record_routing, replay_routing, serving_divergence
-from sonicmoe_hf.patching.recorded import replayed
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.routing.recorded import replayed
 
 LENGTHS = (9, 13, 1, 6)
 WIDTH = 16

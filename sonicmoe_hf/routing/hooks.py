@@ -1,15 +1,16 @@
-"""The hooks that patching installs: on each router, and on each model that contains experts.
+"""The hooks that routing's extras need: on each router, and on each model that contains experts.
 
-They are module-level classes. A router's know nothing of its model but its state, and what the call in progress says
-(calls.py), so that patched models, and any part of one, copy, pickle and compile as before. On and off is an attribute of
-that state: a hook added or removed has compiled code compiled again.
+They are installed when the first of these extras is asked for (model.py), and are module-level classes. A router's knows
+nothing of its model but the settings, and what the call in progress says (calls.py), so that patched models, and any part
+of one, copy, pickle and compile as before. On and off is an attribute of the settings: a hook added or removed has
+compiled code compiled again.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,27 +18,54 @@ from torch import nn
 
 from ..layer.config import TokenRounding
 from ..layer.holding import expert_parallelism
+from ..model_patches import Family
+from ..patching.support import every_copy, every_experts, find_layers, models_with_experts, undo_liger_and_check
 from ..private import attributes
-from ..private.torch import guard_module_hooks, is_compiled
+from ..private.torch import is_compiled
 from ..private.transformers import parallel_mesh
-from . import calls, handlers, routing_contexts
+from . import calls, contexts, handlers
 from .balance import BiasLoad, hook_loss, share_of_batch
-from .calls import ModelCall, PatchState
+from .calls import ModelCall, RoutingState
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types, valid_tokens
-from .support import experts_and_wrappers, find_layers, undo_liger_and_check
 
 
 def installed(module: nn.Module) -> Any:
-    """The RouterHook or ModelHook that patching installed on a module, or None."""
+    """The RouterHook or ModelHook of a module, or None."""
     return vars(module).get(attributes.HOOK, (None,))[0]
 
 
-def remove_installed(module: nn.Module) -> None:
-    """Remove what patching installed on a module."""
-    _, *handles = vars(module).pop(attributes.HOOK, (None,))
-    for handle in handles:
-        handle.remove()
+def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
+    """Every router of our families, its family and its layer's name; also those that PEFT's modules_to_save keeps and
+    does not call now."""
+    for layer in find_layers(model, copies=True):
+        if layer.family is not None:
+            for router in every_copy(getattr(layer.block, layer.family.router_attribute)):
+                yield layer.family, layer.name, router
+
+
+def install(model: nn.Module, state: RoutingState) -> None:
+    """Have every router of a patched model, and every model in it that contains experts, follow these settings."""
+    calls.capture()
+    hook_routers(model, state)
+    for module in models_with_experts(model):
+        hook = installed(module)
+        if hook is None:
+            hook = ModelHook()
+            before = module.register_forward_pre_hook(hook.enter, with_kwargs=True)
+            after = module.register_forward_hook(hook.leave, always_call=True)
+            vars(module)[attributes.HOOK] = hook, before, after
+        hook.bind(state, module)
+
+
+def hook_routers(model: nn.Module, state: RoutingState) -> None:
+    """Have every router of a patched model follow these settings."""
+    for family, layer_name, router in routers(model):
+        hook = installed(router)
+        if hook is None:
+            hook = RouterHook(family.name, layer_name)
+            vars(router)[attributes.HOOK] = hook, router.register_forward_hook(hook)
+        hook.layer_name, hook.state = layer_name, state
 
 
 class RouterHook:
@@ -46,7 +74,7 @@ class RouterHook:
     load, balance: what it counted, for reports and for the next update of its bias.
     """
 
-    state: PatchState  # of the model
+    state: RoutingState  # of the model
 
     def __init__(self, family_name: str, layer_name: str):
         self.family_name = family_name
@@ -88,41 +116,35 @@ class ModelHook:
     """Forward pre-hook (with kwargs) of a model, `enter`, and forward hook, called after errors too, `leave`: they note
     whether gradients are on, and which tokens are padding.
 
-    Before the first call, and the first under a policy, it also checks that the layers support it: quantizers,
-    use_kernels, parallelism and Liger may have changed them since patching. Later and compiled calls check only whether a
-    forward of the experts was replaced again.
+    Before the first uncompiled call under a policy it also checks that the layers support it, which parallelism may have
+    changed since it was set.
     """
 
     def __init__(self) -> None:
-        self.checked_policies: tuple[TokenRounding | None, ...] = ()
-        # experts and wrappers, with a forward of their own
-        self.forwards: list[tuple[nn.Module, Callable | None]] = []
+        self.checked_policy: TokenRounding | None = None
+        self.experts: list[nn.Module] = []
 
-    def bind(self, state: PatchState, model: nn.Module) -> None:
+    def bind(self, state: RoutingState, model: nn.Module) -> None:
         """Take the settings of a model that is `model`, the hook's module, or has it inside."""
         self.state = state
         self.parameters = list(inspect.signature(type(model).forward).parameters)[1:]  # without self
-        self._list_forwards(model)
-
-    def _list_forwards(self, model: nn.Module) -> None:
-        self.forwards = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
+        self.experts = every_experts(model)
 
     def __getstate__(self):
-        return {**vars(self), "checked_policies": (), "forwards": []}  # a copy is checked afresh
+        return {**vars(self), "checked_policy": None, "experts": []}  # a copy is checked afresh
 
     def __setstate__(self, attributes):
         vars(self).update(attributes)
-        guard_module_hooks()  # for a model that comes from another process
-        calls.capture()
+        calls.capture()  # for a model that comes from another process
 
     def enter(self, model: nn.Module, args, kwargs):
-        """A forward of the model begins."""
-        forward = calls.begin(self)
+        """Begin a forward of the model."""
+        is_compiling = torch.compiler.is_compiling()
+        frame = None if is_compiling else inspect.currentframe()
+        forward = calls.begin(self, frame and frame.f_back)  # of torch, which calls the forward too
         call = forward.call
         if forward.is_outermost:
-            if torch.compiler.is_compiling():
-                self._check_compiled()
-            else:
+            if not is_compiling:
                 self._check(model)
             self._prepare(model, call, kwargs)
         if call.in_training:
@@ -132,10 +154,10 @@ class ModelHook:
             forward.token_types = given_token_types(arguments, forward.token_types)
 
     def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:
-        """Say what a new call's routers have to do, and note what they and its end need for that."""
+        """Decide what a new call's routers have to do, and note what they and its end need for that."""
         state = self.state
         policy, balancing = state.policy, state.balancing
-        recording, replay = routing_contexts.active(state)
+        recording, replay = contexts.active(state)
         trains = policy is not None or balancing is not None or state.counting
         follows = recording is not None or replay is not None
         if not (trains or follows):
@@ -178,35 +200,22 @@ class ModelHook:
         state.has_trained = True
 
     def _batch_group(self, model: nn.Module) -> torch.distributed.ProcessGroup | None:
-        """The ranks that have this model's batch too, as it or, where a part of it is called, its experts know."""
+        """Find the ranks that have this model's batch too, as it or, where a part of it is called, its experts know."""
         mesh = parallel_mesh(model, "tp")
         if mesh is not None:
             return mesh.get_group()
-        implementations = (expert_parallelism(module) for module, _ in self.forwards)
+        implementations = map(expert_parallelism, self.experts)
         return next((ours.batch_group for ours in implementations if ours is not None), None)
-
-    def _check_compiled(self) -> None:
-        """What Dynamo can trace."""
-        for module, forward in self.forwards:
-            if module.__dict__.get("forward") is not forward:
-                raise RuntimeError(
-                    "another forward took the place of these experts' own: call sonicmoe_hf.patch_model(model) again"
-                )
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
-        is_checked = policy in self.checked_policies
-        for module, forward in self.forwards:
-            is_checked = is_checked and vars(module).get("forward") is forward
-        if not is_checked:
+        if policy is not None and policy != self.checked_policy:
             undo_liger_and_check(model, policy)
-            if policy is not None:
-                check_live(model)
-            self._list_forwards(model)
-            self.checked_policies = None, policy
+            hook_routers(model, self.state)  # of those that came into the model since
+            self.experts, self.checked_policy = every_experts(model), policy
 
     def leave(self, model: nn.Module, args, output):
-        """A forward of the model is over, by an error if there is no output."""
+        """End a forward of the model, by an error if there is no output."""
         forward = calls.end(self)
         if forward is None or output is None or forward.recomputing:
             return
@@ -222,16 +231,6 @@ class ModelHook:
             state.last = call
             if state.calls_of_loss is not None:
                 state.calls_of_loss.append(call)
-
-
-def check_live(model: nn.Module) -> None:
-    """Raise RuntimeError where the router of a layer that has one would not tell us what it routes."""
-    for layer in find_layers(model):
-        if layer.router is not None and installed(layer.router) is None:
-            raise RuntimeError(
-                f"{layer.name}: its {type(layer.router).__name__} came into the model after patch_model, whose hook it "
-                "lacks; call sonicmoe_hf.patch_model(model) again"
-            )
 
 
 def _check_no_replica(model: nn.Module) -> None:

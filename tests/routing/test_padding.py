@@ -10,9 +10,9 @@ from peft import PrefixTuningConfig, get_peft_model
 from transformers import DynamicCache
 
 import sonicmoe_hf
-from sonicmoe_hf.patching import padding
-from sonicmoe_hf.patching.calls import ModelCall
-from sonicmoe_hf.patching.patch import patch_state, router_hooks
+from sonicmoe_hf.routing import padding
+from sonicmoe_hf.routing.calls import ModelCall
+from sonicmoe_hf.routing.model import router_hooks, routing_state
 
 TOP_K = 2
 
@@ -77,7 +77,7 @@ def test_a_mask_that_does_not_fit_is_said_once(caplog, monkeypatch):
     (said,) = caplog.messages
     assert "has 96 tokens, which an attention mask of shape [2, 24] does not fit: padding cannot be left out" in said
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    forward = padding.Forward(ModelCall(patch_state(model)), None, None, 0)
+    forward = padding.Forward(ModelCall(routing_state(model)), None, None, None)
     forward.attention_mask = inputs["attention_mask"]
     with pytest.raises(RuntimeError, match="does not fit"):
         padding.valid_tokens(forward, padding.FAMILIES["qwen3_moe"], "layer", 5, "cpu")

@@ -1,0 +1,115 @@
+"""A patched model's routing: the settings that its hooks follow, its routers, and what others ask of them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..layer.config import TokenRounding, as_routing_policy
+from ..layer.holding import expert_parallelism
+from ..patching.support import every_experts, find_layers, is_patched, transformers_model, undo_liger_and_check
+from ..private.transformers import parallel_mesh
+from .calls import RoutingState
+from .hooks import ModelHook, RouterHook, install, installed, routers
+
+
+def find_state(model: nn.Module) -> RoutingState | None:
+    """The settings that the model's hooks share; None where nothing has asked for hooks."""
+    hooks = map(installed, transformers_model(model).modules())
+    return next((hook.state for hook in hooks if isinstance(hook, ModelHook)), None)
+
+
+def routing_state(model: nn.Module) -> RoutingState:
+    """The settings that the model's hooks share. The first call installs them.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    return find_state(model) or _hooked(_patched(model))
+
+
+def _patched(model: nn.Module) -> nn.Module:
+    root = transformers_model(model)
+    if not is_patched(root):
+        raise ValueError(f"{type(root).__name__} is not patched; call sonicmoe_hf.patch_model(model) first")
+    return root
+
+
+def _hooked(root: nn.Module) -> RoutingState:
+    state = find_state(root) or RoutingState()
+    install(root, state)
+    return state
+
+
+def set_policy(root: nn.Module, policy: TokenRounding | None) -> None:
+    """Have a patched model route by this policy, which its layers can do. Top-k needs no hooks, unless there are some, or
+    ranks share the experts: they exchange their numbers of tokens once for each call of the model."""
+    is_shared = any(expert_parallelism(experts) is not None for experts in every_experts(root))
+    if policy is not None or is_shared or find_state(root) is not None:
+        state = _hooked(root)
+        state.policy = policy
+        state.before_step.pop("policy", None)
+
+
+def set_routing(model: nn.Module, routing) -> None:
+    """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`.
+
+    Raises:
+        ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
+    """
+    root, policy = _patched(model), as_routing_policy(routing)
+    undo_liger_and_check(root, policy)
+    set_policy(root, policy)
+
+
+def routing_policy(model: nn.Module) -> TokenRounding | None:
+    """The policy in force; None: top-k."""
+    state = find_state(model)
+    return None if state is None else state.policy
+
+
+def use_routers(
+    model: nn.Module, policy: TokenRounding | None = None, *, remedy: str = "use routing=None"
+) -> RoutingState:
+    """Give every router of a patched model its hook, after checking that every layer can do what the policy asks.
+
+    remedy: what the error says to do where a layer cannot round tokens.
+
+    Raises:
+        UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
+    """
+    root = _patched(model)
+    undo_liger_and_check(root, policy, remedy)
+    return _hooked(root)
+
+
+def router_hooks(model: nn.Module) -> list[RouterHook]:
+    """The hooks of a model's routers in use, in the order of its layers, under the names of these layers."""
+    hooks = []
+    for layer in find_layers(transformers_model(model)):
+        hook = None if layer.router is None else installed(layer.router)
+        if hook is not None:
+            hook.layer_name = layer.name
+            hooks.append(hook)
+    return hooks
+
+
+def clear_counts(model: nn.Module) -> None:
+    """Have the routers of a patched model count their loads from zero, once they do.
+
+    Raises:
+        UnsupportedModelError, ValueError: as `use_routers`.
+    """
+    use_routers(model)
+    for *_, router in routers(transformers_model(model)):
+        installed(router).load.start(router.num_experts, router.weight.device)
+
+
+def ranks_of_batch(model: nn.Module) -> int:
+    """How many ranks have the same batch: those over which Transformers splits the model by tensor parallelism."""
+    mesh = parallel_mesh(transformers_model(model), "tp")
+    return 1 if mesh is None else mesh.size()
+
+
+def is_pipelined(model: nn.Module) -> bool:
+    """Whether ranks have other layers of this model."""
+    return parallel_mesh(transformers_model(model), "pp") is not None
