@@ -1,5 +1,5 @@
-"""Our names in other packages' registers, and our functions in the place of theirs, from `import sonicmoe_hf` on; and
-`uninstall`, which puts theirs back. docs/patching.md has the list for users.
+"""Registration with Transformers and PEFT, when sonicmoe_hf is imported, and `uninstall`, which puts their functions
+back. docs/patching.md has the list for users.
 
 Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT and of Transformers are
 replaced by ones that call the original for every model that is not ours. PEFT, with what it imports, takes as long to

@@ -59,7 +59,7 @@ def check_distributed(
 
 
 def guard_deepspeed() -> None:
-    """Have deepspeed.initialize raise UnsupportedModelError for models with packed experts, where DeepSpeed has been
+    """Make deepspeed.initialize raise UnsupportedModelError for models with packed experts, where DeepSpeed has been
     imported (TrainingArguments does that). Where it has not, torch's error says that it cannot swap these parameters."""
     deepspeed: Any = sys.modules.get("deepspeed")
     if deepspeed is None:

@@ -25,13 +25,13 @@ class StreamedLayer(Protocol):
     """A layer whose weights live in host memory."""
 
     def fetched(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Its weights on the device, by the names of the op's inputs, inside `with`."""
+        """Give its weights on the device, by the names of the op's inputs, inside `with`."""
 
     def mapped(self) -> Mapping[str, torch.Tensor] | None:
-        """Its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
+        """Give its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
 
     def holds(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-        """Whether these host tensors are its weights."""
+        """Tell whether these host tensors are its weights."""
 
 
 # by the address of the first projection's tensor in host memory
@@ -41,8 +41,8 @@ STORED = tuple(weight + part for weight in WEIGHTS for part in ("", "_scales", "
 
 
 def fetched(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The op's inputs with weights that kernels of the device read inside `with`, dense ones in `dtype`; themselves where
-    none are in host memory."""
+    """Give the op's inputs with weights that kernels of the device read inside `with`, dense ones in `dtype`; the inputs
+    themselves where none are in host memory."""
     layer = STREAMED.get(inputs.gate_up.data_ptr())
     if layer is None or not layer.holds(inputs.gate_up, inputs.down):
         return contextlib.nullcontext(_copied(inputs, dtype))
@@ -52,7 +52,7 @@ def fetched(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> Abstra
 
 
 def _copied(inputs: Any, dtype: torch.dtype) -> Any:
-    """Copy to the device what no layer holds: one weight of two was replaced, or a hook copied what autograd saved."""
+    """Copy weights to the device that no layer holds: one of two was replaced, or a hook copied what autograd saved."""
     device = inputs.weight.device
     if inputs.gate_up.device != device or inputs.down.device != device:
         stored = {name: tensor for name in STORED if (tensor := getattr(inputs, name)) is not None}
@@ -61,8 +61,8 @@ def _copied(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 def _reads_over_the_bus(rows: Rows, options: Any) -> bool:
-    """Whether reading the routed experts where they are takes less than copying the layer. Dense weights, and packed ones
-    of FP8 products, go through TMA, which has not been tried over the bus."""
+    """Tell whether reading the routed experts where they are takes less than copying the layer. Dense weights, and packed
+    ones of FP8 products, go through TMA, which has not been tried over the bus."""
     is_packed = options.gate_up_format and options.down_format and not options.fp8
     return bool(is_packed) and rows.token.numel() <= ROWS_OVER_THE_BUS * (rows.offsets.numel() - 1)
 

@@ -117,7 +117,7 @@ class PackedWeight(torch.Tensor):
         return PackedWeight(packed, format, self.dtype, self.is_transposed)
 
     def resident(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Copy what is stored to a device (default: its own): a PackedWeight."""
+        """Copy the weight to a device (default: its own), as an ordinary one."""
         return self._ordinary(each(self.packed, lambda part: part.to(device=device or self.device, copy=True)))
 
     @property
@@ -137,7 +137,7 @@ class PackedWeight(torch.Tensor):
         return self._ordinary(self.packed)
 
     def _before_write(self) -> None:
-        """Called before what is stored changes."""
+        """Prepare for a change of the stored bytes."""
 
     def _take(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
@@ -193,12 +193,12 @@ class PackedWeight(torch.Tensor):
         return self
 
     def share_memory_(self) -> PackedWeight:
-        """Move what is stored to memory that processes share."""
+        """Move the stored tensors to memory that processes share."""
         self._hold(each(self.packed, torch.Tensor.share_memory_))
         return self
 
     def is_shared(self) -> bool:
-        """Whether `share_memory_` was called, or what is stored is on a GPU."""
+        """Tell whether `share_memory_` was called, or the weight is on a GPU."""
         return self.codes.is_shared()
 
     def __deepcopy__(self, memo):
@@ -227,13 +227,13 @@ def as_parameter(weight: torch.Tensor) -> nn.Parameter:
 
 
 def kind_of(weight: torch.Tensor) -> tuple[torch.Size, str, bool]:
-    """(shape, format, is_transposed): weights of one kind store tensors of the same shapes. A dense one has format ""."""
+    """Give (shape, format, is_transposed): weights of one kind store the same. A dense one's format is ""."""
     format = weight.format if isinstance(weight, PackedWeight) else ""
     return weight.shape, format, bool(format) and weight.is_transposed  # type: ignore[attr-defined]
 
 
 def alias(weight: PackedWeight, *_) -> torch.Tensor:
-    """Make another tensor over what is stored."""
+    """Make another weight over the same stored tensors."""
     return weight._alias()
 
 
@@ -242,7 +242,7 @@ def _clone(weight, *, memory_format=None):
 
 
 def _to(weight, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
-    """Casts leave it as it is, and so does a move to its own device."""
+    """Copy to another device; casts leave the weight as it is, and so does a move to its own device."""
     return alias(weight) if device is None or torch.device(device) == weight.device else weight.resident(device)
 
 

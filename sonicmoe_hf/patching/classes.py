@@ -1,4 +1,4 @@
-"""patch / unpatch: every model of a family that is built from now on, by whatever builds it."""
+"""patch and unpatch, for every model of a family that is built from now on, by whatever builds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""from_pretrained: a model that is patched, with packed experts or experts in host memory where that is asked for."""
+"""from_pretrained, which loads and patches a model, with packed experts or experts in host memory on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def from_pretrained(
     auto_class=None,
     **kwargs,
 ) -> PreTrainedModel:
-    """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save)`.
+    """Load a model by `auto_class.from_pretrained(...)`, then `patch_model(model, routing, save=save)`.
 
     A model with attention sinks gets attn_implementation="torch_sinks" where it runs (docs/attention.md), unless
     attn_implementation is given.
@@ -105,7 +105,7 @@ def _auto_class(name, kwargs: dict[str, Any]):
 
 
 def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tuple[dict[str, Any], LoadingPlacement]:
-    """The keyword arguments of from_pretrained(**kwargs) for a model on one device, and what places its experts.
+    """Make keyword arguments of from_pretrained for a model on one device, and the placement of its experts.
 
     Raises:
         UnsupportedModelError: ranks share or shard the model. ValueError: experts_memory.

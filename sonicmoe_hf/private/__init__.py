@@ -1,5 +1,5 @@
-"""What sonicmoe_hf uses of PyTorch and Transformers that they keep private, one module each, and
-the attributes that it puts on their objects.
+"""Private parts of PyTorch and Transformers that sonicmoe_hf uses, one module each; the attributes that it puts on their
+objects; and the register of their functions that it replaces.
 
 tests/helpers/private_names.py lists every such name with what rests on it; tests/project/test_private.py looks each up
 in the versions installed.

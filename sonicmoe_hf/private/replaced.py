@@ -20,7 +20,7 @@ REPLACED: list[Replaced] = []
 
 
 def is_replaced(owner: Any, name: str) -> bool:
-    """Whether `replace` was called for this function."""
+    """Tell whether `replace` was called for this function."""
     return any(each.owner is owner and each.name == name for each in REPLACED)
 
 

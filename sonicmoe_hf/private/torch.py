@@ -32,19 +32,19 @@ wrapper_of = torch.Tensor._make_wrapper_subclass
 
 
 def strided_shard(dim: int, num_groups: int):
-    """The placement of a DTensor of which a rank has its part of each of so many equal groups along a dimension."""
+    """Make the placement of a DTensor of which a rank has its part of each of so many equal groups along a dimension."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=num_groups)
 
 
 def forward_mode_level() -> int:
-    """How many levels of forward-mode derivatives are being taken, less one."""
+    """Count the levels of forward-mode derivatives that are being taken, less one."""
     return forward_ad._current_level
 
 
 def below_autograd(overload, keyset):
-    """The op as a function that goes on below autograd's kernels, one of which got this set of keys."""
+    """Make a function of the op that goes on below autograd's kernels, one of which got this set of keys."""
 
     def run(*arguments):
         with torch._C._AutoDispatchBelowAutograd():
@@ -61,8 +61,8 @@ def replace_call(overload, function: Callable) -> Callable:
 
 
 def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
-    """Have torch.utils.checkpoint call these from now on, each with what it called before as its first argument: in place
-    of the generator around a function that is checkpointed without reentry, and of the forward of one with it."""
+    """Replace the generator that torch.utils.checkpoint makes of a function without reentry, and the forward of its
+    CheckpointFunction, by these; each gets the original as its first argument."""
     from torch.utils import checkpoint
 
     name = "_checkpoint_without_reentrant_generator_impl"  # since torch 2.15, where the other name calls it
@@ -74,34 +74,34 @@ def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
 
 
 def is_compiled() -> bool:
-    """Whether torch.compile traces this code, or left it to Python inside a compiled function."""
+    """Tell whether torch.compile traces this code, or left it to Python inside a compiled function."""
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def graph_breaks() -> Counter[str]:
-    """Why Dynamo has left code to Python so far, with torch's reasons, and how often."""
+    """Count torch's reasons for which Dynamo has left code to Python so far."""
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"])
 
 
 def compiled_call(module: nn.Module) -> Callable:
-    """The function that a call of a module is after Module.compile."""
+    """Get the function that Module.compile has put in the place of a module's call."""
     return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable) -> None:
-    """Have calls of a module that was compiled be calls of `call`."""
+    """Replace the function that Module.compile has put in the place of a module's call."""
     module._compiled_call_impl = call
 
 
 def has_compiled_parts(modules: list[nn.Module]) -> bool:
-    """Whether torch.compile or Module.compile was applied to one of these modules."""
+    """Tell whether torch.compile or Module.compile was applied to one of these modules."""
     return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules)
 
 
 def has_checkpointing(modules: list[nn.Module]) -> bool:
-    """Whether one of these modules is recomputed by gradient checkpointing, Transformers' or FSDP's."""
+    """Tell whether gradient checkpointing, Transformers' or FSDP's, recomputes one of these modules."""
     return any(
         getattr(module, "gradient_checkpointing", False) or type(module).__name__ == "CheckpointWrapper"
         for module in modules
@@ -109,7 +109,7 @@ def has_checkpointing(modules: list[nn.Module]) -> bool:
 
 
 def guard_module_hooks() -> None:
-    """Have compiled code be used only for modules with hooks where those it was compiled for had them.
+    """Make Dynamo use compiled code only for modules with hooks where those it was compiled for had them.
 
     By default Dynamo does not look. What was compiled without looking is compiled again.
     """

@@ -30,17 +30,17 @@ OPTIMIZER_LOADING_METHOD = "_load_optimizer_and_scheduler"  # of a Trainer: the 
 
 
 def experts_implementation(config) -> str | None:
-    """The experts implementation that a config asks for."""
+    """Get the experts implementation that a config asks for."""
     return getattr(config, "_experts_implementation", None)
 
 
 def experts_implementation_at_once(config) -> str | None:
-    """The same, in a tenth of the time that a PreTrainedConfig takes to look an attribute up."""
+    """Get it in a tenth of the time that a PreTrainedConfig takes to look an attribute up."""
     return object.__getattribute__(config, "__dict__").get("_experts_implementation_internal")
 
 
 def set_experts_implementation(config, name: str | None) -> None:
-    """Have the experts of a config computed by another implementation; its sub-configs keep theirs."""
+    """Set the experts implementation of a config; its sub-configs keep theirs."""
     config._experts_implementation = {"": name}
 
 
@@ -86,12 +86,12 @@ def mark_initialized(parameter: Any) -> None:
 
 
 def auto_class_of(config):
-    """The first Auto class that has a model for this config, of text before images and sound; None without any."""
+    """Find the first Auto class that has a model for this config, of text before images and sound; None without any."""
     return next((auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class._model_mapping), None)
 
 
 def computes_loss(config) -> bool:
-    """Whether the model that `auto_class_of` this config loads takes labels."""
+    """Tell whether the model that `auto_class_of` this config loads takes labels."""
     auto_class = auto_class_of(config)
     if auto_class is None:
         return False
@@ -99,8 +99,8 @@ def computes_loss(config) -> bool:
 
 
 def parallel_mesh(model, dimension: str) -> DeviceMesh | None:
-    """The ranks over which Transformers splits this model by tensor ("tp") or pipeline ("pp") parallelism; None where it
-    does not."""
+    """Get the ranks over which Transformers splits this model by tensor ("tp") or pipeline ("pp") parallelism; None where
+    it does not."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -112,7 +112,7 @@ def parallel_mesh(model, dimension: str) -> DeviceMesh | None:
 
 
 def register_recording(model) -> None:
-    """Have a model whose class was set after its __init__ record outputs, such as router_logits, as others of that class.
+    """Make a model whose class was set after its __init__ record outputs, such as router_logits, as its class does.
 
     The register is by the class's name; Transformers 5.23 takes a model for a key and makes that name of it.
     """
@@ -122,28 +122,28 @@ def register_recording(model) -> None:
 
 
 def strictly_fp32_modules(model) -> set[str]:
-    """Names of the modules whose weights a model never casts."""
+    """List the names of the modules whose weights a model never casts."""
     return set(model._keep_in_fp32_modules_strict or ())
 
 
 def ignored_on_load(model) -> list[str]:
-    """Patterns of the names that a checkpoint may hold besides the model's."""
+    """List patterns of the names that a checkpoint may hold besides the model's."""
     return list(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def missing_allowed(model) -> list[str]:
-    """Patterns of the names that a checkpoint may lack."""
+    """List patterns of the names that a checkpoint may lack."""
     return list(model._keys_to_ignore_on_load_missing or ())
 
 
 def weight_conversions(model) -> list | None:
-    """What from_pretrained did to a checkpoint and save_pretrained reverts; [] after fused ones, None without any."""
+    """Get the conversions of from_pretrained that save_pretrained reverts; [] after fused ones, None without any."""
     return getattr(model, "_weight_conversions", None)
 
 
 def load_converted(model, files: list[str], conversions: list):
-    """Transformers' loader, through the conversions. It puts new tensors into the modules' slots; returns what it reports
-    on names. The model's own conversions stay."""
+    """Load files by Transformers' loader, through the conversions, into new tensors in the modules' slots, and return its
+    report on names. The model's own conversions stay."""
     from transformers import PreTrainedModel, modeling_utils
 
     config = modeling_utils.LoadStateDictConfig(weight_mapping=copy.deepcopy(conversions))
@@ -157,7 +157,7 @@ def load_converted(model, files: list[str], conversions: list):
 
 
 def warn_after_load(trainer, result) -> None:
-    """Have a Trainer warn of what a checkpoint lacked, and what its model did."""
+    """Make a Trainer warn of names that a checkpoint lacked, and of those that its model lacked."""
     trainer._issue_warnings_after_load(result)
 
 
@@ -167,7 +167,7 @@ def save_random_state(trainer, folder: str) -> None:
 
 
 def read_scalars_whole() -> None:
-    """Have Transformers read a number that a checkpoint stores beside a sharded weight as it is: there is nothing to be
+    """Make Transformers read a number that a checkpoint stores beside a sharded weight as it is: there is nothing to be
     cut. It is one of this rank's experts, or a linear layer's."""
     try:
         from transformers.distributed.sharding_utils import DtensorShardOperation

@@ -1,4 +1,4 @@
-"""The installed versions of what we build on, and those that sonicmoe_hf was tested with."""
+"""The installed versions of the packages that we build on, and those that sonicmoe_hf was tested with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_INSTALLED = "not installed"
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that matter; "not installed" where one is missing."""
+    """Look up Python's version and those of PACKAGES; "not installed" where one is missing."""
     by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         by_package[package] = _installed(package)
@@ -39,7 +39,7 @@ def _installed(package: str) -> str:
 
 
 def untested_versions() -> list[str]:
-    """A sentence for each installed package whose version is outside the range that sonicmoe-hf was tested with."""
+    """Write a sentence for each installed package whose version is outside the range that sonicmoe-hf was tested with."""
     sentences = []
     for package, (oldest, newest) in TESTED.items():
         installed = _installed(package)

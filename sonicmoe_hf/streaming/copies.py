@@ -1,4 +1,4 @@
-"""Who copies from host memory to the device: a CUDA stream of its own, or on a CPU the processor, at once."""
+"""Copies from host memory to the device: by a CUDA stream of their own, or on a CPU by the processor, at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMEDY = "keep more experts on the GPU (a larger experts_memory), or use a small
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
-    """Bytes of host memory that begin at a page and take whole pages, not a power of two of them as torch's pinned
+    """Allocate host memory that begins at a page and takes whole pages, not a power of two of them as torch's pinned
     memory does."""
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin
@@ -41,18 +41,18 @@ class Copies:
         """Undo `pin`, when no copy from it is under way."""
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
-        """Pinned memory as a tensor of the device, which its kernels read over the bus; None where they cannot."""
+        """Give pinned memory as a tensor of the device, which its kernels read over the bus; None where they cannot."""
         return host
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Bytes on the device, as the stream that computes now may use them; its earlier work may still be using them."""
+        """Allocate bytes on the device for the stream that computes now, whose earlier work may still be using them."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def event(self) -> Any:
-        """A point of a stream, to be set by `mark` or `copy`."""
+        """Make a point of a stream, to be set by `mark` or `copy`."""
 
     def mark(self, event: Any) -> None:
-        """Set the event after all that the stream that computes now was given."""
+        """Set the event after all work that the stream that computes now was given."""
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any], done: Any) -> None:
         """Copy each (target, source) once the events `after` are reached; set `done` at the end."""
@@ -60,17 +60,17 @@ class Copies:
             target.copy_(source)
 
     def wait(self, done: Any) -> None:
-        """Let what the stream that computes now is given next begin once `done` is reached."""
+        """Let the next work of the stream that computes now begin once `done` is reached."""
 
     def timeline(self) -> Hashable:
-        """Which stream computes now."""
+        """Identify the stream that computes now."""
 
     def finish(self) -> None:
         """Wait on the host until all copies have ended, and all work that reads `mapped` memory."""
 
 
 def _device_address(host: torch.Tensor) -> int | None:
-    """By which the current GPU knows pinned bytes: on Linux the host's own, as the driver says."""
+    """Ask the driver for the address of pinned bytes on the current GPU, which on Linux is the host's own."""
     address = ctypes.c_uint64()
     driver = ctypes.CDLL("libcuda.so.1")
     code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), ctypes.c_void_p(host.data_ptr()), 0)
@@ -145,7 +145,7 @@ KINDS: dict[str, type[Copies]] = {"cuda": CudaCopies, "cpu": Copies}
 
 
 def copies_to(device: torch.device) -> Copies:
-    """Raises ValueError where nothing copies to a device of this type."""
+    """Make the Copies of a device. Raises ValueError where nothing copies to a device of this type."""
     if device.type not in KINDS:
         raise ValueError(f"experts_memory brings experts to CUDA GPUs, not to {device.type}; leave it out")
     return KINDS[device.type](device)

@@ -1,4 +1,4 @@
-"""Bytes: what experts_memory says, what packed weights take, how many layers fit, what the host has free."""
+"""Numbers of bytes: of experts_memory, of packed weights, of the layers that fit, and of the host's free memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from ..kernels.quantized import stored_dtypes, stored_shapes
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 AUTO = "auto"
-LEFT_FREE = (
-    0.25  # of the card, for adapters, activations and what the allocator cannot use, where experts_memory="auto"
-)
+# Share of the card for adapters, activations and what the allocator cannot use, where experts_memory="auto".
+LEFT_FREE = 0.25
 PROC, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 UNLIMITED = 2**60  # cgroups of version 1 say so by a larger number
 
 
 def as_bytes(experts_memory: str | int) -> int:
-    """8589934592 of "8GiB", "8.6 GB" counted in thousands, or a number of bytes.
+    """Read a number of bytes: 8589934592 of "8GiB", or of "8.6 GB" counted in thousands, or the number itself.
 
     Raises:
         ValueError: it is neither, or negative.
@@ -39,7 +38,7 @@ def as_bytes(experts_memory: str | int) -> int:
 
 
 def packed_nbytes(format: str, shape: tuple[int, int, int], order: str = "whole") -> int:
-    """What is stored of a weight [E, N, K] whose rows stand in an order of kernels.quantized.ORDERS.
+    """Count the bytes stored of a weight [E, N, K] whose rows stand in an order of kernels.quantized.ORDERS.
 
     Raises:
         ValueError: the format does not take a weight of this shape.
@@ -49,8 +48,8 @@ def packed_nbytes(format: str, shape: tuple[int, int, int], order: str = "whole"
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Which of the layers of these bytes stay on the GPU: as many as the budget holds, evenly among the others, so that
-    one layer's copy has the time of its neighbours too."""
+    """Choose the layers, of these bytes, that stay on the GPU: as many as the budget holds, evenly among the others, so
+    that one layer's copy has the time of its neighbours too."""
     count = len(sizes)
     for kept in range(count, 0, -1):
         stays = [(number + 1) * kept // count > number * kept // count for number in range(count)]
@@ -60,8 +59,8 @@ def spread(sizes: Sequence[int], budget: int) -> list[bool]:
 
 
 def on_the_card(device: torch.device, others: int, largest: int) -> int:
-    """The bytes of experts for experts_memory="auto": what the card holds beside `others`, the bytes of weights that are
-    not there yet, two buffers of the `largest` layer, and LEFT_FREE. Raises ValueError on a CPU."""
+    """Count the bytes of experts for experts_memory="auto": all that the card holds beside `others`, the bytes of weights
+    that are not there yet, two buffers of the `largest` layer, and LEFT_FREE. Raises ValueError on a CPU."""
     if device.type != "cuda":
         raise ValueError(f'experts_memory="auto" fits a GPU, but the model is on {device}; give bytes, such as "8GiB"')
     free, total = torch.cuda.mem_get_info(device)
@@ -70,10 +69,10 @@ def on_the_card(device: torch.device, others: int, largest: int) -> int:
 
 
 def free_on_host() -> int | None:
-    """Bytes of host memory that can be taken, inside a container too; None where the system does not say."""
+    """Count the bytes of host memory that are free, inside a container too; None where the system does not say."""
     free = [_available(), _left(CGROUP, "memory.max", "memory.current", "memory.stat")]
     free.append(_left(CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"))
-    known = [each for each in free if each is not None]
+    known = [nbytes for nbytes in free if nbytes is not None]
     return min(known) if known else None
 
 
@@ -83,12 +82,12 @@ def _available() -> int | None:
 
 
 def _left(folder: Path, limit: str, used: str, statistics: str) -> int | None:
-    """What a control group may still take; file caches are given up for it."""
+    """Count the bytes that a control group may still take; file caches are given up for it."""
     try:
-        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        maximum, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
         caches = re.search(r"^inactive_file (\d+)$", (folder / statistics).read_text(), re.MULTILINE)
     except OSError:
         return None
-    if not most.isdigit() or int(most) >= UNLIMITED:
+    if not maximum.isdigit() or int(maximum) >= UNLIMITED:
         return None
-    return max(0, int(most) - now + (0 if caches is None else int(caches[1])))
+    return max(0, int(maximum) - now + (0 if caches is None else int(caches[1])))

@@ -155,7 +155,7 @@ def place_experts(model: nn.Module, experts_memory: Any) -> None:
 
 
 class LoadingPlacement:
-    """Places each experts' weight of a model as soon as it has been loaded.
+    """The placement of a model that is loading: each experts' weight is moved as soon as it has been loaded.
 
     Raises:
         UnsupportedExpertsError, MemoryError: at the first weight, as `Placement`; or experts are on several devices.

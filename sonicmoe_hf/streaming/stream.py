@@ -44,7 +44,7 @@ class _Buffer:
         self.mark(copies)  # memory that the allocator gave may still be in use by earlier work
 
     def mark(self, copies: Copies) -> None:
-        """Note that what has been launched so far uses the buffer."""
+        """Note that all work launched so far uses the buffer."""
         timeline = copies.timeline()
         if timeline not in self.used:
             self.used[timeline] = copies.event()
@@ -94,13 +94,13 @@ class HostLayer:
         return held
 
     def holds(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-        """Whether these stored tensors are the codes of its two weights."""
+        """Tell whether these stored tensors are the codes of its two weights."""
         pointers = [self.weights[name].codes.data_ptr() for name in ("gate_up", "down") if name in self.weights]
         return pointers == [gate_up.data_ptr(), down.data_ptr()]
 
     @contextlib.contextmanager
     def fetched(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Its weights on the device: between entry and exit the op launches all that reads them."""
+        """Give its weights on the device; between entry and exit the op launches all that reads them."""
         try:
             yield self.stream.begin(self)
         finally:
@@ -108,23 +108,23 @@ class HostLayer:
 
     @torch.inference_mode(False)  # what is kept must serve calls of every mode
     def mapped(self) -> dict[str, torch.Tensor] | None:
-        """Its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
+        """Give its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
         if self._mapped is None:
             memories = {name: self.stream.copies.mapped(host) for name, host in self._bytes.items()}
             self._mapped = {} if None in memories.values() else self.views(memories)
         return self._mapped or None
 
     def targets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The part of a device buffer that each weight is copied to."""
+        """Split a device buffer into the parts that the weights are copied to."""
         sizes = [host.nbytes for host in self._bytes.values()]
         return dict(zip(self._bytes, buffer[: sum(sizes)].split(sizes)))
 
     def pairs(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target in the buffer, source) of each weight."""
+        """List (target in the buffer, source) of each weight."""
         return [(target, self._bytes[name]) for name, target in self.targets(buffer).items()]
 
     def views(self, memories: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The weights in memory that holds the bytes of each, by the names of the op's inputs."""
+        """Give the weights in memory that holds the bytes of each, by the names of the op's inputs."""
         views = {}
         for name, packed in self.weights.items():
             for field, part in zip(FIELDS, packed):
@@ -166,7 +166,7 @@ class ExpertsStream:
         self._lock = threading.Lock()
 
     def add(self, layer: HostLayer) -> None:
-        """A layer has been made."""
+        """Note a layer that has been made."""
         self._layers = [each for each in self._layers if each() is not None] + [layer.reference]
 
     def resize(self) -> None:
@@ -191,7 +191,7 @@ class ExpertsStream:
             return buffer.views[layer]
 
     def end(self) -> None:
-        """This thread has launched all that reads the layer."""
+        """Note that this thread has launched all that reads the layer."""
         with self._lock:
             self._end(threading.get_ident())
 
@@ -202,7 +202,7 @@ class ExpertsStream:
                 buffer.threads.discard(thread)
 
     def forget(self, layer: HostLayer) -> None:
-        """Have the layer copied again, because what the host holds of it is about to change."""
+        """Have the layer copied again, because its bytes on the host are about to change."""
         self.copies.finish()
         with self._lock:
             for buffer in self._buffers:
@@ -240,8 +240,8 @@ class ExpertsStream:
             self._copy(following, free[0])
 
     def _following(self, before: Reference | None, layer: Reference) -> Reference:
-        """Predict what comes after two layers: what did the last time, else the next one in their direction, which turns
-        at the ends as backward does."""
+        """Predict the layer after two: the one that came last time, else the next one in their direction, which turns at
+        the ends as backward does."""
         if (before, layer) in self._next:
             return self._next[before, layer]
         layers = [each for each in self._layers if each() is not None]

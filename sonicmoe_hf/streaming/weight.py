@@ -86,7 +86,7 @@ class HostWeight(PackedWeight):
         return HostWeight(Quantized(tensors["codes"], tensors.get("scales"), tensors.get("state")), *context)
 
     def share_memory_(self):
-        """Raises RuntimeError: pinned memory belongs to one process."""
+        """Raise RuntimeError, because pinned memory belongs to one process."""
         raise RuntimeError(NOT_SHARED)
 
     def __reduce_ex__(self, protocol):

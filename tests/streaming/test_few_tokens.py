@@ -53,16 +53,11 @@ def test_one_token_more_is_copied(late_copies):
     assert set(work(model)) == {"copy"}
 
 
-def test_dense_experts_are_copied(late_copies):
-    model = made(format=None)
-    assert torch.equal(logits(model, 1), logits(made(None, None), 1))
-    assert set(work(model)) == {"copy"}
-
-
-def test_experts_of_fp8_products_are_copied(late_copies):
-    model, resident = made(0, "fp8"), made(None, "fp8")
+@pytest.mark.parametrize("format, compute", [(None, None), ("fp8", "fp8")], ids=["dense", "FP8 products"])
+def test_what_kernels_load_by_tma_is_copied(late_copies, format, compute):
+    model, resident = made(0, format), made(None, format)
     for each in (model, resident):
-        patch_model(each, experts_compute="fp8")
+        patch_model(each, experts_compute=compute)
     assert torch.equal(logits(model, 1), logits(resident, 1))
     assert set(work(model)) == {"copy"}
 

@@ -1,7 +1,6 @@
 """Where experts live: from files, from memory, by bytes; what such weights are to torch; errors that name the remedy."""
 
 import copy
-import itertools
 import json
 import os
 import pickle
@@ -9,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from helpers.adapters import with_lora
 from helpers.checkpoints import edit_tensors, tensors_in
 from helpers.marks import rest_pinned
@@ -53,11 +53,6 @@ def logits(model):
 @pytest.mark.parametrize("stay, kept", [(0, []), (1, [3]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3])])
 def test_what_stays_is_spread_evenly(stay, kept):
     assert [number for number, stays in enumerate(spread([10] * 4, 10 * stay + 9)) if stays] == kept
-
-
-def test_no_two_neighbours_are_copied_where_half_of_the_layers_stay():
-    stays = spread([7] * 48, 7 * 24)
-    assert sum(stays) == 24 and all(first != second for first, second in itertools.pairwise(stays))
 
 
 def test_layers_of_other_sizes_count_with_their_own():
@@ -120,24 +115,16 @@ def test_a_checkpoint_packed_before_streams_in(late_copies, tmp_path):
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_no_more_than_one_weight_is_on_the_device_while_a_checkpoint_streams_in(format, tmp_path, monkeypatch):
     small().bfloat16().save_pretrained(tmp_path)
-    hold, there = Placement.hold, []
+    take, there = placement.LoadingPlacement.take, []
 
-    def counted(self, experts, name, weight):
-        there.append(sum(1 for _, each in models[0] if not each.is_meta and not isinstance(each, HostWeight)))
-        return hold(self, experts, name, weight)
+    def counted(self, model, name):
+        experts = [weight for name, weight in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+        there.append(sum(not weight.is_meta and not isinstance(weight, HostWeight) for weight in experts))
+        take(self, model, name)
 
-    models = []
-    take = placement.LoadingPlacement.take
-
-    def taken(self, model, name):
-        models[:] = [[(n, p) for n, p in model.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))]]
-        return take(self, model, name)
-
-    monkeypatch.setattr(Placement, "hold", counted)
-    monkeypatch.setattr(placement.LoadingPlacement, "take", taken)
+    monkeypatch.setattr(placement.LoadingPlacement, "take", counted)
     from_pretrained(tmp_path, experts_quantization=format, experts_memory=0)
-    while_loading = there[: 2 * LAYERS]
-    assert while_loading == [1] * (2 * LAYERS)
+    assert max(there) == 1 and len(there) > 2 * LAYERS
 
 
 def test_experts_that_the_checkpoint_does_not_have_go_to_host_memory_too(tmp_path):
@@ -200,15 +187,6 @@ def test_state_dicts_files_and_pickles_hold_ordinary_tensors(late_copies, format
     assert isinstance(copy.deepcopy(weight), nn.Parameter)
 
 
-@pytest.mark.parametrize("format", [None, "nf4"])
-def test_moves_to_its_own_device_and_casts_leave_it_on_the_host(late_copies, format):
-    model = streamed(0, format)
-    expected = logits(model)
-    assert len(host_weights(model.to("cpu"))) == 2 * LAYERS
-    assert torch.equal(logits(model), expected)
-    assert len(host_weights(model.bfloat16())) == 2 * LAYERS
-
-
 def test_other_devices_get_ordinary_weights(late_copies):
     weight = host_weights(streamed(0, "nf4"))[0]
     moved = weight.to("meta")
@@ -240,6 +218,12 @@ def test_what_would_read_one_as_a_tensor_is_an_error(late_copies, operation):
         host_weights(streamed())[0].data = torch.zeros(1)
     with pytest.raises(RuntimeError, match="cannot be shared with other processes"):
         host_weights(streamed())[0].share_memory_()
+
+
+@pytest.mark.parametrize("experts_memory, format", [(0, None), (0, "nf4"), (None, "nf4")])
+def test_accelerate_offloads_neither_them_nor_packed_experts(late_copies, experts_memory, format):
+    with pytest.raises(RuntimeError, match=r'cannot offload .*in host memory by sonicmoe_hf .*"8GiB"'):
+        cpu_offload(streamed(experts_memory, format), "cpu")
 
 
 def test_an_unpatched_model_says_that_its_experts_are_on_the_host(late_copies):
@@ -274,7 +258,7 @@ def test_what_libraries_do_to_parameters_changes_nothing(late_copies, format):
             parameter.data = change(parameter.data)
         assert torch.equal(logits(model), expected)
     model.is_loaded_in_4bit = True
-    prepare_model_for_kbit_training(model._apply(lambda tensor: tensor.view(tensor.shape)))
+    prepare_model_for_kbit_training(model.to("cpu")._apply(lambda tensor: tensor.view(tensor.shape)))
     assert len(host_weights(model)) == 2 * LAYERS and torch.equal(logits(model), expected)
     assert torch.equal(logits(model._apply(torch.clone)), expected)
 
