@@ -29,7 +29,7 @@ MISPLACED = (
 
 
 class Routing:
-    """Which token goes to which expert, with which weight. A plain class: FSDP2 casts tensors inside tuples.
+    """Pairs of tokens and experts with their weights. A plain class: FSDP2 casts tensors inside tuples.
 
     Args:
         expert_index: expert ids, int; [T, K], or [P] with `token_index`.
@@ -65,7 +65,8 @@ class Routing:
         self.is_local = is_local
 
     def weighted_by(self, weights: torch.Tensor | None) -> Routing:
-        """This routing with its weights as they came beside it, through the hooks of DeepSpeed and others on modules.
+        """Make this routing with its weights as they came beside it, through the hooks of DeepSpeed and others on
+        modules.
 
         Weights in another dtype were cast on the way (FSDP's mixed precision does so with arguments): its own are exact.
         """
@@ -82,7 +83,8 @@ class Routing:
         )
 
     def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:
-        """The rows, where they are known and serve `backend`: the eager backend's have no tiles, the others' serve all.
+        """Get the rows, where they are known and serve `backend`: the eager backend's have no tiles, the others' serve
+        all.
 
         Raises:
             ValueError: they are those of another number of tokens or experts.
@@ -119,7 +121,7 @@ def round_tokens(
     rounding: str = "nearest",
     valid_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Token rounding (paper, section 4, algorithm 4): every expert's tokens rounded to a multiple of the tile.
+    """Round tokens (paper, section 4, algorithm 4): every expert's tokens rounded to a multiple of the tile.
 
     An expert that top-k sends f tokens gets n, a multiple of `tile` next to f: for n < f it loses its f - n top-k tokens
     with the lowest scores, for n > f it gains the n - f other tokens with the highest. Where fewer others exist, n is
@@ -151,7 +153,7 @@ def round_tokens(
 
 
 def _uniform(rounding: str, num_experts: int, device: torch.device, batch_group: ProcessGroup | None = None):
-    """What stochastic rounding draws: a number from [0, 1) for every expert, on all ranks of `batch_group` the same; None
+    """Draw a number from [0, 1) for every expert, for stochastic rounding, on all ranks of `batch_group` the same; None
     for other roundings."""
     if rounding != "stochastic":
         return None
@@ -162,7 +164,7 @@ def _uniform(rounding: str, num_experts: int, device: torch.device, batch_group:
 
 
 class _Rounding(NamedTuple):
-    """How `Backend.round_rows` is to round: its arguments that are no tensors, but for the weighting."""
+    """Arguments of `Backend.round_rows` that are no tensors, but for the weighting."""
 
     rounding: str
     tile: int
@@ -212,7 +214,7 @@ def _setup_context(ctx, arguments, output):
 
 
 def _backward(ctx, dweight):
-    """The gradient of `scores`."""
+    """Compute the gradient of `scores`."""
     if dweight is None:
         return ()
     scores, expert, *rows = ctx.saved_tensors
@@ -236,7 +238,7 @@ def rounded_routing(
     dtype: torch.dtype | None = None,
     batch_group: ProcessGroup | None = None,
 ):
-    """Token rounding as a model's router would have it.
+    """Round tokens as a model's router would have it.
 
     Args:
         family: a model_patches.Family. router: the model's router module.

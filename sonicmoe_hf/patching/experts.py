@@ -62,7 +62,7 @@ WITHOUT_NUMBERS = {*ACTIVATIONS.values(), *GATED_BY.values()}  # activations tha
 
 
 class ExpertsFacts(NamedTuple):
-    """What of an experts module decides which function it computes."""
+    """The facts of an experts module that decide which function it computes."""
 
     activation: Activation
     layout: str
@@ -82,19 +82,19 @@ def _default_gate(experts: Any) -> Activation:
 
 
 def _clamped_swiglu(experts: Any, alpha: str = "alpha", limit: str = "limit") -> Activation:
-    """alpha, limit: the experts' attributes."""
+    """Read gpt-oss's gate; alpha, limit: the experts' attributes."""
     return Activation("clamped_swiglu", float(getattr(experts, alpha)), float(getattr(experts, limit)))
 
 
 def _clamped_silu(experts: Any, limit: str = "limit") -> Activation:
-    """limit: the experts' attribute."""
+    """Read DeepSeek-V4's gate; limit: the experts' attribute."""
     if hasattr(experts, "act_fn") and _activation_name(experts) != "swiglu":
         _refuse(experts, "its clamped gate has another activation than silu")
     return Activation("clamped_silu", limit=float(getattr(experts, limit)))
 
 
 def _softcapped_swiglu(experts: Any, expected: str) -> Activation:
-    """expected: the class of their act_fn, which takes gate and up."""
+    """Read Inkling's gate; expected: the class of the act_fn, which takes gate and up."""
     kind = type(experts.act_fn).__name__
     if kind != expected:
         _refuse(experts, f"its gate is {kind}, not {expected}")
@@ -124,7 +124,7 @@ GATES: dict[
 
 
 def _gate(experts: Any) -> tuple[Activation, bool]:
-    """(activation, interleaved) of the experts' own `_apply_gate`."""
+    """Read (activation, interleaved) from the experts' own `_apply_gate`."""
     gate = type(experts)._apply_gate
     if gate is DEFAULT_APPLY_GATE:
         return _default_gate(experts), False
@@ -136,7 +136,7 @@ def _gate(experts: Any) -> tuple[Activation, bool]:
 
 
 def _activation_name(experts: Any, is_gated: bool = True) -> str:
-    """Our name of the activation that experts with this act_fn compute."""
+    """Name the activation that experts with this act_fn compute."""
     act_fn = experts.act_fn
     kind = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
     name = ACTIVATIONS.get(kind, "")
@@ -150,7 +150,7 @@ def _activation_name(experts: Any, is_gated: bool = True) -> str:
 
 
 def experts_facts(experts: Any) -> ExpertsFacts:
-    """What the module computes, from its class and flags.
+    """Read from an experts module's class and flags what it computes.
 
     Raises:
         UnsupportedExpertsError: something sonicmoe_hf does not compute; never a wrong number.
@@ -195,7 +195,7 @@ def check_fp8_products(experts: nn.Module) -> None:
 
 
 def sizes_of(experts: nn.Module) -> Sizes:
-    """E, H, I and biases of experts, whatever their layout."""
+    """Read E, H, I and biases of experts, whatever their layout."""
     facts = experts_facts(experts)
     _, down = weight_names(experts)
     num_experts, hidden, intermediate = matrix_shape(experts, getattr(experts, down))
@@ -203,7 +203,7 @@ def sizes_of(experts: nn.Module) -> Sizes:
 
 
 def known_facts(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None]:
-    """(facts, names of the weights, E of the config) of experts. They are kept with a module whose activation has no
+    """Read (facts, names of the weights, E of the config) of experts. They are kept with a module whose activation has no
     numbers of its own, which somebody might change, as long as it has the same act_fn."""
     facts = experts_facts(experts)
     known = facts, weight_names(experts), num_experts_in(experts.config)
@@ -215,7 +215,7 @@ def known_facts(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None
 def sonicmoe_hf_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing | Adapted, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts' output for `hidden_states` [T, H]: [T, H].
+    """Compute the experts' output for `hidden_states` [T, H]: [T, H].
 
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
     rounding, and `top_k_weights` its weights. Either index may come in an Adapted, with adapters. Under expert

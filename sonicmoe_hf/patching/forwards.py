@@ -1,4 +1,4 @@
-"""Which forward an experts module really runs: that of Transformers' experts interface, or something put in its place."""
+"""The forward that an experts module really runs: Transformers' experts interface, or what was put in its place."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _is_interface(forward: Callable) -> bool:
 
 
 def _innermost(experts: nn.Module) -> Callable:
-    """The forward that a call of these experts ends in, below the wrappers of accelerate and of `functools.wraps`."""
+    """Find the forward that a call of these experts ends in, below the wrappers of accelerate and of
+    `functools.wraps`."""
     return inspect.unwrap(vars(experts).get("forward", type(experts).forward), stop=_is_interface)
 
 
@@ -65,7 +66,7 @@ def is_bound_by_liger(module: nn.Module) -> bool:
 
 
 def why_not_reached(experts: nn.Module) -> str | None:
-    """Why a call of the experts would not reach the experts interface, with the remedy; None where it does.
+    """Say why a call of the experts would not reach the experts interface, with the remedy; None where it does.
 
     Legitimate are accelerate's hooks, Transformers' tensor and expert parallelism, and what declares `__wrapped__`.
     """

@@ -53,7 +53,7 @@ class ExpertsGuard:
 
 
 def guard_of(model: nn.Module) -> ExpertsGuard | None:
-    """The guard of a patched model, or of the first one in it; None where none is patched."""
+    """Find the guard of a patched model, or of the first one in it; None where none is patched."""
     found = (vars(module).get(attributes.GUARD) for module in model.modules())
     return next((guard[0] for guard in found if guard is not None), None)
 

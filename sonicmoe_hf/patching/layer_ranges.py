@@ -31,7 +31,7 @@ def collapse(layers: list[LayerSupport], kernels: Mapping[str, str]) -> list[Lay
 
 
 def _kind(layer: LayerSupport, kernels: Mapping[str, str]) -> tuple:
-    """What layers of one range share. Reasons may name their layer."""
+    """Make the key that layers of one range share. Reasons may name their layer."""
     name = NUMBER.sub(".[].", layer.name, count=1)
     return layer._replace(name=name, reason=layer.reason.replace(layer.name, name)), kernels.get(layer.name)
 

@@ -36,7 +36,7 @@ from .support import (
 
 
 class PatchReport(NamedTuple):
-    """What patch_model did. Printed, it says which layers are patched and by which routing.
+    """The report of patch_model. Printed, it says which layers are patched and by which routing.
 
     layers: as `supports` gives them. routing: the policy in force; None: top-k.
     """
@@ -53,7 +53,8 @@ class PatchReport(NamedTuple):
 
 
 def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> None:
-    """On every experts module's own config: Transformers' setter asks the source file of the model's class."""
+    """Set our implementation on every experts module's own config: Transformers' setter would ask the source file of the
+    model's class."""
     every: list[Any] = every_experts(root)
     before = {
         id(experts.config): vars(experts)[attributes.UNPATCHED]

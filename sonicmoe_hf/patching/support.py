@@ -1,4 +1,4 @@
-"""Which layers of a model sonicmoe_hf accelerates, where token rounding works, and why not elsewhere."""
+"""The layers of a model that sonicmoe_hf accelerates, those where token rounding works, and why the others not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OUTSIDE = "is outside Transformers' experts interface: experts_implementation ha
 
 
 class LayerSupport(NamedTuple):
-    """What works in one mixture-of-experts layer.
+    """Support of one mixture-of-experts layer.
 
     name: of the block in the model. family: name of the model's family, or None if token rounding does not know it.
     accelerated: sonicmoe_hf computes the experts. token_rounding: it works here. reason: why something does not work,
@@ -56,7 +56,7 @@ class LayerSupport(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A mixture-of-experts layer as found in a model: its modules, `block`, `router` and `experts`. Outside our families
+    """Layer of a model with mixture of experts: its modules, `block`, `router` and `experts`. Outside our families
     `family`, `block` and `router` are None."""
 
     name: str
@@ -67,14 +67,15 @@ class Layer(NamedTuple):
 
 
 def _saved_copies(module: nn.Module) -> nn.ModuleDict | None:
-    """Of PEFT's ModulesToSaveWrapper: its copies by adapter. It hands any other attribute on to one of them."""
+    """Get the copies by adapter of PEFT's ModulesToSaveWrapper, which hands other attributes on to one of them; or
+    None."""
     submodules: dict[str, Any] = module._modules
     wraps = "original_module" in submodules and "modules_to_save" in submodules
     return submodules["modules_to_save"] if wraps else None
 
 
 def _called_copy(wrapper: Any, copies: nn.ModuleDict) -> nn.Module:
-    """Which of a ModulesToSaveWrapper's modules its forward calls."""
+    """Find the module that a ModulesToSaveWrapper's forward calls."""
     adapters = wrapper.active_adapters
     if wrapper.disable_adapters or not adapters or adapters[0] not in copies:
         return wrapper.original_module
@@ -82,7 +83,7 @@ def _called_copy(wrapper: Any, copies: nn.ModuleDict) -> nn.Module:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of PEFT, FSDP, checkpointing and torch.compile: that which is called."""
+    """Find the module that is called inside the wrappers of PEFT, FSDP, checkpointing and torch.compile."""
     while True:
         copies = _saved_copies(module)
         inner = next((child for name, child in module.named_children() if WRAPPED.fullmatch(name)), None)
@@ -95,7 +96,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def every_copy(module: Any) -> list[nn.Module]:
-    """`_unwrapped(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
+    """List `_unwrapped(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
     copies = _saved_copies(module)
     if copies is None:
         return [_unwrapped(module)]
@@ -103,7 +104,7 @@ def every_copy(module: Any) -> list[nn.Module]:
 
 
 def _in_uncalled_copies(model: nn.Module) -> set[nn.Module]:
-    """Everything inside the modules that PEFT's modules_to_save keeps and does not call now."""
+    """Collect all that is inside the modules that PEFT's modules_to_save keeps and does not call now."""
     unused: set[nn.Module] = set()
     for module in model.modules():
         copies = _saved_copies(module)
@@ -115,13 +116,13 @@ def _in_uncalled_copies(model: nn.Module) -> set[nn.Module]:
 
 
 def _family_class(family: Family, role: str) -> type[Any] | None:
-    """The family's class in that role, or None where no instance exists: its module was never imported, or this version
+    """Find the family's class in that role; None where no instance exists: its module was never imported, or this version
     of Transformers calls the class something else."""
     return getattr(sys.modules.get(family.module), getattr(family, role), None)
 
 
 def load_family_class(family: Family, role: str) -> type[Any]:
-    """The family's class in that role, importing its module."""
+    """Import the family's class in that role."""
     return getattr(importlib.import_module(family.module), getattr(family, role))
 
 
@@ -131,17 +132,18 @@ def _is_or_was_experts(module: nn.Module) -> bool:
 
 
 def every_experts(model: nn.Module) -> list[nn.Module]:
-    """Every experts module that goes, or should go, through the experts interface; also copies not called now."""
+    """List every experts module that goes, or should go, through the experts interface; also copies not called now."""
     return [module for module in model.modules() if _is_or_was_experts(module)]
 
 
 def experts_and_wrappers(model: nn.Module) -> list[nn.Module]:
-    """`every_experts` and the wrappers around them: Liger binds its forward to whichever a block calls."""
+    """List `every_experts` and the wrappers around them: Liger binds its forward to whichever a block calls."""
     return [module for module in model.modules() if any(map(_is_or_was_experts, every_copy(module)))]
 
 
 def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
-    """Every mixture-of-experts layer of the model: those of our families with their router, any other experts without.
+    """Yield every mixture-of-experts layer of the model: those of our families with their router, any other experts
+    without.
 
     copies: also layers that PEFT's modules_to_save keeps and does not call now.
     """
@@ -160,7 +162,7 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside wrappers (PEFT, DDP, torch.compile); a model that contains others is one.
+    """Find the Transformers model inside wrappers (PEFT, DDP, torch.compile); a model that contains others is one.
 
     Raises:
         TypeError: there is none. ValueError: there are several with experts.
@@ -185,7 +187,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def models_with_experts(model: nn.Module) -> list[PreTrainedModel]:
-    """Every Transformers model that contains experts: `model`, and those inside it."""
+    """List every Transformers model that contains experts: `model`, and those inside it."""
     every = set(every_experts(model))
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [module for module in models if not every.isdisjoint(module.modules())]
@@ -197,7 +199,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, what looks like mixture-of-experts layers, in a model none of whose experts go through the interface."""
+    """Find by name what looks like mixture-of-experts layers, in a model without experts of the interface."""
     outside: dict[str, nn.Module] = {}
     if not every_experts(model):
         for name, module in model.named_modules():
@@ -245,7 +247,7 @@ def _why_no_rounding(layer: Layer) -> str | None:
 
 
 def supports(model: nn.Module) -> list[LayerSupport]:
-    """For every mixture-of-experts layer of `model` (also on the meta device): what works, and why not."""
+    """Tell for every mixture-of-experts layer of `model` (also on the meta device) what works, and why not."""
     layers = []
     bound_by_liger = {
         _unwrapped(module): why_not_reached(module)
@@ -267,13 +269,14 @@ def supports(model: nn.Module) -> list[LayerSupport]:
 
 
 def supported_layers(model: nn.Module, support: list[LayerSupport], what: str) -> list[Layer]:
-    """The layers where `what`, "accelerated" or "token_rounding", works according to `support`, what `supports` says."""
+    """List the layers where `what`, "accelerated" or "token_rounding", works according to `support`, what `supports`
+    says."""
     names = {layer.name for layer in support if getattr(layer, what)}
     return [layer for layer in find_layers(model) if layer.name in names]
 
 
 def check_accelerated(model: nn.Module) -> list[LayerSupport]:
-    """`supports(model)`, or UnsupportedModelError where a layer is not accelerated or there is none."""
+    """Return `supports(model)`, or raise UnsupportedModelError where a layer is not accelerated or there is none."""
     layers = supports(model)
     if not layers:
         raise UnsupportedModelError(

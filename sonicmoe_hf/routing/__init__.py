@@ -1,4 +1,4 @@
-"""What a patched model's routers do beside top-k: token rounding, counting, balancing, recording and replaying.
+"""The work of a patched model's routers beside top-k: token rounding, counting, balancing, recording and replaying.
 
 Exports the policy of token rounding and its functions of tensors.
 """

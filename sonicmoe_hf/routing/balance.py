@@ -24,7 +24,7 @@ NO_SCALE = (
 
 
 def layer_loss(scores_TE: torch.Tensor, top_k_index_TK: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
-    """E * sum_e f_e P_e: K where the experts of this layer are balanced, up to E where K of them get all tokens.
+    """Compute E * sum_e f_e P_e: K where the experts of this layer are balanced, up to E where K of them get all tokens.
 
     f_e is the share of the tokens that top-k sends to expert e, P_e the mean over tokens of S divided by its sum over the
     experts. Transformers' load_balancing_loss_func gives the same for a softmax router of one layer.
@@ -60,7 +60,8 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_layer_loss(weights: torch.Tensor, loss: torch.Tensor, call: ModelCall) -> torch.Tensor:
-    """`weights`, whose backward adds `loss` to the training loss, divided by the number of layers that ran in the call.
+    """Return `weights`, whose backward adds `loss` to the training loss, divided by the number of layers that ran in
+    the call.
 
     The returned router logits are no place for it: the experts depend on the weights alone, and reentrant checkpointing
     gives gradients to nothing else that is made inside a layer.
@@ -84,8 +85,9 @@ def count_labels(model: nn.Module, inputs) -> torch.Tensor | None:
 
 
 def share_of_batch(model: nn.Module, kwargs: dict) -> torch.Tensor | float:
-    """What part of the optimiser step's tokens a model call with these arguments has, where the model divides its loss by
-    their number, num_items_in_batch (as the Trainer has it do); otherwise 1.0, and the loss is scaled as a whole.
+    """Compute which part of the optimiser step's tokens a model call with these arguments has, where the model divides
+    its loss by their number, num_items_in_batch (as the Trainer has it do); otherwise 1.0: the loss is scaled as a
+    whole.
 
     Of the models with experts only causal language models divide by it: classification heads return a mean.
     """

@@ -26,7 +26,7 @@ NOT_KNOWN = (
 
 
 class Balancing(NamedTuple):
-    """What routers do for balance while training. loss_weight: of the layers' mean loss, 0.0 for none; counting: whether
+    """The balancing that routers do in training. loss_weight: of the layers' mean loss, 0.0 for none; counting: whether
     they count their tokens for the bias update."""
 
     loss_weight: float
@@ -62,7 +62,7 @@ class RoutingState:
 
 
 class ModelCall:
-    """A call of a model, with all that its routers do in it.
+    """Call of a model, with all that its routers do in it.
 
     state: its model's settings; policy: theirs when it began. gradients: whether it began with gradients on.
     handlers, in_training: what its routers do, in order (handlers.py), and what those in training mode do.
@@ -89,7 +89,7 @@ class ModelCall:
 
 
 class Forward:
-    """A forward of the model, or of a model inside it, that is part of a call.
+    """Forward of the model, or of a model inside it, that is part of a call.
 
     hook: the ModelHook of the module. outer: the forward around it in this thread, of any model. frame: the Python frame
     that runs it, None in compiled code and once it is over. attention_mask: [B, S] or None; token_types: [B, S] or None,
@@ -115,7 +115,7 @@ class Forward:
 
 
 class Checkpoint:
-    """What one use of torch.utils.checkpoint computes, and computes again in backward; part of `forward`."""
+    """Use of torch.utils.checkpoint, whose `function` is part of `forward`, also when backward computes it again."""
 
     def __init__(self, function: Callable, is_reentrant: bool):
         self.function = function
@@ -124,18 +124,18 @@ class Checkpoint:
         self.has_run = False
 
     def __call__(self, *args):
-        """What a reentrant one runs, at first in forward and then in backward."""
+        """Run the function of a reentrant checkpoint, at first in forward and then in backward."""
         run = self.run_again if self.has_run else self.run
         self.has_run = True
         return run(*args)
 
     def enter(self) -> Checkpoint | None:
-        """It begins in this thread; the one around it."""
+        """Begin in this thread, and return the checkpoint around this one."""
         around, _thread.checkpoint = checkpoint_in_progress(), self
         return around
 
     def run(self, *args, **kwargs):
-        """The first time."""
+        """Run the function for the first time."""
         around = self.enter()
         try:
             return self.function(*args, **kwargs)
@@ -143,7 +143,7 @@ class Checkpoint:
             _thread.checkpoint = around
 
     def run_again(self, *args, **kwargs):
-        """In backward: the forward that this is part of is in progress once more, in whichever thread this is."""
+        """Run the function in backward, in whichever thread that is: its forward is in progress once more."""
         forward, _thread.forward = in_progress(), _recomputing(self.forward)
         try:
             return self.run(*args, **kwargs)
@@ -163,7 +163,7 @@ _thread = threading.local()  # forward: the innermost one in progress; checkpoin
 
 
 def in_progress(state: RoutingState | None = None) -> Forward | None:
-    """The innermost forward of this thread, of that model if given."""
+    """Find the innermost forward of this thread, of that model if given."""
     # no class default of the thread's: torch.compile would not notice its change
     forward: Forward | None = getattr(_thread, "forward", None)
     while forward is not None and state is not None and forward.call.state is not state:
@@ -172,7 +172,7 @@ def in_progress(state: RoutingState | None = None) -> Forward | None:
 
 
 def checkpoint_in_progress() -> Checkpoint | None:
-    """The innermost use of torch.utils.checkpoint in this thread, outside compiled code."""
+    """Find the innermost use of torch.utils.checkpoint in this thread, outside compiled code."""
     return getattr(_thread, "checkpoint", None)
 
 
@@ -237,12 +237,12 @@ def check_checkpointing(call: ModelCall | None, layer: str) -> None:
 
 
 def capture() -> None:
-    """Have torch.utils.checkpoint tell of its uses from now on."""
+    """Follow every use of torch.utils.checkpoint from now on."""
     capture_checkpoints(_non_reentrant, _reentrant)
 
 
 def _non_reentrant(checkpointed: Callable, function: Callable, *args, **kwargs):
-    """In place of torch's generator: it runs until its first yield before `function` does, and on when that is over."""
+    """Wrap the generator of torch.utils.checkpoint: torch runs it to its yield, calls `function`, then resumes it."""
     checkpoint = Checkpoint(function, is_reentrant=False)
     steps = checkpointed(checkpoint.run_again, *args, **kwargs)
     around = checkpoint.enter()
@@ -253,5 +253,5 @@ def _non_reentrant(checkpointed: Callable, function: Callable, *args, **kwargs):
 
 
 def _reentrant(checkpointed: Callable, ctx, function: Callable, *args):
-    """In place of torch's CheckpointFunction.forward."""
+    """Wrap the forward of torch.utils.checkpoint's CheckpointFunction."""
     return checkpointed(ctx, Checkpoint(function, is_reentrant=True), *args)

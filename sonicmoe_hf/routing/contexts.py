@@ -1,4 +1,4 @@
-"""Which routing a thread's calls of a model note or replay: the `with` blocks of replay.py that the thread is in."""
+"""The `with` blocks of replay.py that a thread is in: the routing that its calls of a model note or replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _thread = threading.local()  # contexts: (a model's state, its RecordedRouting o
 
 @contextlib.contextmanager
 def in_this_thread(state: RoutingState, routing: RecordedRouting | Replay):
-    """Have this thread's calls of a model note their routing, or take it from a replay. Other threads' do not."""
+    """Make this thread's calls of a model note their routing, or take it from a replay. Other threads' do not."""
     context = state, routing
     _thread.contexts = (*getattr(_thread, "contexts", ()), context)
     try:
@@ -25,7 +25,7 @@ def in_this_thread(state: RoutingState, routing: RecordedRouting | Replay):
 
 
 def active(state: RoutingState) -> tuple[RecordedRouting | None, Replay | None]:
-    """Where this thread's calls of a model note their routing, and what they take their experts from, if they do."""
+    """Find where this thread's calls of a model note their routing, and what they take their experts from, if they do."""
     recording, replay = None, None
     for of_model, routing in getattr(_thread, "contexts", ()):  # the innermost counts
         if of_model is state and isinstance(routing, RecordedRouting):

@@ -16,7 +16,8 @@ from .replay import checked_calls, record_routing
 
 
 def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tensor, **inputs: Any) -> dict[str, float]:
-    """The share of tokens, layer by layer, whose experts in `recorded` are not the set that this model chooses itself.
+    """Compute the share of tokens, layer by layer, whose experts in `recorded` are not the set that this model chooses
+    itself.
 
     It calls the model once, without gradients and without replay, so that a layer's difference includes what earlier
     layers' differences do to it. Padding, and tokens with an id below 0, do not count. In reinforcement learning this is
@@ -62,7 +63,7 @@ def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tenso
 
 
 def _share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], mask: torch.Tensor | None):
-    """A scalar tensor; nan where no token is known."""
+    """Compute a layer's share, a scalar tensor; nan where no token is known."""
     counts = []
     for given_TK, own_TK in zip(runs, own_runs):
         if given_TK.shape != own_TK.shape:

@@ -12,7 +12,7 @@ TOTALS = ("calls", "top_k_fallbacks", "rows_added", "rows_dropped", "padded_rows
 def tokens_per_expert(
     top_k_index_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Tokens that top-k sends to every expert, [E]; without padding, which `valid_T` marks False."""
+    """Count the tokens that top-k sends to every expert, [E]; without padding, which `valid_T` marks False."""
     index_TK = top_k_index_TK.long()
     ones_TK = torch.ones_like(index_TK, dtype=dtype)
     if valid_T is not None:
@@ -28,11 +28,12 @@ class ExpertLoad:
 
     @property
     def rows_E(self) -> torch.Tensor | None:
-        """Every expert's rows so far."""
+        """Get every expert's rows so far."""
         return None if self.counted is None else self.counted[: -len(TOTALS)]
 
     def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
-        """Count from zero; the counter. (torch.compile takes a checkpointed layer only where there was one before.)"""
+        """Count from zero, and return the counter. (torch.compile takes a checkpointed layer only where there was one
+        before.)"""
         self.counted = torch.zeros(num_experts + len(TOTALS), dtype=torch.int64, device=device)
         if not torch.compiler.is_compiling():
             mark_as_static(self.counted)
@@ -64,7 +65,8 @@ class ExpertLoad:
         counted.add_(torch.cat([n_E, torch.stack([f_E.new_ones(()), fell_back, added, dropped, avoided_E.sum()])]))
 
     def take(self) -> torch.Tensor | None:
-        """[E + len(TOTALS)] since the last call, None where counting never started; it starts again from zero."""
+        """Return the counts [E + len(TOTALS)] since the last call, None where counting never started, and start from
+        zero."""
         if self.counted is None:
             return None
         counted = self.counted.clone()

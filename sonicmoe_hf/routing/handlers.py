@@ -1,4 +1,4 @@
-"""What routers do in a model call beside routing, one function each: replay, record, round tokens, count, balance.
+"""The work of routers in a model call, one function each: replay, record, round tokens, count, balance.
 
 Each takes a RouterRun, and changes what the router returns there or notes something of it. A call says which of them
 apply (hooks.py); an ordinary call has none.
@@ -27,7 +27,7 @@ NOT_RECORDED = (
 
 
 class RouterRun:
-    """One forward of a router.
+    """Forward of one router.
 
     hook: the router's RouterHook; forward: which this is part of. logits_TE, weights_TK, index_TK: what the router
     returns by now. valid_T: False marks padding, None where all tokens count; set in training alone. routing: that of
@@ -47,8 +47,8 @@ class RouterRun:
         self.fell_back: bool | torch.Tensor = False
 
     def output(self) -> tuple:
-        """What the router is to return. The weights stand beside a Routing too: DeepSpeed gathers the router's own for
-        backward where a tensor of a tuple asks for it."""
+        """Make what the router is to return. The weights stand beside a Routing too: DeepSpeed gathers the router's own
+        for backward where a tensor of a tuple asks for it."""
         if self.routing is None:
             return self.logits_TE, self.weights_TK, self.index_TK
         return self.logits_TE, self.routing.weights, self.routing
@@ -124,7 +124,7 @@ def count_tokens(run: RouterRun) -> None:
 
 
 def add_layer_loss(run: RouterRun) -> None:
-    """Have the balancing loss of this layer, which counts top-k before rounding, follow the weights in backward."""
+    """Add the balancing loss of this layer, which counts top-k before rounding, to the backward of the weights."""
     if not run.forward.recomputing:
         run.call.num_layer_losses += 1
     if not torch.is_grad_enabled():

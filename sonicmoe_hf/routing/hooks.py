@@ -31,13 +31,13 @@ from .padding import given_mask, given_token_types, valid_tokens
 
 
 def installed(module: nn.Module) -> Any:
-    """The RouterHook or ModelHook of a module, or None."""
+    """Get the RouterHook or ModelHook of a module, or None."""
     return vars(module).get(attributes.HOOK, (None,))[0]
 
 
 def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
-    """Every router of our families, its family and its layer's name; also those that PEFT's modules_to_save keeps and
-    does not call now."""
+    """Yield every router of our families, its family and its layer's name; also those that PEFT's modules_to_save keeps
+    and does not call now."""
     for layer in find_layers(model, copies=True):
         if layer.family is not None:
             for router in every_copy(getattr(layer.block, layer.family.router_attribute)):
@@ -45,7 +45,7 @@ def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
 
 
 def install(model: nn.Module, state: RoutingState) -> None:
-    """Have every router of a patched model, and every model in it that contains experts, follow these settings."""
+    """Make every router of a patched model, and every model in it that contains experts, follow these settings."""
     calls.capture()
     hook_routers(model, state)
     for module in models_with_experts(model):
@@ -59,7 +59,7 @@ def install(model: nn.Module, state: RoutingState) -> None:
 
 
 def hook_routers(model: nn.Module, state: RoutingState) -> None:
-    """Have every router of a patched model follow these settings."""
+    """Make every router of a patched model follow these settings."""
     for family, layer_name, router in routers(model):
         hook = installed(router)
         if hook is None:
@@ -83,8 +83,8 @@ class RouterHook:
         self.balance = BiasLoad()
 
     def __deepcopy__(self, memo):
-        """In a copy of the whole model, whose own hooks are copied first, a hook of the copy; otherwise (PEFT copies
-        routers) of the same model."""
+        """Copy as a hook of the copied model, whose own hooks are copied first, or, where a router alone is copied (as
+        PEFT does), of the same model."""
         copied = memo[id(self)] = type(self)(self.family_name, self.layer_name)
         copied.load, copied.balance = copy.deepcopy((self.load, self.balance), memo)
         copied.state = memo.get(id(self.state), self.state)

@@ -1,4 +1,4 @@
-"""A patched model's routing: the settings that its hooks follow, its routers, and what others ask of them."""
+"""Routing of a patched model: the settings that its hooks follow, its routers, and what others ask of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .hooks import ModelHook, RouterHook, install, installed, routers
 
 
 def find_state(model: nn.Module) -> RoutingState | None:
-    """The settings that the model's hooks share; None where nothing has asked for hooks."""
+    """Find the settings that the model's hooks share; None where nothing has asked for hooks."""
     hooks = map(installed, transformers_model(model).modules())
     return next((hook.state for hook in hooks if isinstance(hook, ModelHook)), None)
 
 
 def routing_state(model: nn.Module) -> RoutingState:
-    """The settings that the model's hooks share. The first call installs them.
+    """Find the settings that the model's hooks share, or install these hooks.
 
     Raises:
         ValueError: the model is not patched.
@@ -41,7 +41,7 @@ def _hooked(root: nn.Module) -> RoutingState:
 
 
 def set_policy(root: nn.Module, policy: TokenRounding | None) -> None:
-    """Have a patched model route by this policy, which its layers can do. Top-k needs no hooks, unless there are some, or
+    """Make a patched model route by this policy, which its layers can do. Top-k needs no hooks, unless there are some, or
     ranks share the experts: they exchange their numbers of tokens once for each call of the model."""
     is_shared = any(expert_parallelism(experts) is not None for experts in every_experts(root))
     if policy is not None or is_shared or find_state(root) is not None:
@@ -62,7 +62,7 @@ def set_routing(model: nn.Module, routing) -> None:
 
 
 def routing_policy(model: nn.Module) -> TokenRounding | None:
-    """The policy in force; None: top-k."""
+    """Get the policy in force; None: top-k."""
     state = find_state(model)
     return None if state is None else state.policy
 
@@ -83,7 +83,7 @@ def use_routers(
 
 
 def router_hooks(model: nn.Module) -> list[RouterHook]:
-    """The hooks of a model's routers in use, in the order of its layers, under the names of these layers."""
+    """List the hooks of a model's routers in use, in the order of its layers, under the names of these layers."""
     hooks = []
     for layer in find_layers(transformers_model(model)):
         hook = None if layer.router is None else installed(layer.router)
@@ -94,7 +94,7 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
 
 
 def clear_counts(model: nn.Module) -> None:
-    """Have the routers of a patched model count their loads from zero, once they do.
+    """Make the routers of a patched model count their loads from zero, once they do.
 
     Raises:
         UnsupportedModelError, ValueError: as `use_routers`.
@@ -105,7 +105,7 @@ def clear_counts(model: nn.Module) -> None:
 
 
 def ranks_of_batch(model: nn.Module) -> int:
-    """How many ranks have the same batch: those over which Transformers splits the model by tensor parallelism."""
+    """Count the ranks that have the same batch: those over which Transformers splits the model by tensor parallelism."""
     mesh = parallel_mesh(transformers_model(model), "tp")
     return 1 if mesh is None else mesh.size()
 

@@ -1,4 +1,4 @@
-"""Which tokens of a router are padding, by the 2-D attention mask that its model was called with.
+"""Padding among a router's tokens, by the 2-D attention mask that its model was called with.
 
 Letters: B sequences, S positions of a call, T tokens of a router.
 """
@@ -19,8 +19,8 @@ TOKEN_TYPES = tuple(family.token_types.argument for family in FAMILIES.values() 
 
 
 def given_mask(arguments: Mapping[str, Any]) -> torch.Tensor | None:
-    """The 2-D mask among a model's arguments, [B, S], or None. Of a longer one, which begins with a prefix or with what
-    is cached, the last S columns."""
+    """Find the 2-D mask among a model's arguments, [B, S], or None. Of a longer one, which begins with a prefix or with
+    what is cached, take the last S columns."""
     mask = arguments.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
@@ -32,7 +32,7 @@ def given_mask(arguments: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def given_token_types(arguments: Mapping[str, Any], default: torch.Tensor | None) -> torch.Tensor | None:
-    """What tells among a model's arguments which tokens are an image's (`Family.token_types`), or the default."""
+    """Find the argument of a model that tells which tokens are an image's (`Family.token_types`), or the default."""
     for name in TOKEN_TYPES:
         if isinstance(arguments.get(name), torch.Tensor):
             return arguments[name]
@@ -42,8 +42,8 @@ def given_token_types(arguments: Mapping[str, Any], default: torch.Tensor | None
 def valid_tokens(
     forward: Forward, family: Family, layer_name: str, num_tokens: int, device: torch.device
 ) -> torch.Tensor | None:
-    """False for each of a router's tokens that is padding, [T]; None without a 2-D mask. Where the mask does not fit, a
-    warning says once that all tokens count.
+    """Mark with False each of a router's tokens that is padding, [T]; None without a 2-D mask. Where the mask does not
+    fit, a warning says once that all tokens count.
 
     Raises:
         RuntimeError: it does not fit, in compiled code, which cannot warn.

@@ -1,4 +1,4 @@
-"""What was recorded of a model's routing, and a router's output with recorded experts.
+"""Recorded routing of a model, and a router's output with recorded experts.
 
 Letters: L layers with experts, T tokens of a call, B sequences of S positions, E experts, K experts per token.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RecordedRouting:
-    """The experts that every token used, for each model call that was recorded, in their order.
+    """Experts that every token used, for each model call that was recorded, in their order.
 
     num_experts: {layer: its number of experts}, None where a server recorded them. calls: for each call,
     {layer: [indices [T, K], int32, of each time that it ran]}, without layers that did not run; T counts all positions of
@@ -35,7 +35,7 @@ class RecordedRouting:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers, in the model's order."""
+        """List the names of the layers, in the model's order."""
         return tuple(self.num_experts)
 
     @classmethod
@@ -47,7 +47,7 @@ class RecordedRouting:
         prompt_start: int | Sequence[int] = 0,
         layers: Sequence[int] | None = None,
     ) -> RecordedRouting:
-        """The routing that an inference server used for one batch, as one call of the model that is trained.
+        """Take the routing that an inference server used for one batch, as one call of the model that is trained.
 
         A server computes every token but the last that it samples, so its array has a row less than the sequence has
         tokens. That token, padding, and prompt tokens that the server left out get -1: the router's own choice.
@@ -82,7 +82,7 @@ class RecordedRouting:
         return routing
 
     def tensors(self) -> list[torch.Tensor]:
-        """The indices of each call as one tensor [L, T, K], int32, on the device of its first layer.
+        """Stack the indices of each call to one tensor [L, T, K], int32, on the device of its first layer.
 
         Raises:
             ValueError: in a call a layer did not run once, or layers had other tokens; `calls` has what each used.
@@ -108,14 +108,14 @@ class RecordedRouting:
 
 
 class ReplayedCall:
-    """What one model call takes its experts from: runs, {layer: [indices [T, K] of each time that it runs]}."""
+    """Call whose experts are given: runs, {layer: [indices [T, K] of each time that it runs]}."""
 
     def __init__(self, runs: Mapping[str, Sequence[torch.Tensor]]):
         self.runs = runs
         self.used = dict.fromkeys(runs, 0)
 
     def next_run(self, layer: str, recomputing: bool) -> torch.Tensor:
-        """The experts of the layer's next run; of its only one, where gradient checkpointing computes that again.
+        """Take the experts of the layer's next run; of its only one, where gradient checkpointing computes that again.
 
         Raises:
             RuntimeError: there is none; or there are several, and checkpointing does not tell which it computes again.
@@ -146,9 +146,9 @@ class ReplayedCall:
 
 
 def replayed(family: Family, router: nn.Module, output: tuple, given_TK: torch.Tensor) -> tuple:
-    """The router's output (logits, weights, indices) with the experts of `given_TK`, and their weights by the family's
-    formula from these logits. Tokens whose experts stay, and those with ids below 0, keep the router's own weights bit
-    for bit.
+    """Make the router's output (logits, weights, indices) with the experts of `given_TK`, and their weights by the
+    family's formula from these logits. Tokens whose experts stay, and those with ids below 0, keep the router's own
+    weights bit for bit.
 
     Raises:
         ValueError: `given_TK` is of another shape.

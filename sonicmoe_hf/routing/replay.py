@@ -22,7 +22,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # o
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
-    """{layer: its number of experts} of a patched model, in order.
+    """Read {layer: its number of experts} of a patched model, in order.
 
     Raises:
         UnsupportedModelError: a layer's router is not known. ValueError: as `use_routers`.
@@ -37,8 +37,8 @@ def _layers(model: nn.Module) -> dict[str, int]:
 
 
 def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """The indices on the device. From the host's memory to a GPU over pinned memory: otherwise the host waits until the
-    GPU has done all that was asked of it before."""
+    """Move the indices to the device. From the host's memory to a GPU they go over pinned memory: otherwise the host
+    waits until the GPU has done all that was asked of it before."""
     if device is not None and device.type == "cuda" and index_LTK.device.type == "cpu":
         pinned_LTK = torch.empty(index_LTK.shape, dtype=torch.int32, device="cpu", pin_memory=True)
         # int32 would make an expert of some numbers below its own
@@ -47,7 +47,7 @@ def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor
 
 
 def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]):
-    """{layer: [indices [T, K], int32 or as given]} for each call of a routing that fits this model, moved to where its
+    """Check a routing and make {layer: [indices [T, K], int32 or as given]} of each of its calls, moved to where its
     first router computes.
 
     Raises:
@@ -83,7 +83,7 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
 
 @contextlib.contextmanager
 def _followed(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[None]:
-    """Have this thread's calls of the model follow `routing`.
+    """Make this thread's calls of the model follow `routing`.
 
     Raises:
         RuntimeError: at the end, the model has other hooks than at the beginning.
@@ -124,7 +124,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
 def replay_routing(
     model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Have every call that this thread makes of this patched model inside the `with` use the recorded experts.
+    """Make every call of this patched model by this thread inside the `with` use the recorded experts.
 
     The weights follow from the call's own logits and are differentiable. Where a token's recorded experts are those that
     the router chooses anyway, its weights are the router's own, bit for bit. Backward may run after the `with`.

@@ -20,8 +20,8 @@ def aligned_with_batch(
     prompt_start: int | Sequence[int],
     layers: Sequence[int] | None,
 ) -> torch.Tensor:
-    """The experts of every position, int32 [L, B * S, K], -1 where the server names none. Arguments and errors are those
-    of RecordedRouting.from_server."""
+    """Lay out the experts of every position, int32 [L, B * S, K], -1 where the server names none. Arguments and errors
+    are those of RecordedRouting.from_server."""
     mask_BS = torch.as_tensor(attention_mask, dtype=torch.bool, device="cpu")
     if mask_BS.dim() != 2 or len(mask_BS) != len(completions):
         raise ValueError(
@@ -62,7 +62,7 @@ def aligned_with_batch(
 
 
 def _array(completion: Any, number: int) -> torch.Tensor:
-    """The routing of one sequence, int32 [tokens, layers, K], of whatever integers it came in."""
+    """Read the routing of one sequence, int32 [tokens, layers, K], of whatever integers it came in."""
     array = getattr(completion, "routed_experts", completion)
     if array is None:
         raise ValueError(
@@ -85,7 +85,7 @@ def _array(completion: Any, number: int) -> torch.Tensor:
 
 
 def _decoded(text: str, number: int) -> numpy.ndarray:
-    """The array that vLLM sends over HTTP: a .npy file in base64."""
+    """Decode the array that vLLM sends over HTTP: a .npy file in base64."""
     try:
         return numpy.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except ValueError as error:
@@ -96,8 +96,9 @@ def _decoded(text: str, number: int) -> numpy.ndarray:
 
 
 def _layers_with_experts(index_BSLK: torch.Tensor) -> list[int]:
-    """The layers of which something was recorded; all, if nothing was. Servers count decoder layers without experts too,
-    whose rows are the zeros that they were made with. A layer of the model's that is left out here is missed there."""
+    """List the layers of which something was recorded; all, if nothing was. Servers count decoder layers without
+    experts too, whose rows are the zeros that they were made with. A layer of the model's that is left out here is
+    missed there."""
     is_known_BSL = (index_BSLK >= 0).all(-1)
     is_constant_BSL = (index_BSLK == index_BSLK[..., :1]).all(-1)
     is_empty_L = is_known_BSL.any(1).any(0) & (is_constant_BSL | ~is_known_BSL).all(1).all(0)

@@ -1,1 +1,1 @@
-"""What the Hugging Face Trainer needs: callbacks, and Trainer checkpoints that restore fused experts."""
+"""The parts that the Hugging Face Trainer needs: callbacks, and Trainer checkpoints that restore fused experts."""

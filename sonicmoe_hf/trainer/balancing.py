@@ -72,7 +72,7 @@ class LoadBalancing(StepCallback):
         routing_state(model).balancing = self._prepare(model)
 
     def _prepare(self, model: nn.Module) -> Balancing:
-        """What routers are to do, after checks of `start`; their counts start from zero."""
+        """Check as `start` says, start counts from zero, and return what routers are to do."""
         use_routers(model)
         if is_pipelined(model):
             raise UnsupportedModelError(

@@ -24,9 +24,9 @@ from ..routing.model import (
     routing_policy,
     use_routers,
 )
-from .around import put_around
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
+from .methods import wrap_method
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .resume import check_experts_restored, load_whole
@@ -67,7 +67,7 @@ class StepCallback(TrainerCallback):
         self._routers_report = routers_report(model, args)
 
     def begin_step(self, model, **settings) -> None:
-        """Have these attributes of the model's RoutingState be so in this step."""
+        """Set these attributes of the model's RoutingState for this step."""
         begin_step(model, self._routers_report, **settings)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -75,7 +75,7 @@ class StepCallback(TrainerCallback):
         end_step(model)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        """The model is as it was before."""
+        """Put the model back as it was before."""
         drop_step(model)
 
 
@@ -266,7 +266,7 @@ def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str,
 
 
 def _log_with_load(trainer, log, logs, *args, **kwargs):
-    """`trainer.log` with the experts' load added to training logs."""
+    """Call `trainer.log` with the experts' load added to training logs."""
     callback = _load_callback(trainer)
     if "loss" in logs and callback is not None:
         metrics = callback.collect(trainer.model, trainer.state.global_step)
@@ -277,7 +277,8 @@ def _log_with_load(trainer, log, logs, *args, **kwargs):
 
 
 def _train_to_the_end(trainer, train, *args, **kwargs):
-    """`trainer.train`, after which the routers are as before, also where an error or Ctrl-C ended it inside a step."""
+    """Call `trainer.train`, after which the routers are as before, also where an error or Ctrl-C ended it inside a
+    step."""
     try:
         return train(*args, **kwargs)
     finally:
@@ -318,8 +319,8 @@ def attach(trainer) -> ExpertLoadCallback:
         if isinstance(ours, StepCallback):
             ours.attached = True
     for name in LOADING_METHODS:
-        put_around(trainer, name, load_whole)
-    put_around(trainer, "log", _log_with_load)
-    put_around(trainer, "train", _train_to_the_end)
-    put_around(trainer, "compute_loss", loss_with_scale)
+        wrap_method(trainer, name, load_whole)
+    wrap_method(trainer, "log", _log_with_load)
+    wrap_method(trainer, "train", _train_to_the_end)
+    wrap_method(trainer, "compute_loss", loss_with_scale)
     return callback

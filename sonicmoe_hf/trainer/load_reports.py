@@ -1,4 +1,4 @@
-"""What ExpertLoadCallback shows beside its metrics: a picture at the end of training, histograms for reporters."""
+"""Reports of ExpertLoadCallback beside its metrics: a picture at the end of training, histograms for reporters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_drawable(path: Path) -> None:
 
 
 def draw_history(path: Path, history: list[dict]) -> None:
-    """The load of every expert over training, and of the busiest in the worst layer.
+    """Draw the load of every expert over training, and of the busiest in the worst layer.
 
     Args:
         path: of the picture; its folder is made. history: ExpertLoadCallback's, one log or more.
@@ -58,13 +58,13 @@ def draw_history(path: Path, history: list[dict]) -> None:
 
 
 def rows_by_layer(history: list[dict]) -> dict[str, np.ndarray]:
-    """{layer: rows [logs, experts]}."""
+    """Make {layer: rows [logs, experts]} of the history."""
     names = history[0]["rows_per_expert"]
     return {name: np.array([entry["rows_per_expert"][name] for entry in history]) for name in names}
 
 
 def draw_experts(figure, axes, rows_of_layers: dict[str, np.ndarray], steps: list[int]) -> None:
-    """One line of pixels per expert, layer under layer, over training steps. Layers: rows [logs, experts]."""
+    """Draw one line of pixels per expert, layer under layer, over training steps. Layers: rows [logs, experts]."""
     from matplotlib.colors import TwoSlopeNorm
 
     shares = []
@@ -90,7 +90,7 @@ def draw_experts(figure, axes, rows_of_layers: dict[str, np.ndarray], steps: lis
 
 
 def labels_of(names: list[str]) -> list[str]:
-    """The layers' numbers, where their names differ in these alone: "layer 3" of "model.layers.3.mlp"."""
+    """Shorten to the layers' numbers, where their names differ in these alone: "layer 3" of "model.layers.3.mlp"."""
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in names]
     labels = [f"layer {number[0]}" for number in numbers if len(number) == 1]
     return labels if len(set(labels)) == len(names) else names

@@ -18,7 +18,8 @@ _POLICY_TRAINER = re.compile(
 
 
 def policy_trainer(*objects) -> str | None:
-    """The name of the first class of a policy or preference trainer among the classes of a Trainer or its arguments."""
+    """Find the name of the first class of a policy or preference trainer among the classes of a Trainer or its
+    arguments."""
     names = (cls.__name__ for thing in objects for cls in type(thing).__mro__)
     return next((name for name in names if _POLICY_TRAINER.search(name)), None)
 

@@ -1,4 +1,4 @@
-"""What each rank needs to resume, beside the checkpoints of a model that Transformers loaded sharded.
+"""Resuming of each rank, beside the checkpoints of a model that Transformers loaded sharded.
 
 Transformers' Trainer saves no optimiser of such a model (it asks for save_only_model=True), so that a resumed run would
 begin with an empty one. Here each rank writes its own part of the optimiser's state, the schedule and its random numbers.
@@ -14,13 +14,13 @@ from transformers import TrainerCallback
 
 from ..formats.state import local_part
 from ..private.transformers import OPTIMIZER_LOADING_METHOD, save_random_state
-from .around import put_around
+from .methods import wrap_method
 
 FILE = "rank{rank}-of-{world}.pt"
 
 
 def _sharded_as(parameter: Any, value: Any) -> Any:
-    """A tensor that is sharded as its parameter, from this rank's part of it."""
+    """Make a tensor that is sharded as its parameter, from this rank's part of it."""
     if not hasattr(parameter, "device_mesh") or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     from torch.distributed.tensor import DTensor
@@ -56,7 +56,7 @@ def _file_of(args) -> str:
 
 
 def _load(trainer, load_by_trainer, checkpoint: str | None) -> None:
-    """The Trainer's method that loads the optimiser and the schedule, followed by this rank's.
+    """Call the Trainer's method that loads the optimiser and the schedule, then load this rank's.
 
     Raises:
         ValueError: another number of ranks wrote the checkpoint.
@@ -83,9 +83,9 @@ def _load(trainer, load_by_trainer, checkpoint: str | None) -> None:
 
 
 def save_rank_states(trainer) -> None:
-    """Have this Trainer resume adapters of a model that Transformers loaded sharded."""
+    """Make this Trainer resume adapters of a model that Transformers loaded sharded."""
     is_sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
     has_callback = any(isinstance(callback, RankStates) for callback in trainer.callback_handler.callbacks)
     if is_sharded and hasattr(trainer.model, "peft_config") and not has_callback:
         trainer.add_callback(RankStates(trainer))
-        put_around(trainer, OPTIMIZER_LOADING_METHOD, _load)
+        wrap_method(trainer, OPTIMIZER_LOADING_METHOD, _load)

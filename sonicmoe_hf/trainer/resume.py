@@ -22,14 +22,15 @@ from ..private.transformers import load_converted, warn_after_load, weight_conve
 
 
 class Restored(NamedTuple):
-    """What a checkpoint lacked and what the model lacked, by name; the Trainer warns about both."""
+    """Names that a checkpoint lacked and that the model lacked; the Trainer warns about both."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
-    """The model that Trainer checkpoints hold whole under the hub's names; None with PEFT, FSDP, ZeRO-3 and the like."""
+    """Find the model that Trainer checkpoints hold whole under the hub's names; None with PEFT, FSDP, ZeRO-3 and the
+    like."""
     model = getattr(model, "_orig_mod", model)  # torch.compile
     if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         return None
@@ -39,12 +40,13 @@ def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
 
 
 def conversions(model: PreTrainedModel) -> list:
-    """How Transformers converts this model's checkpoints, besides renaming what is obsolete; [] where names agree."""
+    """List how Transformers converts this model's checkpoints, besides renaming what is obsolete; [] where names
+    agree."""
     return weight_conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
 
 
 def expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of every layer's experts, by their names in the model."""
+    """Find the parameters of every layer's experts, by their names in the model."""
     experts = {layer.experts for layer in find_layers(model)}
     return {
         f"{name}.{own}": parameter
@@ -55,7 +57,7 @@ def expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def checkpoint_files(folder: Path) -> list[str]:
-    """The weight files of a checkpoint, in the Trainer's order of preference; [] where there are none."""
+    """List the weight files of a checkpoint, in the Trainer's order of preference; [] where there are none."""
     for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         if (folder / name).is_file():
             return [str(folder / name)]
@@ -122,8 +124,8 @@ def check_experts_restored(wrapped: nn.Module, args: TrainingArguments, state: T
 
 
 def load_whole(trainer, load, resume_from_checkpoint=None, model=None) -> None:
-    """In place of `load`, a method of a Trainer that loads a checkpoint by name, on resume or with
-    load_best_model_at_end: by conversion, where there is something to convert."""
+    """Load a checkpoint on resume or with load_best_model_at_end by conversion, where there is something to convert; else
+    by `load`, the Trainer's method."""
     own_format = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     whole = None if own_format else whole_model(trainer.model if model is None else model)
     folder = resume_from_checkpoint or trainer.state.best_model_checkpoint

@@ -1,4 +1,4 @@
-"""What callbacks have a model's routers do: from the beginning of an optimiser step to its end, and at no other time."""
+"""The work that callbacks ask of a model's routers, from the beginning of an optimiser step to its end and no longer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def routers_report(model: nn.Module, args: Any) -> bool:
 
 
 def begin_step(model: nn.Module, reports: bool, **settings) -> None:
-    """Have these attributes of the model's RoutingState be so until `end_step`."""
+    """Set these attributes of the model's RoutingState until `end_step`."""
     state = routing_state(model)
     for name, value in settings.items():
         state.before_step.setdefault(name, getattr(state, name))
@@ -36,7 +36,7 @@ def begin_step(model: nn.Module, reports: bool, **settings) -> None:
 
 
 def end_step(model: nn.Module) -> None:
-    """Have the model's RoutingState be as it was before the step.
+    """Put the model's RoutingState back as it was before the step.
 
     Raises:
         RuntimeError: none of the routers has been called in training since it began.
@@ -59,7 +59,7 @@ def drop_step(model: nn.Module) -> None:
 
 
 def summed_over_ranks(counts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The layers' counts [n] of all ranks, by one collective, on the first layer's device."""
+    """Sum the layers' counts [n] over all ranks, by one collective, on the first layer's device."""
     flat = torch.cat([count.to(counts[0].device) for count in counts])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(flat)

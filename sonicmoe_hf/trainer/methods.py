@@ -1,4 +1,4 @@
-"""Methods of one Trainer, called inside functions of ours."""
+"""Methods of one Trainer, wrapped in functions of ours."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def put_around(trainer: Any, name: str, function: Callable) -> None:
-    """Have `function(trainer, method, ...)` called wherever the method `name` of this Trainer is; doing so again changes
-    nothing."""
+def wrap_method(trainer: Any, name: str, function: Callable) -> None:
+    """Call `function(trainer, method, ...)` wherever the method `name` of this Trainer is called. Wrapping it again
+    changes nothing."""
     method = getattr(trainer, name)
     if getattr(method, "func", None) is not function:
         setattr(trainer, name, functools.partial(function, trainer, method))
