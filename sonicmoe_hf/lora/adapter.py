@@ -1,4 +1,4 @@
-"""A LoRA adapter in the terms of its base model: by name of a weight, the factors of what is added to it.
+"""Adapter: a LoRA adapter in the terms of its base model, the factors of what is added to each weight by its name.
 
 `Adapter.read` is the one reader, of PEFT's form for fused experts (target_parameters), of the form with factors for
 single experts that engines load and older PEFTs wrote, and of either layout of the base. peft_form.py writes the first,
@@ -177,7 +177,7 @@ class _Reader:
         """Raise CheckpointError, with the names, where the file lacks what its config names: a layer, a rank's experts.
 
         Args:
-        has_single: whether the file has factors for single experts, as all layers then do.
+            has_single: whether the file has factors for single experts, as all layers then do.
         """
         present = {adapted._replace(trained="") for adapted in self.sides}
         for adapted in self.trained.adapted_by_config(has_single):
@@ -273,8 +273,8 @@ def is_interleaved(experts: nn.Module) -> bool:
 
 
 def _product_shape(module: Any, parameter: str) -> tuple[int | None, tuple[int, int], bool]:
-    """(E, (out, in), whether the weight is stored as [E, in, out]) of what is added to a parameter, by PEFT's rules; E is
-    None for one matrix."""
+    """Return (E, (out, in), whether it is stored as [E, in, out]) of a parameter by PEFT's rules; of one matrix E is
+    None."""
     shape = tuple(module._parameters[parameter].shape)
     if len(shape) not in (2, 3):
         return None, (0, 0), False

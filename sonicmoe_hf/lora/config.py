@@ -1,4 +1,4 @@
-"""lora_config: a LoRA configuration for a mixture-of-experts model, its names read off the model's own modules."""
+"""lora_config: a LoRA configuration for a mixture-of-experts model, with names that are read off its own modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMEDY = "drop it, or adapt no experts: target_parameters=[]"
 
 
 def import_peft():
-    """The module peft.
+    """Return the module peft.
 
     Raises:
         ModuleNotFoundError: it is not installed; the message says how to install it.
@@ -43,7 +43,7 @@ def import_peft():
 
 
 def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, **options) -> LoraConfig:
-    """A `peft.LoraConfig` for LoRA on the experts and the attention projections of `model`; its routers stay as they are.
+    """Return a `peft.LoraConfig` for LoRA on the experts and the attention projections of `model`, and not its routers.
 
     Args:
         model: a model with experts that sonicmoe_hf supports, in the hub layout or the native one, patched or not; one on
@@ -90,7 +90,7 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
 
 
 def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, dict[str, float]]:
-    """rank_pattern and alpha_pattern with the experts' own rank beside what is given.
+    """Return rank_pattern and alpha_pattern with the experts' own rank beside what is given.
 
     Raises:
         ValueError: the rank is no positive integer, nothing of the experts is adapted, or a pattern names them already.
@@ -133,8 +133,10 @@ def _names(key: str, name: str) -> bool:
 
 
 def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> list[str]:
-    """What `target_parameters` of a LoraConfig calls the experts' weights of `model`, by names that end as no other
-    parameter's; of the layers `chosen` alone, where they are given. Raises UnsupportedModelError as `lora_config`."""
+    """Return the target_parameters for the experts' weights of `model`, by endings that no other parameter's name has.
+
+    Where `chosen` names layers, they are of these alone. Raises UnsupportedModelError as `lora_config`.
+    """
     weights = [f"{name}.{weight}" for name, module in _experts(model).items() for weight in weight_names(module)]
     if chosen is None:
         return endings(weights, [without_wrappers(name) for name, _ in model.named_parameters()], parts=(2,))
@@ -169,7 +171,7 @@ def refuse_what_is_not_loaded(model: nn.Module, settings: dict) -> None:
 
 
 def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
-    """The linear layers in the stacks that have the experts (not in a vision tower, say), or those of attention alone.
+    """Return the linear layers of the stacks that have the experts (no vision tower's), or of their attention alone.
 
     A family's own class of them (DeepSeek-V4's grouped one) computes something else than PEFT adds. An indexer chooses
     which keys attention reads, so that no gradient reaches it.
@@ -197,7 +199,7 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _taken_for_experts(model: nn.Module) -> set[str]:
-    """The names of linear layers that PEFT takes for this model's experts or router, as older checkpoints have them."""
+    """Return the names of linear layers that PEFT takes for this model's experts or router of older checkpoints."""
     from peft.utils import transformers_weight_conversion
 
     config: Any = import_peft().LoraConfig(target_modules=list(TAKEN_FOR_EXPERTS))

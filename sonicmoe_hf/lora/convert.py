@@ -42,7 +42,7 @@ def is_adapter(path: str | os.PathLike) -> bool:
 
 
 class AdapterConversion(NamedTuple):
-    """What converting an adapter made: the new folder, and for an inference engine how to serve it, in sentences."""
+    """The result of converting an adapter: the new folder, and for an engine how to serve it, in sentences."""
 
     path: Path
     hints: list[str]
@@ -90,7 +90,7 @@ def run_adapter_conversion(
     base_model: str | None = None,
     verify: bool = False,
 ) -> AdapterConversion:
-    """`convert_adapter`, and what a user should hear of it."""
+    """Convert as `convert_adapter` does, and return what a user should hear of it too."""
     check_choice("layout", layout, (*TARGETS, *ENGINES))
     src, dst = expanded(src), new_folder(dst)
     config = AdapterConfig(src).entries
@@ -108,7 +108,7 @@ def run_adapter_conversion(
 
 
 def _model(path: Path, native: bool) -> PreTrainedModel:
-    """The model that the config.json at `path` describes, of either layout, on the meta device."""
+    """Build the model that the config.json at `path` describes, of either layout, on the meta device."""
     config = read_json(path)
     if native or str(config.get("model_type")).startswith(NATIVE_PREFIX):
         family, _ = family_of(config, path)
@@ -117,7 +117,7 @@ def _model(path: Path, native: bool) -> PreTrainedModel:
 
 
 def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:
-    """The folder `dst`, with the other files of `src` beside tensors and config."""
+    """Write the folder `dst`, with the other files of `src` beside tensors and config."""
     files, _ = other_files(src, {ADAPTER_CONFIG, ADAPTER_WEIGHTS})
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, files, 1) as folder:
@@ -128,7 +128,7 @@ def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict,
 
 
 def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:
-    """A folder with config.json of the model that the adapter was trained on."""
+    """Return a folder with config.json of the model that the adapter was trained on."""
     name = os.fspath(trained_on or config.get("base_model_name_or_path") or "")
     if not name:
         raise CheckpointError(

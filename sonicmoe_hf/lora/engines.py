@@ -1,4 +1,4 @@
-"""Adapters in the form that inference engines load: one rank and one scale in the file, and factors for every expert.
+"""engine_form: an adapter as inference engines load it, with one rank and one scale, and factors for every expert.
 
 "vllm" gives what vLLM loads by default for the model: a pair of factors for each expert and projection, or PEFT's own
 form for models whose experts vLLM holds as one weight. "sglang" always gives the first. Read in the sources of vLLM
@@ -84,7 +84,7 @@ def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> N
 
 
 def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> EngineAdapter:
-    """The adapter for "vllm" or "sglang"; `model` is its base in the hub layout.
+    """Return the adapter for "vllm" or "sglang"; `model` is its base in the hub layout.
 
     Raises:
         CheckpointError: the engine does not adapt such a model's experts, takes no such rank, or the adapter has what
@@ -129,7 +129,7 @@ def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Engine
 
 
 def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:
-    """By weight, the adapter's factors, and zeros for what stands beside an adapted weight if the engine wants some."""
+    """Return the factors by weight, with zeros for weights beside adapted ones where the engine wants some for both."""
     weights = dict(adapter.factors)
     for weight, given in tuple(weights.items()):
         module, _, name = weight.removesuffix(".weight").rpartition(".")
@@ -144,32 +144,32 @@ def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[st
 
 
 def _zeros(like: Factors, weight: torch.Tensor) -> Factors:
-    """Factors of rank 1 for another weight."""
+    """Return factors of rank 1 for another weight, whose product is zero."""
     *experts, size_out, size_in = weight.transpose(-1, -2).shape if like.is_transposed else weight.shape
     return like._replace(a=like.a.new_zeros(*experts, 1, size_in), b=like.b.new_zeros(*experts, size_out, 1))
 
 
 def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
-    """What engines call an expert's matrices in a weight that holds all experts, "{expert}" for the number."""
+    """Return the engines' names of an expert's matrices in a weight that holds all experts, "{expert}" for the number."""
     templates = hub.per_expert(weight)
     if templates:
         return [template.removesuffix(".weight") for template in templates]
     module, _, name = weight.rpartition(".")
     first, _ = weight_names(experts := model.get_submodule(module))
     names = PROJECTIONS[0 if has_gate(experts) else 1 : 2] if name == first else PROJECTIONS[2:]
-    return [f"{hub.module(module)}.{{expert}}.{each}" for each in names]
+    return [f"{hub.module(module)}.{{expert}}.{projection}" for projection in names]
 
 
 def _common_alpha(pairs: dict[str, Factors], rank: int) -> float:
-    """A lora_alpha for factors of `rank`: by which products have their scale, if they share one and it makes a whole
-    number, and else 1, so that every B is to be scaled."""
+    """Return the lora_alpha for factors of `rank`: that of the scale that all share, if it is a whole number, or else
+    `rank`, so that every scale is to be multiplied into B."""
     scales = {factors.scale for factors in pairs.values()}
     alpha = as_alpha(max(scales) * rank)
     return alpha if len(scales) == 1 and isinstance(alpha, int) else rank
 
 
 def _tensors(pairs: dict[str, Factors]) -> dict[str, torch.Tensor]:
-    """The file's tensors."""
+    """Return the tensors of the file."""
     tensors: dict[str, torch.Tensor] = {}
     fused: dict[str, dict[str, Factors]] = {}
     for name, factors in pairs.items():
@@ -187,7 +187,7 @@ def _tensors(pairs: dict[str, Factors]) -> dict[str, torch.Tensor]:
 
 
 def _modules_of_the_hub(model: PreTrainedModel, hub: HubNames) -> set[str]:
-    """The names of all modules that have a weight, those of single experts included."""
+    """Return the names of all modules that have a weight, those of single experts included."""
     names = set()
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -195,7 +195,7 @@ def _modules_of_the_hub(model: PreTrainedModel, hub: HubNames) -> set[str]:
             names.add(hub.parameter(name).rpartition(".")[0])
         elif name.rpartition(".")[2] in weight_names(module):
             matrices = _matrices(model, hub, name)
-            names |= {each.format(expert=expert) for each in matrices for expert in range(len(parameter))}
+            names |= {matrix.format(expert=expert) for matrix in matrices for expert in range(len(parameter))}
     return names
 
 

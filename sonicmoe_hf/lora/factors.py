@@ -1,4 +1,4 @@
-"""The factors of low-rank adapters: B A, scaled, whatever the form of the file that they come from.
+"""Factors: A and B of a low-rank adapter and their scale, whatever the form of the file that they come from.
 
 Letters: E experts, r rank. Of experts A is [E, r, in] and B is [E, out, r]; of a matrix [r, in] and [out, r].
 """
@@ -31,34 +31,34 @@ class Factors(NamedTuple):
         return self.a.shape[-2]
 
     def expert(self, number: int) -> Factors:
-        """Those of one expert."""
+        """Return the factors of one expert."""
         return self._replace(a=self.a[number], b=self.b[number])
 
     def product(self) -> torch.Tensor:
-        """scale * B A of a matrix, as the weight is stored."""
+        """Return scale * B A of a matrix, as the weight is stored."""
         product = (self.b @ self.a).mul_(self.scale)
         return product.T if self.is_transposed else product
 
     def padded(self, rank: int) -> Factors:
-        """The same product by factors of a larger rank: zeros beside what is there."""
+        """Return factors of a larger rank with the same product: zeros stand beside what is there."""
         more = rank - self.rank
         return self if not more else self._replace(a=F.pad(self.a, (0, 0, 0, more)), b=F.pad(self.b, (0, more)))
 
     def trimmed(self) -> Factors:
-        """The same product without the ranks in which B is zero, unless B is zero everywhere."""
+        """Return the same product without the ranks in which B is zero, unless B is zero everywhere."""
         used = (self.b != 0).flatten(0, -2).any(dim=0)
         if used.all() or not used.any():
             return self
         return self._replace(a=self.a[..., used, :], b=self.b[..., used])
 
     def scaled_to(self, scale: float) -> Factors:
-        """The same product with another scale: what it lacks is multiplied into B, in fp32, and rounded once."""
+        """Return the same product with another scale: B is multiplied by the quotient in fp32, and rounded once."""
         if scale == self.scale:
             return self
         return self._replace(b=(self.b.float() * (self.scale / scale)).to(self.b.dtype), scale=scale)
 
     def unchanging(self) -> Factors:
-        """Factors of these shapes and this A whose product is zero."""
+        """Return factors of these shapes and this A whose product is zero."""
         return self._replace(b=torch.zeros_like(self.b))
 
     def is_zero(self) -> bool:
@@ -67,13 +67,13 @@ class Factors(NamedTuple):
 
 
 def as_alpha(alpha: float) -> float:
-    """`alpha`, as a whole number if it is one but for rounding."""
+    """Return `alpha`, as a whole number if it is one but for rounding."""
     whole = round(alpha)
     return whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha
 
 
 def to_peft(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    """lora_A [r*E, in] and lora_B [out, r*E], copied; those of a matrix as they are."""
+    """Return copies of A and B as PEFT stores them: [r*E, in] and [out, r*E], or as they are of a matrix."""
     a, b = factors.a, factors.b
     if a.dim() == 3:
         a, b = a_as_peft(a), b_as_peft(b)
@@ -81,13 +81,13 @@ def to_peft(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gate_and_up(factors: Factors, interleaved: bool) -> tuple[Factors, Factors]:
-    """The factors of gate and up from those of both, whose B is [E, 2I, r]. They share A, but for ranks of one alone."""
+    """Return the factors of gate and of up from those of both, whose B is [E, 2I, r]; ranks that one does not use go."""
     gate, up = (factors.b[:, 0::2], factors.b[:, 1::2]) if interleaved else factors.b.chunk(2, dim=1)
     return factors._replace(b=gate).trimmed(), factors._replace(b=up).trimmed()
 
 
 def fused_gate_up(gate: Factors, up: Factors, interleaved: bool) -> Factors:
-    """The inverse of `gate_and_up`. Where A differs, the rank is the sum of both, and zeros stand beside each half."""
+    """Invert `gate_and_up`. Where A differs, the rank is the sum of both, and zeros stand beside each half of B."""
     if gate.a.shape == up.a.shape and gate.scale == up.scale and torch.equal(gate.a, up.a):
         a, halves = gate.a, (gate.b, up.b)
     else:
@@ -100,13 +100,13 @@ def fused_gate_up(gate: Factors, up: Factors, interleaved: bool) -> Factors:
 
 
 def interchanged(factors: Factors, interleaved: bool) -> Factors:
-    """With gate's and up's rows of B, which alternate if `interleaved`, one half after the other, and the reverse."""
+    """Put gate's and up's rows of B, which alternate if `interleaved`, one half after the other, or the reverse."""
     shape = (-1, 2) if interleaved else (2, -1)
     return factors._replace(b=factors.b.unflatten(1, shape).transpose(1, 2).flatten(1, 2))
 
 
 def stacked(experts: list[Factors]) -> Factors:
-    """The factors [E, ...] of all experts from each one's own: of one rank, the largest, and one scale."""
+    """Return the factors [E, ...] of all experts from each expert's own: they get the largest rank, and one scale."""
     rank, scales = max(factors.rank for factors in experts), {factors.scale for factors in experts}
     scale = scales.pop() if len(scales) == 1 else 1.0
     alike = [factors.scaled_to(scale).padded(rank) for factors in experts]

@@ -67,7 +67,7 @@ def is_target_parameter(name: str, config: dict) -> bool:
 
 
 class AdapterConfig:
-    """The adapter_config.json of plain LoRA in a folder.
+    """The adapter_config.json of plain LoRA in a folder, by the rules that PEFT reads it by.
 
     path: the file. entries: what it holds, names as `name_in_trained_model` returns them.
 
@@ -194,7 +194,7 @@ class AdapterConfig:
 
 
 class Names:
-    """Names of modules in a config: a regular expression of whole names, or a list of names and of their endings."""
+    """Names of modules in a config: a regular expression of whole names, or a list of names and of endings."""
 
     def __init__(self, given: str | list[str] | None):
         self._pattern = given if isinstance(given, str) else None

@@ -96,7 +96,7 @@ class TrainedModel:
         return module if module in self.modules else self._by_hub_name.get(module, module)
 
     def as_trained(self, name: str) -> str:
-        """The inverse of `in_model`, of a name that is the model's own."""
+        """Invert `in_model`, of a name that is the model's own."""
         if self._trained_decoder != self._decoder and name.startswith(f"{self._decoder}."):
             return self._trained_decoder + name.removeprefix(self._decoder)
         return name

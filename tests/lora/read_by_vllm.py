@@ -90,7 +90,7 @@ def read(title: str, adapted, folder: Path) -> None:
 
 
 def mapper_of(class_name: str):
-    """How vLLM's class of this name renames the modules of adapters; None where it does not."""
+    """Return the mapper by which vLLM's class of this name renames the modules of adapters, or None."""
     from vllm.model_executor.models import registry
 
     names = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
@@ -103,7 +103,7 @@ def mapper_of(class_name: str):
 
 
 def renamed(name: str, mapper, fused: bool) -> str:
-    """What vLLM calls the weight `name`, as it renames the modules of adapters; of fused experts, the module of all."""
+    """Return vLLM's name of the weight `name`, as it renames modules of adapters; fused experts have one for all."""
     module = (
         name.partition(".experts.")[0] + ".experts" if fused and ".experts." in name else name.removesuffix(".weight")
     )
@@ -112,7 +112,7 @@ def renamed(name: str, mapper, fused: bool) -> str:
 
 
 def loaded(folder: Path, mapper) -> dict:
-    """By module, what vLLM holds of an adapter, scales multiplied into B, and stacked for models that it holds as 3D."""
+    """Return vLLM's adapter by module, scales multiplied into B, and stacked for models that it holds as 3D."""
     from safetensors import safe_open
     from vllm.config.lora import LoRAConfig
     from vllm.lora import lora_model
@@ -142,7 +142,7 @@ def loaded(folder: Path, mapper) -> dict:
 
 
 def _stack(manager_class, model, module: str, num_experts: int) -> None:
-    """What vLLM's manager does with the factors of all experts, all of which are on this rank."""
+    """Stack the factors of all experts as vLLM's manager does, all of them on this rank."""
     rows = SimpleNamespace(shape=(1, num_experts))
     layer = SimpleNamespace(w13_lora_a_stacked=[rows], global_num_experts=num_experts, ep_rank=0)
     manager = SimpleNamespace(_is_3d_moe_model=True, _get_lora_layer_weights=lambda model, name: model.get_lora(name))

@@ -1,4 +1,4 @@
-"""What the reader of adapter files takes from other trainers, and what it says of files that lack parts of the adapter."""
+"""Adapter files of other trainers are read as they were meant; files that lack parts raise errors with their names."""
 
 import re
 from copy import deepcopy
@@ -189,6 +189,14 @@ def test_whole_modules_that_are_missing_are_named(tmp_path):
             write(tmp_path / "base", tmp_path / "adapter", tmp_path / "refused")
 
 
+def test_whole_experts_that_were_trained_are_left_to_peft(tmp_path):
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp"])
+    save_with_factors(get_peft_model(base("qwen3_moe", tmp_path / "base"), config), tmp_path / "adapter")
+    assert_lacking(
+        tmp_path / "adapter", r"experts.* nor the weight of a single layer.*merge_and_unload|modules_to_save is"
+    )
+
+
 def test_the_head_of_a_classifier_that_is_missing_is_named(tmp_path):
     make(tmp_path / "causal", "qwen3_moe", dtype=torch.float32)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=3)
@@ -266,7 +274,7 @@ BESIDE = ("shared_experts", "shared_expert", "shared_mlp", "mlp")
     "family", ["qwen3_next", "glm4_moe", "deepseek_v3", "hunyuan_v1_moe", "laguna", "mistral_large4", "deepseek_ocr2"]
 )
 def test_peft_loads_what_convert_writes_of_layers_beside_the_experts(family, tmp_path):
-    """As Transformers 4 and other trainers name them: gate_proj, up_proj, down_proj of shared experts and dense layers."""
+    """Shared experts and dense layers have gate_proj, up_proj and down_proj too, which PEFT takes for those of experts."""
     pytest.importorskip(f"transformers.models.{family}")
     model = small_model(family)
     model.save_pretrained(tmp_path / "base")

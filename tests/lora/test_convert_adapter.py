@@ -100,7 +100,7 @@ def test_lora_on_native_experts_trains_with_token_rounding(family, tmp_path):
 
 
 def test_peft_s_shorthands_reach_linear_layers_only(tmp_path):
-    """As docs/layout.md says: PEFT extends them to experts by a table of Transformers' own model types."""
+    """PEFT extends them to experts by a table of Transformers' own model types (docs/layout.md)."""
     native = native_twin(build("qwen3_moe"), tmp_path)
     adapted = get_peft_model(native, LoraConfig(r=2, target_modules="all-linear"))
     names = {name for name, _ in adapted.named_parameters() if "lora_A" in name}
@@ -119,7 +119,7 @@ def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
 @every_family
 @pytest.mark.parametrize("attached", ["native", "hub"])
 def test_bare_weights_of_the_other_layouts_adapter_do_not_fit_an_attached_one(family, attached, tmp_path):
-    """As when a Trainer run resumes across layouts: PEFT then reads weights alone."""
+    """A Trainer run that resumes across layouts gives PEFT the weights alone."""
     adapted_in("hub" if attached == "native" else "native", family, tmp_path)
     model = load(tmp_path / attached)
     model = get_peft_model(model, lora(model, PARAMETERS[attached]))

@@ -27,7 +27,7 @@ every_layout = pytest.mark.parametrize(
 
 
 def adapted(model, config):
-    """What PEFT adapts, each with its rank and scale: modules by name, and experts' parameters by the module's and theirs."""
+    """Return rank and scale of what PEFT adapts: modules by name, experts' parameters by the module's name and theirs."""
     modules, parameters = {}, {}
     for name, module in get_peft_model(model, config).named_modules():
         if not hasattr(module, "lora_A"):

@@ -34,8 +34,8 @@ THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as o
 
 
 def products_of(adapter, family):
-    """By name of a matrix in the hub's checkpoint, alpha / r * B A; written apart from the package. Also of the form in
-    which vLLM holds fused experts: [r*E, in], the expert slowest; [out, r*E], the expert fastest."""
+    """Return alpha / r * B A by the matrix's name in the hub's checkpoint, written apart from the package; also of the
+    form in which vLLM holds fused experts: [r*E, in], the expert slowest; [out, r*E], the expert fastest."""
     config, factors = config_of(adapter), tensors_in(adapter)
     scale, split = config["lora_alpha"] / config["r"], {}
     assert not config["use_rslora"] and not config["rank_pattern"] and not config["alpha_pattern"]
@@ -83,7 +83,7 @@ def there_and_back(folder, engine="vllm", **options):
     ],
 )
 def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, tmp_path):
-    """With the same bits where ranks are equal, but for layers that SGLang fuses, else with the same products."""
+    """Bits stay the same where ranks are equal, but for layers that SGLang fuses, and products where they are not."""
     model = base(name, tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", **options)
     back, keys = there_and_back(tmp_path, verify=True), tensors_in(tmp_path / "vllm").keys()

@@ -1,4 +1,4 @@
-"""What `convert --layout vllm` and `--layout sglang` refuse, with what to do instead; and what the command says."""
+"""convert --layout vllm and sglang raise errors with the remedy for what engines do not take; the command says how to serve."""
 
 import pytest
 import torch
@@ -136,7 +136,7 @@ def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter, tmp_pat
     ],
 )
 def test_a_target_names_whole_words_of_a_parameters_name(target, is_named):
-    """As in PEFT: nothing inside a word is a match."""
+    """Nothing inside a word is a match, as in PEFT."""
     assert is_target_parameter("backbone.layers.1.mixer.experts.up_proj", {"target_parameters": [target]}) == is_named
     assert not is_target_parameter("model.layers.1.mlp.experts.gate_up_proj", {"target_parameters": ["up_proj"]})
 

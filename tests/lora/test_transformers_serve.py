@@ -99,7 +99,7 @@ def folders(tmp_path_factory):
 
 
 def generated(folder):
-    """What Transformers generates here, greedily."""
+    """Return what Transformers generates here, greedily."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors="pt")
