@@ -18,6 +18,11 @@ from . import HUB, PACKED, Format, HubFormat, HubFP8
 QUANT_METHOD = "sonicmoe_hf"
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
 FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
+FP8_TAKEN = {  # entries of FP8's declaration: what experts_quantization takes, first what counts where it says nothing
+    "weight_block_size": (FP8_BLOCKS,),
+    "activation_scheme": ("dynamic",),  # static scales of activations are for FP8 arithmetic alone
+    "expert_dtype": ("fp8", "fp4"),
+}
 TO_BF16 = "load the bf16 checkpoint that it was made from"
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
@@ -87,20 +92,13 @@ class DeclaredQuantization(NamedTuple):
         return HubFP8((block[0], block[1]), self.entries.get("scale_fmt") == "ue8m0")
 
     def _check_fp8(self) -> None:
-        block = self.entries.get("weight_block_size", FP8_BLOCKS)
-        scheme, of_experts = self.entries.get("activation_scheme", "dynamic"), self.entries.get("expert_dtype", "fp8")
-        if block is None or list(block) != FP8_BLOCKS:
-            raise CheckpointError(
-                f"the checkpoint's FP8 has weight_block_size {block}; experts_quantization takes blocks of "
-                f"{FP8_BLOCKS}: {TO_BF16}"
-            )
-        if scheme != "dynamic":
-            raise CheckpointError(
-                f"the checkpoint's FP8 has activation_scheme {scheme!r}, scales of activations that only FP8 arithmetic "
-                f"uses; experts_quantization takes 'dynamic': {TO_BF16}"
-            )
-        if of_experts not in ("fp8", "fp4"):
-            raise CheckpointError(f"the checkpoint's experts are {of_experts}, not fp8 or fp4: {TO_BF16}")
+        for entry, taken in FP8_TAKEN.items():
+            value = self.entries.get(entry, taken[0])
+            if (list(value) if isinstance(value, tuple) else value) not in taken:
+                raise CheckpointError(
+                    f"the checkpoint's FP8 has {entry} {value!r}; experts_quantization takes "
+                    f"{' or '.join(map(repr, taken))}: {TO_BF16}"
+                )
 
     def check_nvfp4(self) -> None:
         """Raise CheckpointError where what ModelOpt made is not NVFP4."""

@@ -177,5 +177,5 @@ def test_nothing_is_compiled_ahead_for_a_folder_that_others_can_write_to(tmp_pat
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "mine"))
     cache.compile_ahead(small_gradients())
     begun.assert_not_called()
-    with pytest.raises(warmup.WarmupError, match="others can write to it"):
+    with pytest.raises(ValueError, match="others can write to it"):
         list(warmup.compile_kernels(small_gradients(), 1))

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import sonicmoe_hf
-from sonicmoe_hf.errors import DoctorError
+from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.cli.main import main
@@ -199,7 +199,7 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
     assert {way.training.experts for way in ways} == {"mxfp4"}
     assert "convert" not in left_out(sizes_of(config)), "which does not read it"
-    with pytest.raises(DoctorError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
+    with pytest.raises(UnsupportedModelError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
         ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096, method="full")
 
 

@@ -49,12 +49,12 @@ def doctor(
     sonicmoe_hf computes all mixture-of-experts layers (which backend does here, and whether it accelerates them, is
     printed), 1 if not, 2 if the model cannot be examined.
     """
-    if (batch_size is None) != (sequence_length is None):
-        raise ValueError("--batch-size and --sequence-length belong together: give both")
-    if tile is not None and batch_size is None:
-        raise ValueError("--tile needs --batch-size and --sequence-length")
-    if model is None and batch_size is not None:
-        raise ValueError("--batch-size and --sequence-length need a model: sonicmoe-hf doctor MODEL --batch-size ...")
+    batch = (batch_size, sequence_length, tile)
+    if any(batch) and not (model and batch_size and sequence_length):
+        raise ValueError(
+            "--batch-size and --sequence-length belong together, and need a model; --tile needs both: "
+            "sonicmoe-hf doctor MODEL --batch-size B --sequence-length S"
+        )
     facts = machine()
     if model is not None:
         facts["model"] = examine(model, batch_size=batch_size, sequence_length=sequence_length, tile=tile)

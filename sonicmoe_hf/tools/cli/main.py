@@ -11,7 +11,6 @@ import sys
 from sonicmoe_hf_command import top_level
 
 from ... import __version__
-from ...errors import DoctorError, WarmupError
 from .checkpoints import convert, merge
 from .demo import demo
 from .doctor import doctor
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             argparse.ArgumentParser.error(parser, message)
         return _say(message, as_json, 2)
     # what this package or the system says of an input, such as a folder that another user keeps closed
-    except (DoctorError, OSError, ValueError, WarmupError) as error:
+    except (OSError, ValueError) as error:
         return _say(" ".join(str(error).split()) or type(error).__name__, as_json, 2)
     except KeyboardInterrupt:
         return _say("interrupted", as_json, 130)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from ...checkpoints.config_only import build_on_meta
-from ...errors import WarmupError
 from ...kernels.activation import ACTIVATIONS
 from ...layer import backends
 from ...layer.config import LAYOUTS, check_order
@@ -169,10 +168,10 @@ def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, 
     Args:
         kinds: the layers. processes: that compile at a time; None is one for each CPU.
     Raises:
-        WarmupError: a package is missing, or the cache cannot be written.
+        ValueError: a package is missing, or the cache is not to be trusted. OSError: it cannot be written.
     """
     if obstacle := backends.missing_for_hopper():
-        raise WarmupError(f"the Hopper kernels cannot be compiled here: {obstacle}")
+        raise ValueError(f"the Hopper kernels cannot be compiled here: {obstacle}")
     from ...kernels.hopper.variants import variants
 
     wanted: dict[tuple[str, tuple], None] = {}
@@ -194,17 +193,14 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     from ...kernels.hopper import cache
 
     if reason := cache.why_untrusted():
-        raise WarmupError(reason)
+        raise ValueError(reason)
     missing = cache.missing(wanted)
     for kernel in wanted:
         if kernel not in missing:
             yield Outcome(kernel[0], None)
     if not missing:
         return
-    try:
-        cache.make_folder()
-    except OSError as error:
-        raise WarmupError(f"the cache cannot be written ({error}); set {cache.VARIABLE} to another folder") from error
+    cache.make_folder()
     # threads do not help, the compiler holds Python's lock; and a fork of a process that uses CUDA cannot be used
     context = multiprocessing.get_context("spawn")
     # an interrupt is for this process alone, which then cancels what has not begun
@@ -217,7 +213,7 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
             for done in as_completed(running):
                 yield Outcome(running[done][0], done.result())
                 if not cache.is_intact(cache.path_of(*running[done])):
-                    raise WarmupError(f"{cache.folder()} cannot be written; set {cache.VARIABLE} to another folder")
+                    raise ValueError(f"{cache.folder()} cannot be written; set {cache.VARIABLE} to another folder")
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -15,7 +15,7 @@ from ...attention.models import has_sinks
 from ...checkpoints.config_only import build_on_meta
 from ...checkpoints.configs import family_of, quantization_of
 from ...checkpoints.files import CONFIG_FILE
-from ...errors import CheckpointError, DoctorError
+from ...errors import CheckpointError, UnsupportedModelError
 from ...formats.declared import declared_quantization
 from ...layer.experts_module import matrix_shape, weight_names
 from ...patching.support import LayerSupport, check_accelerated, find_layers
@@ -109,7 +109,7 @@ def sizes_of_checkpoint(name: str) -> ModelSizes:
 
     Raises:
         CheckpointError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
-        DoctorError: as `sizes_of_model`.
+        UnsupportedModelError: as `sizes_of_model`.
     """
     return sizes_of_model(name, build_on_meta(name))
 
@@ -118,18 +118,14 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     """Read the sizes of a model on the meta device.
 
     Raises:
-        DoctorError: it has no experts, some that sonicmoe_hf does not compute, or no loss, or its checkpoint is quantized
-            in a way that is not known here; the message says why.
+        UnsupportedModelError: it has no experts, some that sonicmoe_hf does not compute, or no loss, or its config lacks
+            an entry. CheckpointError: its checkpoint is quantized in a way that is not known here.
     """
     config: Any = model.config.get_text_config()
-    try:
-        support = check_accelerated(model)
-        declared = declared_quantization(model.config)
-        quantization = None if declared is None else declared.format()
-    except ValueError as error:
-        raise DoctorError(f"{name}: {error}") from error
+    support, declared = check_accelerated(model), declared_quantization(model.config)
+    quantization = None if declared is None else declared.format()
     if not computes_loss(model.config):
-        raise DoctorError(
+        raise UnsupportedModelError(
             f"{name}: Transformers loads {config.model_type} as a model without a loss, which no example of this package "
             "trains; plan for a checkpoint of its language model"
         )
@@ -138,13 +134,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     shapes = [matrix_shape(each, getattr(each, name)) for each in every_experts for name in weight_names(each)]
     num_experts, up, experts_hidden = shapes[0]
     inner = shapes[1][2]
-    routers = [layer.router.top_k for layer in layers if layer.router is not None]
-    top_k = routers[0] if routers else next(filter(None, (_entry(config, entry) for entry in TOP_K)), None)
-    if top_k is None:
-        raise DoctorError(f"{name}: its config does not say how many experts a token has ({', '.join(TOP_K)})")
-    heads = _entry(config, "num_attention_heads")
-    if heads is None:
-        raise DoctorError(f"{name}: its config does not say how many heads its attention has (num_attention_heads)")
+    top_k = next((layer.router.top_k for layer in layers if layer.router is not None), None) or _entry(config, *TOP_K)
     mixers, names = _projections(model, MIXERS), {name.rpartition(".")[2] for name, _ in model.named_modules()}
     outputs = [p for p in mixers if p.features_out == config.hidden_size and p.name.startswith("o")]
     experts = {id(parameter) for each in every_experts for parameter in each.parameters()}
@@ -167,7 +157,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         top_k=top_k,
         up_rows=up // inner,
         vocabulary=config.vocab_size,
-        heads=heads,
+        heads=_entry(config, "num_attention_heads"),
         mixer=_of_a_layer(config, ((p, p.features_out) for p in mixers if p not in outputs)),
         mixer_output=_of_a_layer(config, ((p, p.features_in) for p in outputs)),
         projections=_projections(model, ("Attention",)),
@@ -199,11 +189,16 @@ def _is_convertible(config: PreTrainedConfig) -> bool:
         return False
 
 
-def _entry(config: Any, name: str) -> int | None:
-    """Read an entry of a config, the largest where layers have their own; None if it has none."""
-    of_layers = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or ()]
-    values = of_layers or [getattr(config, name, None)]
-    return max((value for value in values if isinstance(value, int)), default=None)
+def _entry(config: Any, *names: str) -> int:
+    """Read an entry of a config, which has one of these names, the largest where layers have their own."""
+    of_layers = getattr(config, "per_layer_config", None) or [config]
+    for name in names:
+        values = [getattr(layer, name, None) for layer in of_layers]
+        if any(isinstance(value, int) for value in values):
+            return max(value for value in values if isinstance(value, int))
+    raise UnsupportedModelError(
+        f"the config of {config.model_type} has none of {', '.join(names)}, without which nothing can be planned"
+    )
 
 
 def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[Projection]:

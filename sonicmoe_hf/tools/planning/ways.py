@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import DoctorError
+from ...errors import UnsupportedModelError
 from ...kernels.quantized import FORMATS
 from .memory import GIB, Memory, Training, memory, stored_bytes
 from .sizes import ModelSizes
@@ -80,7 +80,7 @@ def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, met
     Args:
         gpus: how many; gpu_memory: GiB of each. tokens: of a step on each GPU. method: one of METHODS; None: all.
     Raises:
-        DoctorError: no command of that method can load the checkpoint, as it is quantized.
+        UnsupportedModelError: no command of that method can load the checkpoint, as it is quantized.
     """
     planned = []
     for training in _trainings(sizes, gpus, *in_sequences(tokens)):
@@ -93,7 +93,9 @@ def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, met
         by_example = [way.training for way in packed if _is_of_qlora_example(way.training)]
         planned += [_from_host_memory(sizes, training, gpu_memory) for training in by_example]
     if not planned:
-        raise DoctorError(f"{sizes.name}: {left_out(sizes) or f'there is no way of training it by {method}'}")
+        raise UnsupportedModelError(
+            f"{sizes.name}: {left_out(sizes) or f'there is no way of training it by {method}'}"
+        )
     return planned
 
 
