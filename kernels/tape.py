@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Tensors = list  # of tensors and None
+Leaves = list  # of tensors and constants
 
 ALIGNMENT = 16  # bytes; launches are prepared for pointers that are multiples of it
 TAPES = 4096  # of one function: sizes times layers that differ
@@ -40,6 +40,7 @@ _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 _CONSTANTS = (type(None), bool, int, str, float, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _HERE = contextlib.nullcontext()
 _thread = threading.local()
+Tape = Callable[[Leaves, list], "list[torch.Tensor] | None"]
 
 
 def recording() -> Recorder | None:
@@ -77,6 +78,17 @@ class _Root(NamedTuple):
     views: dict[Any, str]
 
 
+def leaves_of(arguments: Sequence[Any]) -> Leaves:
+    """The arguments, with what tuples among them hold in their place."""
+    leaves, place = list(arguments), 0
+    while place < len(leaves):
+        if isinstance(leaves[place], tuple):
+            leaves[place : place + 1] = leaves[place]
+        else:
+            place += 1
+    return leaves
+
+
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from its first element to the end of its last."""
     if not tensor.numel():
@@ -86,9 +98,9 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes the tape of a call with these tensors, of which no two may share memory and none may be empty."""
+    """Writes the tape of a call with these leaves, of whose tensors no two may share memory and none may be empty."""
 
-    def __init__(self, tensors: Tensors):
+    def __init__(self, leaves: Leaves):
         super().__init__()
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
@@ -99,8 +111,9 @@ class Recorder(TorchDispatchMode):
         self._is_paused = False
         self._count = 0
         self._memory: dict[int, tuple[StorageWeakRef, list[_Root]]] = {}  # by the storage
-        self._device = tensors[0].device
-        self._given = [self._add(tensor, f"t{i}", True) for i, tensor in enumerate(tensors) if tensor is not None]
+        self._device = leaves[0].device
+        tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        self._given = [self._add(tensor, f"t{i}", True) for i, tensor in tensors]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if self._is_paused:
@@ -159,9 +172,9 @@ class Recorder(TorchDispatchMode):
         source = self.made(function, *arguments)
         return self._beginning.setdefault(source, _Expression(self._new_name("a")))
 
-    def finish(self, result) -> Callable[[Tensors], list[torch.Tensor] | None]:
-        """The tape: takes tensors of the same sizes as the list that the function was given, which it empties, and gives
-        the function's results; or None, having done nothing, where it is not for these.
+    def finish(self, result) -> Tape:
+        """The tape: takes leaves of the same sizes, and the list of arguments that has them, empties both, and gives the
+        function's results; or None, having done nothing, where it is not for these.
 
         Raises:
             Unrecordable: with what was met.
@@ -178,11 +191,12 @@ class Recorder(TorchDispatchMode):
             guards += f" or {self.constant(torch.cuda.current_device)}() != {self._device.index}"
         source = "\n    ".join(
             [
-                "def tape(tensors):",
-                f"{names}, *_ = tensors",
+                "def tape(leaves, arguments):",
+                f"{names}, *_ = leaves",
                 f"if ({addresses}) % {ALIGNMENT}{guards}: return None",
                 "del _",
-                "tensors.clear()",
+                "leaves.clear()",
+                "arguments.clear()",
                 *(f"{name} = {source}" for source, name in self._beginning.items()),
                 *self.lines,
                 f"return [{results}]",
@@ -301,52 +315,54 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
     return any(start + size > following for (start, size), (following, _) in itertools.pairwise(places))
 
 
-def _never(tensors):
+def _never(leaves, arguments):
     return None
 
 
 class Taped:
-    """`function(tensors, *constants)`, which empties the list of tensors (or None) and gives a list of tensors, by its
-    tape.
+    """`function(arguments)`, which empties the list of arguments and gives a list of tensors, by its tape.
 
-    num_last: so many of the tensors, the last ones, have sizes that follow from the others' and from the constants, and
-    no gaps. All are on one device. What the function does follows from the tensors' sizes and the constants alone.
+    The arguments are tensors, constants, and tuples of such and of tuples; the first leaf is a tensor, and all tensors
+    are on one device. What the function does follows from the tensors' sizes and the constants alone.
+    num_derived: so many arguments, the last ones, hold tensors without gaps whose sizes follow from the other arguments.
     """
 
-    def __init__(self, function: Callable[..., list[torch.Tensor]], num_last: int):
-        self.function, self.num_last = function, num_last
-        self.tapes: dict[Any, Callable[[Tensors], list[torch.Tensor] | None]] = {}
+    def __init__(self, function: Callable[[list[Any]], list[torch.Tensor]], num_derived: int = 0):
+        self.function, self.num_derived = function, num_derived
+        self.tapes: dict[Any, Tape] = {}
         self._counts: dict[Any, int] = {}  # of calls with sizes that have no tape
 
-    def __call__(self, tensors: Tensors, *constants) -> list[torch.Tensor]:
+    def __call__(self, arguments: list[Any]) -> list[torch.Tensor]:
         if recording() is not None:  # the other function's tape has this one's lines
-            return self.function(tensors, *constants)
-        last = len(tensors) - self.num_last
-        sizes = [None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors[:last]]
-        key = (tensors[0].get_device(), *sizes, *constants)
+            return self.function(arguments)
+        end = len(arguments) - self.num_derived
+        leaves = leaves_of(arguments[:end])
+        sizes = [(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in leaves]
+        key = (leaves[0].get_device(), *sizes)
+        leaves += leaves_of(arguments[end:])
         tape = self.tapes.get(key)
-        if tape is None:
-            return self._without_tape(key, tensors, constants)
-        result = tape(tensors)
-        return self.function(tensors, *constants) if result is None else result
+        if tape is not None:
+            result = tape(leaves, arguments)
+            if result is not None:
+                return result
+        elif self._is_due(key) and _can_be_recorded(leaves):
+            return self._record(key, leaves, arguments)
+        leaves.clear()
+        return self.function(arguments)
 
-    def _without_tape(self, key, tensors: Tensors, constants) -> list[torch.Tensor]:
+    def _is_due(self, key) -> bool:
         if len(self._counts) >= TAPES:
             self._counts.clear()
-        count = self._counts[key] = self._counts.get(key, 0) + 1
-        if count < RECORDED_CALL:
-            return self.function(tensors, *constants)
-        given = [tensor for tensor in tensors if tensor is not None]
-        is_ordinary = all(t.numel() and t.data_ptr() % ALIGNMENT == 0 for t in given) and not _share_memory(given)
-        del given
-        index = tensors[0].get_device()
-        if not is_ordinary or (index >= 0 and index != torch.cuda.current_device()):
-            return self.function(tensors, *constants)
-        recorder = Recorder(tensors)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return self._counts[key] >= RECORDED_CALL
+
+    def _record(self, key, leaves: Leaves, arguments: list[Any]) -> list[torch.Tensor]:
+        recorder = Recorder(leaves)
+        leaves.clear()
         _thread.recorder = recorder
         try:
             with recorder:
-                result = self.function(tensors, *constants)
+                result = self.function(arguments)
         finally:
             _thread.recorder = None
         if len(self.tapes) >= TAPES:
@@ -357,3 +373,10 @@ class Taped:
         except Unrecordable:
             self.tapes[key] = _never
         return result
+
+
+def _can_be_recorded(leaves: Leaves) -> bool:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    is_ordinary = all(t.numel() and t.data_ptr() % ALIGNMENT == 0 for t in tensors) and not _share_memory(tensors)
+    index = tensors[0].get_device()
+    return is_ordinary and (index < 0 or index == torch.cuda.current_device())

@@ -279,13 +279,13 @@ def unwritten_rows(like, num_pairs, num_tokens, num_experts):
 
 
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
-    return Rows._make(_TAPES([expert_P, token_P], num_tokens, num_experts, sentinels))
+    return Rows._make(_TAPES([expert_P, token_P, num_tokens, num_experts, sentinels]))
 
 
-def _dispatch(tensors, num_tokens, num_experts, sentinels):
-    """The fields of Rows."""
-    expert_P, token_P = tensors
-    tensors.clear()
+def _dispatch(arguments):
+    """`dispatch` of a list, which is emptied; the fields of Rows."""
+    expert_P, token_P, num_tokens, num_experts, sentinels = arguments
+    arguments.clear()
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
     num_pairs = expert_P.shape[0]
     if not num_pairs:
@@ -337,4 +337,4 @@ def _dispatch(tensors, num_tokens, num_experts, sentinels):
     return list(rows)
 
 
-_TAPES = Taped(_dispatch, 0)
+_TAPES = Taped(_dispatch)

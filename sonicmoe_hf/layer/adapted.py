@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .lora_operands import LowRank
+from .projection import LowRank
 
 
 class Adapted:

@@ -8,12 +8,12 @@ import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
 from ..kernels.quantized import ORDERS, Quantized, parts_and_kinds
-from . import backends, experts_op
+from . import backends
 from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import Inputs, Options, Projection, SaveFlags
-from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
+from .experts_op import FORWARD, Inputs, Options, SaveFlags
 from .packed_weight import PackedWeight
+from .projection import FLOAT_DTYPES, LowRank, Projection, projection
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
@@ -59,26 +59,10 @@ def _compute_dtype(x, gate_up, down):
     """The dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
-    return next((weight.dtype for weight in (gate_up, down) if isinstance(weight, PackedWeight)), None)
-
-
-def _projection(name, weight, bias, adapter, transposed) -> Projection:
-    """A weight with its bias and its adapter, or several adapters as one."""
-    a, b, scale = None, None, 1.0
-    if adapter:
-        adapter = side_by_side(adapter, weight.shape[0])
-        shape_EON = weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape
-        check_low_rank(f"{name}_adapter", adapter, shape_EON, weight.device)
-        a, b, scale = adapter.a, adapter.b, float(adapter.scale)
-    if not isinstance(weight, PackedWeight):
-        return Projection(weight, None, None, bias, a, b, "", scale)
-    if weight.is_transposed != transposed:
-        raise ValueError(
-            f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
-            "`layout` contradicts; quantize it in the layout that it is used in"
-        )
-    # no property: torch.compile traces attributes
-    return Projection(weight.codes, weight.scales, weight.state, bias, a, b, weight.format, scale)
+    for weight in (gate_up, down):
+        if isinstance(weight, PackedWeight):
+            return weight.dtype
+    return None
 
 
 def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> None:
@@ -109,28 +93,24 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
 def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, num_experts: int) -> torch.Tensor:
     """`moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
-    pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: of Options,
-    what the projections do not say.
+    pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the fields of
+    Options.
     """
     expert_index, token_index, weight, sentinels = pairs
-    name, alpha, limit, transposed, interleaved, backend, fp8 = options
+    options = Options._make(options)
     if rows is None:
-        rows = dispatch(expert_index, x.shape[0], num_experts, token_index, sentinels=sentinels, backend=backend)
+        rows = dispatch(
+            expert_index, x.shape[0], num_experts, token_index, sentinels=sentinels, backend=options.backend
+        )
     accumulated = accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
-    inputs = Inputs(
-        x.contiguous(), gate_up.weight, down.weight, weight, gate_up.bias, down.bias,
-        gate_up.a, gate_up.b, down.a, down.b, gate_up.scales, gate_up.state, down.scales, down.state,
-    )  # fmt: skip
-    scales, formats = (gate_up.scale, down.scale), (gate_up.format, down.format)
-    needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
-    differentiable = needs_gradients and torch.is_grad_enabled()
+    has_gradient = x.requires_grad or weight.requires_grad or gate_up.requires_grad() or down.requires_grad()
+    differentiable = has_gradient and torch.is_grad_enabled()
     keep_h = differentiable and save == "preactivation"
     keep_u = differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h)
     keep_v = differentiable and down.b is not None and down.b.requires_grad
     flags = SaveFlags(keep_h, keep_u, keep_v)
-    options = Options(name, alpha, limit, transposed, interleaved, *scales, backend, *formats, fp8)
-    return experts_op.run(differentiable, inputs, rows, options, flags)
+    return FORWARD(differentiable, Inputs(x.contiguous(), gate_up, down, weight), rows, options, flags)[0]
 
 
 def moe_experts(
@@ -204,14 +184,14 @@ def moe_experts(
     transposed, interleaved = LAYOUTS[layout]
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, act.name)
     num_experts = gate_up.shape[0]
-    first = _projection("gate_up", gate_up, gate_up_bias, gate_up_adapter, transposed)
-    second = _projection("down", down, down_bias, down_adapter, transposed)
+    first = projection("gate_up", gate_up, gate_up_bias, gate_up_adapter, transposed)
+    second = projection("down", down, down_bias, down_adapter, transposed)
 
     backend = backends.choose(x.device, x.dtype, backend).name
     if compute == "fp8":
         check_fp8(gate_up, down, gate_up_bias is not None or down_bias is not None, layout, act.name)
     rows = routing.rows_for(backend, x.shape[0], num_experts)
     pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
-    options = *act, transposed, interleaved, backend, compute == "fp8"
+    options = act, transposed, interleaved, backend, compute == "fp8"
     out = _run(x, first, second, pairs, rows, options, save, num_experts)
     return out if out.dtype == dtype_out else out.to(dtype_out)

@@ -10,11 +10,15 @@ function does without its launches.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from ..kernels.tape import leaves_of
 from ..private.torch import (
     are_functorch_transforms_active,
     below_autograd,
@@ -27,55 +31,75 @@ from ..private.torch import (
 )
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
-_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float}
+
+
+class Form:
+    """How nested NamedTuples among the arguments of a function lie flat: their leaves, where each begins and ends."""
+
+    def __init__(self, hints: dict[str, Any]):
+        self.leaves: dict[str, Any] = {}  # their types, by names that say the way, but for that of the argument
+        self._tuples: list[tuple[Any, int, int]] = []  # what makes one, and of which places
+        for name, hint in hints.items():
+            self._add(name, "", hint)
+        self._tuples.sort(key=lambda each: -each[1])  # from the end, so that places before it stay as they are
+
+    def _add(self, name: str, prefix: str, hint: Any) -> None:
+        if not (isinstance(hint, type) and issubclass(hint, tuple)):
+            self.leaves[name] = hint
+            return
+        start, fields = len(self.leaves), typing.get_type_hints(hint)
+        for field, annotation in fields.items():
+            self._add(prefix + field, f"{prefix}{field}_", annotation)
+        self._tuples.append((functools.partial(tuple.__new__, hint), start, start + len(fields)))
+
+    def nest(self, leaves: Iterable[Any]) -> list[Any]:
+        """Make the arguments of their leaves."""
+        nested = list(leaves)
+        for make, start, end in self._tuples:
+            nested[start:end] = [make(nested[start:end])]
+        return nested
 
 
 class Op:
-    """The op sonicmoe_hf::<function's name>, which calls `function`. Its schema comes from the function's annotations: a
-    NamedTuple's fields become arguments of the op, one after the other. The tensors of the function's first argument are
-    those that the op can be differentiated by.
+    """The op sonicmoe_hf::<function's name>, which calls `function`. Its schema comes from the function's annotations,
+    where the leaves of NamedTuples are arguments of the op, one after the other. The tensors of the function's first
+    argument are those that the op can be differentiated by.
 
     fake: gives empty tensors of the results' shapes, from the same arguments.
     what: the user's name of the function.
-    setup_context(ctx, arguments, output), backward(ctx, gradient): as of a torch.autograd.Function that returns the
-        function's results; backward gets the gradient of the first one, or None, and gives those of the first argument's
-        tensors. Without them the op has no gradients.
+    setup_context(ctx, arguments, output), backward(ctx, gradient): as of a torch.autograd.Function of the first
+        argument's leaves that returns the function's results; backward gets the gradient of the first result, or None.
+        Without them the op has no gradients.
     """
 
     def __init__(self, function, fake, what: str, setup_context=None, backward=None):
         self.function, self.what, self._backward = function, what, backward
         hints = typing.get_type_hints(function)
         result = hints.pop("return")
-        self._groups = []  # (what makes the argument of its fields, or None; where they stand, flat)
-        parameters: list[inspect.Parameter] = []
-        for name, hint in hints.items():
-            is_tuple = isinstance(hint, type) and issubclass(hint, tuple)
-            fields = typing.get_type_hints(hint) if is_tuple else {name: hint}
-            self._groups.append((hint._make if is_tuple else None, len(parameters), len(parameters) + len(fields)))
-            for field, annotation in fields.items():
-                parameters.append(inspect.Parameter(field, inspect.Parameter.POSITIONAL_ONLY, annotation=annotation))
-        self._make_first, _, self._num_first = self._groups[0]
+        form = Form(hints)
+        self.nest = form.nest
+        self._num_first = len(Form(dict([next(iter(hints.items()))])).leaves)
 
-        def flat(*arguments):
-            return function(*self.nest(arguments))
+        def flat(*leaves):
+            return function(*form.nest(leaves))
 
-        def with_autograd(keyset, *arguments):
-            return self._with_autograd(keyset, arguments)
+        def with_autograd(keyset, *leaves):
+            return self._with_autograd(keyset, leaves)
 
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         vars(flat)["__signature__"] = inspect.Signature(
-            [parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters],
+            [inspect.Parameter(name, kind, annotation=hint) for name, hint in form.leaves.items()],
             return_annotation=result,
         )
         name = function.__name__.lstrip("_")
         _LIBRARY.define(name + torch.library.infer_schema(flat, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, disable_dynamo(flat), "CompositeExplicitAutograd")
         _LIBRARY.impl(name, disable_dynamo(with_autograd), "Autograd", with_keyset=True)
-        torch.library.register_fake(
-            f"sonicmoe_hf::{name}", lambda *arguments: fake(*self.nest(arguments)), lib=_LIBRARY
-        )
+        torch.library.register_fake(f"sonicmoe_hf::{name}", lambda *leaves: fake(*form.nest(leaves)), lib=_LIBRARY)
         self._overload = getattr(torch.ops.sonicmoe_hf, name).default
         self._dispatch = replace_call(self._overload, self._call_overload)
-        self._apply = _autograd_function(self, setup_context, backward).apply
+        self._apply = _autograd_function(what, setup_context, backward).apply
 
     def __call__(self, differentiable: bool, *arguments):
         """The function's results. differentiable: whether a gradient may be asked for, of a tensor of the first argument.
@@ -83,52 +107,34 @@ class Op:
         Raises:
             NotImplementedError: see `traced`.
         """
-        first, *others = arguments
-        tensors = (first,) if self._make_first is None else first
-        if traced(self.what, *tensors):
-            return self._overload(*self.flatten(arguments))
+        leaves = leaves_of(arguments[:1])
+        if traced(self.what, *leaves):
+            return self._overload(*leaves_of(arguments))
         if differentiable:
-            return self._apply(*tensors, *others, self.function)
+            return self._apply(*leaves, arguments, self.function)
         return self.function(*arguments)
 
-    def _with_autograd(self, keyset, arguments):
+    def _with_autograd(self, keyset, leaves):
         """The op's kernel above those of devices and tracers."""
-        tensors = arguments[: self._num_first]
         if are_functorch_transforms_active():
             raise NotImplementedError(_unsupported(self.what))
-        if self._backward and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            _, *others = self.nest(arguments)
-            run = below_autograd(self._overload, keyset)
-            return list(self._apply(*tensors, *others, lambda *nested: run(*self.flatten(nested))))
-        return below_autograd(self._overload, keyset)(*arguments)
+        run = below_autograd(self._overload, keyset)
+        if self._backward and self._has_gradient(leaves):
+            nested = self.nest(leaves)
+            return list(self._apply(*leaves[: self._num_first], nested, lambda *_: run(*leaves)))
+        return run(*leaves)
 
-    def _call_overload(self, *arguments):
+    def _call_overload(self, *leaves):
         """A call of the OpOverload, as compiled code makes it: of the function, unless something looks at ops."""
-        tensors = arguments[: self._num_first]
-        has_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        if has_gradient or are_functorch_transforms_active() or torch.jit.is_tracing() or _is_watched(tensors):
-            return self._dispatch(*arguments)
-        return self.function(*self.nest(arguments))
+        is_transformed = are_functorch_transforms_active() or torch.jit.is_tracing()
+        is_watched = is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, leaves[: self._num_first]))
+        if is_transformed or is_watched or self._has_gradient(leaves):
+            return self._dispatch(*leaves)
+        return self.function(*self.nest(leaves))
 
-    def nest(self, arguments):
-        """The function's arguments, of the op's."""
-        return [arguments[i] if make is None else make(arguments[i:end]) for make, i, end in self._groups]
-
-    def flatten(self, arguments):
-        """The op's arguments, of the function's."""
-        flat = []
-        for argument, (make, _, _) in zip(arguments, self._groups):
-            if make is None:
-                flat.append(argument)
-            else:
-                flat.extend(argument)
-        return flat
-
-    def regroup(self, arguments):
-        """The function's arguments, of which the first one's tensors come one by one."""
-        if self._make_first is None:
-            return arguments
-        return self._make_first(arguments[: self._num_first]), *arguments[self._num_first :]
+    def _has_gradient(self, leaves) -> bool:
+        first = leaves[: self._num_first]
+        return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in first)
 
 
 class GradientOp(Op):
@@ -149,20 +155,19 @@ class GradientOp(Op):
         return self(has_graph, gradient, *arguments)
 
 
-def _autograd_function(op: Op, setup_context, backward):
+def _autograd_function(what: str, setup_context, backward):
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *arguments):
-            *given, run = arguments
-            nested = op.regroup(given)
-            output = run(*nested)
-            setup_context(ctx, nested, output)
+        def forward(ctx, *given):
+            *_, arguments, run = given  # the leaves before them are there for autograd to see
+            output = run(*arguments)
+            setup_context(ctx, arguments, output)
             return tuple(output)
 
         @staticmethod
         def backward(ctx, *gradients):
             if gradients[0] is not None and is_legacy_batchedtensor(gradients[0]):
-                raise NotImplementedError(_unsupported(op.what))
+                raise NotImplementedError(_unsupported(what))
             inputs = backward(ctx, gradients[0])
             return *inputs, *(None,) * (len(ctx.needs_input_grad) - len(inputs))
 
@@ -193,14 +198,9 @@ def _is_executed_or_given(node) -> bool:
         return True  # torch does not answer for a leaf that autograd.grad was given: its gradient is needed
 
 
-def _is_watched(tensors) -> bool:
-    """Whether a dispatch mode is on or a tensor is of a subclass, which see ops and not functions."""
-    return is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, tensors))
-
-
-def traced(what: str, *tensors) -> bool:
+def traced(what: str, *leaves) -> bool:
     """Whether a call of `what` must be one of the op: under torch.compile, torch.export, a dispatch mode, or where a
-    tensor (or None) is of a subclass, as a DTensor or a FakeTensor is.
+    tensor among the leaves is of a subclass, as a DTensor or a FakeTensor is.
 
     Raises:
         NotImplementedError: under torch.func, torch.jit.trace, or with forward-mode derivatives.
@@ -209,4 +209,4 @@ def traced(what: str, *tensors) -> bool:
         return True
     if are_functorch_transforms_active() or torch.jit.is_tracing() or forward_mode_level() >= 0:
         raise NotImplementedError(_unsupported(what))
-    return _is_watched(tensors)
+    return is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, leaves))

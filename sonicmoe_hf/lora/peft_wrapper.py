@@ -26,9 +26,9 @@ from ..errors import UnsupportedModelError
 from ..layer.adapted import with_adapters
 from ..layer.experts_module import IMPLEMENTATION, weight_names
 from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, holding_of
-from ..layer.lora_operands import LowRank
 from ..layer.moe_experts import FLOAT_DTYPES
 from ..layer.packed_weight import PackedWeight
+from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
 from ..private import attributes
 from ..private.transformers import experts_implementation, experts_implementation_at_once

@@ -21,7 +21,6 @@ from ..layer.fetching import STREAMED
 from .copies import Copies, copies_to, page_aligned
 
 ALIGNMENT = 512  # bytes: of tensors in a buffer, as torch's allocator aligns them
-FIELDS = ("", "_scales", "_state")  # what follows a projection's name in the op's inputs, in the order of Quantized
 BUSY = (
     "more than two threads compute layers of one model whose experts are in host memory, and it has two buffers for "
     "them; use at most two threads, or keep the experts on the GPU (experts_memory=None)"
@@ -40,7 +39,7 @@ class _Buffer:
         self.layer: Reference | None = None
         self.threads: set[int] = set()
         self.used: dict[Any, Any] = {}
-        self.views: weakref.WeakKeyDictionary[HostLayer, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+        self.views: weakref.WeakKeyDictionary[HostLayer, dict[str, Quantized]] = weakref.WeakKeyDictionary()
         self.mark(copies)  # memory that the allocator gave may still be in use by earlier work
 
     def mark(self, copies: Copies) -> None:
@@ -60,7 +59,7 @@ class HostLayer:
     def __init__(self, stream: ExpertsStream):
         self.stream, self.reference = stream, weakref.ref(self)
         self.weights: dict[str, Quantized] = {}
-        self._mapped: dict[str, torch.Tensor] | None = None
+        self._mapped: dict[str, Quantized] | None = None
         self._bytes: dict[str, torch.Tensor] = {}
         self._release = weakref.finalize(self, _unpin, stream.copies, self._bytes)
         self._release.atexit = False  # CUDA may be gone by then
@@ -73,7 +72,7 @@ class HostLayer:
 
     def reserve(self, projection: str, nbytes: int) -> None:
         """Pin host memory for a weight that stores so many bytes. Raises MemoryError where the driver does not."""
-        host = page_aligned(ALIGNMENT * (-(-nbytes // ALIGNMENT) + len(FIELDS) - 1))
+        host = page_aligned(ALIGNMENT * (-(-nbytes // ALIGNMENT) + len(Quantized._fields) - 1))
         self.stream.copies.pin(host)
         self._bytes[projection] = host
         self.stream.resize()
@@ -99,15 +98,15 @@ class HostLayer:
         return pointers == [gate_up.data_ptr(), down.data_ptr()]
 
     @contextlib.contextmanager
-    def fetched(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Give its weights on the device; between entry and exit the op launches all that reads them."""
+    def fetched(self) -> Iterator[Mapping[str, Quantized]]:
+        """Give its weights on the device: between entry and exit the op launches all that reads them."""
         try:
             yield self.stream.begin(self)
         finally:
             self.stream.end()
 
     @torch.inference_mode(False)  # what is kept must serve calls of every mode
-    def mapped(self) -> dict[str, torch.Tensor] | None:
+    def mapped(self) -> dict[str, Quantized] | None:
         """Give its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
         if self._mapped is None:
             memories = {name: self.stream.copies.mapped(host) for name, host in self._bytes.items()}
@@ -123,14 +122,12 @@ class HostLayer:
         """List (target in the buffer, source) of each weight."""
         return [(target, self._bytes[name]) for name, target in self.targets(buffer).items()]
 
-    def views(self, memories: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Give the weights in memory that holds the bytes of each, by the names of the op's inputs."""
+    def views(self, memories: Mapping[str, Any]) -> dict[str, Quantized]:
+        """Give the weights in memory that holds the bytes of each."""
         views = {}
         for name, packed in self.weights.items():
-            for field, part in zip(FIELDS, packed):
-                if part is not None:
-                    start = part.data_ptr() - self._bytes[name].data_ptr()
-                    views[name + field] = _place(part, memories[name], start)
+            starts = (0 if part is None else part.data_ptr() - self._bytes[name].data_ptr() for part in packed)
+            views[name] = Quantized(*(_place(part, memories[name], start) for part, start in zip(packed, starts)))
         return views
 
 
@@ -176,7 +173,7 @@ class ExpertsStream:
             self._buffers, self._next = [], {}
 
     @torch.inference_mode(False)
-    def begin(self, layer: HostLayer) -> Mapping[str, torch.Tensor]:
+    def begin(self, layer: HostLayer) -> Mapping[str, Quantized]:
         """Give the layer's weights on the device, for what is launched from now until `end`."""
         thread = threading.get_ident()
         with self._lock:

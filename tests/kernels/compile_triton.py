@@ -21,6 +21,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from moe_problems import packed_adapter
 from triton import compile as triton_compile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -33,7 +34,6 @@ from sonicmoe_hf.kernels.quantized import FORMATS, stored_dtypes, stored_shapes
 from sonicmoe_hf.kernels.scaled import ScaledRows, transposed
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.layer.config import ROUNDINGS
-from sonicmoe_hf.layer.lora_operands import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "hopper", 120: "small"}
 NAMES = {
@@ -138,17 +138,17 @@ def products(variant: Variant):
         rank, u = variant.rank, new(num_pairs, variant.rank)
         a1, a2 = torch.empty(2, rank, HIDDEN), torch.empty(2, rank, INNER)  # fp32, as PEFT stores them
         b1, b2 = (torch.empty(size, rank, 2).permute(2, 0, 1) for size in (wide, HIDDEN))
-        first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
-        yield "reorder", lambda: pack(a1, b1, 1.0, gate_up, kernels)
+        first, second = packed_adapter(a1, b1, 1.0, gate_up), packed_adapter(a2, b2, 1.0, down)
+        yield "reorder", lambda: packed_adapter(a1, b1, 1.0, gate_up, kernels)
         extra = {
-            "up": first.forward_term(u),
-            "down": second.forward_term(u),
-            "down_backward": second.backward_term(u),
-            "up_backward_input": first.backward_term(u),
+            "up": first.term(u),
+            "down": second.term(u),
+            "down_backward": second.transposed_term(u),
+            "up_backward_input": first.transposed_term(u),
         }
-        yield "lora_shrink", lambda: kernels.lora_shrink(x, first.a_EKJ, rows, 1.0, True)
-        yield "lora_b_backward", lambda: kernels.lora_b_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
-        yield "lora_b_backward", lambda: kernels.lora_b_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)
+        yield "lora_shrink", lambda: kernels.lora_shrink(x, first.a.mT, rows, 1.0, True)
+        yield "lora_b_backward", lambda: kernels.lora_b_backward(x, second.b, u, routed, rows, 1.0, True, True, b2)
+        yield "lora_b_backward", lambda: kernels.lora_b_backward(h, first.b, u, None, rows, 1.0, False, True, b1)
         yield "lora_a_gradient", lambda: kernels.lora_a_gradient(u, a, rows, False, a2)
     yield "up", lambda: kernels.up(x, gate_up, gate_up_bias, rows, *gated, True, True, extra["up"])
     yield "down", lambda: kernels.down(a, down, down_bias, rows, extra["down"])
@@ -252,7 +252,7 @@ def packed_products(name, hidden, inner, rank, order, activation="swiglu"):
         u = torch.empty(num_pairs, rank, dtype=torch.bfloat16)
         adapters = ((torch.empty(num_experts, rank, k), torch.empty(num_experts, n, rank)) for n, k in sizes)
         like = torch.empty(num_experts, 1, 1, dtype=torch.bfloat16)  # of the weight: its experts, dtype and order
-        extra = [pack(*adapter, 1.0, like).forward_term(u) for adapter in adapters]
+        extra = [packed_adapter(*adapter, 1.0, like).term(u) for adapter in adapters]
     yield "up", lambda: kernels.up(x, gate_up, None, rows, act, interleaved, False, True, extra[0])
     yield "down", lambda: kernels.down(a, down, None, rows, extra[1])
 

@@ -20,7 +20,7 @@ FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 ro
 def keep_tensors_apart():
     """Give each tensor an allocation of its own also where moe_experts has several in one."""
     op = import_module("sonicmoe_hf.layer.experts_op")
-    pack_all = op.pack_all
+    pack = op.pack
 
     def own(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
@@ -28,10 +28,10 @@ def keep_tensors_apart():
         )
 
     def pack_apart(*arguments):
-        packed = pack_all(*arguments)
-        return [one and one._replace(a_EKJ=own(one.a_EKJ), b_ENJ=own(one.b_ENJ)) for one in packed]
+        packed = pack(*arguments)
+        return [one._replace(a=own(one.a), b=own(one.b)) if one.a is not None else one for one in packed]
 
-    op.pack_all = pack_apart
+    op.pack = pack_apart
 
 
 def main(backend):

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import torch
 from kernel_helpers import errors
-from moe_problems import adapter, layer, poisoned, routing_ids, stored
+from moe_problems import adapter, layer, packed_adapter, poisoned, routing_ids, stored
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.layer.lora_operands import pack
 
 # All in fp32: the sums differ in order alone (on a GPU also by tf32x3, about 2^-21 a product), which leaves room for sums of
 # some thousand terms and for nothing else.
@@ -59,7 +58,7 @@ class Operands(NamedTuple):
     def packed(self, kernels):
         """The adapters as kernels take them."""
         a1, b1, a2, b2 = self.factors
-        return pack(a1, b1, SCALE, self.gate_up, kernels), pack(a2, b2, SCALE, self.down, kernels)
+        return packed_adapter(a1, b1, SCALE, self.gate_up, kernels), packed_adapter(a2, b2, SCALE, self.down, kernels)
 
 
 def operands(
@@ -87,29 +86,29 @@ def products(kernels, rows, t: Operands, at=None):
     first = second = of_up = of_down = of_down_backward = of_dx = None
     if t.factors:
         (first, second), (a1, b1, a2, b2) = t.packed(kernels), t.factors
-        u = result("u", kernels.lora_shrink(t.x, first.a_EKJ, rows, SCALE, True))
-        of_up = first.forward_term(u)
+        u = result("u", kernels.lora_shrink(t.x, first.a.mT, rows, SCALE, True))
+        of_up = first.term(u)
     h, a = kernels.up(t.x, t.gate_up, t.gate_up_bias, *gated, True, True, of_up)
     h, a = result("h", h), result("a", a)
     if t.factors:
-        v = result("v", kernels.lora_shrink(a, second.a_EKJ, rows, SCALE, False))
-        of_down = second.forward_term(v)
+        v = result("v", kernels.lora_shrink(a, second.a.mT, rows, SCALE, False))
+        of_down = second.term(v)
     y = result("y", kernels.down(a, t.down, t.down_bias, rows, of_down))
     result("out", kernels.combine(y, t.weight, rows, len(t.x)))
     if t.factors:
-        dv, db2 = kernels.lora_b_backward(t.dout, second.b_ENJ, v, t.weight, rows, SCALE, True, True, b2)
+        dv, db2 = kernels.lora_b_backward(t.dout, second.b, v, t.weight, rows, SCALE, True, True, b2)
         dv, _ = result("dv", dv), result("db2", db2)
-        of_down_backward = second.backward_term(dv)
+        of_down_backward = second.transposed_term(dv)
     dh, weighted_a, dw = kernels.down_backward(
         t.dout, t.down, t.down_bias, h, t.weight, *gated, True, True, True, of_down_backward
     )
     dh, weighted_a, _ = result("dh", dh), result("weighted_a", weighted_a), result("dw", dw)
     if t.factors:
         result("da2", kernels.lora_a_gradient(dv, weighted_a, rows, False, a2))
-        du, db1 = kernels.lora_b_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
+        du, db1 = kernels.lora_b_backward(dh, first.b, u, None, rows, SCALE, False, True, b1)
         du, _ = result("du", du), result("db1", db1)
         result("da1", kernels.lora_a_gradient(du, t.x, rows, True, a1))
-        of_dx = first.backward_term(du)
+        of_dx = first.transposed_term(du)
     dx = result("dx", kernels.up_backward_input(dh, t.gate_up, rows, of_dx))
     result("dx_T", kernels.combine(dx, None, rows, len(t.x)))
     result("dgate_up", kernels.gate_up_gradient(dh, t.x, rows, t.gate_up))

@@ -9,11 +9,13 @@ import torch
 
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels.interface import Activation, is_gated
+from sonicmoe_hf.kernels.tape import leaves_of
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.dispatch import dispatch
 from sonicmoe_hf.layer.experts_op import Inputs, Options
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.layer.packed_weight import PackedWeight
+from sonicmoe_hf.layer.projection import Projection, pack
 from sonicmoe_hf.layer.routing import Routing
 
 INPUTS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
@@ -94,6 +96,12 @@ def adapter(num_experts, rank, size_in, size_out, device):
     return a.view(num_experts, rank, size_in), b.view(size_out, rank, num_experts).permute(2, 0, 1)
 
 
+def packed_adapter(a, b, scale, weight_EON, kernels=eager):
+    """A projection of this weight whose adapter is in the form that kernels take."""
+    (packed,) = pack([Projection(weight_EON, a=a, b=b, scale=scale)], False, weight_EON.dtype, kernels)
+    return packed
+
+
 class AdaptedLayer:
     """A layer of frozen experts, packed in a format or not, with adapters of a rank of both weights, or none."""
 
@@ -159,13 +167,13 @@ def check_contracts(tensors, dout, ids, num_experts, backend, sentinels):
     """By torch's own checks: no result of an op shares memory with an input or another result, and the fakes tell sizes
     and strides."""
     ops, (expert, token), num_tokens = torch.ops.sonicmoe_hf, ids, len(tensors["x"])
-    inputs = Inputs(*(tensors[name] for name in INPUTS), *[None] * 4)  # no adapters
-    inputs = inputs._replace(weight=inputs.weight.view(expert.shape))
+    projections = (Projection(tensors[name], bias=tensors[f"{name}_bias"]) for name in ("gate_up", "down"))
+    inputs = leaves_of(Inputs(tensors["x"], *projections, tensors["weight"].view(expert.shape)))
     rows = dispatch(expert, num_tokens, num_experts, token, sentinels=sentinels, backend=backend)
-    options = Options(*Activation(), False, False, 1.0, 1.0, backend)
+    options = leaves_of(Options(Activation(), False, False, backend))
     forward = (*inputs, *rows, *options, True, False, False)
     _, h = ops.experts_forward(*forward)
-    backward = (dout, h, None, None, *inputs, *rows, *options, [tensor is not None for tensor in inputs])
+    backward = (dout, h, None, None, *inputs, *rows, *options, [isinstance(leaf, torch.Tensor) for leaf in inputs])
     for op, arguments in (
         (ops.dispatch, (expert, token, num_tokens, num_experts, sentinels, backend)),
         (ops.experts_forward, forward),

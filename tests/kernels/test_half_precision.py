@@ -9,12 +9,11 @@ import pytest
 import torch
 from kernel_helpers import errors
 from kernel_products import SCALE
-from moe_problems import adapter, layer, rounded_once, routing_ids, run, upcast
+from moe_problems import adapter, layer, packed_adapter, rounded_once, routing_ids, run, upcast
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.triton import bias_gradient
-from sonicmoe_hf.layer.lora_operands import pack
 
 pytestmark = pytest.mark.pinned
 BAR = 1.02
@@ -62,21 +61,21 @@ def test_adapters_in_fp32_lose_what_one_rounding_does(device, rank, dtype):
     ids = routing_ids(T, E, K, "sentinels", device)
     x, dh = (torch.randn(rows, size, device=device).to(dtype) for rows, size in ((T, H), (T * K, N)))
     a, b = adapter(E, rank, H, N, device)
-    packed = pack(a, b, SCALE, torch.empty(E, N, H, dtype=dtype, device=device), kernels)
-    assert packed.a_EKJ.dtype == packed.b_ENJ.dtype == dtype
+    packed = packed_adapter(a, b, SCALE, torch.empty(E, N, H, dtype=dtype, device=device), kernels)
+    assert packed.a.mT.dtype == packed.b.dtype == dtype
 
     def products(kernels, packed, x, dh, u=None):
         rows = kernels.dispatch(*ids, T, E, True)
-        found = {"u": kernels.lora_shrink(x, packed.a_EKJ, rows, SCALE, True)}
+        found = {"u": kernels.lora_shrink(x, packed.a.mT, rows, SCALE, True)}
         u = found["u"] if u is None else u.float()
-        found["du"], found["db"] = kernels.lora_b_backward(dh, packed.b_ENJ, u, None, rows, SCALE, False, True, b)
+        found["du"], found["db"] = kernels.lora_b_backward(dh, packed.b, u, None, rows, SCALE, False, True, b)
         found["da"] = kernels.lora_a_gradient(u, x, rows, True, a)
         num_rows = rows.offsets[-1].item()
         return {name: t[:num_rows] if name in ("u", "du") else t for name, t in found.items()}
 
     found = products(kernels, packed, x, dh)
-    u = kernels.lora_shrink(x, packed.a_EKJ, kernels.dispatch(*ids, T, E, True), SCALE, True)
-    wide = packed._replace(a_EKJ=packed.a_EKJ.float(), b_ENJ=packed.b_ENJ.float())
+    u = kernels.lora_shrink(x, packed.a.mT, kernels.dispatch(*ids, T, E, True), SCALE, True)
+    wide = packed._replace(a=packed.a.float(), b=packed.b.float())
     exact = products(eager, wide, x.float(), dh.float(), u)
     assert over_the_bar(found, exact, {name: exact[name].to(dtype) for name in ("u", "du")}) == {}
     assert found["da"].dtype == found["db"].dtype == torch.float32

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_helpers import errors, same_bits
 from kernel_products import operands
-from moe_problems import AdaptedLayer, poisoned, routing_ids
+from moe_problems import AdaptedLayer, packed_adapter, poisoned, routing_ids
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
 from sonicmoe_hf.checkpoints.comparing import relative_error
@@ -15,7 +15,6 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, row_bucket
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.layer.lora_operands import pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,16 +46,16 @@ class Problem:
         def adapter(weight):
             _, size_out, size_in = weight.shape
             a = torch.randn(E, rank, size_in, device="cuda") * rank**-0.5
-            return pack(a, torch.randn(E, size_out, rank, device="cuda") * rank**-0.5, 1.0, weight)
+            return packed_adapter(a, torch.randn(E, size_out, rank, device="cuda") * rank**-0.5, 1.0, weight)
 
         self.h, self.a, self.dh = of_rows(2 * I), of_rows(I), of_rows(2 * I)
         first, second = adapter(self.operands.gate_up), adapter(self.operands.down)
-        padded = first.a_EKJ.shape[2]
+        padded = first.a.mT.shape[2]
         self.extras = {
-            "up": first.forward_term(of_rows(padded)),
-            "down": second.forward_term(of_rows(padded)),
-            "down_backward": second.backward_term(of_rows(padded)),
-            "up_backward_input": first.backward_term(of_rows(padded)),
+            "up": first.term(of_rows(padded)),
+            "down": second.term(of_rows(padded)),
+            "down_backward": second.transposed_term(of_rows(padded)),
+            "up_backward_input": first.transposed_term(of_rows(padded)),
         }
 
     def products(self, kernels, extras, convert=lambda tensor: tensor):

@@ -47,9 +47,9 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
     extra = {}
     if rank:
         first, second = t.packed(eager)
-        extra = {"up": first.forward_term(lora_shrink), "down": second.forward_term(lora_shrink)}
-        extra |= {"up_backward_input": first.backward_term(lora_shrink)}
-        extra |= {"down_backward": second.backward_term(lora_shrink)}
+        extra = {"up": first.term(lora_shrink), "down": second.term(lora_shrink)}
+        extra |= {"up_backward_input": first.transposed_term(lora_shrink)}
+        extra |= {"down_backward": second.transposed_term(lora_shrink)}
     index = torch.zeros(T * K, dtype=torch.int32)
     rows = Rows(index[: E + 1], index, index, index[: T + 1], index, torch.zeros(T * K, 3, dtype=torch.int32))
     gated = rows, activation, t.interleaved

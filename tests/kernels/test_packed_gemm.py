@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.marks import rest_pinned, rest_slow
 from kernel_helpers import errors, relative_error
-from moe_problems import AdaptedLayer, adapter, layer, poisoned, routing_ids
+from moe_problems import AdaptedLayer, adapter, layer, packed_adapter, poisoned, routing_ids
 
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, nf4, quantized
@@ -19,7 +19,6 @@ from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand, is_gated
 from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, quantize
 from sonicmoe_hf.kernels.triton import packed_tile
-from sonicmoe_hf.layer.lora_operands import pack
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -71,8 +70,8 @@ def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, i
     extra = {"gate_up": None, "down": None}
     if rank:
         for weight in extra:
-            adapted = pack(*adapter(E, rank, *dense[weight].shape[:0:-1], device), 0.7, dense[weight])
-            extra[weight] = adapted.forward_term(torch.randn(rows[0].token.numel(), rank + -rank % 8).to(x))
+            adapted = packed_adapter(*adapter(E, rank, *dense[weight].shape[:0:-1], device), 0.7, dense[weight])
+            extra[weight] = adapted.term(torch.randn(rows[0].token.numel(), rank + -rank % 8).to(x))
 
     # in bf16 a square doubles the error of h, which is rounded once
     tolerance = 1e-2 if activation == "relu2" and dtype == torch.bfloat16 else TOLERANCE[dtype]

@@ -5,12 +5,11 @@ import torch
 from helpers.marks import rest_pinned, rest_slow
 from kernel_helpers import errors
 from kernel_products import SCALE, TOLERANCE, check_products
-from moe_problems import AdaptedLayer, adapter, poisoned
+from moe_problems import AdaptedLayer, adapter, packed_adapter, poisoned
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.layer.lora_operands import pack
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,7 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
     found, t = check_products(device, layout, shape, kind, rank)
     assert all((found[name][:, rank:] == 0).all() for name in ("u", "v", "dv", "du")), "the padding of the rank"
     for packed, by_eager in zip(t.packed(kernels), t.packed(eager)):
-        for factor, same in zip(packed[:2], by_eager[:2]):
+        for factor, same in ((packed.a, by_eager.a), (packed.b, by_eager.b)):
             assert torch.equal(factor, same) and factor.stride() == same.stride()
 
 
@@ -51,10 +50,10 @@ def test_a_layer_without_gates_agrees_with_the_eager_backend(device, layout, ran
 def test_no_rows_give_zero_gradients_of_factors(device):
     rows = kernels.dispatch(torch.empty(0, 2, dtype=torch.long, device=device), None, 0, 3, False)
     a, b = adapter(3, 5, 16, 24, device)
-    packed = pack(a, b, SCALE, torch.empty(3, 24, 16, device=device))
+    packed = packed_adapter(a, b, SCALE, torch.empty(3, 24, 16, device=device))
     empty = torch.empty(0, 16, device=device)
-    u = kernels.lora_shrink(empty, packed.a_EKJ, rows, SCALE, True)
+    u = kernels.lora_shrink(empty, packed.a.mT, rows, SCALE, True)
     with poisoned():
         da = kernels.lora_a_gradient(u, empty, rows, True, a)
-        du, db = kernels.lora_b_backward(empty.new_empty(0, 24), packed.b_ENJ, u, None, rows, SCALE, False, True, b)
+        du, db = kernels.lora_b_backward(empty.new_empty(0, 24), packed.b, u, None, rows, SCALE, False, True, b)
     assert u.shape == du.shape == (0, 8) and (da == 0).all() and (db == 0).all()

@@ -112,19 +112,19 @@ def double_kernel(source, to):
     to.numpy()[:] = 2 * source.numpy()
 
 
-def doubled(tensors, *constants):
+def doubled(tensors):
     made = tensors[0].new_empty(tensors[0].shape)
     launch(double_kernel, tensors[0], made)
     tensors.clear()
     return [made]
 
 
-def is_recorded(taped, make, *constants):
-    """Whether calls with such tensors have a tape; each gives what the function gives."""
+def is_recorded(taped, make):
+    """Whether calls with such arguments have a tape; each gives what the function gives."""
     for _ in range(2):
-        tensors = make()
-        expected = taped.function(list(tensors), *constants)
-        found = taped(list(tensors), *constants)
+        arguments = make()
+        expected = taped.function(list(arguments))
+        found = taped(list(arguments))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     tapes = taped.tapes.values()
     return any(hasattr(written, "source") for written in tapes)
@@ -139,7 +139,7 @@ def test_operations_that_write_and_that_make_are_recorded():
         low, high = zeros.split(1)
         return [(low + high).to(torch.float64), zeros.narrow(1, 1, 2), x.amax(0)]
 
-    assert is_recorded(Taped(function, 0), lambda: [torch.randn(3, 4)])
+    assert is_recorded(Taped(function), lambda: [torch.randn(3, 4)])
 
 
 CONSTANT = torch.randn(4)
@@ -152,7 +152,7 @@ UNSAID = {
 
 @pytest.mark.parametrize("what", UNSAID)
 def test_a_call_that_a_tape_cannot_say_is_made_as_it_is(what, capfd):
-    taped = Taped(UNSAID[what], 0)
+    taped = Taped(UNSAID[what])
     assert not is_recorded(taped, lambda: [torch.randn(4)])
     assert capfd.readouterr() == ("", "")
     assert len(taped.tapes) == 1, "and not tried again"
@@ -175,16 +175,16 @@ def summed(tensors):
     "make", [lambda: [shifted(4)], overlapping, lambda: [torch.randn(0)]], ids=["off", "over", "empty"]
 )
 def test_tensors_that_no_tape_is_for_leave_none(make):
-    taped = Taped(summed, 0)
+    taped = Taped(summed)
     assert not is_recorded(taped, make) and not taped.tapes
 
 
 def test_a_tape_is_not_run_for_tensors_off_16_bytes_and_runs_for_ones_that_share_memory():
-    taped = Taped(summed, 0)
+    taped = Taped(summed)
     apart = lambda: [torch.randn(8), torch.randn(4)]  # noqa: E731
     assert is_recorded(taped, apart)
     (written,) = taped.tapes.values()
-    assert written(apart()) and written([shifted(8), torch.randn(4)]) is None
+    assert written(apart(), []) and written([shifted(8), torch.randn(4)], []) is None
     for make in (overlapping, lambda: [shifted(8), torch.randn(4)], lambda: [torch.randn(8), shifted(4)]):
         assert is_recorded(taped, make) and len(taped.tapes) == 1
 
@@ -201,22 +201,23 @@ def test_parts_of_one_tensor_are_told_apart():
         return [whole[32 + gap : 40 + gap], whole[:8]]
 
     gaps = itertools.cycle((0, 4, 8))
-    assert is_recorded(Taped(function, 0), lambda: parts(next(gaps)))
+    assert is_recorded(Taped(function), lambda: parts(next(gaps)))
 
 
 def test_other_sizes_strides_dtypes_and_constants_have_tapes_of_their_own():
-    def function(tensors, factor):
-        return [tensors[0].new_zeros(tensors[0].shape) + tensors[0] * factor]
+    def function(arguments):
+        x, (factor,) = arguments
+        return [x.new_zeros(x.shape) + x * factor]
 
-    taped = Taped(function, 0)
+    taped = Taped(function)
     for make in (
-        lambda: [torch.randn(4, 4)],
-        lambda: [torch.randn(4, 8)],
-        lambda: [torch.randn(4, 4).t()],
-        lambda: [torch.randn(4, 4).double()],
+        lambda: torch.randn(4, 4),
+        lambda: torch.randn(4, 8),
+        lambda: torch.randn(4, 4).t(),
+        lambda: torch.randn(4, 4).double(),
     ):
         for factor in (2, 3):
-            assert is_recorded(taped, make, factor)
+            assert is_recorded(taped, lambda m=make, f=factor: [m(), (f,)])
     assert len(taped.tapes) == 8
 
 
@@ -239,7 +240,7 @@ def test_a_tape_frees_what_the_call_freed_when_it_did():
         launch(look, second)
         return [second + kept]
 
-    taped = Taped(function, 0)
+    taped = Taped(function)
     for _ in range(3):
         given = torch.randn(4)
         references = [weakref.ref(given)]
@@ -256,20 +257,20 @@ def test_a_tape_frees_what_the_call_freed_when_it_did():
 
 
 def test_a_taped_function_that_calls_another_has_its_lines():
-    inner = Taped(doubled, 0)
+    inner = Taped(doubled)
 
     def function(tensors):
         (x,) = tensors
         tensors.clear()
         return [inner([x])[0] + 1]
 
-    outer = Taped(function, 0)
+    outer = Taped(function)
     inner([torch.randn(4)])
     assert is_recorded(outer, lambda: [torch.randn(4)])
 
 
 def test_threads_run_one_tape_beside_each_other():
-    taped, wrong = Taped(doubled, 0), []
+    taped, wrong = Taped(doubled), []
 
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -291,7 +292,7 @@ def test_a_call_that_fails_leaves_no_tape():
         tensors[0].new_empty(4)
         raise ValueError("out of memory")
 
-    taped = Taped(failing, 0)
+    taped = Taped(failing)
     with pytest.raises(ValueError, match="out of memory"):
         taped([torch.randn(4)])
     assert not taped.tapes and tape.recording() is None
@@ -318,7 +319,7 @@ def test_what_was_recorded_in_inference_mode_trains(device):
 
 def test_no_more_tapes_are_kept_than_that(monkeypatch):
     monkeypatch.setattr(tape, "TAPES", 3)
-    taped = Taped(doubled, 0)
+    taped = Taped(doubled)
     for size in range(1, 9):
         taped([torch.randn(size)])
         assert len(taped.tapes) <= 3
@@ -327,7 +328,7 @@ def test_no_more_tapes_are_kept_than_that(monkeypatch):
 def test_sizes_that_come_again_are_recorded_and_others_not(monkeypatch):
     monkeypatch.setattr(tape, "TAPES", 8)
     monkeypatch.setattr(tape, "RECORDED_CALL", 4)
-    taped = Taped(doubled, 0)
+    taped = Taped(doubled)
     for size in range(1, 100):
         for _ in range(3 if size < 20 else 1):
             taped([torch.randn(size)])

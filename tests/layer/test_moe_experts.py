@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Weighting
+from sonicmoe_hf.kernels.tape import leaves_of
 from sonicmoe_hf.layer import moe_experts as functional
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.experts_op import Inputs, Options
 from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
+from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.layer.routing import Routing, TokenRounding, round_tokens, rounded_routing
 
 OF_ONE_KIND = ("concatenated", "transposed_concatenated")  # layouts for activations without a gate
@@ -366,26 +368,32 @@ def test_tracers_and_tensor_subclasses_get_the_ops():
 def test_the_custom_ops_pass_torchs_own_checks(layout):
     inputs, index = problem(T=5, dtype=torch.float32, layout=layout)
     rows = functional.dispatch(index, 5, 4)
-    factors = {
-        "gate_up_a": torch.randn(4, 3, 6),
-        "gate_up_b": torch.randn(10, 3, 4).permute(2, 0, 1),
-        "down_a": torch.randn(4, 2, 5),
-        "down_b": torch.randn(6, 2, 4).permute(2, 0, 1),
-    }
-    weight = inputs.pop("weights").detach().reshape(-1).requires_grad_()
-    tensors = Inputs(**inputs, weight=weight, **{name: factor.requires_grad_() for name, factor in factors.items()})
-    plain = tensors._replace(**dict.fromkeys(factors))
-    options = Options(*Activation(), *LAYOUTS[layout], 0.5, 2.0, "eager")
+    weight = inputs["weights"].detach().reshape(-1).requires_grad_()
+    plain = [Projection(inputs[name], bias=inputs[f"{name}_bias"]) for name in ("gate_up", "down")]
+    factors = (
+        (torch.randn(4, 3, 6), torch.randn(10, 3, 4).permute(2, 0, 1), 0.5),
+        (
+            torch.randn(4, 2, 5),
+            torch.randn(6, 2, 4).permute(2, 0, 1),
+            2.0,
+        ),
+    )
+    adapted = [
+        p._replace(a=a.requires_grad_(), b=b.requires_grad_(), scale=scale) for p, (a, b, scale) in zip(plain, factors)
+    ]
+    options = leaves_of(Options(Activation(), *LAYOUTS[layout], "eager"))
     forward, backward = torch.ops.sonicmoe_hf.experts_forward.default, torch.ops.sonicmoe_hf.experts_backward.default
-    torch.library.opcheck(forward, (*tensors, *rows, *options, True, True, True))
-    torch.library.opcheck(forward, (*plain, *rows, *options, False, False, False))
+    leaves = leaves_of(Inputs(inputs["x"], *adapted, weight))
+    torch.library.opcheck(forward, (*leaves, *rows, *options, True, True, True))
+    torch.library.opcheck(
+        forward, (*leaves_of(Inputs(inputs["x"], *plain, weight)), *rows, *options, False, False, False)
+    )
     torch.library.opcheck(torch.ops.sonicmoe_hf.dispatch.default, (index, None, 5, 4, False, "eager"))
-    detached = [None if tensor is None else tensor.detach() for tensor in tensors]
+    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    detached = [leaf.detach() if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors)]
     out, *kept = forward(*detached, *rows, *options, True, True, True)
     assert [tensor.shape[1] for tensor in kept] == [10, 8, 8], "ranks are padded to multiples of 8"
-    torch.library.opcheck(
-        backward, (torch.ones_like(out), *kept, *detached, *rows, *options, [True] * 10 + [False] * 4)
-    )
+    torch.library.opcheck(backward, (torch.ones_like(out), *kept, *detached, *rows, *options, are_tensors))
 
 
 @pytest.mark.parametrize("combination", itertools.product(("concatenated", "transposed_interleaved"), (False, True)))

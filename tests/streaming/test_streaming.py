@@ -22,6 +22,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.experts_op import Inputs
 from sonicmoe_hf.layer.fetching import STREAMED, fetched
+from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.streaming.placement import expert_layers
 
 LAYERS = 5
@@ -192,7 +193,7 @@ def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch
             pass
     for layer in held:
         with layer.fetched() as weights:
-            assert torch.equal(weights["gate_up"], layer.weights["gate_up"].codes)
+            assert torch.equal(weights["gate_up"].codes, layer.weights["gate_up"].codes)
     assert torch.equal(model(**BATCH).logits, expected)
 
 
@@ -316,7 +317,7 @@ def test_what_one_thread_computes_with_is_not_overwritten_for_another(late_copie
         with layers[0].fetched() as weights:
             inside.set()
             leave.wait(10)
-            found.append(torch.equal(weights["gate_up"], layers[0].weights["gate_up"].codes))
+            found.append(torch.equal(weights["gate_up"].codes, layers[0].weights["gate_up"].codes))
 
     thread = threading.Thread(target=use)
     thread.start()
@@ -373,14 +374,12 @@ def test_a_layer_of_which_one_weight_was_replaced_goes_to_the_host_again(late_co
 
 
 def test_weights_that_no_layer_holds_are_copied_to_the_device_and_dense_ones_cast():
-    shapes = {"x": (2, 4), "gate_up": (3, 8, 4), "down": (3, 4, 4), "weight": (2, 1)}
-    tensors = {name: torch.zeros(shape, device="cpu") for name, shape in shapes.items()}
-    tensors["weight"] = tensors["weight"].to("meta")  # stands for a GPU
-    packed = {f"{name}_{part}": torch.zeros(1) for name in ("gate_up", "down") for part in ("scales", "state")}
-    inputs = Inputs(**dict.fromkeys(Inputs._fields) | tensors | packed)
+    projections = (Projection(torch.zeros(shape), *torch.zeros(2, 1)) for shape in ((3, 8, 4), (3, 4, 4)))
+    inputs = Inputs(None, *projections, torch.zeros(2, 1, device="meta"))  # stands for a GPU
     with fetched(inputs, None, None, torch.bfloat16) as given:
-        assert {getattr(given, name).device.type for name in ("gate_up", "down", *packed)} == {"meta"}
-        assert {given.gate_up.dtype, given.down.dtype} == {torch.bfloat16}
+        for weight, scales, state, *_ in (given.gate_up, given.down):
+            assert {weight.device.type, scales.device.type, state.device.type} == {"meta"}
+            assert weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("format", [None, "nf4"])

@@ -1,4 +1,4 @@
-"""Low-rank adapters of the experts' weights, as `moe_experts` takes them and as the kernels do.
+"""Projections of experts: the two products of a layer, from `moe_experts` to the kernels.
 
 Letters: E experts, r an adapter's rank, J the rank padded to a multiple of 8 (16 bytes in bf16, which the GPU's copy
 engine asks for).
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import eager
 from ..kernels.factors import a_by_expert, b_by_expert, by_expert, swapped
 from ..kernels.interface import LoraTerm
+from .packed_weight import PackedWeight
 
 RANK_MULTIPLE = 8
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -33,8 +33,62 @@ class LowRank(NamedTuple):
     scale: float = 1.0
 
 
+class Projection(NamedTuple):
+    """One of a layer's two products: its weight as it is stored, its bias, its adapter.
+
+    weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/quantized.py), which
+        have no gradient; of a dense one, itself, None, None and "".
+    a, b, scale: LowRank's, or None, None, 1.0. `pack` brings a and b into the kernels' form.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+    format: str = ""
+    bias: torch.Tensor | None = None
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
+
+    def requires_grad(self) -> bool:
+        """Whether one of its tensors does."""
+        return any(t is not None and t.requires_grad for t in (self.weight, self.bias, self.a, self.b))
+
+    def term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
+        """What a packed adapter adds to the product with W."""
+        assert self.b is not None
+        return LoraTerm(shrunk_PJ, self.b)
+
+    def transposed_term(self, shrunk_PJ: torch.Tensor, copied: bool = False) -> LoraTerm:
+        """What it adds to the product with W^T. copied: W^T is a copy, in which `out` lies contiguous."""
+        assert self.a is not None
+        return LoraTerm(shrunk_PJ, self.a.mT.contiguous() if copied else self.a.mT)
+
+
+def projection(name: str, weight, bias, adapter, transposed: bool) -> Projection:
+    """Take a weight with its bias and its adapter, or several adapters as one.
+
+    Raises:
+        ValueError: the adapter does not fit the weight, or the weight is not packed in this layout.
+    """
+    low_rank: tuple[Any, ...] = (None, None, 1.0)
+    if adapter:
+        low_rank = adapter = side_by_side(adapter, weight.shape[0])
+        shape_EON = weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape
+        check_low_rank(f"{name}_adapter", adapter, shape_EON, weight.device)
+    if not isinstance(weight, PackedWeight):
+        return Projection(weight, None, None, "", bias, *low_rank)
+    if weight.is_transposed != transposed:
+        raise ValueError(
+            f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
+            "`layout` contradicts; quantize it in the layout that it is used in"
+        )
+    # no property: torch.compile traces attributes
+    return Projection(weight.codes, weight.scales, weight.state, weight.format, bias, *low_rank)
+
+
 def side_by_side(adapter: LowRank | Sequence[LowRank], num_experts: int) -> LowRank:
-    """Several adapters as one of all their ranks, in fp32 (fp64, if one is); their scales become factors of b."""
+    """Join several adapters into one of all their ranks, in fp32 (fp64, if one is), with their scales in b."""
     if isinstance(adapter, LowRank):
         return adapter
     if len(adapter) == 1:
@@ -71,7 +125,7 @@ def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: t
 
 
 def padded_rank(a: torch.Tensor, num_experts: int) -> int:
-    """J of a factor A."""
+    """Return J of a factor A."""
     rank = a.shape[1] if a.dim() == 3 else a.shape[0] // num_experts
     return _padded(rank)
 
@@ -80,48 +134,22 @@ def _padded(rank: int) -> int:
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-class LoraOperands(NamedTuple):
-    """An adapter as kernels take it: A [E, in, J] and B [E, out, J] in the weight's dtype, order, and without gaps."""
+def pack(projections: Sequence[Projection], transposed: bool, dtype: torch.dtype, kernels: Any) -> list[Projection]:
+    """Bring the adapters of up to two projections into the form that a backend's kernels take.
 
-    a_EKJ: torch.Tensor
-    b_ENJ: torch.Tensor
-    scale: float
-
-    def forward_term(self, rank_PJ) -> LoraTerm:
-        """What the adapter adds to the product with W."""
-        return LoraTerm(rank_PJ, self.b_ENJ)
-
-    def backward_term(self, drank_PJ, copied: bool = False) -> LoraTerm:
-        """What the adapter adds to the product with W^T. copied: W^T is a copy, in which `out` lies contiguous."""
-        return LoraTerm(drank_PJ, self.a_EKJ.contiguous() if copied else self.a_EKJ)
-
-
-def pack(
-    a: torch.Tensor, b: torch.Tensor, scale: float, weight_EON: torch.Tensor, kernels: Any = eager
-) -> LoraOperands:
-    """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order. kernels: the backend."""
-    (packed,) = pack_all([(a, b, scale, weight_EON.stride(2) == 1)], len(weight_EON), weight_EON.dtype, kernels)
-    assert packed is not None
-    return packed
-
-
-LoraFactors = tuple[torch.Tensor | None, torch.Tensor | None, float, bool]
-
-
-def pack_all(
-    adapters: Sequence[LoraFactors], num_experts: int, dtype: torch.dtype, kernels: Any
-) -> list[LoraOperands | None]:
-    """`pack` of each (a, b, scale, whether `in` is what lies contiguous in the weight) of up to two, all copies in one
-    launch and one buffer; None where a is."""
+    That is a [E, J, in] and b [E, out, J] in `dtype` and without gaps, where J lies contiguous if `in` does in the
+    logical view [E, out, in] of the weight. What differs from it is copied, all in one launch into one buffer.
+    """
     factors: list[torch.Tensor] = []
     described: list[tuple] = []
-    for a, b, _, in_last in adapters:
+    for weight, _, _, format, _, a, b, _ in projections:
         if a is not None and b is not None:
             factors += a, b
+            in_last = bool(format) or weight.stride(1 if transposed else 2) == 1
             described.append((a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), in_last))
     if not factors:
-        return [None] * len(adapters)
-    packing = _packing(num_experts, dtype, tuple(described))
+        return list(projections)
+    packing = _packing(projections[0].weight.shape[0], dtype, tuple(described))
     if packing.elements:
         buffer = torch.empty(packing.elements, dtype=dtype, device=factors[0].device)
     copies: list[torch.Tensor] = []
@@ -133,7 +161,7 @@ def pack_all(
     if copies:
         kernels.reorder(*copies, jobs=packing.jobs)
     pairs = iter(packed)
-    return [None if a is None else LoraOperands(next(pairs), next(pairs), scale) for a, _, scale, _ in adapters]
+    return [one if one.a is None else one._replace(a=next(pairs).mT, b=next(pairs)) for one in projections]
 
 
 class _Packing(NamedTuple):

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.layer import torch_op
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.layer.lora_operands import side_by_side
 from sonicmoe_hf.layer.moe_experts import Activation, LowRank, moe_experts
+from sonicmoe_hf.layer.projection import side_by_side
 
 FACTORS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 T, H, I, E, K = 7, 6, 5, 4, 2
