@@ -85,22 +85,19 @@ class RecordedRouting:
         """Stack the indices of each call to one tensor [L, T, K], int32, on the device of its first layer.
 
         Raises:
-            ValueError: in a call a layer did not run once, or layers had other tokens; `calls` has what each used.
+            ValueError: in a call a layer did not run once; RuntimeError: layers had other tokens. `calls` has what each
+                used.
         """
         return [self._tensor(number, call) for number, call in enumerate(self.calls)]
 
     def _tensor(self, number: int, call: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
-        no_tensor = f"call {number} is no tensor [layers, tokens, experts per token]"
-        remedy = "hand the RecordedRouting itself to replay_routing, or take its .calls"
         for name in self.layers:
             if len(call.get(name, ())) != 1:
-                raise ValueError(f"{no_tensor}: {name} ran {len(call.get(name, ()))} times; {remedy}")
-        indices = [call[name][0] for name in self.layers]
-        for name, index_TK in zip(self.layers, indices):
-            if index_TK.shape != indices[0].shape:
                 raise ValueError(
-                    f"{no_tensor}: {name} has {list(index_TK.shape)}, {self.layers[0]} {list(indices[0].shape)}; {remedy}"
+                    f"call {number} is no tensor [layers, tokens, experts per token]: {name} ran "
+                    f"{len(call.get(name, ()))} times; hand the RecordedRouting to replay_routing, or take its .calls"
                 )
+        indices = [call[name][0] for name in self.layers]
         return torch.stack([index_TK.to(indices[0].device) for index_TK in indices])
 
     def __repr__(self):

@@ -28,10 +28,6 @@ def aligned_with_batch(
             f"there are {len(completions)} completions, but attention_mask is {list(mask_BS.shape)}: it must be "
             "[sequences, positions], with one sequence for each completion"
         )
-    if not len(completions):
-        raise ValueError(
-            "there are no completions, so that nothing tells the number of layers and of experts per token"
-        )
     starts = list(prompt_start) if isinstance(prompt_start, Iterable) else [prompt_start] * len(completions)
     if len(starts) != len(completions) or min(starts) < 0:
         raise ValueError(
@@ -55,44 +51,30 @@ def aligned_with_batch(
                 f"first {start} (prompt_start)"
             )
         index_BSLK[number, positions] = array
-    places = _layers_with_experts(index_BSLK) if layers is None else _places(layers, index_BSLK.shape[2])
+    places = _layers_with_experts(index_BSLK) if layers is None else list(layers)
     index_BSLK = index_BSLK[:, :, places]
     _check_distinct(index_BSLK, places)
     return index_BSLK.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _array(completion: Any, number: int) -> torch.Tensor:
-    """Read the routing of one sequence, int32 [tokens, layers, K], of whatever integers it came in."""
+    """Read the routing of one sequence, int32 [tokens, layers, K], of whatever integers it came in, also as vLLM sends it
+    over HTTP: a .npy file in base64."""
     array = getattr(completion, "routed_experts", completion)
-    if array is None:
-        raise ValueError(
-            f"sequence {number} came without its routed experts; start vLLM with enable_return_routed_experts=True "
-            "(--enable-return-routed-experts)"
-        )
     if isinstance(array, str):
-        array = _decoded(array, number)
+        file = io.BytesIO(base64.b64decode(array, validate=True))
+        array = numpy.lib.format.read_array(file, allow_pickle=False)
     values = numpy.asarray(array.detach().cpu() if isinstance(array, torch.Tensor) else array)
     if values.ndim != 3 or values.dtype.kind not in "iu":
         raise ValueError(
             f"the routing of sequence {number} is {values.dtype} {list(values.shape)}, but it must be integer [tokens, "
-            "layers, experts per token]"
+            "layers, experts per token], as vLLM returns it with enable_return_routed_experts=True"
         )
     if values.size and values.max() > numpy.iinfo(numpy.int32).max:
         raise ValueError(f"the routing of sequence {number} names expert {values.max()}; no model has so many")
     index = values.astype(numpy.int32)
     index[values < 0] = -1  # whatever int32 makes of them
     return torch.from_numpy(index)
-
-
-def _decoded(text: str, number: int) -> numpy.ndarray:
-    """Decode the array that vLLM sends over HTTP: a .npy file in base64."""
-    try:
-        return numpy.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(
-            f"the routing of sequence {number} is text, but not a .npy file in base64, as vLLM sends it. SGLang's is "
-            "numpy.frombuffer(base64.b64decode(text), numpy.int32).reshape(tokens - 1, decoder layers, experts per token)"
-        ) from error
 
 
 def _layers_with_experts(index_BSLK: torch.Tensor) -> list[int]:
@@ -105,13 +87,6 @@ def _layers_with_experts(index_BSLK: torch.Tensor) -> list[int]:
     if index_BSLK.shape[-1] == 1 or is_empty_L.all():
         return list(range(index_BSLK.shape[2]))
     return (~is_empty_L).nonzero().flatten().tolist()
-
-
-def _places(layers: Sequence[int], number: int) -> list[int]:
-    outside = [layer for layer in layers if not 0 <= layer < number]
-    if outside:
-        raise ValueError(f"layers names {outside[0]}, but the server's arrays have {number} layers, counted from 0")
-    return list(layers)
 
 
 def _check_distinct(index_BSLK: torch.Tensor, places: list[int]) -> None:

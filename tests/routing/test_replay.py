@@ -175,11 +175,6 @@ def test_routers_of_images_are_recorded_and_replayed_and_text_alone_has_none_of_
             model(**text)
         with replay_routing(model, of_images):
             assert torch.equal(model(**images).last_hidden_state, plain)
-    shapes = (
-        r"call 0 is no tensor .*vision_moe has \[19, 2\], layers.1.mlp.text_moe \[77, 2\]; hand the RecordedRouting"
-    )
-    with pytest.raises(ValueError, match=shapes):
-        of_images.tensors()
     with pytest.raises(ValueError, match="vision_moe ran 0 times"):
         of_text.tensors()
     del of_images.calls[0]["layers.1.mlp.vision_moe"]  # as if the record were of text alone, with as many tokens

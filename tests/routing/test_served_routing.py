@@ -128,8 +128,6 @@ def test_layers_without_experts_that_a_server_counts_are_left_out():
     words = r"sequence 0 names expert 0 twice for position 7 in layer 2.*in layers=\.\.\."
     with pytest.raises(ValueError, match=words):
         RecordedRouting.from_server(with_dense, mask, layers=[1, 2])
-    with pytest.raises(ValueError, match="layers names 4, but the server's arrays have 4 layers"):
-        RecordedRouting.from_server(with_dense, mask, layers=range(2, 5))
     missed = [array.copy() for array in with_dense]
     for array in missed:
         array[:, 3] = 0
@@ -141,7 +139,7 @@ def test_layers_without_experts_that_a_server_counts_are_left_out():
     assert len(RecordedRouting.from_server(one_each, mask).layers) == 2, "of one expert a token nothing tells"
 
 
-def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_way_to_read_them():
+def test_what_vllm_sends_over_http_is_taken_and_other_text_is_an_error():
     """vLLM: .npy in base64 (vllm/utils/serial_utils.py); SGLang: the array's bytes in base64."""
     _, mask = padded(PADDING["left"])
     arrays = served_arrays(with_other_routers(patched("qwen3_moe").eval()), numpy.uint8)
@@ -156,9 +154,9 @@ def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_
     numpy.save(pickled, numpy.array([{}], object), allow_pickle=True)
     archive = base64.b64encode(b"PK\x03\x04" + arrays[1].tobytes()).decode()
     for text in (base64.b64encode(arrays[1].tobytes()).decode(), "no base64!", "", archive, texts[1][:40]):
-        with pytest.raises(ValueError, match=r"of sequence 1 is text, .*SGLang's is numpy.frombuffer"):
+        with pytest.raises(ValueError):
             RecordedRouting.from_server([texts[0], text, *texts[2:]], mask)
-    with pytest.raises(ValueError, match="of sequence 0 is text"):
+    with pytest.raises(ValueError, match="allow_pickle=False"):
         RecordedRouting.from_server([base64.b64encode(pickled.getvalue()).decode(), *texts[1:]], mask)
 
 
@@ -174,7 +172,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         ],
         "sequence 3 has 2 layers and 1 experts per token": [*arrays[:3], arrays[3][..., :1]],
         r"there are 3 completions, but attention_mask is \[4, 16\]": arrays[:3],
-        "sequence 2 came without its routed experts; start vLLM with": [*arrays[:2], None, arrays[3]],
+        r"sequence 2 is object \[\], .* enable_return_routed_experts=True": [*arrays[:2], None, arrays[3]],
         r"sequence 0 is float64 \[8, 2, 2\], but it must be integer": [arrays[0].astype(float), *arrays[1:]],
         "sequence 0 names expert 4294967": [arrays[0].astype(numpy.int64) + 2**32, *arrays[1:]],
     }
@@ -186,8 +184,6 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
             RecordedRouting.from_server(arrays, mask, prompt_start=start)
     with pytest.raises(ValueError, match=r"8 tokens, but there must be 4: its 9 .* without the first 4"):
         RecordedRouting.from_server(arrays, mask, prompt_start=4)
-    with pytest.raises(ValueError, match="there are no completions"):
-        RecordedRouting.from_server([], mask[:0])
 
     def routed(change):
         return RecordedRouting.from_server([change(array) for array in arrays], mask)
