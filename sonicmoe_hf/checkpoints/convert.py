@@ -25,7 +25,6 @@ from .atomic_folder import appearing_whole, copy_file, new_folder, other_files, 
 from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE
 from .hub import local_folder
-from .layouts import layout_groups
 from .packed_config import check_format, quantization_config
 from .plan import TARGETS, Plan, Planned, shell
 from .relayout import Relayout
@@ -187,8 +186,7 @@ def target_of(
     wanted = None if dtype is None else DTYPES[dtype]
     plan = Plan(source, wanted)
     if source.layout != target_layout or quantize is not None:
-        groups = layout_groups(source.model, source.family, target_layout, source.blocks)
-        plan = Relayout(source, groups, wanted, None if quantize is None else PACKED[quantize])
+        plan = Relayout(source, target_layout, wanted, None if quantize is None else PACKED[quantize])
     return Target(*layouts, plan, _config(source, layout, dtype, packed), notices)
 
 

@@ -1,5 +1,5 @@
 """Transformers' own conversions of checkpoints, forth and back: which weights of the files become which parameters of a
-model, so that a parameter can be written under the files' own names, or under those of another layout.
+model, so that what is added to a parameter can be added to the files' weights.
 
 E is the number of experts. Where a conversion takes each expert alone, so does a group, so that memory is that of one.
 """
@@ -32,7 +32,6 @@ from ..errors import CheckpointError
 from ..private.transformers import missing_allowed
 
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
 NOT_INVERTED = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, StopIteration, ValueError)
 Tensors = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -54,16 +53,9 @@ class WeightGroup:
 
     sources: the weights' names by the converter's pattern, and by the number that stands for its "*". targets: the
     parameters' names, in the order of the converter's patterns. num_experts: E where experts are converted one by one;
-    None otherwise.
-    shapes: those of the weights. places: the experts whose own they are; None of one that holds all, or all are needed.
-    order, is_transposed: of weights that hold all experts, the order of ORDERS in which their rows stand, and whether
-    they are [E, in, out].
-
-    Of packed weights, each of the tensors that store them is converted, as [E, rows, ...] or an expert's own [rows, ...]:
-    they are stored as [E, out, in] whatever dense ones are, so nothing transposes them.
+    None otherwise. shapes: those of the weights. places: the experts whose own they are; None of one that holds all, or
+    all are needed.
     """
-
-    order = "whole"
 
     def __init__(self, converter: WeightConverter | None, target: str, state: Tensors, config: PreTrainedConfig):
         self._converter, self._config = converter, config
@@ -76,7 +68,6 @@ class WeightGroup:
         each_alone = converter is None or _takes_each_expert_alone(converter.operations)
         is_3d = all(len(shape) == 3 for shape in self._of_targets.values())
         self.num_experts = state[target].shape[0] if each_alone and is_3d else None
-        self.is_transposed = converter is None and is_3d and config.model_type in TRANSPOSED
 
     def add(self, pattern: str, name: str, shape: tuple[int, ...], number: int = 0) -> None:
         """Add a weight of this shape, which the converter's pattern stands for, with this number for its "*"."""
@@ -97,41 +88,33 @@ class WeightGroup:
         """The shape of one of the parameters, or of one expert's [1, ...] of it."""
         return _of_one(self._of_targets, self.targets, expert)[name]
 
-    def needed(self, expert: int | None) -> dict[str, int | None]:
-        """By name, the weights that make the parameters, or one expert of them, and the expert to take of those that hold
-        all."""
-        sources = self._names(expert).items()
-        return {name: None if "*" in pattern else expert for pattern, names in sources for name in names}
-
-    def parameters(self, weights: Tensors, expert: int | None = None, is_packed: bool = False) -> Tensors:
-        """The parameters by name, or one expert's [1, ...] of them, of the weights that are `needed`.
+    def parameters(self, weights: Tensors, expert: int | None) -> Tensors:
+        """The parameters by name, or one expert's [1, ...] of them, of all weights, or of those of the expert.
 
         Raises:
             ValueError: one has another shape than the model's; and whatever the operations raise.
         """
-        tensors = {pattern: [weights[name] for name in names] for pattern, names in self._names(expert).items()}
-        shapes = {} if is_packed else _of_one(self._of_targets, self.targets, expert)
         if self._converter is None:
-            parameters = {self.targets[0]: next(iter(tensors.values()))[0]}
-        else:
-            made = self._convert(self._converter, tensors, self.targets[0], shapes, is_packed)
-            parameters = dict(zip(self.targets, (made[pattern] for pattern in self._converter.target_patterns)))
+            return {self.targets[0]: next(iter(weights.values()))}
+        tensors = {pattern: [weights[name] for name in names] for pattern, names in self._names(expert).items()}
+        shapes = _of_one(self._of_targets, self.targets, expert)
+        made = self._convert(self._converter, tensors, self.targets[0], shapes)
+        parameters = dict(zip(self.targets, (made[pattern] for pattern in self._converter.target_patterns)))
         for name, parameter in parameters.items():
             if tuple(parameter.shape) != shapes.get(name, tuple(parameter.shape)):
                 raise ValueError(f"it has shape {tuple(parameter.shape)}, the model's {shapes[name]}")
         return parameters
 
-    def weights(self, parameters: Tensors, expert: int | None = None, is_packed: bool = False) -> Tensors:
+    def weights(self, parameters: Tensors, expert: int | None) -> Tensors:
         """The inverse of `parameters`: the weights by name, or those of one expert, [1, ...] of one that holds all."""
         names = self._names(expert)
+        first = next(name for own in names.values() for name in own)
         if self._converter is None:
-            return {next(iter(names.values()))[0]: parameters[self.targets[0]]}
+            return {first: parameters[self.targets[0]]}
         inverse = self._converter.reverse_transform()
         held = [name for pattern in names if "*" not in pattern for name in names[pattern]]
-        shapes = _of_one(self.shapes, held, expert)
         tensors = {pattern: [parameters[name]] for pattern, name in zip(inverse.source_patterns, self.targets)}
-        first = next(name for own in names.values() for name in own)
-        made = self._convert(inverse, tensors, first, shapes, is_packed)
+        made = self._convert(inverse, tensors, first, _of_one(self.shapes, held, expert))
         pairs = zip(self._converter.source_patterns, inverse.target_patterns)
         return {
             name: made[ours.replace("*", str(place))]
@@ -145,11 +128,8 @@ class WeightGroup:
             for pattern, names in self.sources.items()
         }
 
-    def _convert(self, converter: Any, tensors, name: str, shapes: Shapes, is_packed: bool) -> Tensors:
+    def _convert(self, converter: Any, tensors, name: str, shapes: Shapes) -> Tensors:
         for operation in converter.operations:
-            if is_packed and isinstance(operation, Transpose):
-                tensors = dict(zip(converter.target_patterns, tensors.values()))
-                continue
             tensors = operation.convert(
                 tensors,
                 source_patterns=converter.source_patterns,

@@ -1,32 +1,23 @@
-"""Where experts' weights lie in a checkpoint: every layout is what Transformers' conversions make the model's parameters
-of, so that conversion reads one and writes another, and only moves bits.
+"""Where experts' weights lie in a checkpoint: how each layout names them, and in which order their rows stand.
 
 Letters: E experts, H hidden size, I expert intermediate size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    ConversionOps,
-    Interleave,
-    Transpose,
-    WeightConverter,
-    revert_weight_conversion,
-)
 
 from ..errors import CheckpointError
+from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
-from .converters import WeightGroup, weight_groups
 
 LAYOUT_VERSION = 1
 NATIVE_PREFIX = "sonicmoe_"
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"
-EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # a parameter of experts that is packed
 NATIVE_NAMES = {  # of the parameters of experts, as the families declare them: what SonicMoEExperts calls them
     "gate_up_proj": "c_fc",
     "gate_up_proj_bias": "c_fc_bias",
@@ -39,7 +30,93 @@ UPSTREAM_NAMES = {  # of a SonicMoEExperts' parameters: their names in SonicMoE'
     "c_proj": "c_proj.weight",
     "c_proj_bias": "c_proj.bias",
 }
-INTERLEAVED = ("native", "upstream")  # layouts of [E, 2I, H] with gate and up rows in turn
+PROJECTIONS = {  # of a weight of experts: the matrices of one expert in the hub's files
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+ORDERS = {  # of gate's and up's rows in a weight that holds both; elsewhere "whole"
+    "native": "interleaved",
+    "upstream": "interleaved",
+    "gpt_oss": "interleaved",
+    "fused": "concatenated",
+}
+
+
+class ExpertsParameter(NamedTuple):
+    """A parameter of a block's experts, as the weights of a layout store it.
+
+    names: of the one weight that holds all experts; or of an expert's own, gate and up or down, with "{expert}" for its
+    number. num_experts, shape: E, and (rows, columns) of one expert's weight; (rows,) of biases. order: of ORDERS.
+    is_transposed: whether dense weights are [E, columns, rows].
+    """
+
+    names: tuple[str, ...]
+    num_experts: int
+    shape: tuple[int, ...]
+    order: str = "whole"
+    is_transposed: bool = False
+
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether each expert has weights of its own."""
+        return "{expert}" in self.names[0]
+
+    def names_of(self, expert: int | None) -> list[str]:
+        """The weights that hold an expert."""
+        return [name.format(expert=expert) for name in self.names]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all weights, by name."""
+        if self.is_per_expert:
+            return {name: self.shape for expert in range(self.num_experts) for name in self.names_of(expert)}
+        return {self.names[0]: (self.num_experts, *(self.shape[::-1] if self.is_transposed else self.shape))}
+
+    def split(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Take one expert's weights, [rows, ...] each, apart into gate's and up's rows, or down's."""
+        if self.order == "interleaved":
+            return [weights[0][0::2], weights[0][1::2]]
+        return list(weights[0].chunk(2)) if self.order == "concatenated" else weights
+
+    def join(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The inverse of `split`."""
+        if self.order == "interleaved":
+            return [torch.stack(parts, dim=1).flatten(0, 1)]
+        return [torch.cat(parts)] if self.order == "concatenated" else parts
+
+
+def experts_parameters(family: NativeFamily, layout: str, blocks: Mapping[str, Sizes]) -> dict[str, ExpertsParameter]:
+    """Every parameter of a model's experts in a layout, by the name that the family's own model gives it.
+
+    Args:
+        blocks: the sizes of the experts, by name of their block.
+    """
+    return {
+        f"{block}.experts.{name}": _parameter(family, layout, block, name, sizes)
+        for block, sizes in blocks.items()
+        for name in NATIVE_NAMES
+        if sizes.has_bias or not name.endswith("_bias")
+    }
+
+
+def _parameter(family: NativeFamily, layout: str, block: str, name: str, sizes: Sizes) -> ExpertsParameter:
+    num_experts, hidden, intermediate, _ = sizes
+    is_first, is_bias = name.startswith("gate_up_proj"), name.endswith("_bias")
+    rows, columns = (2 * intermediate, hidden) if is_first else (hidden, intermediate)
+    if layout == "per_expert":
+        names = tuple(f"{block}.experts.{{expert}}.{each}.weight" for each in PROJECTIONS[name])
+        return ExpertsParameter(names, num_experts, (rows // len(names), columns))
+    stored = {"native": f"experts.{NATIVE_NAMES[name]}", "upstream": UPSTREAM_NAMES[NATIVE_NAMES[name]]}
+    shape = (rows,) if is_bias else (rows, columns)
+    order, is_transposed = ORDERS[layout] if is_first else "whole", layout == "gpt_oss" and not is_bias
+    return ExpertsParameter(
+        (f"{block}.{stored.get(layout, f'experts.{name}')}",), num_experts, shape, order, is_transposed
+    )
+
+
+def name_in_layout(name: str, layout: str, family: NativeFamily, blocks: Collection[str]) -> str:
+    """The name in a layout of a model's parameter that is no expert's: SonicMoE's own modules call their router so."""
+    block, _, rest = name.rpartition(f".{family.router_attribute}.")
+    return f"{block}.router.{rest}" if layout == "upstream" and block in blocks else name
 
 
 def detect_layout(weights: Collection[str], block: str, family: NativeFamily) -> str | None:
@@ -50,49 +127,8 @@ def detect_layout(weights: Collection[str], block: str, family: NativeFamily) ->
         return "upstream"
     if f"{block}.experts.gate_up_proj" in weights:
         return "gpt_oss" if family.hub_layout == "gpt_oss" else "fused"
-    if f"{block}.experts.0.gate_proj.weight" in weights:
-        return "per_expert"
-    return None
-
-
-def layout_groups(
-    model: PreTrainedModel, family: NativeFamily, layout: str, blocks: Collection[str]
-) -> dict[str, WeightGroup]:
-    """By name of a parameter of the family's own model, the weights that stand for it in a layout.
-
-    Args:
-        model: on the meta device. blocks: the names of those with experts.
-    """
-    state = model.state_dict()
-    if layout == "per_expert":
-        shapes = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
-        return {group.targets[0]: group for group in weight_groups(model, shapes)}
-    groups = {}
-    for target, parameter in state.items():
-        name, operation = _interleaved(target, family, layout, blocks)
-        converter = None if operation is None else WeightConverter(name, target, [operation])
-        group = WeightGroup(converter, target, state, model.config)
-        turned = isinstance(operation, Transpose)
-        group.add(name, name, tuple(parameter.transpose(1, 2).shape if turned else parameter.shape))
-        if target.endswith(f".experts.{EXPERT_WEIGHTS[0]}"):
-            group.order = "concatenated" if layout == "fused" else "interleaved"
-        groups[target] = group
-    return groups
-
-
-def _interleaved(
-    target: str, family: NativeFamily, layout: str, blocks: Collection[str]
-) -> tuple[str, ConversionOps | None]:
-    """The name of a parameter in a layout of INTERLEAVED, and what makes the parameter of it; in others its own."""
-    block, _, parameter = target.rpartition(".experts.")
-    if layout in INTERLEAVED and block in blocks:
-        own = NATIVE_NAMES[parameter]
-        name = f"{block}.experts.{own}" if layout == "native" else f"{block}.{UPSTREAM_NAMES[own]}"
-        if family.hub_layout == "gpt_oss":
-            return name, Transpose(1, 2) if parameter in EXPERT_WEIGHTS else None
-        return name, Interleave(1) if parameter == EXPERT_WEIGHTS[0] else None
-    block, _, rest = target.rpartition(f".{family.router_attribute}.")
-    return f"{block}.router.{rest}" if layout == "upstream" and block in blocks else target, None
+    has_matrices = f"{block}.experts.0.gate_proj.weight" in weights and family.hub_layout == "per_expert"
+    return "per_expert" if has_matrices else None
 
 
 def from_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

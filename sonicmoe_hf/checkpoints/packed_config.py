@@ -52,12 +52,10 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
     if format == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_DENSE}
     dense = {
-        source.targets.get(name, name).removesuffix(".weight")
+        source.own_names.get(name, name).removesuffix(".weight")
         for name, weight in source.weights.items()
         # layers for multi-token prediction are among them, with experts of their own
-        if name.endswith(".weight")
-        and len(weight.shape) == 2
-        and not source.is_experts(source.targets.get(name, name))
+        if name.endswith(".weight") and len(weight.shape) == 2 and name not in source.targets
     }
     return {
         "quant_method": "fp8",

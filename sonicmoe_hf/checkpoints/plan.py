@@ -92,20 +92,25 @@ class Plan:
         shells = {part: shell(header.shape, header.dtype) for part, header in headers.items()}
         return [Planned(shells, partial(self._round if weight.added else _copy, weight))]
 
+    def name_of(self, weight: Weight) -> str:
+        """The name under which a weight is written, if it is not part of others."""
+        return weight.name
+
     def wanted_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
         """The dtype that a weight of the dtype `stored` is written in."""
         keeps_fp32 = self.stored.keep_fp32.intersection(name.split("."))
         return self.dtype if self.dtype is not None and stored.is_floating_point and not keeps_fp32 else stored
 
     def _dense(self, weight: Weight) -> Planned:
-        dtype = self.wanted_dtype(weight.name, weight.dtype)
+        name = self.name_of(weight)
+        dtype = self.wanted_dtype(name, weight.dtype)
 
         def fill(outs: list[torch.Tensor]) -> None:
             for expert, (out,) in weight.by_expert(outs):
                 values = weight.merged(expert)
-                out.copy_((values if weight.added else in_range(values, dtype, weight.name)).view(out.shape))
+                out.copy_((values if weight.added else in_range(values, dtype, name)).view(out.shape))
 
-        return Planned({weight.name: shell(weight.shape, dtype)}, fill)
+        return Planned({name: shell(weight.shape, dtype)}, fill)
 
     def _round(self, weight: Weight, outs: list[torch.Tensor]) -> None:
         """Write a changed weight in the format that it has, one expert after the other."""

@@ -1,89 +1,85 @@
-"""Weights of a checkpoint in another layout, or with their experts packed.
+"""Weights of a checkpoint in another layout, or with their experts packed, expert by expert.
 
-Weights become the model's parameters, and are made of them again, expert by expert: see WeightGroup. Blocks that are
-packed in the wanted format already are moved bit by bit, since none crosses from gate to up, or between rows.
+Blocks that are packed in the wanted format already are moved bit by bit, since none crosses from gate to up, or between
+rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 
 from ..errors import CheckpointError
 from ..formats import HUB, Format
+from ..formats.format import Stored
 from ..kernels.quantized import dequantize_expert, pack_experts
-from .converters import Tensors, WeightGroup
+from .layouts import experts_parameters
 from .plan import Plan, Planned, in_range, shell
 from .roundings import Roundings
 from .source import Source
 from .stored import Weight
 
-Experts = Sequence[int | None]  # None: of a weight that is no expert's
+Experts = Sequence[int]
 
 
 class Relayout(Plan):
     """The weights of a checkpoint under the names of a layout.
 
     Args:
-        source: the checkpoint. groups: by name of a parameter of its model, the weights that stand for it in the layout.
-        dtype: to cast dense weights to; None keeps what is stored. format: what experts are packed in, None if in none.
+        source: the checkpoint. layout: as `detect_layout` names it. dtype: to cast dense weights to; None keeps what is
+            stored. format: what experts are packed in, None if in none.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        groups: Mapping[str, WeightGroup],
-        dtype: torch.dtype | None = None,
-        format: Format | None = None,
-    ):
+    def __init__(self, source: Source, layout: str, dtype: torch.dtype | None = None, format: Format | None = None):
         super().__init__(source, dtype)
-        self._source, self._groups, self._format = source, groups, format
+        self._source, self._format = source, format
+        self._experts = experts_parameters(source.family, layout, source.blocks)
         self._first = {source.targets[name]: name for name in reversed(source.weights) if name in source.targets}
         self.roundings = Roundings(str(source.quantization) if format is None else format.name)
 
+    def name_of(self, weight: Weight) -> str:
+        """See Plan."""
+        return self._source.own_names.get(weight.name, weight.name)
+
     def of_weight(self, weight: Weight) -> list[Planned]:
-        """See Plan: what a parameter becomes stands at the place of the first of its weights."""
+        """See Plan: what a parameter of experts becomes stands at the place of the first of its weights."""
         target = self._source.targets.get(weight.name)
         if target is None:
             return super().of_weight(weight)
         if self._first[target] != weight.name:
             return []
-        places: dict[int | None, list[str]] = {}
-        for name, place in self._groups[target].places.items():
-            places.setdefault(place, []).append(name)
-        return [self._of_place(target, names, place) for place, names in places.items()]
+        experts, parameter = range(self._experts[target].num_experts), self._experts[target]
+        return [self._of(target, each) for each in ([[e] for e in experts] if parameter.is_per_expert else [experts])]
 
-    def _of_place(self, target: str, names: list[str], place: int | None) -> Planned:
-        """Plan the weights that a parameter becomes, or those of one expert, which are made together."""
-        group, format = self._groups[target], self._format if self._source.is_experts(target) else None
-        needed = self._source.groups[target].needed(place)
-        weights = [self._source.weights[name] for name in needed if name in self._source.weights]  # of two tied, one
-        experts: Experts = range(group.num_experts) if place is None and group.num_experts else [place]
-        make: Callable[[Experts], Tensors]
+    def _of(self, target: str, experts: Experts) -> Planned:
+        """Plan the weights that hold these experts, all of them or one, which are made together."""
+        there = self._experts[target]
+        format = self._format if self._source.is_experts(target) else None
+        weights = list({weight.name: weight for e in experts for weight in self._weights_of(target, e)}.values())
+        names, shapes = there.names_of(experts[0]), list(there.shapes().values())
+        make: Callable[[Experts], Iterable[torch.Tensor]]
         if format is None:
             dtype = self._dtype_of(names[0], weights)
-            stored = {name: {name: shell(group.shapes[name], dtype)} for name in names}
-            make = partial(self._piece, target, dtype)
+            shells = {name: shell(shape, dtype) for name, shape in zip(names, shapes)}
+            make = partial(self._dense_experts, target, dtype)
         elif all(format.is_that_of(weight.format) and not weight.added for weight in weights):
             scales = self._source.tensors[weights[0].parts[1]]
-            stored = {name: self._shells(target, name, format, scales.dtype.itemsize) for name in names}
-            make = partial(self._moved, target, stored)
+            shells = self._shells(target, names, format, scales.dtype.itemsize)
+            make = partial(self._moved_experts, target, list(shells.values()))
         else:
-            dtype = torch.float32 if place is not None else self._dtype_of(names[0], weights)
-            stored = {name: self._shells(target, name, format) for name in names}
-            make = partial(self._packed, target, stored, dtype, format)
-        pieces: list[Experts] = [experts] if format is not None and format.is_whole else [[each] for each in experts]
+            dtype = torch.float32 if there.is_per_expert else self._dtype_of(names[0], weights)
+            shells = self._shells(target, names, format)
+            make = partial(self._packed_experts, target, dtype, format, list(shells.values()))
+        at_once = there.is_per_expert or (format is not None and format.is_whole)
 
         def fill(outs: list[torch.Tensor]) -> None:
-            out = dict(zip(shells, outs))
-            for piece in pieces:
-                for name, made in make(piece).items():
-                    part = out[name] if len(pieces) == 1 else out[name][piece[0]]
-                    part.copy_(made.view(part.shape))
+            for each in [experts] if at_once else [[expert] for expert in experts]:
+                for out, made in zip(outs, make(each)):
+                    out = out if at_once else out[each[0]]
+                    out.copy_(made.view(out.shape))
 
-        shells = {name: part for own in stored.values() for name, part in own.items()}
         return Planned(shells, fill)
 
     def _dtype_of(self, name: str, weights: list[Weight]) -> torch.dtype:
@@ -96,80 +92,70 @@ class Relayout(Plan):
             )
         return self.wanted_dtype(name, first.dtype if other is None else torch.float32)
 
-    def _piece(self, target: str, dtype: torch.dtype, experts: Experts, adapter: bool = True) -> Tensors:
-        """Make the weights that a parameter becomes, or those of one expert, in `dtype`; what an adapter changes in fp32,
-        or without it."""
-        (expert,), inner, weights = experts, self._source.groups[target], {}
-        for name, own in inner.needed(expert).items():
-            weight = self._source.weights[name]
+    def _weights_of(self, target: str, expert: int) -> list[Weight]:
+        return [self._source.weights[name] for name in self._source.experts[target].names_of(expert)]
+
+    def _rows(self, target: str, dtype: torch.dtype, expert: int, adapter: bool = True) -> list[torch.Tensor]:
+        """Read what the layout's weights hold of an expert, [out, in] each or [out], in `dtype`; in fp32 where an adapter
+        changes it. adapter: whether to add it."""
+        here, matrices = self._source.experts[target], []
+        for weight in self._weights_of(target, expert):
+            own = None if here.is_per_expert else expert
             values = weight.merged(own) if adapter else weight.read(own)
-            weights[name] = values if weight.added else in_range(values, dtype, name)
-        return self._groups[target].weights(inner.parameters(weights, expert), expert)
+            values = values if weight.added else in_range(values, dtype, weight.name)
+            values = values if here.is_per_expert else values[0]
+            matrices.append(values.T if here.is_transposed else values)
+        return self._experts[target].join(here.split(matrices))
 
-    def _matrix(
-        self, target: str, name: str, dtype: torch.dtype, expert: int | None, adapter: bool = True
-    ) -> torch.Tensor:
-        """[out, in] of a weight of one expert, as it is packed."""
-        matrix = self._piece(target, dtype, [expert], adapter)[name]
-        matrix = matrix[0] if matrix.dim() == 3 else matrix
-        return matrix.T if self._groups[target].is_transposed else matrix
+    def _dense_experts(self, target: str, dtype: torch.dtype, experts: Experts) -> list[torch.Tensor]:
+        """Make an expert's weights."""
+        rows = self._rows(target, dtype, experts[0])
+        return [matrix.T.contiguous() if self._experts[target].is_transposed else matrix for matrix in rows]
 
-    def _moved(self, target: str, stored: dict[str, Tensors], experts: Experts) -> Tensors:
-        """Make the tensors that store weights whose blocks are as they were."""
-        (expert,), inner, moved = experts, self._source.groups[target], {}
-        rows = {name: self._source.weights[name].rows(own) for name, own in inner.needed(expert).items()}
-        for number, parts in enumerate(zip(*rows.values())):
-            parameters = inner.parameters(dict(zip(rows, parts)), expert, is_packed=True)
-            for name, made in self._groups[target].weights(parameters, expert, is_packed=True).items():
-                if name in stored:
-                    part, like = list(stored[name].items())[number]
-                    moved[part] = made.view(like.dtype)
-        return moved
+    def _moved_experts(self, target: str, shells: list[torch.Tensor], experts: Experts) -> list[torch.Tensor]:
+        """Make the tensors that store an expert's weights, whose blocks are as they were."""
+        here, moved = self._source.experts[target], []
+        own = None if here.is_per_expert else experts[0]
+        stored = [weight.rows(own) for weight in self._weights_of(target, experts[0])]
+        for parts in zip(*stored):
+            rows = here.split([part if here.is_per_expert else part[0] for part in parts])
+            moved.append(self._experts[target].join(rows))
+        return [part.view(like.dtype) for part, like in zip((p for own in zip(*moved) for p in own), shells)]
 
-    def _packed(
-        self, target: str, stored: dict[str, Tensors], dtype: torch.dtype, format: Format, experts: Experts
-    ) -> Tensors:
-        """Make the tensors that store weights, [E, out, in] in the layout's order, or an expert's own."""
-        group = self._groups[target]
-        made: Tensors = {}
-        for name, shells in stored.items():
-            matrices = (self._matrix(target, name, dtype, expert) for expert in experts)
+    def _packed_experts(
+        self, target: str, dtype: torch.dtype, format: Format, shells: list[torch.Tensor], experts: Experts
+    ) -> list[torch.Tensor]:
+        """Make the tensors that store the weights of experts, rounded."""
+        there, made = self._experts[target], []
+        for number, name in enumerate(there.names_of(experts[0])):
+            matrices = (self._rows(target, dtype, expert)[number] for expert in experts)
             try:
-                packed = pack_experts(matrices, (len(experts), *self._size(target, name)), format.name, group.order)
+                packed = pack_experts(matrices, (len(experts), *there.shape), format.name, there.order)
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
-            self._note_rounding(
-                target, name, dtype, experts[0], dequantize_expert(packed, format.name, torch.float32, 0)
+            made += [part for part in packed if part is not None]
+            is_changed = any(
+                self._source.weights[each].added for each in self._source.experts[target].names_of(experts[0])
             )
-            parts = (part for part in packed if part is not None)
-            made |= {part: tensor.view(like.dtype) for (part, like), tensor in zip(shells.items(), parts)}
-        return made
+            if is_changed or there.is_per_expert or experts[0] == 0:
+                exact = self._rows(target, dtype, experts[0])[number]
+                before = self._rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
+                self.roundings.add(name, before, exact, dequantize_expert(packed, format.name, torch.float32, 0))
+        return [part.view(like.dtype) for part, like in zip(made, shells)]
 
-    def _note_rounding(
-        self, target: str, name: str, dtype: torch.dtype, expert: int | None, rounded: torch.Tensor
-    ) -> None:
-        """Count what rounding did to one expert's weight; without an adapter, to the first's alone."""
-        is_changed = any(self._source.weights[each].added for each in self._source.groups[target].needed(expert))
-        if is_changed or expert in (0, self._groups[target].places[name]):
-            exact = self._matrix(target, name, dtype, expert)
-            before = self._matrix(target, name, dtype, expert, adapter=False) if is_changed else exact
-            self.roundings.add(name, before, exact, rounded)
-
-    def _shells(self, target: str, name: str, format: Format, scale_size: int | None = None) -> Tensors:
-        """By name, tensors on the meta device like those that will store the weight. scale_size: bytes of a scale, where
-        the format has several dtypes for them."""
-        group, size = self._groups[target], self._size(target, name)
-        if group.places[name] is None:
-            parts = format.stored(name, (group.shapes[name][0], *size), group.order)
-        else:
-            parts = HUB[format.name].stored(name, size)
+    def _shells(
+        self, target: str, names: list[str], format: Format, scale_size: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """By name, tensors on the meta device like those that will store weights. scale_size: bytes of a scale, where the
+        format has several dtypes for them."""
+        there = self._experts[target]
+        parts: Stored = {}
+        for name in names:
+            if there.is_per_expert:
+                parts |= HUB[format.name].stored(name, there.shape)
+            else:
+                parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
         return {
             stored: shell(part, next((dtype for dtype in dtypes if dtype.itemsize == scale_size), dtypes[0]))
             for stored, (part, dtypes) in parts.items()
         }
-
-    def _size(self, target: str, name: str) -> tuple[int, int]:
-        """(out, in) of a weight of experts."""
-        group = self._groups[target]
-        rows, columns = group.shapes[name][-2:]
-        return (columns, rows) if group.is_transposed else (rows, columns)

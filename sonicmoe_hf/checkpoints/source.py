@@ -17,7 +17,7 @@ from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import build_from_config
 from .configs import family_of, hub_config
 from .files import CONFIG_FILE
-from .layouts import EXPERT_WEIGHTS, detect_layout, layout_groups
+from .layouts import PROJECTIONS, detect_layout, experts_parameters, name_in_layout
 from .stored import StoredWeights
 
 
@@ -42,8 +42,8 @@ class Source(StoredWeights):
 
     Attributes:
         family, native: what config.json says. model: the family's own, on the meta device. blocks: its experts' sizes.
-        layout: as `detect_layout` names it. groups: by name of the model's parameters, the weights that become them;
-        targets: the reverse.
+        layout: as `detect_layout` names it. experts: how it stores the model's parameters of experts, by their names;
+        targets: those, by name of the weights that hold them. own_names: the model's names, by other weights' names.
     Raises:
         CheckpointError: something is unknown, missing, wrongly shaped or contradictory; the message names it.
     """
@@ -57,8 +57,10 @@ class Source(StoredWeights):
         self.keep_fp32 = frozenset(strictly_fp32_modules(self.model))
         self.blocks = {layer.name: sizes_of(layer.experts) for layer in find_layers(self.model)}
         self.layout = self._find_layout()
-        self.groups = layout_groups(self.model, self.family, self.layout, self.blocks)
-        self.targets = {name: target for target, group in self.groups.items() for name in group.shapes}
+        self.experts = experts_parameters(self.family, self.layout, self.blocks)
+        self.targets = {name: target for target, parameter in self.experts.items() for name in parameter.shapes()}
+        others = [name for name in self.model.state_dict() if name not in self.experts]
+        self.own_names = {name_in_layout(name, self.layout, self.family, self.blocks): name for name in others}
         self._check_names_and_shapes(_ignored_patterns(self.model, path))
 
     def _find_layout(self) -> str:
@@ -78,11 +80,12 @@ class Source(StoredWeights):
 
     def is_experts(self, target: str) -> bool:
         """Whether a parameter of the model is a weight of experts, not biases."""
-        block, _, name = target.rpartition(".experts.")
-        return block in self.blocks and name in EXPERT_WEIGHTS
+        return target in self.experts and target.rpartition(".")[2] in PROJECTIONS
 
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
-        shapes = {name: shape for group in self.groups.values() for name, shape in group.shapes.items()}
+        state = self.model.state_dict()
+        shapes = {stored: tuple(state[name].shape) for stored, name in self.own_names.items()}
+        shapes |= {name: shape for parameter in self.experts.values() for name, shape in parameter.shapes().items()}
         missing = sorted(set(shapes) - set(self.weights) - self._tied_to_stored())
         unknown = sorted(name for name in set(self.weights) - set(shapes) if not self.is_unused(name))
         unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
@@ -93,7 +96,7 @@ class Source(StoredWeights):
         if self.format is not None and not any(weight.format for weight in self.weights.values()):
             raise CheckpointError(f"{self.folder} is declared to be in {self.format.name.upper()}, but no weight is")
         for name, weight in self.weights.items():
-            order = self.groups[self.targets[name]].order if name in shapes else "whole"
+            order = self.experts[self.targets[name]].order if name in self.targets else "whole"
             for part, (shape, dtypes) in weight.stored_as(shapes.get(name, weight.shape), order).items():
                 self._check_part(part, self.tensors[part].shape or (1,), shape or (1,), dtypes)
             is_float = weight.dtype.is_floating_point and weight.dtype.itemsize >= 2

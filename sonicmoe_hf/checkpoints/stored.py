@@ -14,9 +14,9 @@ from ..formats import PACKED, Format, HubFormat
 from ..formats.format import Stored
 from ..kernels.quantized import Quantized, dequantize, dequantize_expert, weight_shape
 from .configs import quantization_of
-from .converters import TRANSPOSED
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 
+TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -86,28 +86,26 @@ def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: 
     own = "native" if family.startswith(NATIVE_PREFIX) else "hub"
     family = family.removeprefix(NATIVE_PREFIX)
     keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
-    if not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here):
-        source = Source(stored.folder)
-        add_adapter(source, source.model, adapter, source.groups)
-        return target_of(source, layout or ("hub" if quantize else own), quantize=quantize)
-    model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    found = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
-    check_complete(model, found, stored.folder)
-    add_adapter(stored, model, adapter, {target: group for group in found for target in group.targets})
+    is_moved = not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here)
+    stored = Source(stored.folder) if is_moved else stored
+    add_adapter(stored, build_from_config(stored.config, stored.folder / CONFIG_FILE), adapter)
+    if isinstance(stored, Source):
+        return target_of(stored, layout or ("hub" if quantize else own), quantize=quantize)
     return own_target(stored, (family, own, own), keeps)
 
 
-def add_adapter(
-    stored: StoredWeights, model: PreTrainedModel, folder: Path, groups: Mapping[str, WeightGroup]
-) -> None:
+def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> None:
     """Have a checkpoint's weights be those with an adapter added.
 
     Args:
-        stored: the checkpoint. model: its model, on the meta device. folder: the adapter's. groups: by name of a
-            parameter, the weights that become it.
+        stored: the checkpoint. model: its model, on the meta device. folder: the adapter's.
     Raises:
-        CheckpointError: an adapted parameter is tied to another, or comes from none of the files; or as Adapter.read.
+        CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
+            files; or as Adapter.read.
     """
+    found = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
+    check_complete(model, found, stored.folder)
+    groups = {target: group for group in found for target in group.targets}
     adapter = Adapter.read(folder, model)
     for name in sorted({*adapter.factors, *adapter.replaced}):
         if name not in groups or stored.weights.keys().isdisjoint(groups[name].shapes):
