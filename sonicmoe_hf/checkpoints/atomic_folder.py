@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from ..errors import CheckpointError
 from ..formats.format import is_sound
 from .comparing import same_bytes
-from .files import WEIGHT_SUFFIXES, expanded, opened
+from .files import WEIGHTS, expanded, opened
 
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 
 
 def new_folder(dst: str | os.PathLike) -> Path:
-    """The absolute path of a folder to make.
+    """Check a folder to make, and return its absolute path.
 
     Raises:
         CheckpointError: it is a link, or exists and is not an empty folder.
@@ -40,7 +40,7 @@ def new_folder(dst: str | os.PathLike) -> Path:
 
 @contextmanager
 def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) -> Iterator[Path]:
-    """A folder to write into that becomes `dst` when the block ends well, and vanishes when it does not.
+    """Give a folder to write into that becomes `dst` when the block ends well, and vanishes when it does not.
 
     Args:
         dst: the folder to make. nbytes, files, num_shards: what will be written, to check the space on the disk.
@@ -104,8 +104,8 @@ def sync(path: Path) -> None:
 
 
 def other_files(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
-    """Files of a folder that go along with what is written anew (tokenizer, chat templates, code, ...), from the folder,
-    and names of those that do not (other weights, unknown folders). own: the names of what is written anew.
+    """List files of a folder that go along with what is written anew (tokenizer, chat templates, code, ...), and names of
+    those that do not (other weights, unknown folders). own: the names of what is written anew.
 
     Raises:
         CheckpointError: one is a link to outside the folder.
@@ -116,7 +116,7 @@ def other_files(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
             continue
         if path.is_dir() and path.name in COPIED_FOLDERS:
             files += [file.relative_to(folder) for file in sorted(path.rglob("*")) if file.is_file()]
-        elif path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
+        elif path.is_file() and not WEIGHTS.search(path.name):
             files.append(Path(path.name))
         else:
             skipped.append(path.name)

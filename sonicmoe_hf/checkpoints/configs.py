@@ -15,7 +15,7 @@ HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the fa
 
 
 def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
-    """The family that config.json names, and whether it says the native layout."""
+    """Return the family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
     name = str(model_type).removeprefix(NATIVE_PREFIX)
     if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
@@ -33,7 +33,7 @@ def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
 
 
 def hub_config(config: dict, family: NativeFamily) -> dict:
-    """config.json of the same model in the hub layout."""
+    """Make config.json of the same model in the hub layout."""
     kept = {key: value for key, value in config.items() if key not in (VERSION_KEY, HUB_CONFIG_KEY)}
     if config.get("model_type") == family.name:
         return kept
@@ -44,7 +44,7 @@ def hub_config(config: dict, family: NativeFamily) -> dict:
 
 
 def native_config(config: dict, family: NativeFamily) -> dict:
-    """config.json of the same model in the native layout; what it replaces is kept for the way back."""
+    """Make config.json of the same model in the native layout; what it replaces is kept for the way back."""
     if config["model_type"] != family.name:
         return dict(config)
     kept = {key: value for key, value in config.items() if key != "auto_map"}
@@ -59,7 +59,7 @@ def native_config(config: dict, family: NativeFamily) -> dict:
 
 
 def quantization_of(config: dict, folder: Path) -> DeclaredQuantization | None:
-    """What the checkpoint in `folder` declares; None where it is not quantized.
+    """Read the quantization that the checkpoint in `folder` declares; None where it is not quantized.
 
     Raises:
         CheckpointError: it is quantized in a way that conversion does not read.

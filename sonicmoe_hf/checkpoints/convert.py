@@ -39,7 +39,7 @@ DTYPE_ENTRIES = {"dtype", "torch_dtype"}
 
 
 class Conversion(NamedTuple):
-    """What convert_checkpoint did.
+    """A new checkpoint.
 
     path: the new checkpoint. family, source_layout, target_layout: names of NATIVE_FAMILIES and of `detect_layout`.
     tensors, nbytes, shards: what was written. notices: what else a user should know, in sentences. roundings: what
@@ -106,7 +106,7 @@ def convert_checkpoint(
 
 
 class Target(NamedTuple):
-    """What is to be written.
+    """A checkpoint to be written.
 
     family, source_layout, target_layout: as Conversion's. plan, config: the tensors, and config.json. notices: those that
     are known before.
@@ -163,7 +163,7 @@ def target_of(
     dequantize: bool | None = None,
     quantize: str | None = None,
 ) -> Target:
-    """What `convert_checkpoint` writes of `source` under these of its arguments."""
+    """Plan what `convert_checkpoint` writes of `source` under these of its arguments."""
     check_choice("layout", layout, TARGETS)
     target_layout = "native" if layout == "native" else source.family.hub_layout
     layouts = source.family.name, source.layout, target_layout
@@ -191,7 +191,7 @@ def target_of(
 
 
 def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_format: bool) -> Target:
-    """`stored` under the names of its files, in its own format, or dequantized where it is quantized. layouts: as
+    """Plan `stored` under the names of its files, in its own format, or dequantized where it is quantized. layouts: as
     Target's first.
 
     Raises:
@@ -236,7 +236,7 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
 
 
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[Planned]]:
-    """File name -> what it will hold; tensors that are made together are in one file."""
+    """Choose files: their names and what they will hold. Tensors that are made together are in one file."""
     if not SHARD_SIZE.fullmatch(str(max_shard_size)):
         raise CheckpointError(
             f"max_shard_size is {max_shard_size!r:.40}; give bytes, 1 or more, or text such as '5GB'"
@@ -278,8 +278,8 @@ def _write_shards(folder: Path, shards: dict[str, list[Planned]], verify: bool, 
 
 
 def _starts(shells: list[torch.Tensor]) -> list[int]:
-    """Where in one piece of memory tensors begin, and where the last one ends. Made one by one, they would stand between
-    temporaries, and the holes that those leave take as much again."""
+    """Choose where in one piece of memory tensors begin, and where the last one ends. Made one by one, they would stand
+    between temporaries, and the holes that those leave take as much again."""
     return list(itertools.accumulate((-(-shell.nbytes // ALIGNED) * ALIGNED for shell in shells), initial=0))
 
 
@@ -288,7 +288,7 @@ def _place(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _config(source: Source, layout: str, dtype: str | None, quantization: dict | None) -> dict:
-    """config.json of the result."""
+    """Make config.json of the result."""
     config = dense_config(source, source.hub_config, dtype)
     if quantization is not None:
         config["quantization_config"] = quantization
@@ -296,7 +296,7 @@ def _config(source: Source, layout: str, dtype: str | None, quantization: dict |
 
 
 def dense_config(stored: StoredWeights, config: dict, dtype: str | None = None) -> dict:
-    """`config` of a checkpoint that is not quantized."""
+    """Return `config` as that of a checkpoint which is not quantized."""
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     if stored.quantization is not None:
         dtype = dtype or str(stored.dense_dtype).removeprefix("torch.")

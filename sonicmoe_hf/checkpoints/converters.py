@@ -44,7 +44,7 @@ class _Shapes:
         self._shapes = shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """A tensor of this parameter's shape."""
+        """Return a tensor of this parameter's shape."""
         return torch.empty(self._shapes[name], dtype=torch.uint8, device="meta")
 
 
@@ -85,11 +85,11 @@ class WeightGroup:
         return None
 
     def parameter_shape(self, name: str, expert: int | None) -> tuple[int, ...]:
-        """The shape of one of the parameters, or of one expert's [1, ...] of it."""
+        """Return the shape of one of the parameters, or of one expert's [1, ...] of it."""
         return _of_one(self._of_targets, self.targets, expert)[name]
 
     def parameters(self, weights: Tensors, expert: int | None) -> Tensors:
-        """The parameters by name, or one expert's [1, ...] of them, of all weights, or of those of the expert.
+        """Make the parameters, or one expert's [1, ...] of them, of all weights, or of those of the expert.
 
         Raises:
             ValueError: one has another shape than the model's; and whatever the operations raise.
@@ -106,7 +106,7 @@ class WeightGroup:
         return parameters
 
     def weights(self, parameters: Tensors, expert: int | None) -> Tensors:
-        """The inverse of `parameters`: the weights by name, or those of one expert, [1, ...] of one that holds all."""
+        """Make the weights of the parameters, or those of one expert, [1, ...] of one that holds all."""
         names = self._names(expert)
         first = next(name for own in names.values() for name in own)
         if self._converter is None:
@@ -143,14 +143,14 @@ class WeightGroup:
 
 
 def _of_one(shapes: Shapes, names: list[str], expert: int | None) -> dict[str, tuple[int, ...]]:
-    """`shapes`, where those `names` hold all experts, of one expert alone."""
+    """Return `shapes` with those of one expert alone, where `names` hold all experts."""
     if expert is None:
         return dict(shapes)
     return {name: (1, *shape[1:]) if name in names else shape for name, shape in shapes.items()}
 
 
 def _takes_each_expert_alone(operations: list[ConversionOps]) -> bool:
-    """Whether [E, ...] comes of experts' own weights, and nothing crosses from one to another."""
+    """Say whether [E, ...] comes of experts' own weights, and nothing crosses from one to another."""
     first, *rest = operations
     if not (isinstance(first, MergeModulelist) and first.dim == 0):
         rest = operations
@@ -162,7 +162,7 @@ def _takes_each_expert_alone(operations: list[ConversionOps]) -> bool:
 
 
 def weight_groups(model: PreTrainedModel, weights: Shapes) -> list[WeightGroup]:
-    """What Transformers makes of `weights`, the names in a checkpoint's files with their shapes, when it loads them into
+    """Group `weights`, the names in a checkpoint's files with their shapes, as Transformers does when it loads them into
     `model`, which may be on the meta device. Names that the model does not know, as those of multi-token prediction, are
     in no group."""
     conversions = get_model_conversion_mapping(model)
@@ -184,7 +184,7 @@ def weight_groups(model: PreTrainedModel, weights: Shapes) -> list[WeightGroup]:
 
 
 def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> int:
-    """The number in a weight's name that stands for the "*" of a converter's pattern; 0 where it has none."""
+    """Read the number in a weight's name that stands for the "*" of a converter's pattern; 0 where it has none."""
     if pattern is None or "*" not in pattern:
         return 0
     renamed, _ = rename_source_key(name, renamings, [])
@@ -201,4 +201,7 @@ def check_complete(model: PreTrainedModel, groups: Collection[WeightGroup], fold
     missing = next((name for name in wanted if not any(re.search(pattern, name) for pattern in patterns)), None)
     missing = missing or next(filter(None, (group.missing() for group in groups)), None)
     if missing is not None:
-        raise CheckpointError(f"{folder}: {missing} is missing; download the checkpoint again, or save it whole")
+        raise CheckpointError(
+            f"{folder}: {missing} is missing, which {type(model).__name__} has; download the checkpoint again, or "
+            "convert it to the hub's layout"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +17,12 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
-WEIGHT_SUFFIXES = (  # of weights in other formats and of optimiser states
-    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
-)  # fmt: skip
+# names of weights, in other formats too, and of optimiser states
+WEIGHTS = re.compile(r"\.(safetensors|index\.json|bin|pt|pth|ckpt|gguf|onnx|h5|msgpack|npz)$")
 
 
 class Header(NamedTuple):
-    """Where a tensor is, its dtype and its shape."""
+    """A tensor's file, dtype and shape."""
 
     file: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The tensor's size in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict:
 
 
 def opened(path: Path):
-    """The safetensors file at `path`, opened lazily.
+    """Open the safetensors file at `path`, whose tensors are mapped when they are asked for.
 
     Raises:
         CheckpointError: it is missing, damaged or cut short.
@@ -73,7 +73,7 @@ def opened(path: Path):
 
 
 def headers_of(path: Path) -> dict[str, Header]:
-    """Every tensor of one safetensors file.
+    """Read the header of every tensor of one safetensors file.
 
     Raises:
         CheckpointError: as `opened`, or torch has no tensors of a tensor's dtype.
@@ -100,7 +100,7 @@ def refuse_model_beside_adapter(folder: Path) -> None:
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Every tensor of the checkpoint in `folder`, from the headers of its files, those that the index names.
+    """Read the header of every tensor of the checkpoint in `folder`, from the files that its index names.
 
     Raises:
         CheckpointError: no safetensors weights, a file or tensor missing or damaged, a tensor in two files, or an index

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, or the copy that Hugging Face's cache has of a repository on the hub."""
+"""The folder of a checkpoint: one that is given, or the copy that Hugging Face's cache has of a hub repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", 
 
 
 def local_folder(src: str | os.PathLike, revision: str | None = None, only: list[str] | None = None) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded into the hub's cache.
+    """Find the folder of a checkpoint; a hub id is downloaded into the hub's cache.
 
     Args:
         src: folder, or hub id. revision: of a hub id. only: patterns of the files to download; None is all that matter.

@@ -1,4 +1,4 @@
-"""Where experts' weights lie in a checkpoint: how each layout names them, and in which order their rows stand.
+"""Layouts of experts' weights in a checkpoint: their names, and the order in which their rows stand.
 
 Letters: E experts, H hidden size, I expert intermediate size.
 """
@@ -62,14 +62,19 @@ class ExpertsParameter(NamedTuple):
         return "{expert}" in self.names[0]
 
     def names_of(self, expert: int | None) -> list[str]:
-        """The weights that hold an expert."""
+        """Name the weights that hold an expert."""
         return [name.format(expert=expert) for name in self.names]
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of each dense weight."""
+        shape = self.shape[::-1] if self.is_transposed else self.shape
+        return shape if self.is_per_expert else (self.num_experts, *shape)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all weights, by name."""
-        if self.is_per_expert:
-            return {name: self.shape for expert in range(self.num_experts) for name in self.names_of(expert)}
-        return {self.names[0]: (self.num_experts, *(self.shape[::-1] if self.is_transposed else self.shape))}
+        """Return the shapes of all weights, by name."""
+        experts = range(self.num_experts if self.is_per_expert else 1)
+        return {name: self.stored_shape for expert in experts for name in self.names_of(expert)}
 
     def split(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         """Take one expert's weights, [rows, ...] each, apart into gate's and up's rows, or down's."""
@@ -78,14 +83,14 @@ class ExpertsParameter(NamedTuple):
         return list(weights[0].chunk(2)) if self.order == "concatenated" else weights
 
     def join(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The inverse of `split`."""
+        """Put parts together, as the inverse of `split`."""
         if self.order == "interleaved":
             return [torch.stack(parts, dim=1).flatten(0, 1)]
         return [torch.cat(parts)] if self.order == "concatenated" else parts
 
 
 def experts_parameters(family: NativeFamily, layout: str, blocks: Mapping[str, Sizes]) -> dict[str, ExpertsParameter]:
-    """Every parameter of a model's experts in a layout, by the name that the family's own model gives it.
+    """Name every parameter of a model's experts as the family's own model does, and say how a layout stores it.
 
     Args:
         blocks: the sizes of the experts, by name of their block.
@@ -114,13 +119,13 @@ def _parameter(family: NativeFamily, layout: str, block: str, name: str, sizes: 
 
 
 def name_in_layout(name: str, layout: str, family: NativeFamily, blocks: Collection[str]) -> str:
-    """The name in a layout of a model's parameter that is no expert's: SonicMoE's own modules call their router so."""
+    """Name a model's parameter that is no expert's as a layout does: SonicMoE's own modules rename the router."""
     block, _, rest = name.rpartition(f".{family.router_attribute}.")
     return f"{block}.router.{rest}" if layout == "upstream" and block in blocks else name
 
 
 def detect_layout(weights: Collection[str], block: str, family: NativeFamily) -> str | None:
-    """Which layout the weights of one block are in, by their names; None for none of them."""
+    """Detect the layout of the weights of one block by their names; None for none of them."""
     if f"{block}.experts.c_fc" in weights:
         return "native"
     if f"{block}.c_fc.weight" in weights:
@@ -132,7 +137,7 @@ def detect_layout(weights: Collection[str], block: str, family: NativeFamily) ->
 
 
 def from_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict of an upstream SonicMoE `MoE` module -> that of a `SonicMoEExperts`; the router stays behind.
+    """Rename the state dict of an upstream SonicMoE `MoE` module to that of a `SonicMoEExperts`, without the router.
 
     Args:
         state: c_fc.weight [E, 2I, H] interleaved, c_proj.weight [E, H, I], and c_fc.bias, c_proj.bias where it has them.
@@ -146,5 +151,5 @@ def from_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def to_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict of a `SonicMoEExperts` -> the same weights as an upstream SonicMoE `MoE` module names them."""
+    """Rename the state dict of a `SonicMoEExperts` as an upstream SonicMoE `MoE` module names its weights."""
     return {UPSTREAM_NAMES.get(name, name): tensor for name, tensor in state.items()}

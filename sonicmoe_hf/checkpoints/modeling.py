@@ -76,7 +76,7 @@ class SonicMoEExperts(nn.Module):
 
     @classmethod
     def like(cls, experts: Any) -> SonicMoEExperts:
-        """Uninitialised native experts of the sizes, activation, dtype and device of a family's own."""
+        """Make uninitialised native experts of the sizes, activation, dtype and device of a family's own."""
         facts = experts_facts(experts)
         sizes = sizes_of(experts)
         with torch.device(experts.down_proj.device):
@@ -85,16 +85,16 @@ class SonicMoEExperts(nn.Module):
 
     @property
     def facts(self) -> ExpertsFacts:
-        """What this module computes, as for any other experts."""
+        """The facts of this module's computation, as for any other experts."""
         return ExpertsFacts(self.activation, "interleaved", self.c_fc_bias is not None)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """The experts' output [T, H] for `hidden_states` [T, H]; see `sonicmoe_hf_experts_forward`."""
+        """Compute the experts' output [T, H] for `hidden_states` [T, H]; see `sonicmoe_hf_experts_forward`."""
         return sonicmoe_hf_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Normal weights and zero biases, as every family initialises its experts."""
+        """Fill weights with normal values and biases with zeros, as every family initialises its experts."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.endswith("bias"):
                 init.zeros_(parameter)
@@ -102,7 +102,7 @@ class SonicMoEExperts(nn.Module):
                 init.normal_(parameter, mean=0.0, std=std)
 
     def extra_repr(self) -> str:
-        """Sizes and activation."""
+        """Show sizes and activation."""
         return (
             f"num_experts={self.num_experts}, hidden_dim={self.hidden_dim}, intermediate_dim={self.intermediate_dim}, "
             f"activation={self.activation.name!r}"
@@ -129,7 +129,7 @@ def use_native_experts(model: nn.Module, family: NativeFamily) -> None:
 
 
 class NativeConfig(_ConfigBase):
-    """What the configs of native models add to their family's.
+    """The part of a native model's config that its family's has not.
 
     sonicmoe_layout_version: of the checkpoint's layout. sonicmoe_hub_config: entries of the hub's config.json that
     conversion replaced, for the way back.
@@ -139,7 +139,7 @@ class NativeConfig(_ConfigBase):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """The family's, after checking that this is the config of a native checkpoint we can read."""
+        """Make the family's, after checking that this is the config of a native checkpoint we can read."""
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise CheckpointError(
@@ -155,7 +155,7 @@ class NativeConfig(_ConfigBase):
 
 
 class NativeModel(_ModelBase):
-    """What native model classes add to their family's."""
+    """The part of a native model class that its family's has not."""
 
     sonicmoe_family: NativeFamily
 
@@ -179,7 +179,7 @@ class NativeModel(_ModelBase):
         return True
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """The one implementation of the native layout, "sonicmoe_hf".
+        """Return the one implementation of the native layout, "sonicmoe_hf".
 
         Raises:
             ValueError: another one was asked for.
@@ -193,7 +193,7 @@ class NativeModel(_ModelBase):
 
     @classmethod
     def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
-        """Transformers' from_pretrained; experts missing from the checkpoint are an error, not a random start.
+        """Call Transformers' from_pretrained; experts missing from the checkpoint are an error, not a random start.
 
         Raises:
             CheckpointError: the checkpoint is not in the native layout.
@@ -206,7 +206,7 @@ class NativeModel(_ModelBase):
         return (model, info) if output_loading_info else model
 
     def load_adapter(self, *args, **kwargs):
-        """Transformers' load_adapter; an adapter trained on the hub layout is an error, not a partial load.
+        """Call Transformers' load_adapter; an adapter trained on the hub layout is an error, not a partial load.
 
         Raises:
             CheckpointError: the adapter holds weights for experts that are not this layout's.
@@ -219,7 +219,7 @@ class NativeModel(_ModelBase):
 
 
 def _renamed_plan(plan: dict[str, str] | None) -> dict[str, str | None] | None:
-    """A tp or ep plan with the experts' native names; `packed` styles become plain ones, as rows alternate."""
+    """Rename experts in a tp or ep plan; `packed` styles become plain ones, as rows alternate."""
     if plan is None:
         return None
     renamed: dict[str, str | None] = {}

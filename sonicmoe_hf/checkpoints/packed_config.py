@@ -1,4 +1,4 @@
-"""Which formats conversion packs experts in, and what config.json says of them: every format in the native layout; in the
+"""Formats that conversion packs experts in, and what config.json says of them: every format in the native layout; in the
 hub's, MXFP4 for gpt-oss and FP8 for families that have one tensor for each expert and projection, as engines and
 Transformers read them. The rest stays dense."""
 
@@ -46,7 +46,7 @@ def _check_hub_format(source: Source, format: str) -> None:
 
 
 def quantization_config(source: Source, format: str, layout: str) -> dict:
-    """config.json's entry for a checkpoint whose experts are packed so."""
+    """Make config.json's entry for a checkpoint whose experts are packed so."""
     if layout == "native":
         return ExpertsQuantizationConfig(format).to_dict()
     if format == "mxfp4":

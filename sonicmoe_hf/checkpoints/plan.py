@@ -16,7 +16,7 @@ TARGETS = ("native", "hub")
 
 
 def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether every value is finite in `dtype`, without a temporary of the tensor's size: rounding keeps the order."""
+    """Say whether all values are finite in `dtype`, without a temporary of their size: rounding keeps the order."""
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor)).to(dtype)).all())
 
 
@@ -56,7 +56,7 @@ class Planned(NamedTuple):
 
 
 def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the meta device."""
+    """Make a tensor on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -75,7 +75,7 @@ class Plan:
         self.roundings = Roundings(str(stored.quantization))
 
     def tensors(self) -> list[Planned]:
-        """Every tensor, in the order of the checkpoint's files.
+        """Plan every tensor, in the order of the checkpoint's files.
 
         Raises:
             CheckpointError: weights do not fit the plan; its `fill`s raise it where values do not.
@@ -83,7 +83,7 @@ class Plan:
         return [planned for weight in self.stored.weights.values() for planned in self.of_weight(weight)]
 
     def of_weight(self, weight: Weight) -> list[Planned]:
-        """One weight under its own name; dense, none of what is for inference in the format alone."""
+        """Plan one weight under its own name; dense, none of what is for inference in the format alone."""
         if not self.keeps_format:
             return [] if self.stored.is_unused(weight.name) else [self._dense(weight)]
         if weight.added and weight.format is None:
@@ -93,11 +93,11 @@ class Plan:
         return [Planned(shells, partial(self._round if weight.added else _copy, weight))]
 
     def name_of(self, weight: Weight) -> str:
-        """The name under which a weight is written, if it is not part of others."""
+        """Name a weight as it is written, if it is not part of others."""
         return weight.name
 
     def wanted_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype that a weight of the dtype `stored` is written in."""
+        """Choose the dtype that a weight of the dtype `stored` is written in."""
         keeps_fp32 = self.stored.keep_fp32.intersection(name.split("."))
         return self.dtype if self.dtype is not None and stored.is_floating_point and not keeps_fp32 else stored
 

@@ -58,11 +58,11 @@ class Relayout(Plan):
         there = self._experts[target]
         format = self._format if self._source.is_experts(target) else None
         weights = list({weight.name: weight for e in experts for weight in self._weights_of(target, e)}.values())
-        names, shapes = there.names_of(experts[0]), list(there.shapes().values())
+        names = there.names_of(experts[0])
         make: Callable[[Experts], Iterable[torch.Tensor]]
         if format is None:
             dtype = self._dtype_of(names[0], weights)
-            shells = {name: shell(shape, dtype) for name, shape in zip(names, shapes)}
+            shells = {name: shell(there.stored_shape, dtype) for name in names}
             make = partial(self._dense_experts, target, dtype)
         elif all(format.is_that_of(weight.format) and not weight.added for weight in weights):
             scales = self._source.tensors[weights[0].parts[1]]
@@ -83,7 +83,7 @@ class Relayout(Plan):
         return Planned(shells, fill)
 
     def _dtype_of(self, name: str, weights: list[Weight]) -> torch.dtype:
-        """The dtype that a weight which comes of `weights` is written in, or rounded to a format from."""
+        """Choose the dtype that a weight which comes of `weights` is written in, or rounded to a format from."""
         first, *others = weights
         other = next((weight for weight in others if weight.dtype != first.dtype), None)
         if self.dtype is None and other is not None:
@@ -146,8 +146,8 @@ class Relayout(Plan):
     def _shells(
         self, target: str, names: list[str], format: Format, scale_size: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """By name, tensors on the meta device like those that will store weights. scale_size: bytes of a scale, where the
-        format has several dtypes for them."""
+        """Make tensors on the meta device like those that will store weights, by name. scale_size: bytes of a scale,
+        where the format has several dtypes for them."""
         there = self._experts[target]
         parts: Stored = {}
         for name in names:

@@ -1,4 +1,4 @@
-"""What rounding to a format did to weights that an adapter changed, weight by weight and layer by layer."""
+"""Sums of what rounding to a format does to weights that an adapter changed, by weight and by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REMEDY = f"{UNMERGED}, or leave --quantize out and serve bf16"
 
 
 class LayerRounding(NamedTuple):
-    """What rounding did to one layer's changed weights.
+    """The effect of rounding on one layer's changed weights.
 
     layer: its name. error: the norm of what rounding added to the changed weights. change: the norm of the adapter's
     change. survived: the share of the change that the rounded weights have, as the projection of theirs on it; 1 is all.
@@ -35,14 +35,14 @@ class Roundings:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> None:
-        """Part of the weight `name`: as it was, with the change, and with the change and rounded."""
+        """Add a part of the weight `name`: as it was, with the change, and with the change and rounded."""
         parts = {"error": rounded - exact.float(), "change": exact.float() - before.float(), "weight": before.float()}
         sums = self._sums.setdefault(name, [0.0] * len(PRODUCTS))
         for place, (first, second) in enumerate(PRODUCTS):
             sums[place] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
 
     def layers(self) -> list[LayerRounding]:
-        """Those that were changed, in the order of the weights; a weight of no layer stands for itself."""
+        """List layers that were changed, in the order of the weights; a weight of no layer stands for itself."""
         by_layer: dict[str, list[float]] = {}
         for name, sums in self._sums.items():
             match = LAYER.match(name)
@@ -55,7 +55,7 @@ class Roundings:
         ]
 
     def notices(self) -> list[str]:
-        """What a user should hear, in sentences."""
+        """Say what a user should hear, in sentences."""
         layers = self.layers()
         if not layers:
             return [self._loss()] if self._sums else []
@@ -74,7 +74,7 @@ class Roundings:
         return notices
 
     def _loss(self) -> str:
-        """Of weights that nothing changed, of which a part each was added."""
+        """Say what rounding lost of weights that nothing changed, of which a part each was added."""
         errors, _, _, squares = map(sum, zip(*self._sums.values()))
         loss = math.sqrt(errors / squares) if squares else 0.0
         return (

@@ -22,13 +22,13 @@ from .stored import StoredWeights
 
 
 def _model(hub_config: dict, family: NativeFamily, path: Path) -> PreTrainedModel:
-    """The family's causal language model under this hub config, on the meta device."""
+    """Build the family's causal language model under this hub config, on the meta device."""
     entries = {key: value for key, value in hub_config.items() if key != "quantization_config"}
     return build_from_config({**entries, "architectures": [family.causal_lm]}, path)
 
 
 def _ignored_patterns(model: Any, path: Path) -> list[str]:
-    """Names that a checkpoint may hold besides the model's: old buffers, and layers for multi-token prediction."""
+    """List patterns of names that a checkpoint may hold besides the model's: old buffers, multi-token prediction."""
     first = model.config.num_hidden_layers
     extra = getattr(model.config, "num_nextn_predict_layers", 0) or 0
     if not isinstance(extra, int):
@@ -64,7 +64,7 @@ class Source(StoredWeights):
         self._check_names_and_shapes(_ignored_patterns(self.model, path))
 
     def _find_layout(self) -> str:
-        """That of the first block's experts; names of others are unknown."""
+        """Detect the layout of the first block's experts; names of others are unknown."""
         block = next(iter(self.blocks), None)
         if block is None:
             raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
@@ -79,7 +79,7 @@ class Source(StoredWeights):
         return layout
 
     def is_experts(self, target: str) -> bool:
-        """Whether a parameter of the model is a weight of experts, not biases."""
+        """Say whether a parameter of the model is a weight of experts, not biases."""
         return target in self.experts and target.rpartition(".")[2] in PROJECTIONS
 
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
@@ -114,5 +114,5 @@ class Source(StoredWeights):
             )
 
     def _tied_to_stored(self) -> set[str]:
-        """Names of which the checkpoint needs none, since it has the other of the two that are tied."""
+        """List names that the checkpoint may lack, since it has the other of the two that are tied."""
         return {b if a in self.tensors else a for a, b in self.model.all_tied_weights_keys.items()}

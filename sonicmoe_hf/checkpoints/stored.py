@@ -41,12 +41,12 @@ class Weight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it has once it is read."""
+        """The dtype of the weight once it is read."""
         return self._stored.tensors[self.name].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What it has once it is read."""
+        """The shape of the weight once it is read."""
         return self._stored.tensors[self.name].shape
 
     def by_expert(self, parts: list[torch.Tensor]) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
@@ -57,28 +57,28 @@ class Weight:
             yield from ((expert, [part[expert] for part in parts]) for expert in range(self.num_experts))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
-        """By name of its parts, the shapes and dtypes that they must have where the weight is of this shape, and its rows
+        """Return the shapes and dtypes that its parts must have, by name, where the weight is of this shape, and its rows
         in an order of ORDERS. Any dtype will do where none is said."""
         return {self.name: (shape, ())}
 
     def raw(self, expert: int | None = None) -> list[torch.Tensor]:
-        """Its parts, or one expert's [1, ...] of them, in the file's mapped memory."""
+        """Map its parts, or one expert's [1, ...] of them, as the file has them."""
         return [self._stored.raw(part, expert) for part in self.parts]
 
     def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight, or one expert's [1, ...] of one that holds all; it owns its memory.
+        """Read the weight, or one expert's [1, ...] of one that holds all; it owns its memory.
 
         dtype: of what a quantized weight becomes; None is its `dtype`.
         """
         return self.raw(expert)[0].clone()
 
     def merged(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As `read`; where an adapter changes it with the adapter added, in fp32, to be rounded once."""
+        """Read it; where an adapter changes it with the adapter added, in fp32, to be rounded once."""
         values = self.read(expert, dtype)
         return values if self.added is None else self.added().to(self, values, expert)
 
     def rows(self, expert: int | None) -> list[torch.Tensor]:
-        """What stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
+        """Read what stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
         all."""
         return self.raw(expert)
 
@@ -91,7 +91,7 @@ class PackedExperts(Weight):
         self.is_transposed = stored.config.get("model_type") in TRANSPOSED
 
     def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A dense weight's shape from the packed one's, and back."""
+        """Turn a dense weight's shape into the packed one's, and back."""
         return (shape[0], *shape[:0:-1]) if self.is_transposed else shape
 
     @property
@@ -202,7 +202,7 @@ class StoredWeights:
 
     @property
     def packed_here(self) -> bool:
-        """Whether quantize_experts or conversion packed the experts."""
+        """True where quantize_experts or conversion packed the experts."""
         return self.declared is not None and self.declared.is_packed_here
 
     def _by_name(self) -> dict[str, Weight]:
@@ -224,17 +224,17 @@ class StoredWeights:
         return {name: weight for name, weight in weights.items() if name not in beside}
 
     def is_unused(self, name: str) -> bool:
-        """Whether the tensor is for inference in the format alone."""
+        """Say whether the tensor is for inference in the format alone."""
         return isinstance(self.format, HubFormat) and name.endswith(self.format.unused)
 
     @property
     def dense_dtype(self) -> torch.dtype:
-        """What quantized weights become: bf16; of experts that were packed here, the dtype that the model computes in."""
+        """The dtype that quantized weights become: bf16; of experts packed here, that which the model computes in."""
         declared = self.config.get("dtype") or self.config.get("torch_dtype") if self.packed_here else None
         return DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16
 
     def _handle(self, name: str):
-        """The open file that has the tensor. One file is open at a time: its mapped pages count as memory."""
+        """Open the file that has the tensor. One file is open at a time: its mapped pages count as memory."""
         file = self.tensors[name].file
         if self._open is None or self._open[0] != file:
             self.close()
@@ -242,7 +242,7 @@ class StoredWeights:
         return self._open[1]
 
     def raw(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """A stored tensor, or one expert's [1, ...] of it, in the file's mapped memory."""
+        """Map a stored tensor, or one expert's [1, ...] of it."""
         try:
             if expert is None:
                 return self._handle(name).get_tensor(name)

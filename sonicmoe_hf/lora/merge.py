@@ -95,7 +95,7 @@ def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: 
 
 
 def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> None:
-    """Have a checkpoint's weights be those with an adapter added.
+    """Add an adapter to a checkpoint's weights, whenever they are read.
 
     Args:
         stored: the checkpoint. model: its model, on the meta device. folder: the adapter's.
@@ -123,7 +123,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> 
 
 
 def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.Tensor) -> bool:
-    """Whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
+    """Say whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
     first, *others = group.shapes
     if others or stored.weights[first].format is not None:
         return False
@@ -150,7 +150,7 @@ def _check_replaced(
 
 
 class _Added:
-    """What an adapter adds to the weights that become parameters of a model together, or puts in their place."""
+    """An adapter's part of weights that become parameters of a model together: a product, or other values."""
 
     def __init__(self, adapter: Adapter, group: WeightGroup, replaces: bool):
         self._group, self._is_checked = group, False
@@ -198,7 +198,7 @@ class _Added:
         return weights
 
     def _of_parameter(self, name: str, expert: int | None) -> torch.Tensor:
-        """scale * B A of a parameter, or of one expert's [1, ...] of it; or the adapter's own."""
+        """Compute scale * B A of a parameter, or of one expert's [1, ...] of it; or take the adapter's own."""
         if self._replaced:
             whole = self._replaced[name].float()
             return whole if expert is None else whole[expert : expert + 1]
