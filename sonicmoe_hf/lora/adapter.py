@@ -236,7 +236,8 @@ class _Reader:
         family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
         if self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family):
             b = b.unflatten(1, (num_experts, -1)).transpose(0, 1)
-        factors = Factors(*by_expert(a, b, num_experts), scale, is_transposed)
+        a, b = by_expert(a, b, num_experts)
+        factors = Factors(a, b, scale, is_transposed)
         is_first = adapted.module in self.trained.experts and adapted.parameter == weight_names(module)[0]
         if is_first and is_native(module) != self.trained.is_native and not self.hub_is_interleaved:
             return interchanged(factors, interleaved=self.trained.is_native)

@@ -60,27 +60,23 @@ def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> N
     """Raise CheckpointError, naming the remedy, where the adapter has what the engine refuses or leaves out."""
     decoder = f"{decoder_name(model)}."
     for name in (*adapter.factors, *adapter.replaced):
-        *path, layer, parameter = name.split(".")
-        if layer in EMBEDDINGS:
-            raise CheckpointError(
-                f"{name} is of the embeddings or the head, which not all models of engines adapt; {MERGED}"
-            )
-        if not name.startswith(decoder):
-            raise CheckpointError(
-                f"{name} is outside the language model, where engines may leave adapters out; {MERGED}"
-            )
-        if is_in_router(".".join((*path, layer))):
-            raise CheckpointError(f"{name} adapts a router, which not all models of engines adapt; {MERGED}")
-        if layer == VLLM_ABSORBED and engine == "vllm":
-            raise CheckpointError(
-                f"{name} adapts {layer}, and vLLM decodes without the adapters of that layer, in silence: {MERGED}; or "
-                f"leave {layer} out of target_modules when you train"
-            )
-        module = model.get_submodule(".".join((*path, layer)))
-        if is_experts(module) and parameter not in weight_names(module):
-            raise CheckpointError(f"the adapter is on {name}, and engines take no factors of biases: {MERGED}")
-        if not is_experts(module) and not isinstance(module, nn.Linear):
-            raise CheckpointError(f"{name} is no linear layer's weight, which is all that engines adapt; {MERGED}")
+        owner, _, parameter = name.rpartition(".")
+        layer, module = owner.rpartition(".")[2], model.get_submodule(owner)
+        absorbed = layer == VLLM_ABSORBED and engine == "vllm"
+        obstacles = {
+            f"{name} is of the embeddings or the head, which not all models of engines adapt": layer in EMBEDDINGS,
+            f"{name} is outside the language model, where engines may leave adapters out": not name.startswith(
+                decoder
+            ),
+            f"{name} adapts a router, which not all models of engines adapt": is_in_router(owner),
+            f"{name} adapts {layer}, and vLLM decodes without the adapters of that layer, in silence": absorbed,
+            f"the adapter is on {name}, and engines take factors of linear layers' and experts' weights alone": (
+                parameter not in weight_names(module) if is_experts(module) else not isinstance(module, nn.Linear)
+            ),
+        }
+        if reason := next((reason for reason, applies in obstacles.items() if applies), None):
+            rest = f"; or leave {layer} out of target_modules when you train" if absorbed else ""
+            raise CheckpointError(f"{reason}; {MERGED}{rest}")
 
 
 def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> EngineAdapter:

@@ -23,7 +23,7 @@ TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 PREFIX = "base_model.model."
 ROUTERS = {"gate", "router"}
-KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
+KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])(?:\.default)?\.weight$")
 WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
 WRAPPED = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # and torch's
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
@@ -97,7 +97,10 @@ class AdapterConfig:
         if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
             set_otherwise["init_lora_weights"] = init
         for key, value in set_otherwise.items():
-            raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}")
+            raise CheckpointError(
+                f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}, or with the "
+                "trainer that wrote it, where PEFT has no such field"
+            )
         self._targets, self._excluded = (Names(entries.get(name)) for name in ("target_modules", "exclude_modules"))
 
     def adapts_module(self, name: str) -> bool:

@@ -98,11 +98,12 @@ def test_an_order_that_is_not_known_is_refused(adapter):
         lambda name: f"module.{name}",
         lambda name: name.replace(PREFIX, f"{PREFIX}module."),
         lambda name: re.sub(r"(layers\.\d+)\.", r"\1._orig_mod.", name),
+        lambda name: re.sub(r"(lora_[AB])\.", r"\1.default.", name),
         lambda name: re.sub(r"(layers\.\d+)\.", r"\1._fsdp_wrapped_module._checkpoint_wrapped_module.", name),
     ],
-    ids=["compiled", "DDP", "DDP inside", "compiled layers", "FSDP and checkpointing"],
+    ids=["compiled", "DDP", "DDP inside", "compiled layers", "the model's state", "FSDP and checkpointing"],
 )
-def test_what_wrappers_of_torch_add_to_names_is_left_out(rename, adapter):
+def test_what_wrappers_add_to_names_is_left_out(rename, adapter):
     targets = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in EXPERTS]
     edit(adapter, target_parameters=targets)
     expected = merged(adapter, "expected")

@@ -86,7 +86,6 @@ def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
 
     a, b = torch.ones(2, 32), torch.ones(16, 2)
     for changes, match in (
-        (factors("3.up_proj", None), "has no lora_A of model.layers.0.mlp.experts.3.up_proj.weight"),
         (factors("3.up_proj", torch.ones(3, 32)), r"\(3, 32\) and \(16, 2\), where \(2, 32\)"),
         (factors("3.up_proj", torch.ones(2, 31)), r"\(2, 31\) and \(16, 2\), where \(2, 32\)"),
         (factors("8.up_proj", a, b), "is of expert 8, but there are 8"),
