@@ -21,7 +21,7 @@ import sonicmoe_hf
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--top-k-steps", type=int, default=10, help="the last steps, trained with plain top-k")
@@ -34,7 +34,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 @torch.no_grad()
 def evaluate(model, batches, accelerator: Accelerator) -> float:
-    """The mean loss over the held-out batches, by top-k."""
+    """Compute the mean loss over the held-out batches, by top-k."""
     model.eval()
     losses = [accelerator.gather(model(**batch).loss.detach().reshape(1)) for batch in batches]
     model.train()

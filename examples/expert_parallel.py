@@ -38,7 +38,7 @@ import sonicmoe_hf
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument("--steps", type=int, default=50)
@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def save_random_model(tokenizer, arguments: argparse.Namespace) -> str:
-    """The folder of a model with random weights: every process then reads its own part."""
+    """Save a model with random weights, of which every process then reads its own part; returns the folder."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     if dist.get_rank() == 0:
         if arguments.random:

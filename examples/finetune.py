@@ -63,12 +63,12 @@ DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 
 
 def moment(text: str) -> int | float:
-    """An optimiser step (a whole number) or a fraction of training (with a point: 0.9)."""
+    """Read an optimiser step (a whole number) or a fraction of training (with a point: 0.9)."""
     return int(text) if text.isdecimal() else float(text)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
 
@@ -162,13 +162,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def options_of_rounding(arguments: argparse.Namespace) -> dict[str, int | float]:
-    """What the command line says about token rounding, beside its kind."""
+    """Collect what the command line says about token rounding, beside its kind."""
     names = ("tile", "min_tiles_per_expert", "start", "end")
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 def load_texts(arguments: argparse.Namespace):
-    """A list of texts, or a dataset with a column "text"."""
+    """Load a list of texts, or a dataset with a column "text"."""
     if arguments.dataset is None:
         return standard_library()[0]
     from datasets import load_dataset
@@ -204,7 +204,7 @@ def cut_into_blocks(texts, tokenizer, length: int):
 
 
 def load_model(texts, arguments: argparse.Namespace):
-    """The model, patched, and its tokenizer."""
+    """Load the model, patched, and its tokenizer."""
     is_small = arguments.model is None
     half = arguments.lora_rank and arguments.bf16 and not is_small
     options = {"dtype": arguments.dtype or ("bfloat16" if half else "float32")}
@@ -230,7 +230,7 @@ def load_model(texts, arguments: argparse.Namespace):
 
 
 def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace):
-    """The model with LoRA, with frozen experts, or as it is."""
+    """Return the model with LoRA, with frozen experts, or as it is."""
     if arguments.lora_rank:
         options = {"target_parameters": []} if arguments.freeze_experts else {}
         if arguments.all_linear:
@@ -261,7 +261,7 @@ def compiles_layers(arguments: argparse.Namespace) -> bool:
 
 
 def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
-    """The Trainer's arguments. ZeRO-3 wants them before the model, which is then sharded as it loads."""
+    """Make the Trainer's arguments. ZeRO-3 wants them before the model, which is then sharded as it loads."""
     learning_rate = arguments.learning_rate
     if learning_rate is None:
         learning_rate = 1e-4 if arguments.lora_rank else 3e-3 if arguments.model is None else 1e-5
@@ -299,7 +299,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
 
 
 def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: argparse.Namespace) -> Trainer:
-    """A Trainer that logs the load of the experts, with what is asked for: token rounding, balanced experts."""
+    """Make a Trainer that logs the load of the experts, with what is asked for: token rounding, balanced experts."""
     held_out = max(1, min(arguments.held_out_blocks, len(blocks) // 10))
     generator = torch.Generator().manual_seed(arguments.seed)
     train_blocks, held_out_blocks = random_split(blocks, [len(blocks) - held_out, held_out], generator)

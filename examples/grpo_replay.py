@@ -78,14 +78,14 @@ class ReplayingGRPOTrainer(GRPOTrainer):
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
 
     def _recorded(self, ids, mask) -> list[torch.Tensor]:
-        """The policy's own experts, [L, tokens of a call, K] for each call."""
+        """Return the policy's own experts, [L, tokens of a call, K] for each call."""
         with torch.no_grad(), self.accelerator.autocast(), sonicmoe_hf.record_routing(self.model) as routing:
             for some_ids, some_mask in zip(ids.split(self._rows()), mask.split(self._rows())):
                 self.model(input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1)
         return routing.tensors()
 
     def _aligned(self, experts, mask) -> list[torch.Tensor]:
-        """The server's experts, [L, tokens of a call, K] for each call."""
+        """Return the server's experts, [L, tokens of a call, K] for each call."""
         rows = self._rows()
         return [
             RecordedRouting.from_server(experts[start : start + rows], mask[start : start + rows]).tensors()[0]
@@ -119,7 +119,7 @@ class ReplayingGRPOTrainer(GRPOTrainer):
 
 
 class StandInServer:
-    """What vLLM is to a trainer, for one machine without it: a copy of the policy in bf16, which samples token by token
+    """A stand-in for vLLM on one machine without it: a copy of the policy in bf16, which samples token by token
     with a cache, and returns tokens, their log-probabilities and the experts that it used.
 
     vLLM in its place, for the body of `rollout`, once its weights are the policy's (TRL's `use_vllm` does that, but drops
@@ -178,13 +178,13 @@ def _tokens_of(prompt: str | list[dict], tokenizer) -> list[int]:
 
 
 def lower_case(completions, **kwargs) -> list[float]:
-    """A reward to replace by your own: the share of lower-case letters."""
+    """Compute a reward, to replace by your own: the share of lower-case letters."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [sum(letter.islower() for letter in text) / max(len(text), 1) for text in texts]
 
 
 def small_model():
-    """The demo's small model with random weights, its tokenizer, and prompts: first lines of Python's functions."""
+    """Make the demo's small model with random weights, its tokenizer, and prompts: first lines of Python's functions."""
     texts = standard_library()[0]
     tokenizer = train_tokenizer(texts, 512)
     config = small_config(tokenizer)

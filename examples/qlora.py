@@ -61,7 +61,7 @@ from sonicmoe_hf.patching.quantize import declared_for
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)  # --random: the experts' weights as packed bytes; trains, saves nothing
     parser.add_argument(
@@ -97,7 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_small_model(texts, folder: Path) -> None:
-    """A checkpoint as the hub has them, with random weights and a tokenizer of the texts."""
+    """Save a checkpoint as the hub has them, with random weights and a tokenizer of the texts."""
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     AutoModelForCausalLM.from_config(small_config(tokenizer), dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -110,19 +110,19 @@ def linear_in_4_bits() -> bool:
 
 
 def options_of(arguments: argparse.Namespace) -> dict:
-    """What a model is made with, whether its weights are loaded or random."""
+    """Collect what a model is made with, whether its weights are loaded or random."""
     options = {"dtype": torch.bfloat16, "attn_implementation": arguments.attn_implementation}
     return {name: value for name, value in options.items() if value is not None}
 
 
 def experts_format(arguments: argparse.Namespace, declared) -> str:
-    """The experts' format: what is asked for, else the checkpoint's own."""
+    """Choose the experts' format: what is asked for, else the checkpoint's own."""
     stored = None if declared is None else declared.format()
     return arguments.experts_quantization or (stored if stored in FORMATS else "nf4")
 
 
 def sharing(arguments: argparse.Namespace, world_size: int):
-    """How ranks share the model's experts and shard the rest; None where each holds everything."""
+    """Say how ranks share the model's experts and shard the rest; None where each holds everything."""
     if world_size == 1 or arguments.replicate:
         return None
     from transformers.distributed import DistributedConfig
@@ -131,7 +131,7 @@ def sharing(arguments: argparse.Namespace, world_size: int):
 
 
 def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
-    """The model with packed experts, and packed linear layers where bitsandbytes is installed and nothing is sharded."""
+    """Load the model with packed experts, and packed linear layers where bitsandbytes is there and nothing is sharded."""
     options, (_, declared) = options_of(arguments), declared_for(name, {})
     if declared is None or not declared.is_packed_here:
         options["experts_quantization"] = experts_format(arguments, declared)
@@ -148,7 +148,7 @@ def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
 
 
 def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
-    """(a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
+    """Make (a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
     config, shared = config_of(arguments.model, arguments.layers), sharing(arguments, world_size)
     declared = declared_quantization(config)
     linear = "nf4" if declared is None and shared is None and linear_in_4_bits() else None
@@ -165,8 +165,8 @@ def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
 
 
 def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
-    """The arguments of Transformers' Trainer or TRL's. They come before the model: under torchrun they tell each rank its
-    GPU."""
+    """Make the arguments of Transformers' Trainer or TRL's. They come before the model: under torchrun they tell each
+    rank its GPU."""
     settings = {
         "output_dir": str(arguments.output / "adapter"),
         "max_steps": arguments.steps,
@@ -196,7 +196,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
 
 
 def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: argparse.Namespace) -> Trainer:
-    """Transformers' Trainer or TRL's, which logs the load of the experts."""
+    """Make Transformers' Trainer or TRL's, which logs the load of the experts."""
     trainer: type[Trainer] = Trainer
     if arguments.trl:
         from trl import SFTTrainer as trainer

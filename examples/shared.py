@@ -1,5 +1,5 @@
-"""What the examples share: the small model and the text that they train without arguments, models with random weights of
-any sizes (--random), and tokens per second with the peak memory."""
+"""The parts that the examples share: the small model and the text that they train without arguments, models with random
+weights of any sizes (--random), and tokens per second with the peak memory."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ WARM_UP_STEPS = 2
 
 
 def add_model_options(parser) -> None:
-    """Which model is trained."""
+    """Add the options that choose the model."""
     parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
     parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
     parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
 
 
 def add_data_options(parser) -> None:
-    """Which texts it is trained on, as `finetune.load_texts` reads them."""
+    """Add the options that choose the texts, as `finetune.load_texts` reads them."""
     parser.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
     parser.add_argument("--dataset-config", help="the hub dataset's configuration")
     parser.add_argument("--split", default="train")
@@ -60,7 +60,7 @@ def add_data_options(parser) -> None:
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """The command line of a parser with `add_model_options`."""
+    """Parse the command line of a parser with `add_model_options`."""
     options = parser.parse_args(arguments)
     if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
@@ -68,7 +68,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
 
 
 def load(arguments: argparse.Namespace, texts: list[str], device_map: str | None = None, **options):
-    """(the model of `add_model_options`, its tokenizer, which is made of the texts where the weights are random).
+    """Load (the model of `add_model_options`, its tokenizer, which is made of the texts where the weights are random).
 
     device_map: where a checkpoint is loaded. options: of Transformers, such as dtype."""
     if arguments.model is not None and not arguments.random:
@@ -83,13 +83,13 @@ def load(arguments: argparse.Namespace, texts: list[str], device_map: str | None
 
 
 def forever(batches):
-    """The batches, epoch after epoch."""
+    """Yield the batches, epoch after epoch."""
     while True:
         yield from batches
 
 
 class Throughput:
-    """What a training run takes. Make it before the first step, and call `step` after each.
+    """The time and memory that a training run takes. Make it before the first step, and call `step` after each.
 
     Args:
         tokens: of a step, on this device. Padding would count, too.
@@ -102,7 +102,7 @@ class Throughput:
         self.began = _seconds()
 
     def step(self) -> None:
-        """A step has ended."""
+        """Count a step that has ended."""
         self.steps += 1
         if self.steps == 1:
             self.until_first_step = _seconds() - self.began
@@ -111,11 +111,11 @@ class Throughput:
 
     @property
     def timed_steps(self) -> int:
-        """Those after the warm-up, which compiles kernels and allocates the optimiser's state."""
+        """The steps after the warm-up, which compiles kernels and allocates the optimiser's state."""
         return max(0, self.steps - WARM_UP_STEPS)
 
     def tokens_per_second(self) -> float:
-        """Of the timed steps until now; there must be one."""
+        """Compute the tokens per second of the timed steps until now; there must be one."""
         return self.timed_steps * self.tokens / (_seconds() - self.warm)
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class ThroughputCallback(TrainerCallback):
 
 
 def _seconds() -> float:
-    """The clock, once the device has finished its work."""
+    """Read the clock, once the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

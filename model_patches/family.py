@@ -1,4 +1,4 @@
-"""What is to be known of a model family, and the formulas that families share.
+"""The facts of a model family, and the formulas that families share.
 
 Letters: T tokens, E experts, G groups of N experts. Scores and weights are fp32 until the family's own final cast.
 """
@@ -17,7 +17,7 @@ from sonicmoe_hf.kernels.rounding import set_weights
 
 
 class TokenTypes(NamedTuple):
-    """Which tokens a block computes: `vision_block`, by its last name, those where the model's argument `argument`
+    """The tokens that a block computes: `vision_block`, by its last name, those where the model's argument `argument`
     [B, S] is not 0; others the rest."""
 
     argument: str
@@ -26,7 +26,7 @@ class TokenTypes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What token rounding, balancing and replay need to know of one family of Transformers models.
+    """The facts of one family of Transformers models that token rounding, balancing and replay need.
 
     name: what sonicmoe_hf calls it: its model_type, where it has only one kind of block. module: where Transformers
         defines it. block, router, pretrained: class names there; `pretrained` is the base class of its models.
@@ -68,7 +68,7 @@ class NativeFamily(Family):
 
 
 def modeling_module(folder: str) -> str:
-    """Where Transformers defines the models of this folder of transformers.models."""
+    """Name the module in which Transformers defines the models of this folder of transformers.models."""
     return f"transformers.models.{folder}.modeling_{folder}"
 
 
@@ -89,7 +89,7 @@ def normalised_weighting(router: nn.Module) -> Weighting:
 
 
 def family(name: str, block: str, router: str, pretrained: str, folder: str | None = None, **facts) -> Family:
-    """A family by its classes' names. folder: of transformers.models, where it is not `name`."""
+    """Make a family of its classes' names. folder: of transformers.models, where it is not `name`."""
     module = modeling_module(folder or name)
     return Family(name=name, module=module, block=block, router=router, pretrained=pretrained, **facts)
 
@@ -97,13 +97,13 @@ def family(name: str, block: str, router: str, pretrained: str, folder: str | No
 def softmax_family(
     name: str, prefix: str, pretrained: str, weighting: Callable[[nn.Module], Weighting], folder: str | None = None
 ) -> Family:
-    """A family with softmax scores whose block and router are `prefix`SparseMoeBlock and `prefix`TopKRouter."""
+    """Make a family with softmax scores whose block and router are `prefix`SparseMoeBlock and `prefix`TopKRouter."""
     block, router = f"{prefix}SparseMoeBlock", f"{prefix}TopKRouter"
     return family(name, block, router, pretrained, folder, scores=softmax_scores, weighting=weighting)
 
 
 def native_family(name: str, prefix: str, **facts) -> NativeFamily:
-    """A family with a native layout, whose classes are all named `prefix` and what they are."""
+    """Make a family with a native layout, whose classes are all named `prefix` and what they are."""
     return NativeFamily(
         name=name,
         module=modeling_module(name),

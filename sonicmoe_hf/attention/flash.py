@@ -24,7 +24,7 @@ NO_WINDOW = -1
 
 
 class Bounds(NamedTuple):
-    """Where packed sequences begin and end (int32 [sequences + 1]), and bounds of their lengths."""
+    """The starts and ends of packed sequences (int32 [sequences + 1]), and bounds of their lengths."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Which keys a query sees: those of its sequence, up to its own position where `causal` (the last query has the
+    """The keys that a query sees: those of its sequence, up to its own position where `causal` (the last query has the
     last key's position), at most `window` - 1 positions away unless that is NO_WINDOW. On a CPU `mask` says it all: it
     is added to the scores and broadcasts to [B, H, T, S]."""
 
@@ -44,13 +44,13 @@ class Visible(NamedTuple):
 
 
 def uses_cuda_kernels(device: torch.device) -> bool:
-    """Whether the kernels for CUDA compute there, rather than the one for CPUs."""
+    """Tell whether the kernels for CUDA compute there, rather than the one for CPUs."""
     return device.type == "cuda"
 
 
 def forward(q, k, v, visible: Visible, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """o, with q's shape, and l: fp32, or fp64 for fp64. A query without keys has o = 0 and any l but a finite one that
-    is large: -inf or +inf, or on a CPU 0."""
+    """Compute o, with q's shape, and l: fp32, or fp64 for fp64. A query without keys has o = 0 and any l but a finite
+    one that is large: -inf or +inf, or on a CPU 0."""
     size = v.shape[-1]
     q, k, v = (_padded(x, _kernel_head(q, v)) for x in (q, k, v))
     run = _cuda_forward if uses_cuda_kernels(q.device) else _cpu_forward
@@ -59,7 +59,7 @@ def forward(q, k, v, visible: Visible, scale: float) -> tuple[torch.Tensor, torc
 
 
 def backward(do, q, k, v, o, l, visible: Visible, scale: float) -> list[torch.Tensor]:
-    """The gradients of q, k and v for the gradient `do` of o."""
+    """Compute the gradients of q, k and v for the gradient `do` of o."""
     shapes = [x.shape[-1] for x in (q, k, v)]
     do, q, k, v, o = (_padded(x, _kernel_head(q, v)) for x in (do, q, k, v, o))
     run = _cuda_backward if uses_cuda_kernels(q.device) else _cpu_backward
@@ -68,13 +68,13 @@ def backward(do, q, k, v, o, l, visible: Visible, scale: float) -> list[torch.Te
 
 
 def _kernel_head(q, v) -> int:
-    """The size of heads that the kernels compute with: one for q, k and v, on CUDA a multiple of 8."""
+    """Round up to the size of heads that the kernels compute with: one for q, k and v, on CUDA a multiple of 8."""
     size = max(q.shape[-1], v.shape[-1])
     return -(-size // 8) * 8 if uses_cuda_kernels(q.device) else size
 
 
 def _padded(x, size: int):
-    """x [..., D] with heads of `size`, each in one piece of memory. Zeros change no product."""
+    """Pad x [..., D] to heads of `size`, each in one piece of memory. Zeros change no product."""
     if x.shape[-1] != size:
         return pad(x, (0, size - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -111,7 +111,7 @@ def _cuda_backward(do, q, k, v, o, l, visible: Visible, scale: float):
 
 
 def _for_each_query_head(x, q):
-    """k or v [B, heads of q, S, D], as the kernel for CPUs wants them."""
+    """Repeat k or v to [B, heads of q, S, D], as the kernel for CPUs wants them."""
     return x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1)
 
 

@@ -35,7 +35,7 @@ def sinks_attention_forward(
     max_length_k: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with the sinks `s_aux` [H], or without where a layer has none (None): ([B, T, H, D], None).
+    """Compute attention with the sinks `s_aux` [H], or without where a layer has none (None): ([B, T, H, D], None).
 
     Args:
         query: [B, H, T, D]; key: [B, H / G, S, D]; value: [B, H / G, S, D'] with heads of any size.
@@ -101,7 +101,7 @@ def _check(module, query, value, dropout, s_aux, kwargs) -> None:
 
 
 def _cast(query, key, value):
-    """In the dtype of autocast, where it is on, as torch casts for its own attention; keys and values in the query's."""
+    """Cast to the dtype of autocast, where it is on, as torch does for its own attention, or to the query's."""
     device, dtype = query.device, query.dtype
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
@@ -114,7 +114,7 @@ def _cast(query, key, value):
 
 
 def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
-    """For the CUDA kernels, of what `sinks_mask` made."""
+    """Read what `sinks_mask` made for the CUDA kernels."""
     if attention_mask is None:
         return Sequences()
     if attention_mask.dim() == 1:
@@ -128,7 +128,7 @@ def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
 
 
 def _packed(inputs: Inputs, attention_mask, starts, options: Options, max_q, max_k) -> torch.Tensor:
-    """All rows of the batch as one, in which the sequences lie that `starts` give."""
+    """Compute all rows of the batch as one, in which the sequences lie that `starts` give."""
     if attention_mask is not None and attention_mask.dim() == 2:
         raise ValueError("cu_seq_lens_q and an attention_mask with padding contradict each other: pass one of them")
     shape = inputs.query.shape[:2]
@@ -143,7 +143,7 @@ def _packed(inputs: Inputs, attention_mask, starts, options: Options, max_q, max
 
 
 def _additive(mask: torch.Tensor, q, k) -> torch.Tensor:
-    """A 4-D mask as numbers to add to the scores."""
+    """Turn a 4-D mask into numbers to add to the scores."""
     mask = mask[..., : k.shape[1]]
     if mask.dtype != torch.bool:
         return mask
@@ -156,7 +156,7 @@ def _tells_sequences(position_ids, q, k) -> bool:
 
 
 def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: Options) -> torch.Tensor:
-    """As numbers to add to the scores: what `options` say, of the keys that a query `sees` and how far before it they
+    """Make numbers to add to the scores, of `options`, of the keys that a query `sees` and how far before it they
     are; both broadcast to [B, 1, T, S]."""
     if options.causal:
         sees = sees & (distance >= 0)
@@ -167,7 +167,7 @@ def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: Options) -> to
 
 
 def _causal_mask(q, k, options: Options, position_ids: torch.Tensor | None) -> torch.Tensor:
-    """The last query has the last key's position."""
+    """Make the mask of queries of which the last has the last key's position."""
     queries, keys = (
         torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
         torch.arange(k.shape[1], dtype=torch.int64, device=q.device),
@@ -181,7 +181,7 @@ def _causal_mask(q, k, options: Options, position_ids: torch.Tensor | None) -> t
 
 
 def _mask_of_starts(q, k, options: Options, starts) -> torch.Tensor:
-    """Of packed sequences: the last query of each has its last key's position."""
+    """Make the mask of packed sequences: the last query of each has its last key's position."""
     queries, keys = (
         torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
         torch.arange(k.shape[1], dtype=torch.int64, device=q.device),

@@ -30,7 +30,7 @@ def sinks_mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor | None:
-    """The mask, of what Transformers' mask functions take.
+    """Make the mask of what Transformers' mask functions take.
 
     Raises:
         ValueError: on CUDA, for what flash kernels cannot compute: masks of the model's own or the caller's, and a
@@ -61,17 +61,17 @@ def _check_pattern(mask_function, use_vmap: bool) -> None:
 
 
 def _is_whole(q_length, kv_length, q_offset, kv_offset) -> bool:
-    """Whether the last key is the last query's, as far as is known without asking the device."""
+    """Tell whether the last key is the last query's, as far as is known without asking the device."""
     return not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
 
 
 def _has_no_padding(attention_mask) -> bool:
-    """As far as is known without reading a mask that torch.compile traces."""
+    """Tell whether nothing is padding, as far as is known without reading a mask that torch.compile traces."""
     return attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))
 
 
 def _begins(mask_function, batch_size: int, length: int, device: torch.device) -> torch.Tensor:
-    """Of packed sequences, which tokens begin one: those that do not see the token before. Bool [B, T]."""
+    """Find the tokens that begin packed sequences: those that do not see the token before. Bool [B, T]."""
     batch = torch.arange(batch_size, dtype=torch.int64, device=device)[:, None]
     head, position = torch.zeros_like(batch), torch.arange(1, length, dtype=torch.int64, device=device)[None]
     sees_last = mask_function(batch, head, position, position - 1).expand(batch_size, length - 1)

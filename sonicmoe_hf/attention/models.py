@@ -1,4 +1,4 @@
-"""Which models have attention with sinks, which of them torch's flash kernels can compute, and what else would."""
+"""The models that have attention with sinks, those that torch's flash kernels can compute, and what else would."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_model(config) -> None:
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
-    """Whether the kernels with sinks can compute this model's attention."""
+    """Tell whether the kernels with sinks can compute this model's attention."""
     return _model_type(model) in SUPPORTED
 
 
@@ -37,7 +37,7 @@ def _model_type(model: PreTrainedModel) -> str:
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
-    """Why the kernels would not compute this model's training here, or None."""
+    """Say why the kernels would not compute this model's training here, or None."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "there is no NVIDIA GPU here"
     if torch.cuda.get_device_capability() < OLDEST_GPU:
@@ -48,14 +48,14 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return f"config.attention_dropout is {dropout}" if dropout else None
 
 
-def take_sinks(model: PreTrainedModel) -> None:
+def use_sinks_attention(model: PreTrainedModel) -> None:
     """Compute a model's attention by the kernels with sinks, if it has sinks and this machine's GPU runs them."""
     if has_sinks(model) and _obstacle(model) is None:
         model.set_attn_implementation(NAME)
 
 
 def describe_attention(model: PreTrainedModel) -> list[str]:
-    """For a model with sinks, sentences about what computes its attention; none for other models."""
+    """Describe what computes the attention of a model with sinks; no sentences for other models."""
     model_type = _model_type(model)
     if model_type in UNSUPPORTED:
         return [f'attention with sinks: attn_implementation="eager"; not "{NAME}": {UNSUPPORTED[model_type]}']

@@ -30,16 +30,16 @@ class Side(NamedTuple):
     token: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, T, ...] as [B * T, ...]."""
+        """Flatten x [B, T, ...] to [B * T, ...]."""
         x = x.flatten(0, 1)
         return x if self.token is None else x.index_select(0, self.token)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """[B, T, ...] of packed [B * T, ...]."""
+        """Make [B, T, ...] of packed [B * T, ...]."""
         return (packed if self.place is None else packed.index_select(0, self.place)).unflatten(0, self.shape)
 
     def clear_(self, packed: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """`packed`, with zeros for tokens that belong to no sequence: kernels leave anything there."""
+        """Fill `packed` with zeros for tokens that belong to no sequence: kernels leave anything there."""
         size = packed.shape[dim]
         outside = torch.arange(size, dtype=torch.int64, device=packed.device) >= self.starts[-1]
         shape = [1] * packed.dim()
@@ -48,7 +48,7 @@ class Side(NamedTuple):
 
 
 def side_of(is_real: torch.Tensor) -> Side:
-    """Of a padded batch's bool tensor [B, T]."""
+    """Make a side of a padded batch's bool tensor [B, T]."""
     flat = is_real.flatten()
     before = flat.cumsum(0)
     index = torch.arange(flat.shape[0], dtype=torch.int64, device=flat.device)
@@ -59,8 +59,8 @@ def side_of(is_real: torch.Tensor) -> Side:
 
 
 def sides_of(flags: torch.Tensor, num_queries: int) -> tuple[Side, Side]:
-    """The queries and the keys, of uint8 flags [B, S] (KEY, QUERY), in whose rows the same `num_queries` positions, one
-    after the other, have QUERY."""
+    """Make the queries and the keys of uint8 flags [B, S] (KEY, QUERY), in whose rows the same `num_queries` positions,
+    one after the other, have QUERY."""
     is_key = (flags & KEY).bool()
     keys = side_of(is_key)
     if num_queries == flags.shape[1]:
@@ -71,9 +71,9 @@ def sides_of(flags: torch.Tensor, num_queries: int) -> tuple[Side, Side]:
 
 
 def sequence_starts(begins: torch.Tensor) -> torch.Tensor | None:
-    """Of packed sequences, a bool tensor [B, T] that says which tokens begin one: int32 [B * T + 1] on the CPU, where
-    the lengths of sequences are needed: the positions of these tokens, row after row, and then the number of all tokens
-    as often as it takes. None if it is the rows alone that begin any, unless torch.compile traces."""
+    """Turn a bool tensor [B, T] of the tokens that begin packed sequences into starts: int32 [B * T + 1] on the CPU,
+    where the lengths of sequences are needed: the positions of these tokens, row after row, and then the number of all
+    tokens as often as it takes. None if it is the rows alone that begin any, unless torch.compile traces."""
     starts = _sequence_starts_op(False, begins)[0]
     if torch.compiler.is_compiling():
         return starts
@@ -82,7 +82,7 @@ def sequence_starts(begins: torch.Tensor) -> torch.Tensor | None:
 
 
 def ending_once(starts: torch.Tensor) -> torch.Tensor:
-    """Starts on the CPU, without what repeats the number of all tokens."""
+    """Copy starts to the CPU, without what repeats the number of all tokens."""
     return starts[: int((starts < starts[-1]).sum()) + 1]
 
 

@@ -20,15 +20,15 @@ _last: _Answer | None = None
 
 
 def begins_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Which tokens begin a sequence: bool [B, T], of position_ids [B or 1, T]."""
+    """Find the tokens that begin a sequence: bool [B, T], of position_ids [B or 1, T]."""
     begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
     return begins.expand(batch_size, -1)
 
 
 def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
-    """`sequence_starts` of them, kept for the model's other layers, which are given the same tensor, because it waits for
-    the GPU. torch.compile keeps one of the layers' ops. Under inference_mode it is computed for every layer, because such
-    a tensor has no version that would show a change in place."""
+    """Compute `sequence_starts` of them, kept for the model's other layers, which are given the same tensor, because it
+    waits for the GPU. torch.compile keeps one of the layers' ops. Under inference_mode it is computed for every layer,
+    because such a tensor has no version that would show a change in place."""
     global _last
     if torch.compiler.is_compiling() or position_ids.is_inference():
         return sequence_starts(begins_of(position_ids, batch_size))

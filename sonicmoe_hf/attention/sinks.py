@@ -22,7 +22,7 @@ from .packing import Side, check_not_captured, ending_once, sides_of
 
 
 class Inputs(NamedTuple):
-    """What can be differentiated by: query [B, T, H, D]; key and value [B, S, H / G, D], of which a value's heads may
+    """The tensors that have gradients: query [B, T, H, D]; key and value [B, S, H / G, D], of which a value's heads may
     have another size; sinks [H], or None for attention without."""
 
     query: torch.Tensor
@@ -32,10 +32,10 @@ class Inputs(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What a query sees besides `Options`; at most one of three. mask, on a CPU, is added to the scores, and says all.
-    flags, for the CUDA kernels: of a padded batch, uint8 [B, S] (packing.py). starts_q and starts_k, for them too: of
-    packed sequences, which go on from one row of the batch to the next, int32 [sequences + 1]; starts_k None where it
-    is the same, and then starts_q on a CPU may go on with the number of tokens."""
+    """The sequences that a query sees, besides `Options`; at most one of three. mask, on a CPU, is added to the scores,
+    and says all. flags, for the CUDA kernels: of a padded batch, uint8 [B, S] (packing.py). starts_q and starts_k, for
+    them too: of packed sequences, which go on from one row of the batch to the next, int32 [sequences + 1]; starts_k
+    None where it is the same, and then starts_q on a CPU may go on with the number of tokens."""
 
     mask: torch.Tensor | None = None
     flags: torch.Tensor | None = None
@@ -44,8 +44,8 @@ class Sequences(NamedTuple):
 
 
 class Options(NamedTuple):
-    """scale of the scores; causal and window as flash.Visible has them; the lengths of the longest packed sequences,
-    or 0 where they are to be read from the starts."""
+    """The options. scale of the scores; causal and window as flash.Visible has them; the lengths of the longest packed
+    sequences, or 0 where they are to be read from the starts."""
 
     scale: float
     causal: bool
@@ -62,7 +62,7 @@ def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[t
 
 
 def _sides(inputs: Inputs, sequences: Sequences, options: Options) -> tuple[Side | None, Side | None, flash.Visible]:
-    """The packed queries and keys, or None where the batch stays as it is, and what a query sees."""
+    """Return the packed queries and keys, or None where the batch stays as it is, and what a query sees."""
     q, k = inputs.query, inputs.key
     visible = flash.Visible(options.causal, options.window, mask=sequences.mask)
     if sequences.flags is not None:
@@ -96,7 +96,7 @@ def _has_nothing(inputs: Inputs) -> bool:
 
 
 def _add_sinks(o: torch.Tensor, l: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """o' in one piece of memory, and L."""
+    """Compute o' in one piece of memory, and L."""
     s = sinks.to(l.dtype)[:, None]
     l = l.masked_fill_(l == torch.inf, -torch.inf)  # what the CUDA kernels say of a query without keys
     with_sink = torch.logaddexp(l, s)
@@ -111,7 +111,7 @@ def _sink_gradient(do, o, l, sinks) -> torch.Tensor:
 
 
 def _attention_with_sinks(inputs: Inputs, sequences: Sequences, options: Options) -> list[torch.Tensor]:
-    """o' [B, T, H, D], and L [B, H, T], or [H, B * T] where sequences were packed."""
+    """Compute o' [B, T, H, D], and L [B, H, T], or [H, B * T] where sequences were packed."""
     if _has_nothing(inputs):
         return [like.zero_() for like in _fake_forward(inputs, sequences, options)]
     q, k, v, sinks = inputs
@@ -142,7 +142,7 @@ def _attention_with_sinks_backward(
     options: Options,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    """The gradients of inputs that `needs` asks for, in their order."""
+    """Compute the gradients of inputs that `needs` asks for, in their order."""
     if _has_nothing(inputs):
         return [like.zero_() for like in _fake_backward(do, o, l, inputs, sequences, options, needs)]
     q, k, v, sinks = inputs
@@ -172,7 +172,7 @@ def _setup_context(ctx, arguments, output):
 
 
 def _backward(ctx, do):
-    """The gradients of Inputs, None where nobody asks for one."""
+    """Compute the gradients of Inputs, None where nobody asks for one."""
     if do is None:
         return ()
     o, l, *tensors = ctx.saved_tensors
@@ -188,6 +188,6 @@ _BACKWARD = torch_op.GradientOp(_attention_with_sinks_backward, _fake_backward, 
 
 
 def attention_with_sinks(inputs: Inputs, sequences: Sequences, options: Options) -> torch.Tensor:
-    """The attention's result [B, T, H, D]. A query that sees no key has zeros, and gives zero gradients."""
+    """Compute attention [B, T, H, D]. A query that sees no key has zeros, and gives zero gradients."""
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return _FORWARD(needs_gradient, inputs, sequences, options)[0]

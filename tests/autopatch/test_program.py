@@ -78,7 +78,7 @@ def write(folder, name, text):
 
 @pytest.fixture
 def fake_transformers(tmp_path):
-    """A package of that name, whose import is quick."""
+    """Write a package of that name, whose import is quick."""
     write(tmp_path, "theirs/transformers/__init__.py", "")
     write(tmp_path, "theirs/transformers/modeling_utils.py", MODEL)
     return {"PYTHONPATH": str(tmp_path / "theirs")}

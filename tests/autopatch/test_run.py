@@ -81,7 +81,7 @@ train()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model of trained-like weights, its tokenizer, texts and pairs of a chosen and a rejected text."""
+    """Make a folder with a model of trained-like weights, its tokenizer, texts and pairs of a chosen and a rejected text."""
     folder = tmp_path_factory.mktemp("run")
     make_model(folder / "small-qwen3-moe")
     write_rows(folder / "texts", [{"text": text} for text in texts()])
@@ -107,13 +107,13 @@ def launch(*command, cwd, change=dict):
 
 
 def launch_own(*program, cwd, **settings):
-    """What `sonicmoe-hf run` gives way to, without that command's own start, which imports Transformers."""
+    """Launch what `sonicmoe-hf run` gives way to, without that command's own start, which imports Transformers."""
     command = _own_python(list(map(str, program)))
     return launch(*command, cwd=cwd, change=lambda own: _environment(RunSettings(**settings), own))
 
 
 def losses(output):
-    """The logged steps of a Trainer, without what differs from run to run."""
+    """Read the logged steps of a Trainer, without what differs from run to run."""
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     return [
         {name: entry[name] for name in ("loss", "grad_norm", "moe/load_cv")} for entry in history if "loss" in entry
@@ -126,7 +126,7 @@ def last_line(done):
 
 @pytest.fixture(scope="module")
 def losses_by_hand(folder):
-    """The losses on two gloo ranks, and those of one process."""
+    """Get the losses on two gloo ranks, and those of one process."""
     done = launch(sys.executable, "loop.py", "small-qwen3-moe", "by hand", cwd=folder)
     return [json.loads(line) for line in done.stdout.strip().splitlines()[-2:]]
 
@@ -153,7 +153,7 @@ def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_b
 
 @pytest.fixture(scope="module")
 def trained_by_hand(folder):
-    """The folder, in which this process has trained by TRL's trainers what its commands train."""
+    """Train by TRL's trainers in this process what its commands train; returns the folder."""
     sft = {**SHOWN, "report_to": "none", "gradient_checkpointing": True}
     for kind, data, options in (("SFT", "texts", sft), ("DPO", "pairs", TRAINING)):
         model = AutoModelForCausalLM.from_pretrained(folder / "small-qwen3-moe", dtype="float32")

@@ -26,7 +26,7 @@ LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 @pytest.fixture
 def make_session():
-    """A Session that follows nothing of this process but what a test hands it."""
+    """Make a Session that follows nothing of this process but what a test hands it."""
     AcceleratorState._reset_state(True)  # other tests' mixed precision
     yield lambda **settings: Session(RunSettings(**settings))
     AcceleratorState._reset_state(True)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def save_config(folder, **changes):
-    """A checkpoint's folder without weights: doctor reads the config alone."""
+    """Make a checkpoint's folder without weights: doctor reads the config alone."""
     CONFIGS["qwen3_moe"](**{"num_hidden_layers": 4, **changes}).save_pretrained(folder)
     return str(folder)
 

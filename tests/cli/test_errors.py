@@ -24,12 +24,12 @@ def hub(tmp_path_factory):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """A folder of the test's own to be in."""
+    """Go into a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
 
 
 def refusal(capsys, arguments):
-    """The sentence that a command ends with."""
+    """Return the sentence that a command ends with."""
     assert main(arguments) == 2
     printed = capsys.readouterr()
     if "--json" in arguments:

@@ -23,7 +23,7 @@ STEPS = 20
 
 
 class Tokens:
-    """What the demo's config asks of a tokenizer."""
+    """The attributes of a tokenizer that the demo's config reads."""
 
     eos_token_id = pad_token_id = 0
 
@@ -45,7 +45,7 @@ def blocks(count, generator):
 
 
 def losses(folder):
-    """The training losses, and the held-out ones (with top-k), of 20 steps with token rounding and balanced experts."""
+    """Compute the training losses, and the held-out ones (with top-k), of 20 steps with token rounding and balanced experts."""
     set_seed(0)
     settings = run.DemoSettings(steps=STEPS, output=Path(folder))
     model = AutoModelForCausalLM.from_config(

@@ -29,13 +29,13 @@ class Mutation(NamedTuple):
 
 
 def by_module(*names: str) -> dict[str, list[Mutation]]:
-    """The mutations of these files, by their names without .diff, or of all."""
+    """Read the mutations of these files, by their names without .diff, or of all."""
     every = sorted(path.stem for path in FOLDER.glob("*.diff"))
     return {name: list(read((FOLDER / f"{name}.diff").read_text())) for name in names or every}
 
 
 def read(text: str) -> Iterator[Mutation]:
-    """The mutations of a file."""
+    """Read the mutations of a file."""
     for group in text.split("\n@@ ")[1:]:
         head, *mutations = group.split("\n# ")
         path, file = head.split()
@@ -51,7 +51,7 @@ TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 def pattern_of(code: str) -> re.Pattern[str]:
-    """Matches `code` with any white space between its tokens, and with or without a comma before a closing bracket."""
+    """Match `code` with any white space between its tokens, and with or without a comma before a closing bracket."""
     tokens = list(TOKEN.finditer(code))
     pieces = [re.escape(tokens[0][0])]
     for before, token in itertools.pairwise(tokens):

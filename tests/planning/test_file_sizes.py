@@ -21,7 +21,7 @@ MODELS = {"gpt-oss-20b": (GPT_OSS, "mxfp4"), "Qwen3-30B-A3B": (Qwen3MoeConfig(**
 
 
 def bytes_of(config, format):
-    """What the tensors of a checkpoint take whose experts are in a format, and everything else in bf16."""
+    """Count the bytes of the tensors of a checkpoint whose experts are in a format, and everything else in bf16."""
     sizes = sizes_of(config)
     return 2 * (sizes.total - sizes.experts) + stored_bytes(sizes, format)
 

@@ -238,7 +238,7 @@ def test_a_batch_has_at_least_the_tokens_asked_for(tokens):
 
 
 def parts_of(command):
-    """(the launcher's words, the example, its options) of a command."""
+    """Split a command into (the launcher's words, the example, its options)."""
     words = shlex.split(command)
     place = next(index for index, word in enumerate(words) if word.endswith(".py"))
     return words[:place], Path(words[place]), words[place + 1 :]

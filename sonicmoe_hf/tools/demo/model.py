@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ...attention.models import take_sinks
+from ...attention.models import use_sinks_attention
 from ...formats.quantizer import mark_model_packed
 from ...formats.shares import keep_from_fsdp, restore_parameters
 from ...formats.state import hold_packed, local_part
@@ -168,7 +168,7 @@ def _made(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
     """Build the model of a config, with the attention that from_pretrained would choose unless the options name one."""
     model = (auto_class_of(config) or AutoModelForCausalLM).from_config(config, **options)
     if options.get("attn_implementation") is None:
-        take_sinks(model)
+        use_sinks_attention(model)
     return model
 
 
