@@ -186,16 +186,16 @@ def _activate_h(h, interleaved, activation: Activation, da=1.0):
     return a, gradients
 
 
-def _add_extra(product, extra: LoraTerm | None, expert, span):
-    return product if extra is None else product + extra.rows_PJ[span] @ extra.factor_ENJ[expert].T
+def _add_lora(product, lora: LoraTerm | None, expert, span):
+    return product if lora is None else product + lora.shrunk_PJ[span] @ lora.factor_ENJ[expert].T
 
 
-def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora=None):
     num_rows, width = rows.token.numel(), gate_up_E2IH.shape[1]
     h_R2I = x_TH.new_empty(num_rows, width)
     a_RI = x_TH.new_empty(num_rows, activation.inner(width)) if want_a else None
     for e, span in _spans(rows):
-        h = _add_extra(x_TH[rows.token[span]] @ gate_up_E2IH[e].T, extra, e, span)
+        h = _add_lora(x_TH[rows.token[span]] @ gate_up_E2IH[e].T, lora, e, span)
         h_R2I[span] = h if bias_E2I is None else h + bias_E2I[e]
         if a_RI is not None:
             h = h_R2I[span].to(accumulation_dtype(x_TH.dtype))
@@ -203,45 +203,45 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     return h_R2I if want_h else None, a_RI
 
 
-def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+def down(a_RI, down_EHI, bias_EH, rows, lora=None):
     y_RH = a_RI.new_empty(a_RI.shape[0], down_EHI.shape[1])
     for e, span in _spans(rows):
-        y = _add_extra(a_RI[span] @ down_EHI[e].T, extra, e, span)
+        y = _add_lora(a_RI[span] @ down_EHI[e].T, lora, e, span)
         y_RH[span] = y if bias_EH is None else y + bias_EH[e]
     return y_RH
 
 
-def scaled_up(x: ScaledRows, gate_up: PackedOperand, rows, activation, dtype, want_h, want_a, want_scaled, extra=None):
+def scaled_up(x: ScaledRows, gate_up: PackedOperand, rows, activation, dtype, want_h, want_a, want_scaled, lora=None):
     num_rows, width = rows.token.numel(), gate_up.codes.shape[1]
     h_R2I = x.scales.new_empty(num_rows, width, dtype=dtype)
     a_RI = h_R2I.new_empty(num_rows, activation.inner(width), dtype=torch.float32)
     for e, span in _spans(rows):
         token = rows.token[span]
         own = ScaledRows(x.codes[token], x.scales[token])
-        h = _add_extra(scaled_product(own, gate_up.codes[e], gate_up.scales[e]), _in_fp32(extra), e, span)
+        h = _add_lora(scaled_product(own, gate_up.codes[e], gate_up.scales[e]), _in_fp32(lora), e, span)
         h_R2I[span] = h.to(h_R2I.dtype)
         a_RI[span] = _activate_h(h_R2I[span].float(), False, activation)[0]
     a = a_RI.to(h_R2I.dtype) if want_a else None
     return h_R2I if want_h else None, a, scale_rows(a_RI) if want_scaled else None
 
 
-def scaled_down(a: ScaledRows, down: PackedOperand, rows, dtype, extra=None):
+def scaled_down(a: ScaledRows, down: PackedOperand, rows, dtype, lora=None):
     y_RH = a.scales.new_empty(len(a.codes), down.codes.shape[1], dtype=dtype)
     for e, span in _spans(rows):
         own = ScaledRows(*(part[span] for part in a))
-        y = _add_extra(scaled_product(own, down.codes[e], down.scales[e]), _in_fp32(extra), e, span)
+        y = _add_lora(scaled_product(own, down.codes[e], down.scales[e]), _in_fp32(lora), e, span)
         y_RH[span] = y.to(y_RH.dtype)
     return y_RH
 
 
 def scaled_down_backward(
-    dout: ScaledRows, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra=None
+    dout: ScaledRows, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, lora=None
 ):
     def da_of(expert, span):
         token = rows.token[span]
         own = ScaledRows(dout.codes[token], dout.scales[token])
         product = scaled_product(own, down.codes[expert], down.scales[expert])
-        return _add_extra(product, _in_fp32(extra), expert, span).to(h_R2I.dtype)
+        return _add_lora(product, _in_fp32(lora), expert, span).to(h_R2I.dtype)
 
     dh_R2I, a_RI, dw_P = _rows_backward(
         da_of, h_R2I, weight_P, rows, activation, False, want_dh or want_scaled, want_a, want_dw
@@ -249,8 +249,8 @@ def scaled_down_backward(
     return dh_R2I if want_dh else None, a_RI, dw_P, scale_halves(dh_R2I) if want_scaled else None
 
 
-def _in_fp32(extra: LoraTerm | None):
-    return None if extra is None else LoraTerm(*(tensor.float() for tensor in extra))
+def _in_fp32(lora: LoraTerm | None):
+    return None if lora is None else LoraTerm(*(tensor.float() for tensor in lora))
 
 
 def combine(y_RH, weight_P, rows, num_tokens):
@@ -266,10 +266,10 @@ def combine(y_RH, weight_P, rows, num_tokens):
 
 
 def down_backward(
-    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora=None
 ):
     def da_of(expert, span):
-        return _add_extra(dout_TH[rows.token[span]] @ down_EHI[expert], extra, expert, span)
+        return _add_lora(dout_TH[rows.token[span]] @ down_EHI[expert], lora, expert, span)
 
     dh_R2I, a_RI, dw_P = _rows_backward(
         da_of, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
@@ -299,10 +299,10 @@ def _rows_backward(da_of, h_R2I, weight_P, rows, activation, interleaved, want_d
     return dh_R2I, a_RI, dw_P
 
 
-def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
+def up_backward_input(dh_R2I, gate_up_E2IH, rows, lora=None):
     dx_RH = dh_R2I.new_empty(dh_R2I.shape[0], gate_up_E2IH.shape[2])
     for e, span in _spans(rows):
-        dx_RH[span] = _add_extra(dh_R2I[span] @ gate_up_E2IH[e], extra, e, span)
+        dx_RH[span] = _add_lora(dh_R2I[span] @ gate_up_E2IH[e], lora, e, span)
     return dx_RH
 
 
@@ -355,29 +355,29 @@ def lora_shrink(source, factor_EKJ, rows, scale, gathered):
     return out_PJ
 
 
-def lora_b_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
-    drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered) if want_rank else None
+def lora_b_backward(source, b_ENJ, shrunk_PJ, weight_P, rows, scale, gathered, want_dshrunk, like_ENj):
+    dshrunk_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered) if want_dshrunk else None
     if like_ENj is None:
-        return drank_PJ, None
+        return dshrunk_PJ, None
     if weight_P is not None:
         # rows past R name no pair
         weight_R1 = F.pad(weight_P, (0, 1))[rows.pair][:, None]
-        rank_PJ = (weight_R1 * rank_PJ).to(rank_PJ.dtype)
+        shrunk_PJ = (weight_R1 * shrunk_PJ).to(shrunk_PJ.dtype)
     gradient = torch.zeros_like(like_ENj)
     view = gradient.as_strided(*b_by_expert(gradient.shape, gradient.stride(), len(b_ENJ)))
-    _write_factor_gradient(view, source, rank_PJ, rows, gathered)
-    return drank_PJ, gradient
+    _write_factor_gradient(view, source, shrunk_PJ, rows, gathered)
+    return dshrunk_PJ, gradient
 
 
-def lora_a_gradient(rank_PJ, source, rows, gathered, like_EjK):
+def lora_a_gradient(shrunk_PJ, source, rows, gathered, like_EjK):
     gradient = torch.zeros_like(like_EjK)
     view = gradient.as_strided(*a_by_expert(gradient.shape, gradient.stride(), rows.offsets.shape[0] - 1))
-    _write_factor_gradient(view.transpose(1, 2), source, rank_PJ, rows, gathered)
+    _write_factor_gradient(view.transpose(1, 2), source, shrunk_PJ, rows, gathered)
     return gradient
 
 
-def _write_factor_gradient(gradient_ENj, source, rank_PJ, rows, gathered):
+def _write_factor_gradient(gradient_ENj, source, shrunk_PJ, rows, gathered):
     dtype = accumulation_dtype(source.dtype)
     for e, span in _spans(rows):
         wide = _source_rows(source, rows, span, gathered).to(dtype)
-        gradient_ENj[e] = wide.T @ rank_PJ[span, : gradient_ENj.shape[2]].to(dtype)
+        gradient_ENj[e] = wide.T @ shrunk_PJ[span, : gradient_ENj.shape[2]].to(dtype)

@@ -58,6 +58,12 @@ class Rows(NamedTuple):
         return self.tiles[-1]
 
 
+def unwritten_rows(like: torch.Tensor, num_pairs: int, num_tokens: int, num_experts: int, num_tiles: int) -> Rows:
+    """Allocate Rows of these sizes on the device of `like`; num_tiles: the backend's `tile_table_length`."""
+    sizes = ((num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3))
+    return Rows(*[like.new_empty(size, dtype=torch.int32) for size in sizes])
+
+
 class Weighting(NamedTuple):
     """How a token's experts are weighted: S, over its sum on the token's experts (+ epsilon) if `normalised`, * scale."""
 
@@ -89,14 +95,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class LoraTerm(NamedTuple):
-    """An adapter's part of a product with a weight [E, N, K]: rows_PJ @ factor_ENJ[e]^T, added to the product in fp32
-    before bias and activation. Depth beyond K: [rows_RK | rows_PJ] @ [weight | factor]^T.
+    """An adapter's part of a product with a weight [E, N, K]: shrunk_PJ @ factor_ENJ[e]^T, added to the product in fp32
+    before bias and activation. Depth beyond K: [rows_RK | shrunk_PJ] @ [weight | factor]^T.
 
-    rows_PJ: contiguous, in the dtype and the order of the rows; what `lora_shrink` or `lora_b_backward` gave.
+    shrunk_PJ: contiguous, in the dtype and the order of the rows; what `lora_shrink` or `lora_b_backward` gave.
     factor_ENJ: in the weight's dtype, without gaps, and in the weight's order: J is contiguous where K is, else N.
     """
 
-    rows_PJ: torch.Tensor
+    shrunk_PJ: torch.Tensor
     factor_ENJ: torch.Tensor
 
 
@@ -138,12 +144,12 @@ class Backend(Protocol):
 
     def up(
         self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,
-        want_a: bool, extra: LoraTerm | None = None,
+        want_a: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. extra: (u, B1)."""
+        """h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. lora: (u, B1)."""
 
-    def down(self, a_RI, down_EHI, bias_EH, rows: Rows, extra: LoraTerm | None = None) -> torch.Tensor:
-        """y_RH. down_EHI: as gate_up. extra: (v, B2)."""
+    def down(self, a_RI, down_EHI, bias_EH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:
+        """y_RH. down_EHI: as gate_up. lora: (v, B2)."""
 
     def scale_rows(self, x_TH, smallest: float = SMALLEST) -> ScaledRows:
         """x in FP8, for `scaled_up`; or dout."""
@@ -153,21 +159,21 @@ class Backend(Protocol):
 
     def scaled_up(
         self, x: ScaledRows, gate_up: PackedOperand, rows: Rows, activation: Activation, dtype: torch.dtype,
-        want_h: bool, want_a: bool, want_scaled: bool, extra: LoraTerm | None = None,
+        want_h: bool, want_a: bool, want_scaled: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
         """`up` with FP8 products (scaled.py) of a packed FP8 weight, gates before ups, without bias: h_R2I and a_RI in
         `dtype`, and a in FP8 for `scaled_down`. a is computed from the rounded h. want_a: only beside want_scaled."""
 
     def scaled_down(
         self, a: ScaledRows, down: PackedOperand | ScaledWeight, rows: Rows, dtype: torch.dtype,
-        extra: LoraTerm | None = None,
+        lora: LoraTerm | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """`down` with FP8 products: y_RH in `dtype`. Or `up_backward_input`: dx_RH, of what `scaled_down_backward` gave
         and gate_up `transposed`."""
 
     def scaled_down_backward(
         self, dout: ScaledRows, down: ScaledWeight, h_R2I, weight_P, rows: Rows, activation: Activation, want_dh: bool,
-        want_a: bool, want_dw: bool, want_scaled: bool, extra: LoraTerm | None = None,
+        want_a: bool, want_dw: bool, want_scaled: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
         """`down_backward` with FP8 products, of `transposed` down; and dh in FP8 (scaled.scale_halves of dh)."""
 
@@ -176,12 +182,12 @@ class Backend(Protocol):
 
     def down_backward(
         self, dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows: Rows, activation: Activation, interleaved: bool,
-        want_dh: bool, want_a: bool, want_dw: bool, extra: LoraTerm | None = None,
+        want_dh: bool, want_a: bool, want_dw: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """dh_R2I, a' = w a [R, I] and dw_P. extra: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
+        """dh_R2I, a' = w a [R, I] and dw_P. lora: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
 
-    def up_backward_input(self, dh_R2I, gate_up_E2IH, rows: Rows, extra: LoraTerm | None = None) -> torch.Tensor:
-        """dx_RH, the gradient of gathered x. extra: (du, A1 as [E, H, J])."""
+    def up_backward_input(self, dh_R2I, gate_up_E2IH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:
+        """dx_RH, the gradient of gathered x. lora: (du, A1 as [E, H, J])."""
 
     def gate_up_gradient(self, dh_R2I, x_TH, rows: Rows, like_E2IH) -> torch.Tensor:
         """dh^T x, in the dtype and strides of `like_E2IH`."""
@@ -206,16 +212,25 @@ class Backend(Protocol):
         """
 
     def lora_b_backward(
-        self, source, b_ENJ, rank_PJ, weight_P, rows: Rows, scale: float, gathered: bool, want_rank: bool, like_ENj
+        self,
+        source,
+        b_ENJ,
+        shrunk_PJ,
+        weight_P,
+        rows: Rows,
+        scale: float,
+        gathered: bool,
+        want_dshrunk: bool,
+        like_ENj,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What both read a product's gradient: scale * source @ B[e] [P, J], and dB = source^T rank in the dtype,
         shape and strides of `like_ENj`, whose rank j <= J is not padded (None: no dB; either form of factors.py). Sums
         in fp32.
 
         (dv, dB2): source dout_TH, gathered; rank v, times weight_P. (du, dB1): source dh_R2I; rank u; weight_P is None.
-        rank_PJ may be None where no dB is wanted.
+        shrunk_PJ may be None where no dB is wanted.
         """
 
-    def lora_a_gradient(self, rank_PJ, source, rows: Rows, gathered: bool, like_EjK) -> torch.Tensor:
+    def lora_a_gradient(self, shrunk_PJ, source, rows: Rows, gathered: bool, like_EjK) -> torch.Tensor:
         """dA = rank^T source, summed in fp32, in the dtype, shape and strides of `like_EjK` (either form of factors.py):
         of du and gathered x_TH, or of dv and a'_RI."""

@@ -68,24 +68,24 @@ def _dense(weight) -> bool:
     return any(all(n == 1 or s == form for n, s, form in zip(weight.shape, weight.stride(), one)) for one in forms)
 
 
-def _extra_fits(extra, weight) -> bool:
+def _lora_fits(lora, weight) -> bool:
     """Whether the Hopper kernels take an interface.LoraTerm, or None, beside this weight [E, N, K]."""
-    if extra is None:
+    if lora is None:
         return True
-    rows, factor = extra
+    rows, factor = lora
     same_order = (factor.stride(2) == 1) == (weight.stride(2) == 1)
     aligned = rows.shape[1] % ALIGNMENT == 0 and (rows.data_ptr() | factor.data_ptr()) % 16 == 0
     same_dtype = rows.dtype == factor.dtype == weight.dtype
     return same_dtype and aligned and rows.is_contiguous() and same_order and _dense(factor)
 
 
-def _operands(extra):
+def _operands(lora):
     """An adapter's rows and factor, None without one."""
-    return (None, None) if extra is None else tuple(extra)
+    return (None, None) if lora is None else tuple(lora)
 
 
-def _rank(extra) -> int:
-    return 0 if extra is None else extra.rows_PJ.shape[1]
+def _rank(lora) -> int:
+    return 0 if lora is None else lora.shrunk_PJ.shape[1]
 
 
 def _schedule(rows, tensor):
@@ -117,31 +117,31 @@ def _run_on_its_device(kernel, tensor, *arguments):
             recorder.call(kernel, tensor, *arguments)
 
 
-def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora=None):
     if isinstance(gate_up_E2IH, PackedOperand):
-        return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
+        return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora)
     _, width, hidden = gate_up_E2IH.shape
     inner = activation.inner(width)
     sizes = (hidden, inner)
-    taken = _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH) and _extra_fits(extra, gate_up_E2IH)
+    taken = _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH) and _lora_fits(lora, gate_up_E2IH)
     if _has_few(rows) or not taken:
-        return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
+        return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, inner) if want_a else None
     kernel = _first(
         _compiled().gemm_up, x_TH.dtype, hidden, inner, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h,
-        want_a, activation, interleaved, _rank(extra), tile("gemm_up", width),
+        want_a, activation, interleaved, _rank(lora), tile("gemm_up", width),
     )  # fmt: skip
     _run_on_its_device(
-        kernel, x_TH, gate_up_E2IH, bias_E2I, *_operands(extra), h_R2I, a_RI, rows.token, *_schedule(rows, x_TH)
+        kernel, x_TH, gate_up_E2IH, bias_E2I, *_operands(lora), h_R2I, a_RI, rows.token, *_schedule(rows, x_TH)
     )
     return h_R2I, a_RI
 
 
-def _product(fallback, source_RK, weight_ENK, bias_EN, rows, extra):
+def _product(fallback, source_RK, weight_ENK, bias_EN, rows, lora):
     taken = _fits(rows, weight_ENK.shape[1:], None, source_RK, weight_ENK) and _dense(weight_ENK)
-    if not taken or not _extra_fits(extra, weight_ENK):
+    if not taken or not _lora_fits(lora, weight_ENK):
         return fallback()
     (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
@@ -153,29 +153,29 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows, extra):
         depth,
         weight_ENK.stride(2) == 1,
         bias_EN is not None,
-        _rank(extra),
+        _rank(lora),
     )
     kernel = kernels[row_bucket(num_rows, num_experts)]
     _run_on_its_device(
-        kernel, source_RK, weight_ENK, bias_EN, *_operands(extra), out_RN, rows.token, *_schedule(rows, source_RK)
+        kernel, source_RK, weight_ENK, bias_EN, *_operands(lora), out_RN, rows.token, *_schedule(rows, source_RK)
     )
     return out_RN
 
 
-def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+def down(a_RI, down_EHI, bias_EH, rows, lora=None):
     if isinstance(down_EHI, PackedOperand):
-        return triton.down(a_RI, down_EHI, bias_EH, rows, extra)
-    return _product(lambda: triton.down(a_RI, down_EHI, bias_EH, rows, extra), a_RI, down_EHI, bias_EH, rows, extra)
+        return triton.down(a_RI, down_EHI, bias_EH, rows, lora)
+    return _product(lambda: triton.down(a_RI, down_EHI, bias_EH, rows, lora), a_RI, down_EHI, bias_EH, rows, lora)
 
 
-def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
+def up_backward_input(dh_R2I, gate_up_E2IH, rows, lora=None):
     return _product(
-        lambda: triton.up_backward_input(dh_R2I, gate_up_E2IH, rows, extra),
+        lambda: triton.up_backward_input(dh_R2I, gate_up_E2IH, rows, lora),
         dh_R2I,
         gate_up_E2IH.transpose(1, 2),
         None,
         rows,
-        extra,
+        lora,
     )
 
 
@@ -191,11 +191,11 @@ def _pairs(codes):
     return codes.view(torch.bfloat16)
 
 
-def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra=None):
+def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, lora=None):
     _, width, hidden = gate_up.codes.shape
     inner = activation.inner(width)
     if not _scaled_fits(x, gate_up, rows, (hidden, inner), dtype):
-        return triton.scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra)
+        return triton.scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, lora)
     num_pairs = rows.token.numel()
     h_R2I = x.scales.new_empty(num_pairs, width, dtype=dtype) if want_h else None
     a_RI = x.scales.new_empty(num_pairs, inner, dtype=dtype) if want_a else None
@@ -203,36 +203,36 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     if want_scaled:
         scaled_a = empty_rows(x, num_pairs, inner)
         outputs = _pairs(scaled_a.codes), scaled_a.scales
-    kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(extra))
+    kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(lora))
     _run_on_its_device(
-        kernel, _pairs(x.codes), _pairs(gate_up.codes), x.scales, block_scales(gate_up), *_operands(extra), h_R2I, a_RI,
+        kernel, _pairs(x.codes), _pairs(gate_up.codes), x.scales, block_scales(gate_up), *_operands(lora), h_R2I, a_RI,
         *outputs, rows.token, *_schedule(rows, x.codes),
     )  # fmt: skip
     return h_R2I, a_RI, scaled_a
 
 
-def scaled_down(a, down, rows, dtype, extra=None):
+def scaled_down(a, down, rows, dtype, lora=None):
     _, hidden, inner = down.codes.shape
     if not _scaled_fits(a, down, rows, (hidden, inner), dtype):
-        return triton.scaled_down(a, down, rows, dtype, extra)
+        return triton.scaled_down(a, down, rows, dtype, lora)
     y_RH = a.scales.new_empty(len(a.codes), hidden, dtype=dtype)
-    kernel = _compiled().gemm_fp8_down(hidden, inner, _rank(extra))
+    kernel = _compiled().gemm_fp8_down(hidden, inner, _rank(lora))
     _run_on_its_device(
-        kernel, _pairs(a.codes), _pairs(down.codes), a.scales, block_scales(down), *_operands(extra), y_RH, rows.token,
+        kernel, _pairs(a.codes), _pairs(down.codes), a.scales, block_scales(down), *_operands(lora), y_RH, rows.token,
         *_schedule(rows, a.codes),
     )  # fmt: skip
     return y_RH
 
 
 def scaled_down_backward(
-    dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra=None
+    dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, lora=None
 ):
     _, inner, hidden = down.codes.shape
     num_pairs, groups = rows.token.numel(), -(-inner // FP8_BLOCK)
     fits = _scaled_fits(dout, down, rows, (hidden, inner), h_R2I.dtype) and groups * num_pairs < MAX_ELEMENTS
     if not fits or h_R2I.data_ptr() % 16:
         return triton.scaled_down_backward(
-            dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra
+            dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, lora
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
@@ -242,36 +242,36 @@ def scaled_down_backward(
         scaled_dh = empty_rows(dout, num_pairs, 2 * groups * FP8_BLOCK)
         outputs = _pairs(scaled_dh.codes), scaled_dh.scales
     kernel = _compiled().gemm_fp8_down_backward(
-        hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(extra)
+        hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(lora)
     )
     _run_on_its_device(
-        kernel, _pairs(dout.codes), _pairs(down.codes), dout.scales, block_scales(down), *_operands(extra), h_R2I,
+        kernel, _pairs(dout.codes), _pairs(down.codes), dout.scales, block_scales(down), *_operands(lora), h_R2I,
         weight_P, dh_R2I, a_RI, *outputs, parts, rows.pair, rows.token, *_schedule(rows, dout.codes),
     )  # fmt: skip
     return dh_R2I, a_RI, triton.routing_gradient(parts, h_R2I, None, rows) if want_dw else None, scaled_dh
 
 
 def down_backward(
-    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora=None
 ):
     num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     chosen = tile("gemm_down_backward", inner)
     num_parts = -(-inner // chosen.columns)
     taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_parts * num_pairs < MAX_ELEMENTS
     weight_EIH = down_EHI.transpose(1, 2)
-    if _has_few(rows) or not taken or not _dense(down_EHI) or not _extra_fits(extra, weight_EIH):
+    if _has_few(rows) or not taken or not _dense(down_EHI) or not _lora_fits(lora, weight_EIH):
         return triton.down_backward(
-            dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra
+            dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     parts = weight_P.new_empty(num_parts, num_pairs) if want_dw else None
     kernel = _compiled().gemm_down_backward(
         dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
-        interleaved, _rank(extra), chosen,
+        interleaved, _rank(lora), chosen,
     )  # fmt: skip
     _run_on_its_device(
-        kernel, dout_TH, weight_EIH, *_operands(extra), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
+        kernel, dout_TH, weight_EIH, *_operands(lora), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
         *_schedule(rows, dout_TH),
     )  # fmt: skip
     return dh_R2I, a_RI, triton.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..interface import Rows
+from ..interface import Rows, unwritten_rows
 from ..tape import Taped
 from .config import SMALLEST_TILE, tile_rows
 from .launch import cdiv, launch_kernel, next_power_of_2
@@ -263,21 +263,6 @@ def tile_table_length(num_pairs, num_experts):
     return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts + 1
 
 
-def _no_rows(num_tokens, num_experts, device):
-    def new(*size):
-        return torch.zeros(size, dtype=torch.int32, device=device)
-
-    return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts + 1, 3) - 1)
-
-
-def unwritten_rows(like, num_pairs, num_tokens, num_experts):
-    """Rows of these sizes; `like`: any int32 tensor of their device."""
-    new = like.new_empty
-    num_tiles = tile_table_length(num_pairs, num_experts)
-    sizes = (num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3)
-    return Rows(*map(new, sizes))
-
-
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     return Rows._make(_TAPES([expert_P, token_P, num_tokens, num_experts, sentinels]))
 
@@ -288,19 +273,21 @@ def _dispatch(arguments):
     arguments.clear()
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
     num_pairs = expert_P.shape[0]
+    num_tiles = tile_table_length(num_pairs, num_experts)
     if not num_pairs:
-        return list(_no_rows(num_tokens, num_experts, device))
+        rows = unwritten_rows(expert_P, 0, num_tokens, num_experts, num_tiles)
+        return [*(tensor.zero_() for tensor in rows[:-1]), rows.tiles.fill_(-1)]
     is_few = token_P is None and num_pairs <= FEW_PAIRS
     num_blocks, bins = cdiv(num_pairs, FEW_BLOCK if is_few else BLOCK), next_power_of_2(num_experts + 1)
     rows_of_tile = tile_rows(num_pairs, num_experts)
     # of the kernels that write rows and tiles, which take as many programs as blocks and experts, and one more
     top_k = max(num_pairs // max(num_tokens, 1), 1)
-    numbers = num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k
+    numbers = num_pairs, num_blocks, num_tokens, num_tiles - 1, top_k
     # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
     checked = {"debug": not sentinels, "sanitize_overflow": False}
     size = 0 if is_few else num_blocks * (BLOCK + num_experts + 1) + num_experts + 2
     scratch = torch.empty(size, dtype=torch.int32, device=device)
-    rows, new = unwritten_rows(scratch, num_pairs, num_tokens, num_experts), scratch.new_empty
+    rows, new = unwritten_rows(scratch, num_pairs, num_tokens, num_experts, num_tiles), scratch.new_empty
     if is_few:
         constants = num_experts, bins, FEW_PAIRS, FEW_BLOCK, FEW_CHUNK, rows_of_tile, not sentinels
         launch_kernel(

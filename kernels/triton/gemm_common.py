@@ -59,22 +59,22 @@ def _multipliable(tile):
 
 
 @triton.jit
-def add_extra(
-    product, rank, factor, expert, row, end, column, is_column, J: tl.constexpr, STRIDE_E: tl.constexpr,
+def add_lora(
+    product, shrunk, factor, expert, row, end, column, is_column, J: tl.constexpr, STRIDE_E: tl.constexpr,
     STRIDE_N: tl.constexpr, STRIDE_J: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """product + rank[row] @ factor[expert]^T, rank [P, J], factor [E, N, J]; product itself without an adapter.
+    """product + shrunk[row] @ factor[expert]^T, shrunk [P, J], factor [E, N, J]; product itself without an adapter.
 
     After the main loop, whose shared memory is free again then.
     """
-    if rank is not None:
+    if shrunk is not None:
         # fp32 takes 32 always: of 16, Triton 3.6 reads beyond shared memory for sm_90 (64-byte swizzle, two warp groups)
-        DEPTH: tl.constexpr = 16 if J <= 16 and rank.dtype.element_ty.primitive_bitwidth <= 16 else 32
-        rank_row = rank + tl.minimum(row, end - 1).to(tl.int64)[:, None] * J
+        DEPTH: tl.constexpr = 16 if J <= 16 and shrunk.dtype.element_ty.primitive_bitwidth <= 16 else 32
+        shrunk_row = shrunk + tl.minimum(row, end - 1).to(tl.int64)[:, None] * J
         factor_column = factor + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
         for start in tl.range(0, J, DEPTH, num_stages=1):
             j = start + tl.arange(0, DEPTH)
-            left = tl.load(rank_row + j[None, :], mask=(j < J)[None, :], other=0.0)
+            left = tl.load(shrunk_row + j[None, :], mask=(j < J)[None, :], other=0.0)
             is_read = (j < J)[:, None] & is_column[None, :]
             right = tl.load(factor_column + j[:, None] * STRIDE_J, mask=is_read, other=0.0)
             product = tl.dot(left, right, product, input_precision=PRECISION)
@@ -209,8 +209,8 @@ def scaled_output(is_wanted, like, num_rows, columns):
     return rows, as_e4m3(rows.codes), rows.scales
 
 
-def extra_operands(extra):
-    """The tensors and the constants of `add_extra`, of an interface.LoraTerm or None."""
-    if extra is None:
+def lora_operands(lora):
+    """The tensors and the constants of `add_lora`, of an interface.LoraTerm or None."""
+    if lora is None:
         return (None, None), (0, 0, 0, 0)
-    return tuple(extra), (extra.rows_PJ.shape[1], *extra.factor_ENJ.stride())
+    return tuple(lora), (lora.shrunk_PJ.shape[1], *lora.factor_ENJ.stride())

@@ -12,11 +12,11 @@ from .descriptors import row_descriptor, weight_descriptor
 from .gemm_common import (
     GROUP,
     T_DEPENDENT,
-    add_extra,
+    add_lora,
     bias_strides,
     described_product,
-    extra_operands,
     gemm_plan,
+    lora_operands,
     pointer_product,
     precision,
     real_row_tiles,
@@ -29,7 +29,7 @@ from .launch import launch_kernel
 
 @triton.jit
 def _down_tile(
-    expert, first, end, column_tile, source, weight, bias, rank, factor, out, source_scales, weight_scales,
+    expert, first, end, column_tile, source, weight, bias, shrunk, factor, out, source_scales, weight_scales,
     N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
@@ -53,8 +53,8 @@ def _down_tile(
             weight_scales, expert * tl.cdiv(N, GROUP) + tl.minimum(column, N - 1) // GROUP,
             column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
         )  # fmt: skip
-    product = add_extra(
-        product, rank, factor, expert, row, end, column, column < N,
+    product = add_lora(
+        product, shrunk, factor, expert, row, end, column, column < N,
         J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
     )  # fmt: skip
     if bias is not None:
@@ -69,25 +69,25 @@ def _down_tile(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_down_kernel(
-    source, weight, bias, rank, factor, out, source_scales, weight_scales, tiles, num_row_tiles,
+    source, weight, bias, shrunk, factor, out, source_scales, weight_scales, tiles, num_row_tiles,
     N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RASTER: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E, N, J]. With
+    """out[r] = source[r] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E, N, J]. With
     scales source and weight are in FP8."""
     if DESCRIBED:
         num_row_tiles = real_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
         # flattened, the next tile's loads are under way while this one is stored; an adapter's part is not in that loop
-        FLATTEN: tl.constexpr = rank is None
+        FLATTEN: tl.constexpr = shrunk is None
         for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=FLATTEN):
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), RASTER)
             expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
             _down_tile(
-                expert, first, end, column_tile, source, weight, bias, rank, factor, out, source_scales, weight_scales,
+                expert, first, end, column_tile, source, weight, bias, shrunk, factor, out, source_scales, weight_scales,
                 N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
                 DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
             )  # fmt: skip
@@ -97,13 +97,13 @@ def gemm_down_kernel(
         if expert < 0:
             return
         _down_tile(
-            expert, first, end, column_tile, source, weight, bias, rank, factor, out, source_scales, weight_scales,
+            expert, first, end, column_tile, source, weight, bias, shrunk, factor, out, source_scales, weight_scales,
             N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
             DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
         )  # fmt: skip
 
 
-def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra, dtype=None, scales=(None, None)):
+def _product(kernel, source_RK, weight_ENK, bias_EN, rows, lora, dtype=None, scales=(None, None)):
     """dtype: of the product, if that is not the operands'."""
     num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns, dtype=dtype)
@@ -114,29 +114,29 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra, dtype=None, sc
             tile_columns, depth = plan.blocks.columns, plan.blocks.depth
             operands = row_descriptor(source_RK, plan.rows, depth), weight_descriptor(weight_ENK, tile_columns, depth)
         described = None not in operands
-        extra_tensors, extra_constants = extra_operands(extra)
+        lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
             gemm_down_kernel, plan.grid(persistent=described),
-            (*(operands if described else (source_RK, weight_ENK)), bias_EN, *extra_tensors, out_RN, *scales,
+            (*(operands if described else (source_RK, weight_ENK)), bias_EN, *lora_tensors, out_RN, *scales,
              rows.tiles),
             (plan.row_tiles,),
-            (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *extra_constants, *plan.tile,
+            (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *lora_constants, *plan.tile,
              precision(out_RN.dtype)),
             **plan.options,
         )  # fmt: skip
     return out_RN
 
 
-def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+def down(a_RI, down_EHI, bias_EH, rows, lora=None):
     if isinstance(down_EHI, PackedOperand):
-        return packed_down(a_RI, down_EHI, bias_EH, rows, extra)
-    return _product("down", a_RI, down_EHI, bias_EH, rows, extra)
+        return packed_down(a_RI, down_EHI, bias_EH, rows, lora)
+    return _product("down", a_RI, down_EHI, bias_EH, rows, lora)
 
 
-def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
-    return _product("up_backward_input", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra)
+def up_backward_input(dh_R2I, gate_up_E2IH, rows, lora=None):
+    return _product("up_backward_input", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, lora)
 
 
-def scaled_down(a, down, rows, dtype, extra=None):
+def scaled_down(a, down, rows, dtype, lora=None):
     codes = as_e4m3(a.codes), as_e4m3(down.codes)
-    return _product("down", *codes, None, rows, extra, dtype, (a.scales, block_scales(down)))
+    return _product("down", *codes, None, rows, lora, dtype, (a.scales, block_scales(down)))

@@ -14,12 +14,12 @@ from .descriptors import weight_descriptor
 from .gemm_common import (
     GROUP,
     T_DEPENDENT,
-    add_extra,
+    add_lora,
     bias_strides,
     described_product,
-    extra_operands,
     gemm_plan,
     halves,
+    lora_operands,
     pointer_product,
     precision,
     row_tile,
@@ -115,7 +115,7 @@ def _backward_pieces(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_down_backward_kernel(
-    dout, weight, rank, factor, h, routing_weight, dh, a, dw_parts, token, pair, dout_scales, weight_scales, codes,
+    dout, weight, shrunk, factor, h, routing_weight, dh, a, dw_parts, token, pair, dout_scales, weight_scales, codes,
     scales, tiles, num_row_tiles, num_rows,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
@@ -150,8 +150,8 @@ def gemm_down_backward_kernel(
                 weight_scales, expert * tl.cdiv(I, GROUP) + tl.minimum(column, I - 1) // GROUP,
                 column < I, 1, STRIDE_H, ROWS, COLUMNS, H, DEPTH, PRECISION,
             )  # fmt: skip
-        da = add_extra(
-            da, rank, factor, expert, row, end, column, column < I,
+        da = add_lora(
+            da, shrunk, factor, expert, row, end, column, column < I,
             J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
         )  # fmt: skip
     else:
@@ -195,7 +195,7 @@ def routing_gradient_kernel(
 
 
 def down_backward(
-    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora=None
 ):
     num_rows, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     order = bool(interleaved) if activation.is_gated else None
@@ -209,13 +209,13 @@ def down_backward(
         if plan.blocks.descriptors:
             weight = weight_descriptor(down_EHI.transpose(1, 2), plan.blocks.columns, plan.blocks.depth)
         described = weight is not None
-        extra_tensors, extra_constants = extra_operands(extra)
+        lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
             gemm_down_backward_kernel, plan.grid(persistent=False),
-            (dout_TH, weight if described else down_EHI, *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
+            (dout_TH, weight if described else down_EHI, *lora_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
              rows.token, rows.pair, None, None, None, None, rows.tiles),
             (plan.row_tiles, num_rows),
-            (hidden, inner, *down_EHI.stride(), *extra_constants, order, *activation, described, *plan.tile,
+            (hidden, inner, *down_EHI.stride(), *lora_constants, order, *activation, described, *plan.tile,
              plan.blocks.piece if order is False else plan.blocks.piece // 2, precision(dout_TH.dtype)),
             **plan.options,
         )  # fmt: skip
@@ -225,7 +225,7 @@ def down_backward(
 
 
 def scaled_down_backward(
-    dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra=None
+    dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, lora=None
 ):
     num_rows, (_, inner, hidden) = rows.token.numel(), down.codes.shape
     groups = cdiv(inner, FP8_BLOCK)
@@ -235,13 +235,13 @@ def scaled_down_backward(
     dh, codes, scales = scaled_output(want_scaled, dout, num_rows, 2 * groups * FP8_BLOCK)
     if num_rows:
         plan = gemm_plan("down_backward", dout.codes, down.codes, rows, inner)
-        extra_tensors, extra_constants = extra_operands(extra)
+        lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
             gemm_down_backward_kernel, plan.grid(persistent=False),
-            (as_e4m3(dout.codes), as_e4m3(down.codes), *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token,
+            (as_e4m3(dout.codes), as_e4m3(down.codes), *lora_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token,
              rows.pair, dout.scales, block_scales(down), codes, scales, rows.tiles),
             (plan.row_tiles, num_rows),
-            (hidden, inner, *down.codes.transpose(1, 2).stride(), *extra_constants, False, *activation, False,
+            (hidden, inner, *down.codes.transpose(1, 2).stride(), *lora_constants, False, *activation, False,
              *plan.tile, plan.blocks.columns, precision(h_R2I.dtype)),
             **plan.options,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from ..quantized import FP8_BLOCK, Quantized, parts_and_kinds, weight_shape
 from .activations import activate, activate_ungated
 from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import fp8_scale_row, fp8_scale_value, words_of
-from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
+from .gemm_common import T_DEPENDENT, bias_strides, lora_operands
 from .launch import cdiv, launch_kernel
 from .packed_tile import (
     NF4_FACTOR,
@@ -243,32 +243,32 @@ def _packed_product(
 
 
 @triton.jit
-def _add_extra(
-    product, rank, factor, expert, row, weight_row, J: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr,
+def _add_lora(
+    product, shrunk, factor, expert, row, weight_row, J: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr,
     STRIDE_J: tl.constexpr,
 ):  # fmt: skip
-    """product + factor[expert] @ rank[row]^T, rank [P, J], factor [E, N, J]; product itself without an adapter."""
-    if rank is not None:
+    """product + factor[expert] @ shrunk[row]^T, shrunk [P, J], factor [E, N, J]; product itself without an adapter."""
+    if shrunk is not None:
         DEPTH: tl.constexpr = 16 if J <= 16 else 32
         factor_row = factor + expert.to(tl.int64) * STRIDE_E + weight_row[:, None] * STRIDE_N
-        rank_row = rank + row.to(tl.int64)[:, None] * J
+        shrunk_row = shrunk + row.to(tl.int64)[:, None] * J
         for start in tl.range(0, J, DEPTH, num_stages=1):
             j = start + tl.arange(0, DEPTH)
             left = tl.load(factor_row + j[None, :] * STRIDE_J, mask=(j < J)[None, :], other=0.0)
-            right = tl.load(rank_row + j[None, :], mask=(j < J)[None, :], other=0.0)
+            right = tl.load(shrunk_row + j[None, :], mask=(j < J)[None, :], other=0.0)
             product = tl.dot(left, tl.trans(right), product)
     return product
 
 
 @triton.jit
 def _packed_linear(
-    x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
+    x, token, words, scales, state, table, bias, shrunk, factor, expert, tile, first, end,
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """weight[e] @ x[token[r]]^T (+ factor[e] @ rank[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first + 1, ...
+    """weight[e] @ x[token[r]]^T (+ factor[e] @ shrunk[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first + 1, ...
 
     PAIRS: the order of the weight's rows, as in `_weight_row`.
     """
@@ -283,8 +283,8 @@ def _packed_linear(
     weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, PAIRS)
     if FORMAT == "nvfp4":
         product *= _nvfp4_factor(state, weight_row, expert, N, PARTS, KINDS)[:, None]
-    product = _add_extra(
-        product, rank, factor, expert, tl.minimum(first + tl.arange(0, 8), end - 1), weight_row,
+    product = _add_lora(
+        product, shrunk, factor, expert, tl.minimum(first + tl.arange(0, 8), end - 1), weight_row,
         J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
     )  # fmt: skip
     if bias is not None:
@@ -295,15 +295,15 @@ def _packed_linear(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_packed_kernel(
-    x, words, scales, state, bias, rank, factor, h, a, token, tiles, num_row_tiles,
+    x, words, scales, state, bias, shrunk, factor, h, a, token, tiles, num_row_tiles,
     H: tl.constexpr, I: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]), of x[r] where token is
-    None; INTERLEAVED is None where the activation has no gate."""
+    """h[r] = x[token[r]] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]), of x[r] where token
+    is None; INTERLEAVED is None where the activation has no gate."""
     GATED: tl.constexpr = INTERLEAVED is not None
     WIDTH: tl.constexpr = 2 * I if GATED else I
     PAIRS: tl.constexpr = None if not GATED else "interleaved" if INTERLEAVED else "concatenated"
@@ -318,7 +318,7 @@ def gemm_packed_kernel(
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
         product = _packed_linear(
-            x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
+            x, token, words, scales, state, table, bias, shrunk, factor, expert, tile, first, end,
             WIDTH, H, FORMAT, STEP, PARTS, KINDS, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
             FACTOR_STRIDE_J, PAIRS, HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
@@ -341,7 +341,7 @@ def gemm_packed_kernel(
             tl.store(a + long_row * I + column[:, None], activated.to(a.dtype.element_ty), mask=is_stored)
 
 
-def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, interleaved, activation, extra) -> None:
+def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, interleaved, activation, lora) -> None:
     """Fill h and a, of which one may be None, from rows of x, or those that `token` names."""
     codes, scales, state, name = weight
     packed = Quantized(codes, scales, state)
@@ -351,32 +351,32 @@ def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, inter
     _, width, hidden = weight_shape(packed, name)
     blocks = packed_blocks(name, x, num_pairs, num_experts)
     row_tiles = max_row_tiles(num_pairs, num_experts)
-    extra_tensors, extra_constants = extra_operands(extra)
+    lora_tensors, lora_constants = lora_operands(lora)
     launch_kernel(
         gemm_packed_kernel,
         (row_tiles * cdiv(width, blocks.height),),
-        (x, words_of(codes), scales, state, bias, *extra_tensors, h, a, token, rows.tiles),
+        (x, words_of(codes), scales, state, bias, *lora_tensors, h, a, token, rows.tiles),
         (row_tiles,),
         (hidden, inner, name, STEP[name], *parts_and_kinds(packed, name), *bias_strides(bias), interleaved,
-         *extra_constants, *activation, blocks.height, blocks.warps, is_interpreted(x.device)),
+         *lora_constants, *activation, blocks.height, blocks.warps, is_interpreted(x.device)),
         num_warps=blocks.warps, num_stages=1, maxnreg=blocks.registers,
     )  # fmt: skip
 
 
-def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
+def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interleaved, want_h, want_a, lora=None):
     """`up` with a packed weight."""
     num_rows, (_, width, _) = rows.token.numel(), weight_shape(Quantized(*gate_up[:3]), gate_up.format)
     inner = activation.inner(width)
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, inner) if want_a else None
     order = interleaved if activation.is_gated else None
-    _launch(x_TH, gate_up, bias_E2I, rows, rows.token, h_R2I, a_RI, inner, order, activation, extra)
+    _launch(x_TH, gate_up, bias_E2I, rows, rows.token, h_R2I, a_RI, inner, order, activation, lora)
     return h_R2I, a_RI
 
 
-def packed_down(a_RI, down: PackedOperand, bias_EH, rows, extra=None):
+def packed_down(a_RI, down: PackedOperand, bias_EH, rows, lora=None):
     """`down` with a packed weight: what `up` does for h without a gate."""
     num_rows, (_, columns, _) = rows.token.numel(), weight_shape(Quantized(*down[:3]), down.format)
     out_RN = a_RI.new_empty(num_rows, columns)
-    _launch(a_RI, down, bias_EH, rows, None, out_RN, None, columns, None, Activation("relu"), extra)
+    _launch(a_RI, down, bias_EH, rows, None, out_RN, None, columns, None, Activation("relu"), lora)
     return out_RN

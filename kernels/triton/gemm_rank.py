@@ -29,10 +29,10 @@ def _rank_columns(rank: int, max_columns: int) -> int:
 
 @triton.jit
 def _add_lora_shrink(
-    product, wide, rank, routing_weight, token, pair, first, end, m, j,
+    product, wide, shrunk, routing_weight, token, pair, first, end, m, j,
     M: tl.constexpr, J: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """product + wide[r]^T (weight[r] * rank[r]) over DEPTH rows from `first`."""
+    """product + wide[r]^T (weight[r] * shrunk[r]) over DEPTH rows from `first`."""
     row = first + tl.arange(0, DEPTH)
     is_wide = (m < M)[None, :]
     is_rank = (j < J)[None, :]
@@ -46,7 +46,7 @@ def _add_lora_shrink(
         if token is not None:
             source_row = tl.load(token + row)
     left = tl.load(wide + source_row.to(tl.int64)[:, None] * M + m[None, :], mask=is_wide, other=0.0)
-    right = tl.load(rank + row.to(tl.int64)[:, None] * J + j[None, :], mask=is_rank, other=0.0)
+    right = tl.load(shrunk + row.to(tl.int64)[:, None] * J + j[None, :], mask=is_rank, other=0.0)
     if routing_weight is not None:
         routed = tl.load(routing_weight + tl.load(pair + row, mask=row < end, other=0), mask=row < end, other=0.0)
         right = (right.to(tl.float32) * routed[:, None]).to(right.dtype)
@@ -86,11 +86,11 @@ def gemm_rank_kernel(
 
 @triton.jit
 def gemm_rank_wgrad_kernel(
-    wide, rank, out, routing_weight, token, pair, offsets, NUM_EXPERTS: tl.constexpr,
+    wide, shrunk, out, routing_weight, token, pair, offsets, NUM_EXPERTS: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, R: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr,
     STRIDE_R: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out[e] = sum over the rows r of e of wide[r]^T (weight[r] * rank[r]), out [E, M, R]: the first R of J
+    """A tile of out[e] = sum over the rows r of e of wide[r]^T (weight[r] * shrunk[r]), out [E, M, R]: the first R of J
     columns. wide[token[r]] unless `token` is None, weight 1 unless there are some. Gathered rows are read from L2 by
     all experts but the first: experts of a tile come one after the other."""
     RANK_TILES: tl.constexpr = (R + WIDTH - 1) // WIDTH
@@ -109,11 +109,11 @@ def gemm_rank_wgrad_kernel(
     product = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for first in range(start, full, DEPTH):
         product = _add_lora_shrink(
-            product, wide, rank, routing_weight, token, pair, first, end, m, j, M, J, DEPTH, False, PRECISION
+            product, wide, shrunk, routing_weight, token, pair, first, end, m, j, M, J, DEPTH, False, PRECISION
         )
     if full < end:
         product = _add_lora_shrink(
-            product, wide, rank, routing_weight, token, pair, full, end, m, j, M, J, DEPTH, True, PRECISION
+            product, wide, shrunk, routing_weight, token, pair, full, end, m, j, M, J, DEPTH, True, PRECISION
         )
     tl.store(
         out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + j[None, :] * STRIDE_R,
@@ -124,13 +124,13 @@ def gemm_rank_wgrad_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
 def gemm_rank_backward_kernel(
-    source, factor, drank, rank, gradient, routing_weight, token, pair, offsets, num_pairs, scale_bits,
+    source, factor, dshrunk, shrunk, gradient, routing_weight, token, pair, offsets, num_pairs, scale_bits,
     NUM_EXPERTS: tl.constexpr, N: tl.constexpr, J: tl.constexpr, R: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr,
     FACTOR_STRIDE_J: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr,
     STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dB of WIDTH columns of `source`, and what these columns add to drank (dv, du), from one read of them: drank
-    [slices, P, J], to be summed, or drank itself where one slice has every column. Experts of a slice come one after
+    """dB of WIDTH columns of `source`, and what these columns add to dshrunk (dv, du), from one read of them: dshrunk
+    [slices, P, J], to be summed, or dshrunk itself where one slice has every column. Experts of a slice come one after
     the other, so that rows which several experts gather are read from L2."""
     expert = tl.program_id(0) % NUM_EXPERTS
     slice = tl.program_id(0) // NUM_EXPERTS
@@ -146,7 +146,7 @@ def gemm_rank_backward_kernel(
         other=0.0,
     )
     product = tl.zeros((WIDTH, COLUMNS), tl.float32)
-    out = drank + slice.to(tl.int64) * num_pairs * J
+    out = dshrunk + slice.to(tl.int64) * num_pairs * J
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
         is_row = row < end
@@ -160,7 +160,7 @@ def gemm_rank_backward_kernel(
         )
         entry = row.to(tl.int64)[:, None] * J + j[None, :]
         is_entry = is_row[:, None] & is_rank[None, :]
-        rows_j = tl.load(rank + entry, mask=is_entry, other=0.0)
+        rows_j = tl.load(shrunk + entry, mask=is_entry, other=0.0)
         if routing_weight is not None:
             routed = tl.load(routing_weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)
             rows_j = (rows_j.to(tl.float32) * routed[:, None]).to(rows_j.dtype)
@@ -168,7 +168,7 @@ def gemm_rank_backward_kernel(
         product = tl.dot(tl.trans(wide), rows_j, product, input_precision=PRECISION)
         if N <= WIDTH:
             part *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(out + entry, part.to(drank.dtype.element_ty), mask=is_entry)
+        tl.store(out + entry, part.to(dshrunk.dtype.element_ty), mask=is_entry)
     tl.store(
         gradient + expert.to(tl.int64) * STRIDE_E + n[:, None].to(tl.int64) * STRIDE_N + j[None, :] * STRIDE_R,
         product.to(gradient.dtype.element_ty),
@@ -178,10 +178,10 @@ def gemm_rank_backward_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
 def finish_kernel(
-    gradient, reordered, part, drank, num_pairs, scale_bits, SLICES: tl.constexpr, J: tl.constexpr, SUMMED: tl.constexpr,
-    JOB: tl.constexpr, ENTRIES: tl.constexpr,
+    gradient, reordered, part, dshrunk, num_pairs, scale_bits, SLICES: tl.constexpr, J: tl.constexpr,
+    SUMMED: tl.constexpr, JOB: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """dB in its own order, unless `reordered` is None; and, unless `part` is, drank[P, J] = scale * the sum of
+    """dB in its own order, unless `reordered` is None; and, unless `part` is, dshrunk[P, J] = scale * the sum of
     part[SLICES, P, J]; rows past R, which nothing was written to, are sums of what lies there."""
     tile = reorder_in_turn(gradient, reordered, tl.program_id(0), JOB, ENTRIES)
     if part is not None:  # noqa: SIM102  (known when it is compiled)
@@ -193,7 +193,7 @@ def finish_kernel(
             for slice in tl.static_range(SLICES):
                 total += tl.load(part + slice * size + entry, mask=is_there, other=0.0)
             total *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
-            tl.store(drank + entry, total.to(drank.dtype.element_ty), mask=is_there)
+            tl.store(dshrunk + entry, total.to(dshrunk.dtype.element_ty), mask=is_there)
 
 
 def _bits(scale: float) -> int:
@@ -218,40 +218,40 @@ def lora_shrink(source, factor_EKJ, rows, scale, gathered):
     return out_PJ
 
 
-def _factor_gradient(source, rank_PJ, out, shape_EMr, strides, weight_P, rows, gathered):
+def _factor_gradient(source, shrunk_PJ, out, shape_EMr, strides, weight_P, rows, gathered):
     """Of a factor [E, M, r] that lies in `out` with these strides."""
     num_experts, height, rank = shape_EMr
-    blocks = blocks_for("rank_gradient", source, rank_PJ.shape[0], num_experts)
+    blocks = blocks_for("rank_gradient", source, shrunk_PJ.shape[0], num_experts)
     width = _rank_columns(rank, blocks.width)
     launch_kernel(
         gemm_rank_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
-        (source, rank_PJ, out, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
-        (num_experts, height, rank_PJ.shape[1], rank, *strides, blocks.height, width, blocks.depth,
+        (source, shrunk_PJ, out, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
+        (num_experts, height, shrunk_PJ.shape[1], rank, *strides, blocks.height, width, blocks.depth,
          precision(source.dtype)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 
-def lora_a_gradient(rank_PJ, source, rows, gathered, like_EjK):
+def lora_a_gradient(shrunk_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
     where = swapped(a_by_expert(gradient.shape, gradient.stride(), rows.offsets.shape[0] - 1))
-    _factor_gradient(source, rank_PJ, gradient, *where, None, rows, gathered)
+    _factor_gradient(source, shrunk_PJ, gradient, *where, None, rows, gathered)
     return gradient
 
 
-def lora_b_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
+def lora_b_backward(source, b_ENJ, shrunk_PJ, weight_P, rows, scale, gathered, want_dshrunk, like_ENj):
     if like_ENj is None:
-        drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered) if want_rank else None
-        return drank_PJ, None
+        dshrunk_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered) if want_dshrunk else None
+        return dshrunk_PJ, None
     result = torch.empty_like(like_ENj)
-    (num_pairs, padded), num_experts = rank_PJ.shape, b_ENJ.shape[0]
+    (num_pairs, padded), num_experts = shrunk_PJ.shape, b_ENJ.shape[0]
     shape_ENr, strides = b_by_expert(result.shape, result.stride(), num_experts)
     _, size, rank = shape_ENr
     # where experts lie closest, as in PEFT's B, stores would be single elements
     is_reordered = strides[0] == 1 and num_experts > 1
     written = (size * rank, rank, 1) if is_reordered else strides
     job = reorder_job(shape_ENr, written, shape_ENr, strides) if is_reordered else None
-    is_one_pass = want_rank and num_pairs > 0 and padded <= ONE_PASS_RANK
+    is_one_pass = want_dshrunk and num_pairs > 0 and padded <= ONE_PASS_RANK
     blocks, slices = None, 1
     if is_one_pass:
         kernel = "rank_backward_gathered" if gathered else "lora_b_backward"
@@ -260,36 +260,36 @@ def lora_b_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, wan
     # in fp32: dB before it is reordered, and the slices that dv or du is the sum of
     parts = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
     summed = slices * num_pairs * padded if slices > 1 else 0
-    gradient, slices_of_rank = result, None
+    gradient, slices_of_shrunk = result, None
     if parts + summed:
         scratch = torch.empty(parts + summed, dtype=torch.float32, device=source.device)
         gradient = scratch if is_reordered else result
-        slices_of_rank = scratch[parts:] if summed else None
-    drank_PJ = None
+        slices_of_shrunk = scratch[parts:] if summed else None
+    dshrunk_PJ = None
     if is_one_pass:
-        drank_PJ = torch.empty_like(rank_PJ)
+        dshrunk_PJ = torch.empty_like(shrunk_PJ)
         by_expert, by_row, by_rank = b_ENJ.stride()
-        sums, token = drank_PJ if slices_of_rank is None else slices_of_rank, rows.token if gathered else None
+        sums, token = dshrunk_PJ if slices_of_shrunk is None else slices_of_shrunk, rows.token if gathered else None
         launch_kernel(
             gemm_rank_backward_kernel, (slices * num_experts,),
-            (source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets),
+            (source, b_ENJ, sums, shrunk_PJ, gradient, weight_P, token, rows.pair, rows.offsets),
             (num_pairs, _bits(scale)),
             (num_experts, size, padded, rank, by_expert, by_rank, by_row, *written, blocks.height,
              _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source.dtype)),
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     else:
-        if want_rank:
-            drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered)
-        _factor_gradient(source, rank_PJ, gradient, shape_ENr, written, weight_P, rows, gathered)
+        if want_dshrunk:
+            dshrunk_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered)
+        _factor_gradient(source, shrunk_PJ, gradient, shape_ENr, written, weight_P, rows, gathered)
     tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
     if tiles:
         launch_kernel(
             finish_kernel,
             (tiles,),
-            (gradient, result if is_reordered else None, slices_of_rank, drank_PJ),
+            (gradient, result if is_reordered else None, slices_of_shrunk, dshrunk_PJ),
             (num_pairs, _bits(scale)),
             (slices, padded, SUMMED, job, ENTRIES),
             num_warps=4,
         )
-    return drank_PJ, result
+    return dshrunk_PJ, result

@@ -17,13 +17,13 @@ from .descriptors import gate_up_descriptor, weight_descriptor
 from .gemm_common import (
     GROUP,
     T_DEPENDENT,
-    add_extra,
+    add_lora,
     bias_strides,
     described_product,
-    extra_operands,
     gemm_plan,
     halves,
     language_dtype,
+    lora_operands,
     pointer_product,
     precision,
     real_row_tiles,
@@ -41,7 +41,7 @@ SMALLEST_VALUE = tl.constexpr(SMALLEST)
 
 @triton.jit
 def _up_tile(
-    expert, first, end, column_tile, x, weight, bias, rank, factor, h, a, token, x_scales, weight_scales, codes, scales,
+    expert, first, end, column_tile, x, weight, bias, shrunk, factor, h, a, token, x_scales, weight_scales, codes, scales,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
@@ -82,8 +82,8 @@ def _up_tile(
             x_scales, source, weight_scales, (SIDES * expert + side) * tl.cdiv(I, GROUP) + column_tile,
             is_weight_row, 1, STRIDE_K, ROWS, SIDES * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
-    h_tile = add_extra(
-        h_tile, rank, factor, expert, row, end, weight_row, is_weight_row,
+    h_tile = add_lora(
+        h_tile, shrunk, factor, expert, row, end, weight_row, is_weight_row,
         J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
     )  # fmt: skip
     if bias is not None:
@@ -124,7 +124,7 @@ def _up_tile(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_up_kernel(
-    x, weight, bias, rank, factor, h, a, token, x_scales, weight_scales, codes, scales, tiles, num_row_tiles,
+    x, weight, bias, shrunk, factor, h, a, token, x_scales, weight_scales, codes, scales, tiles, num_row_tiles,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
@@ -140,7 +140,7 @@ def gemm_up_kernel(
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
             expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
             _up_tile(
-                expert, first, end, column_tile, x, weight, bias, rank, factor, h, a, token,
+                expert, first, end, column_tile, x, weight, bias, shrunk, factor, h, a, token,
                 x_scales, weight_scales, codes, scales,
                 H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
                 J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
@@ -152,7 +152,7 @@ def gemm_up_kernel(
         if expert < 0:
             return
         _up_tile(
-            expert, first, end, column_tile, x, weight, bias, rank, factor, h, a, token,
+            expert, first, end, column_tile, x, weight, bias, shrunk, factor, h, a, token,
             x_scales, weight_scales, codes, scales,
             H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
             J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
@@ -160,9 +160,9 @@ def gemm_up_kernel(
         )  # fmt: skip
 
 
-def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora=None):
     if isinstance(gate_up_E2IH, PackedOperand):
-        return packed_up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
+        return packed_up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora)
     num_rows, (_, width, hidden) = rows.token.numel(), gate_up_E2IH.shape
     is_gated, inner = activation.is_gated, activation.inner(width)
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
@@ -175,20 +175,20 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
         elif plan.blocks.descriptors:
             weight = weight_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth)
         described = weight is not None
-        extra_tensors, extra_constants = extra_operands(extra)
+        lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
             gemm_up_kernel, plan.grid(persistent=described),
-            (x_TH, weight if described else gate_up_E2IH, bias_E2I, *extra_tensors, h_R2I, a_RI, rows.token,
+            (x_TH, weight if described else gate_up_E2IH, bias_E2I, *lora_tensors, h_R2I, a_RI, rows.token,
              None, None, None, None, rows.tiles),
             (plan.row_tiles,),
             (hidden, inner, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved if is_gated else None,
-             *extra_constants, *activation, None, described, *plan.tile, precision(x_TH.dtype)),
+             *lora_constants, *activation, None, described, *plan.tile, precision(x_TH.dtype)),
             **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI
 
 
-def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra=None):
+def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, lora=None):
     num_rows, (_, width, hidden) = rows.token.numel(), gate_up.codes.shape
     inner = activation.inner(width)
     h_R2I = x.scales.new_empty(num_rows, width, dtype=dtype) if want_h else None
@@ -196,13 +196,13 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     a, codes, scales = scaled_output(want_scaled, x, num_rows, inner)
     if num_rows:
         plan = gemm_plan("up", x.codes, gate_up.codes, rows, inner)
-        extra_tensors, extra_constants = extra_operands(extra)
+        lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
             gemm_up_kernel, plan.grid(persistent=False),
-            (as_e4m3(x.codes), as_e4m3(gate_up.codes), None, *extra_tensors, h_R2I, a_RI, rows.token, x.scales,
+            (as_e4m3(x.codes), as_e4m3(gate_up.codes), None, *lora_tensors, h_R2I, a_RI, rows.token, x.scales,
              block_scales(gate_up), codes, scales, rows.tiles),
             (plan.row_tiles,),
-            (hidden, inner, *gate_up.codes.stride(), *bias_strides(None), False, *extra_constants, *activation,
+            (hidden, inner, *gate_up.codes.stride(), *bias_strides(None), False, *lora_constants, *activation,
              language_dtype(dtype), False, *plan.tile, precision(dtype)),
             **plan.options,
         )  # fmt: skip

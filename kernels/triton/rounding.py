@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..interface import Rounded
+from ..interface import Rounded, unwritten_rows
 from .config import tile_rows
-from .dispatch import dispatch, unwritten_rows, write_tiles
+from .dispatch import dispatch, tile_table_length, write_tiles
 from .launch import cdiv, launch_kernel, next_power_of_2
 
 WORD = tl.constexpr(32)  # tokens in a word
@@ -341,7 +341,7 @@ def round_rows(
     if not num_pairs:
         fell_back = None if valid_T is None else torch.ones((), dtype=torch.bool, device=device)
         return Rounded(weight_P, expert_P, dispatch(expert_P, None, num_tokens, num_experts, True), fell_back)
-    rows = unwritten_rows(expert_P, num_pairs, num_tokens, num_experts)
+    rows = unwritten_rows(expert_P, num_pairs, num_tokens, num_experts, tile_table_length(num_pairs, num_experts))
     fell_back = totals = None
     if valid_T is not None:
         valid_T, fell_back = valid_T.contiguous(), new((), dtype=torch.bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.interface import Rows
+from ..kernels.interface import Rows, unwritten_rows
 from . import backends, torch_op
 
 
@@ -20,11 +20,10 @@ def _dispatch(
 
 
 def fake_rows(expert_P, num_tokens, num_experts, backend):
-    """The shapes of the Rows of these pairs, as empty tensors."""
+    """Give empty tensors in the shapes of the Rows of these pairs."""
     num_pairs = expert_P.numel()
     num_tiles = backends.load(backend).tile_table_length(num_pairs, num_experts)
-    sizes = ((num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3))
-    return [expert_P.new_empty(size, dtype=torch.int32) for size in sizes]
+    return list(unwritten_rows(expert_P, num_pairs, num_tokens, num_experts, num_tiles))
 
 
 def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backend):

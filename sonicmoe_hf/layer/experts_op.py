@@ -100,34 +100,34 @@ class _Layer:
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
         """u, computed unless it is given (None without an adapter), h and a."""
-        x, gate_up, extra = self.inputs.x, self.gate_up, None
+        x, gate_up, lora = self.inputs.x, self.gate_up, None
         if gate_up.b is not None:
             u_PJ = self.shrink(gate_up, x, gathered=True) if u_PJ is None else u_PJ
-            extra = gate_up.term(u_PJ)
+            lora = gate_up.term(u_PJ)
         if self.fp8:
             h_R2I, a_RI, self.scaled_a = self.kernels.scaled_up(
                 self.kernels.scale_rows(x), self.packed(gate_up), self.rows, self.activation, self.dtype,
-                want_h=want_h, want_a=want_a and self.down.a is not None, want_scaled=want_a, extra=extra,
+                want_h=want_h, want_a=want_a and self.down.a is not None, want_scaled=want_a, lora=lora,
             )  # fmt: skip
             return u_PJ, h_R2I, a_RI
         h_R2I, a_RI = self.kernels.up(
             x, self.operand(gate_up), gate_up.bias, self.rows, self.activation, self.interleaved,
-            want_h=want_h, want_a=want_a, extra=extra,
+            want_h=want_h, want_a=want_a, lora=lora,
         )  # fmt: skip
         return u_PJ, h_R2I, a_RI
 
     def y(self, a_RI):
         """v, None without an adapter, and the second product of what `up` gave."""
-        down, v_PJ, extra = self.down, None, None
+        down, v_PJ, lora = self.down, None, None
         if down.b is not None:
             v_PJ = self.shrink(down, a_RI, gathered=False)
-            extra = down.term(v_PJ)
+            lora = down.term(v_PJ)
         if self.fp8:
             packed = self.packed(down)
-            return v_PJ, self.kernels.scaled_down(self.scaled_a, packed, self.rows, self.dtype, extra=extra)
-        return v_PJ, self.kernels.down(a_RI, self.operand(down), down.bias, self.rows, extra=extra)
+            return v_PJ, self.kernels.scaled_down(self.scaled_a, packed, self.rows, self.dtype, lora=lora)
+        return v_PJ, self.kernels.down(a_RI, self.operand(down), down.bias, self.rows, lora=lora)
 
-    def down_backward(self, dout, h_R2I, want_dh: bool, want_dx: bool, want_a: bool, want_dw: bool, extra):
+    def down_backward(self, dout, h_R2I, want_dh: bool, want_dx: bool, want_a: bool, want_dw: bool, lora):
         """dh, which with FP8 products dx needs in FP8 alone, unless an adapter does; a' and dw."""
         kernels, activation, weight_P = self.kernels, self.activation, self.inputs.weight.reshape(-1)
         if self.fp8:
@@ -135,21 +135,21 @@ class _Layer:
             dh_R2I, a_RI, dw_P, self.scaled_dh = kernels.scaled_down_backward(
                 scaled_dout, self.transposed_packed(self.down), h_R2I, weight_P, self.rows, activation,
                 want_dh=want_dh and self.gate_up.a is not None, want_a=want_a, want_dw=want_dw,
-                want_scaled=want_dx, extra=extra,
+                want_scaled=want_dx, lora=lora,
             )  # fmt: skip
             return dh_R2I, a_RI, dw_P
         return kernels.down_backward(
             dout, self.weight(self.down), self.down.bias, h_R2I, weight_P, self.rows, activation, self.interleaved,
-            want_dh=want_dh, want_a=want_a, want_dw=want_dw, extra=extra,
+            want_dh=want_dh, want_a=want_a, want_dw=want_dw, lora=lora,
         )  # fmt: skip
 
-    def dx(self, dh_R2I, extra):
+    def dx(self, dh_R2I, lora):
         """The gradient of gathered x, of what `down_backward` gave."""
         if self.fp8:
             return self.kernels.scaled_down(
-                self.scaled_dh, self.transposed_packed(self.gate_up), self.rows, self.dtype, extra=extra
+                self.scaled_dh, self.transposed_packed(self.gate_up), self.rows, self.dtype, lora=lora
             )
-        return self.kernels.up_backward_input(dh_R2I, self.weight(self.gate_up), self.rows, extra=extra)
+        return self.kernels.up_backward_input(dh_R2I, self.weight(self.gate_up), self.rows, lora=lora)
 
     def transposed_packed(self, projection: Projection) -> ScaledWeight:
         """A packed FP8 weight as backward's products take it; kept by none, as `weight`."""
@@ -261,20 +261,20 @@ def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
     need: Inputs of bools."""
     kernels, inputs, rows, down = layer.kernels, layer.inputs, layer.rows, layer.down
     h, u, v = saved.pop()
-    weight_P, gradients, dv, extra, dh, a, dw = inputs.weight.reshape(-1), {}, None, None, None, None, None
+    weight_P, gradients, dv, lora, dh, a, dw = inputs.weight.reshape(-1), {}, None, None, None, None, None
     want_dh = need.x or need.gate_up.weight or need.gate_up.bias or need.gate_up.a or need.gate_up.b
     want_a = need.down.weight or need.down.a
     want_da = want_dh or need.weight
     if down.b is not None and (want_da or need.down.a or need.down.b):
         dv, gradients["b"] = kernels.lora_b_backward(
             dout, down.b, v, weight_P, rows, down.scale, gathered=True,
-            want_rank=want_da or need.down.a, like_ENj=inputs.down.b if need.down.b else None,
+            want_dshrunk=want_da or need.down.a, like_ENj=inputs.down.b if need.down.b else None,
         )  # fmt: skip
-        extra = down.transposed_term(dv, layer.fp8) if want_da else None
+        lora = down.transposed_term(dv, layer.fp8) if want_da else None
     if want_da or want_a:
         if h is None:
             u, h, _ = layer.up(u, want_h=True, want_a=False)
-        dh, a, dw_P = layer.down_backward(dout, h, want_dh, need.x, want_a, need.weight, extra)
+        dh, a, dw_P = layer.down_backward(dout, h, want_dh, need.x, want_a, need.weight, lora)
         dw = dw_P.view(inputs.weight.shape) if need.weight else None
     if need.down.a:
         gradients["a"] = kernels.lora_a_gradient(dv, a, rows, gathered=False, like_EjK=inputs.down.a)
@@ -284,15 +284,15 @@ def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
 def _up_backward(layer: _Layer, need: Any, dh, u, num_tokens: int):
     """Gradients of x, and of the first adapter by name. need: as there."""
     kernels, inputs, rows, gate_up = layer.kernels, layer.inputs, layer.rows, layer.gate_up
-    gradients, du, dx, extra = {}, None, None, None
+    gradients, du, dx, lora = {}, None, None, None
     if gate_up.b is not None and (need.x or need.gate_up.a or need.gate_up.b):
         du, gradients["b"] = kernels.lora_b_backward(
             dh, gate_up.b, u, None, rows, gate_up.scale, gathered=False,
-            want_rank=need.x or need.gate_up.a, like_ENj=inputs.gate_up.b if need.gate_up.b else None,
+            want_dshrunk=need.x or need.gate_up.a, like_ENj=inputs.gate_up.b if need.gate_up.b else None,
         )  # fmt: skip
-        extra = gate_up.transposed_term(du, layer.fp8) if need.x else None
+        lora = gate_up.transposed_term(du, layer.fp8) if need.x else None
     if need.x:
-        dx = kernels.combine(layer.dx(dh, extra), None, rows, num_tokens)
+        dx = kernels.combine(layer.dx(dh, lora), None, rows, num_tokens)
     if need.gate_up.a:
         gradients["a"] = kernels.lora_a_gradient(du, inputs.x, rows, gathered=True, like_EjK=inputs.gate_up.a)
     return dx, gradients

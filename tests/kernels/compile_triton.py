@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
 from itertools import product
 from typing import NamedTuple
 from unittest import mock
@@ -29,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting
+from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting, unwritten_rows
 from sonicmoe_hf.kernels.quantized import FORMATS, stored_dtypes, stored_shapes
 from sonicmoe_hf.kernels.scaled import ScaledRows, transposed
 from sonicmoe_hf.kernels.triton import config
@@ -115,7 +114,7 @@ def products(variant: Variant):
     num_experts, num_pairs = 2, 64 if variant.few_rows else 600
     act = Activation(variant.activation)
     wide = act.width(INNER)
-    rows = unwritten_rows(num_pairs, num_pairs, num_experts)
+    rows = rows_of(num_pairs, num_pairs, num_experts)
 
     def new(*size):
         tensor = torch.empty(torch.Size(size).numel() + 1, dtype=variant.dtype)
@@ -167,7 +166,7 @@ def scaled_products(few_rows, rank):
     """(name, call) of the functions of layers with FP8 products; those of backward without what an adapter wants, or
     with."""
     num_experts, num_pairs, act, extra = 2, 64 if few_rows else 600, Activation(), {}
-    rows, routed = unwritten_rows(num_pairs, num_pairs, num_experts), torch.empty(num_pairs)
+    rows, routed = rows_of(num_pairs, num_pairs, num_experts), torch.empty(num_pairs)
     x, h = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (HIDDEN, 2 * INNER))
     sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
     gate_up, down = (
@@ -199,7 +198,7 @@ def others():
     """The same of the functions that do not multiply, at 16384 tokens of 128 experts."""
     num_tokens, num_experts, top_k = 16384, 128, 8
     num_pairs = num_tokens * top_k
-    rows = unwritten_rows(num_pairs, num_tokens, num_experts)
+    rows = rows_of(num_pairs, num_tokens, num_experts)
     y, bias = torch.empty(num_pairs, 64, dtype=torch.bfloat16), torch.empty(num_experts, 64, dtype=torch.bfloat16)
     weight, scores = torch.empty(num_pairs), torch.empty(num_tokens, num_experts)
     index, valid = torch.empty(num_tokens, top_k, dtype=torch.int64), torch.empty(num_tokens, dtype=torch.bool)
@@ -239,7 +238,7 @@ def packed_products(name, hidden, inner, rank, order, activation="swiglu"):
     """(name, call) of up and down reading packed weights of 128 experts, at 64 tokens; FP8's scales are bytes where gates
     and ups are interleaved."""
     num_experts, num_pairs = 128, 512
-    rows = unwritten_rows(num_pairs, 64, num_experts)
+    rows = rows_of(num_pairs, 64, num_experts)
     x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
     act, interleaved = Activation(activation), order == "interleaved"
     sizes = (act.width(inner), hidden), (hidden, inner)
@@ -257,11 +256,9 @@ def packed_products(name, hidden, inner, rank, order, activation="swiglu"):
     yield "down", lambda: kernels.down(a, down, None, rows, extra[1])
 
 
-def unwritten_rows(num_pairs, num_tokens, num_experts):
-    like = torch.empty(0, dtype=torch.int32)
-    return import_module("sonicmoe_hf.kernels.triton.dispatch").unwritten_rows(
-        like, num_pairs, num_tokens, num_experts
-    )
+def rows_of(num_pairs, num_tokens, num_experts):
+    num_tiles = kernels.tile_table_length(num_pairs, num_experts)
+    return unwritten_rows(torch.empty(0), num_pairs, num_tokens, num_experts, num_tiles)
 
 
 def launches_of(call):

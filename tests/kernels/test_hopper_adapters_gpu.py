@@ -64,12 +64,12 @@ class Problem:
         of_h, of_a, of_dh = map(convert, (self.h, self.a, self.dh))
         extra = {name: LoraTerm(*map(convert, value)) if value else None for name, value in extras.items()}
         gated = self.rows, self.operands.activation, self.operands.interleaved
-        h, a = kernels.up(x, gate_up, bias, *gated, True, True, extra=extra["up"])
-        y = kernels.down(of_a, down, down_bias, self.rows, extra=extra["down"])
+        h, a = kernels.up(x, gate_up, bias, *gated, True, True, lora=extra["up"])
+        y = kernels.down(of_a, down, down_bias, self.rows, lora=extra["down"])
         dh, weighted_a, dw = kernels.down_backward(
-            dout, down, down_bias, of_h, weight, *gated, True, True, True, extra=extra["down_backward"]
+            dout, down, down_bias, of_h, weight, *gated, True, True, True, lora=extra["down_backward"]
         )
-        dx = kernels.up_backward_input(of_dh, gate_up, self.rows, extra=extra["up_backward_input"])
+        dx = kernels.up_backward_input(of_dh, gate_up, self.rows, lora=extra["up_backward_input"])
         by_row = {"h": h, "a": a, "y": y, "dh": dh, "weighted_a": weighted_a, "dx": dx}
         return {"dw": dw, **{name: tensor[: self.num_rows] for name, tensor in by_row.items()}}
 

@@ -38,7 +38,7 @@ def operands(P=P, H=H, I=I, **replaced):
     named = {
         "x": of(T, H), "gate_up": of(E, 2 * I, H), "gate_up_bias": of(E, 2 * I), "down": of(E, H, I),
         "down_bias": of(E, H), "a": of(P, I), "h": of(P, 2 * I), "dout": of(T, H), "rows": rows_of(P),
-        "weight": of(P, dtype=torch.float32), "extra": None,
+        "weight": of(P, dtype=torch.float32), "lora": None,
     }  # fmt: skip
     return SimpleNamespace(**(named | replaced))
 
@@ -46,11 +46,11 @@ def operands(P=P, H=H, I=I, **replaced):
 def arguments_of(function, t):
     """Of the functions of a backend (interface.py)."""
     return {
-        "up": (t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.extra),
-        "down": (t.a, t.down, t.down_bias, t.rows, t.extra),
-        "up_backward_input": (t.h, t.gate_up, t.rows, t.extra),
+        "up": (t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.lora),
+        "down": (t.a, t.down, t.down_bias, t.rows, t.lora),
+        "up_backward_input": (t.h, t.gate_up, t.rows, t.lora),
         "down_backward": (
-            t.dout, t.down, t.down_bias, t.h, t.weight, t.rows, SWIGLU, False, True, True, True, t.extra
+            t.dout, t.down, t.down_bias, t.h, t.weight, t.rows, SWIGLU, False, True, True, True, t.lora
         ),
         "gate_up_gradient": (t.h, t.x, t.rows, t.gate_up),
         "down_gradient": (t.dout, t.a, t.rows, t.down),
@@ -209,7 +209,7 @@ WITH_EXTRA = {"up": (2 * I, H), "down": (H, I), "up_backward_input": (H, 2 * I),
 
 
 @pytest.fixture(params=WITH_EXTRA)
-def function_with_extra(request):
+def function_with_lora(request):
     return request.param
 
 
@@ -221,23 +221,23 @@ def adapter(function, rank=RANK):
     return LoraTerm(of(P, rank), of(E, columns, rank))
 
 
-def test_adapters_go_to_the_hopper_kernels(launched, triton, function_with_extra):
-    t = operands(extra=adapter(function_with_extra))
-    assert not falls_back(function_with_extra, t, launched, triton)
+def test_adapters_go_to_the_hopper_kernels(launched, triton, function_with_lora):
+    t = operands(lora=adapter(function_with_lora))
+    assert not falls_back(function_with_lora, t, launched, triton)
     _, parameters, arguments = launched[0]
     assert RANK in parameters
-    assert any(argument is t.extra.rows_PJ for argument in arguments)
-    assert any(argument is t.extra.factor_ENJ for argument in arguments)
+    assert any(argument is t.lora.shrunk_PJ for argument in arguments)
+    assert any(argument is t.lora.factor_ENJ for argument in arguments)
 
 
-def in_the_other_order(extra):
-    return extra._replace(factor_ENJ=extra.factor_ENJ.mT.contiguous().mT)
+def in_the_other_order(lora):
+    return lora._replace(factor_ENJ=lora.factor_ENJ.mT.contiguous().mT)
 
 
-def factor_with_gaps(extra):
-    factor = extra.factor_ENJ
+def factor_with_gaps(lora):
+    factor = lora.factor_ENJ
     gaps = with_gaps(factor) if factor.stride(2) == 1 else with_gaps(factor.mT).mT
-    return extra._replace(factor_ENJ=gaps)
+    return lora._replace(factor_ENJ=gaps)
 
 
 @pytest.mark.parametrize(
@@ -245,29 +245,29 @@ def factor_with_gaps(extra):
     [
         in_the_other_order,
         factor_with_gaps,
-        lambda extra: extra._replace(rows_PJ=off_alignment(extra.rows_PJ)),
-        lambda extra: extra._replace(rows_PJ=with_gaps(extra.rows_PJ)),
-        lambda extra: extra._replace(rows_PJ=extra.rows_PJ.half()),
-        lambda extra: extra._replace(factor_ENJ=extra.factor_ENJ.half()),
+        lambda lora: lora._replace(shrunk_PJ=off_alignment(lora.shrunk_PJ)),
+        lambda lora: lora._replace(shrunk_PJ=with_gaps(lora.shrunk_PJ)),
+        lambda lora: lora._replace(shrunk_PJ=lora.shrunk_PJ.half()),
+        lambda lora: lora._replace(factor_ENJ=lora.factor_ENJ.half()),
     ],
     ids=("other order", "gaps", "rows off alignment", "rows with gaps", "rows of fp16", "factor of fp16"),
 )
-def test_other_adapters_fall_back(launched, triton, function_with_extra, changed):
-    if changed is in_the_other_order and function_with_extra in ("up_backward_input", "down_backward"):
-        changed = lambda extra: extra._replace(factor_ENJ=extra.factor_ENJ.contiguous())  # noqa: E731
-    extra = changed(adapter(function_with_extra))
-    assert falls_back(function_with_extra, operands(extra=extra), launched, triton)
+def test_other_adapters_fall_back(launched, triton, function_with_lora, changed):
+    if changed is in_the_other_order and function_with_lora in ("up_backward_input", "down_backward"):
+        changed = lambda lora: lora._replace(factor_ENJ=lora.factor_ENJ.contiguous())  # noqa: E731
+    lora = changed(adapter(function_with_lora))
+    assert falls_back(function_with_lora, operands(lora=lora), launched, triton)
 
 
 def test_a_factor_off_alignment_and_a_rank_that_is_no_multiple_of_eight_fall_back(
-    launched, triton, function_with_extra
+    launched, triton, function_with_lora
 ):
-    extra = adapter(function_with_extra)
-    stored = extra.factor_ENJ if extra.factor_ENJ.is_contiguous() else extra.factor_ENJ.mT
+    lora = adapter(function_with_lora)
+    stored = lora.factor_ENJ if lora.factor_ENJ.is_contiguous() else lora.factor_ENJ.mT
     moved = off_alignment(stored)
-    moved = moved if extra.factor_ENJ.is_contiguous() else moved.mT
-    assert falls_back(function_with_extra, operands(extra=extra._replace(factor_ENJ=moved)), launched, triton)
-    assert falls_back(function_with_extra, operands(extra=adapter(function_with_extra, 12)), launched, triton)
+    moved = moved if lora.factor_ENJ.is_contiguous() else moved.mT
+    assert falls_back(function_with_lora, operands(lora=lora._replace(factor_ENJ=moved)), launched, triton)
+    assert falls_back(function_with_lora, operands(lora=adapter(function_with_lora, 12)), launched, triton)
 
 
 def test_what_the_kernels_are_called_with(launched, triton):
