@@ -78,8 +78,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--dequantize", action="store_true", help="load a quantized checkpoint (mxfp4, fp8) as plain bf16"
     )
     model.add_argument("--attn-implementation", help="eager, sdpa, flash_attention_2, ...")
-    model.add_argument("--lora", "--lora-rank", dest="lora_rank", metavar="RANK", type=int, nargs="?", const=16,
-                       default=0, help="train LoRA on experts and attention (rank 16); default: all weights")  # fmt: skip
+    lora = {"metavar": "RANK", "type": int, "nargs": "?", "const": 16, "default": 0}
+    lora["help"] = "train LoRA on experts and attention (rank 16); default: all weights"
+    model.add_argument("--lora", "--lora-rank", dest="lora_rank", **lora)
     model.add_argument("--lora-alpha", type=int, help="default: twice the rank")
     model.add_argument(
         "--all-linear", action="store_true", help="LoRA on linear attention, Mamba and shared experts too"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,15 +22,9 @@ from sonicmoe_hf.tools.autopatch.settings import RunSettings
 pytestmark = pytest.mark.slow
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
 PATCHED = "sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k"
-SHOWN = {
-    "max_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 0.01,
-    "use_cpu": True,
-    "bf16": False,
-}  # in docs/trainers.md
-TRAINING = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.01,
-            "report_to": "none", "use_cpu": True, "bf16": False}  # fmt: skip
+# in docs/trainers.md
+SHOWN = {"max_steps": 2, "logging_steps": 1, "learning_rate": 0.01, "use_cpu": True, "bf16": False}
+TRAINING = {**SHOWN, "max_steps": 3, "per_device_train_batch_size": 4, "report_to": "none"}
 ACCELERATE = """
 import json, os, socket, sys
 import torch
@@ -134,9 +129,8 @@ def losses_by_hand(folder):
 def test_a_loop_of_accelerates_in_a_child_of_its_launcher_has_the_losses_of_the_same_run_by_hand(
     folder, losses_by_hand
 ):
-    accelerate = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
-                  "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
-    run = launch_own("-m", *accelerate, "loop.py", "small-qwen3-moe", "run", cwd=folder)
+    options = shlex.split("--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no")
+    run = launch_own("-m", "accelerate.commands.launch", *options, "loop.py", "small-qwen3-moe", "run", cwd=folder)
     assert last_line(run) == losses_by_hand[1]
     assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
 
@@ -196,16 +190,8 @@ def test_trls_dpo_has_the_losses_of_the_same_run_by_hand(trained_by_hand):
 
 def test_trls_lora_of_attention_gets_experts_when_asked(folder):
     options = [word for name, value in {**TRAINING, "max_steps": 1}.items() for word in (f"--{name}", value)]
-    options += [
-        "--dataset_name",
-        folder / "texts",
-        "--model_name_or_path",
-        "small-qwen3-moe",
-        "--use_peft",
-        "--lora_dropout",
-        0,
-    ]
-    options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_r", 8]
+    options += ["--dataset_name", folder / "texts", "--model_name_or_path", "small-qwen3-moe"]
+    options += ["--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "v_proj", "--lora_r", "8"]
     run = launch_own("-m", "trl.scripts.sft", *options, "--output_dir", "experts", cwd=folder, adapt_experts=4)
     assert len(json.loads((folder / "experts" / "adapter_config.json").read_text())["target_parameters"]) == 2
     assert "experts: frozen, with LoRA of rank 4" in run.stderr

@@ -84,8 +84,13 @@ def test_models_that_work_are_supported(cls, changes, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"[]", "holds a list"), (b"", "cannot be read"), (b"\xff\x00\x80", "cannot be read"), (b"{}", "model_type is None")],
-)  # fmt: skip
+    [
+        (b"[]", "holds a list"),
+        (b"", "cannot be read"),
+        (b"\xff\x00\x80", "cannot be read"),
+        (b"{}", "model_type is None"),
+    ],
+)
 def test_a_file_that_is_no_config_is_named(content, words, tmp_path, capsys):
     line = refusal(capsys, write(tmp_path, content))
     assert f"{tmp_path}/config.json" in line and words in line

@@ -84,15 +84,14 @@ def _of_main(words: list[str]) -> str:
 
 
 def _of_process(words: list[str]) -> str:
-    """Of a process that has no GPU."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1",
-                   "COLUMNS": COLUMNS, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-                   "HF_DATASETS_CACHE": str(Path.cwd() / "cache")}  # fmt: skip
+    """Return what a process prints that has no GPU."""
+    own = {"PYTHONPATH": str(ROOT), "COLUMNS": COLUMNS, "HF_DATASETS_CACHE": str(Path.cwd() / "cache")}
+    own |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **own}
     environment.pop(VARIABLE, None)
-    done = subprocess.run(
-        [sys.executable, "-m", "sonicmoe_hf", *words], env=environment, text=True, timeout=500,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "sonicmoe_hf", *words]
+    printed = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment, timeout=500, **printed)
     if done.returncode != 0:
         raise RuntimeError(done.stdout)
     return done.stdout

@@ -26,10 +26,13 @@ def bytes_of(config, format):
     return 2 * (sizes.total - sizes.experts) + stored_bytes(sizes, format)
 
 
-@pytest.mark.parametrize(("family", "format", "changes"), [
-    ("gpt_oss", "mxfp4", {"intermediate_size": 64}),
-    ("qwen3_moe", "fp8", {"hidden_size": 256, "moe_intermediate_size": 128}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "format", "changes"),
+    [
+        ("gpt_oss", "mxfp4", {"intermediate_size": 64}),
+        ("qwen3_moe", "fp8", {"hidden_size": 256, "moe_intermediate_size": 128}),
+    ],
+)
 def test_the_tensors_of_a_small_checkpoint_take_what_is_computed(family, format, changes, tmp_path):
     make(tmp_path / "bf16", family, **changes)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "packed", "hub", quantize=format)

@@ -181,10 +181,7 @@ def test_the_commands_and_the_python_of_the_document_on_the_native_layout_run(tm
 
 
 def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, monkeypatch):
-    config = Qwen3MoeConfig(
-        vocab_size=300, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, intermediate_size=16,
-    )  # fmt: skip
+    config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     blocks = [block for page in ("lora.md", "packed-experts.md", "host-memory.md") for block in python_of(page)]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 
 import datasets
@@ -169,8 +170,8 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     finetune = load("finetune")
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"body": TEXT * 20}) + "\n" for _ in range(60)))
-    options = ["--dataset", str(texts), "--text-column", "body", "--freeze-experts", "--save", "input", "--backend",
-               "eager", "--save-steps", "2", "--report-to", "tensorboard", "--output", str(tmp_path / "out"), *TINY]  # fmt: skip
+    options = "--text-column body --freeze-experts --save input --backend eager --save-steps 2 --report-to tensorboard"
+    options = ["--dataset", str(texts), "--output", str(tmp_path / "out"), *options.split(), *TINY]
     finetune.main(["--steps", "2", *options])
     finetune.main(["--steps", "4", "--resume", *options])
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
@@ -230,9 +231,9 @@ def test_finetune_measures_a_compiled_model_with_random_weights_and_writes_nothi
     Qwen3MoeConfig(**{**TINY_SIZES, "num_hidden_layers": 3, "vocab_size": 2048}).save_pretrained(tmp_path / "tiny")
     with pytest.raises(SystemExit):
         finetune.main(["--random"])
-    options = ["--model", str(tmp_path / "tiny"), "--random", "--layers", "1", "--compile", "eager",
-               "--dtype", "bfloat16", "--train-only", "--steps", "3", "--output", str(tmp_path / "out"), *TINY]  # fmt: skip
-    metrics = finetune.main(options)
+    options = shlex.split("--random --layers 1 --compile eager --dtype bfloat16 --train-only --steps 3")
+    paths = ["--model", str(tmp_path / "tiny"), "--output", str(tmp_path / "out")]
+    metrics = finetune.main([*paths, *options, *TINY])
     (trainer,) = trainers
     assert isinstance(trainer.model_wrapped, OptimizedModule) and len(trainer.model.model.layers) == 1
     assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
@@ -275,8 +276,8 @@ def test_finetune_asks_for_ligers_kernels_without_its_experts(tmp_path):
 @pytest.mark.slow
 def test_sft_packs_texts_and_trains_adapters_on_experts(tmp_path):
     sft = load("sft_packing")
-    trainer = sft.main(["--steps", "2", "--batch-size", "2", "--sequence-length", "64", "--learning-rate", "1e-2",
-                        "--output", str(tmp_path)])  # fmt: skip
+    options = ["--steps", "2", "--batch-size", "2", "--sequence-length", "64", "--learning-rate", "1e-2"]
+    trainer = sft.main([*options, "--output", str(tmp_path)])
     assert {len(row) for row in trainer.train_dataset[:-1]["input_ids"]} == {64}, "no padding"
     assert all(layer.accelerated for layer in sonicmoe_hf.supports(trainer.model))
     factors = load_file(tmp_path / "adapter_model.safetensors")

@@ -8,7 +8,7 @@ from importlib.resources import files
 import datasets
 import pytest
 import torch
-from helpers.examples import EXAMPLES
+from helpers.examples import EXAMPLES, TINY_SIZES
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
@@ -59,11 +59,9 @@ def hub(tmp_path_factory):
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = files("trl").joinpath("chat_templates/qwen3.jinja").read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, intermediate_size=64,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
+    sizes = {**TINY_SIZES, "vocab_size": len(tokenizer), "hidden_size": 64, "moe_intermediate_size": 64}
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen3MoeConfig(**{**sizes, "num_hidden_layers": 2}, **tokens)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder

@@ -22,15 +22,16 @@ def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, trainin
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     axes.axhline(uniform, color=GREY, linestyle=":", linewidth=1.2)
-    axes.annotate(f"guessing: ln(vocabulary) = {uniform:.2f}", (1, uniform), xytext=(-4, -12), color=GREY, fontsize=9,
-                  textcoords="offset points", xycoords=("axes fraction", "data"), ha="right")  # fmt: skip
+    beside = {"textcoords": "offset points", "xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 9}
+    axes.annotate(f"guessing: ln(vocabulary) = {uniform:.2f}", (1, uniform), xytext=(-4, -12), color=GREY, **beside)
     axes.plot(train.steps, train.values, color=BLUE, linewidth=1.8, label=f"training batches ({training})")
     axes.plot(
         held_out.steps, held_out.values, "o-", color=ORANGE, linewidth=1.2, label="held-out files (top-k routing)"
     )
     for end, side in ((0, "left"), (-1, "right")):
-        axes.annotate(f"{held_out.values[end]:.2f}", (held_out.steps[end], held_out.values[end]), xytext=(4, 9),
-                      textcoords="offset points", color=ORANGE, ha=side, fontweight="bold")  # fmt: skip
+        above = {"xytext": (4, 9), "textcoords": "offset points", "ha": side, "fontweight": "bold"}
+        point = held_out.steps[end], held_out.values[end]
+        axes.annotate(f"{held_out.values[end]:.2f}", point, color=ORANGE, **above)
     axes.set_xlabel(f"optimiser step ({tokens_per_step:,} tokens each)")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("Qwen3-MoE architecture from scratch on Python's standard library", loc="left", fontsize=12)
