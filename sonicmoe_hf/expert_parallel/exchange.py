@@ -19,6 +19,7 @@ from ..layer.holding import Holding
 from ..layer.routing import Routing
 from ..routing import calls
 from .collectives import begin_gather, begin_scatter_sum, exchange, max_over_ranks, rows_of_tokens, sum_of_rows
+from .kept_rows import cut_kept_rows
 
 NOBODY = -1  # the expert of a pair that is none
 
@@ -170,7 +171,10 @@ def by_gathering(
         expert, weights, token = _pairs_of_chunk(all_pairs, all_weights, sizes.is_list, start, stop)
         # sorted while the chunk is on its way
         local = holding.routing(holding.local(expert), weights, token, holding.size * len(chunk))
-        sums.append(begin_scatter_sum(experts(wait(), local, weights), group))
+        x = wait()
+        with cut_kept_rows(x, local):
+            out = experts(x, local, weights)
+        sums.append(begin_scatter_sum(out, group))
     out = torch.cat([wait() for wait in sums]) if len(sums) > 1 else sums[0]()
     return out if len(out) == num_tokens else out[:num_tokens]
 

@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
-from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.expert_parallel import collectives, kept_rows
 from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, reach_experts, use_way
 from sonicmoe_hf.layer.holding import Holder, Holding, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
@@ -308,6 +308,32 @@ def test_chunks_travel_while_others_are_computed_forward_and_backward(ranks):
     exchanged = ["begin _gather", "begin _gather", "wait _gather", "compute", "begin _scatter_sum"]
     exchanged += ["wait _gather", "compute", "begin _scatter_sum", "wait _scatter_sum", "wait _scatter_sum"]
     assert ranks.run(chunked_events) == [(exchanged, exchanged)] * WORLD
+
+
+def step_with_cut_rows(rank, folder):
+    """A step, and (rows there was room for, rows kept) of what was cut in its forward."""
+    model, cuts, cut = load(folder, APART), [], kept_rows.Kept.cut
+
+    def noted(kept):
+        cut(kept)
+        cuts.append((kept.room, len(kept.tensor)))
+
+    with mock.patch.object(kept_rows, "MIN_BYTES", 0), mock.patch.object(kept_rows.Kept, "cut", noted):
+        return step(model, batch(**OWN_BATCH[rank])), cuts
+
+
+def test_of_gathered_tokens_backward_keeps_the_rows_of_a_ranks_own_experts(ranks, tmp_path):
+    model = build("qwen3_moe", num_hidden_layers=4)
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model)
+    losses, expected = mean_of_ranks(model)
+    results = ranks.run(step_with_cut_rows, str(tmp_path))
+    for loss, (found, _) in zip(losses, results, strict=True):
+        assert_all_close(found, {"loss": loss, **expected}, 1e-5, PARTIAL_SUMS)
+    (_, first), (_, second) = results
+    assert len(first) == len(second) == 2  # h of all layers but the last two
+    for (room, rows), (same_room, other_rows) in zip(first, second):
+        assert room == same_room == rows + other_rows == 2 * WORLD * 96
 
 
 # adapters of the experts
