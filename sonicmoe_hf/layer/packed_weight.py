@@ -30,7 +30,7 @@ OFFLOADED = (
 )
 
 
-def each(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
+def map_stored(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
     """Apply a function to each of the stored tensors."""
     return Quantized(*(None if part is None else function(part) for part in packed))  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ class PackedWeight(torch.Tensor):
     @classmethod
     def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
         """Make a weight of stored parts. Raises ValueError where they do not fit together."""
-        packed = each(packed, torch.Tensor.contiguous)
+        packed = map_stored(packed, torch.Tensor.contiguous)
         check_quantized(packed, format)
         return cls(packed, format, dtype, is_transposed)
 
@@ -118,7 +118,7 @@ class PackedWeight(torch.Tensor):
 
     def resident(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Copy the weight to a device (default: its own), as an ordinary one."""
-        return self._ordinary(each(self.packed, lambda part: part.to(device=device or self.device, copy=True)))
+        return self._ordinary(map_stored(self.packed, lambda part: part.to(device=device or self.device, copy=True)))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -139,9 +139,9 @@ class PackedWeight(torch.Tensor):
     def _before_write(self) -> None:
         """Prepare for a change of the stored bytes."""
 
-    def _take(self, value: Any) -> None:
+    def _set_data(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
-        self._hold(each(value.packed, lambda part: part.to(value.device)))  # a HostWeight's part is elsewhere
+        self._hold(map_stored(value.packed, lambda part: part.to(value.device)))  # a HostWeight's part is elsewhere
 
     __torch_function__ = without_torch_function  # type: ignore[assignment]
 
@@ -176,7 +176,7 @@ class PackedWeight(torch.Tensor):
     def data(self, value):
         if kind_of(self) != kind_of(value):
             self._refuse("weight.data = ...")
-        self._take(value)
+        self._set_data(value)
 
     @property
     def requires_grad(self) -> bool:
@@ -194,7 +194,7 @@ class PackedWeight(torch.Tensor):
 
     def share_memory_(self) -> PackedWeight:
         """Move the stored tensors to memory that processes share."""
-        self._hold(each(self.packed, torch.Tensor.share_memory_))
+        self._hold(map_stored(self.packed, torch.Tensor.share_memory_))
         return self
 
     def is_shared(self) -> bool:
@@ -248,7 +248,7 @@ def _to(weight, *, dtype=None, layout=None, device=None, pin_memory=None, non_bl
 
 def _empty_like(weight, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     device = weight.device if device is None else device
-    return weight._ordinary(each(weight.packed, lambda part: torch.empty_like(part, device=device)))
+    return weight._ordinary(map_stored(weight.packed, lambda part: torch.empty_like(part, device=device)))
 
 
 def _stored(weight):

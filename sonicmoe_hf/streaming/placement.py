@@ -71,31 +71,24 @@ class Placement:
         self.device = device = torch.device(device) if is_loading else _device_of(layers)
         if device.type == "cuda" and device.index is None:
             self.device = device = torch.device("cuda", torch.cuda.current_device())
-        sizes = [bytes_of(experts, format) for _, experts in layers]
-        held = [weight for _, experts in layers for weight in _weights(experts)]
-        if experts_memory == AUTO:
-            to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
-            there = sum(weight.nbytes for weight in held if not _is_host(weight))
-            budget = on_the_card(device, to_come - there, max(sizes, default=0))
-        else:
-            budget = as_bytes(experts_memory)
+        sizes = {experts: bytes_of(experts, format) for _, experts in layers}
+        held = [weight for experts in sizes for weight in _weights(experts)]
+        budget = _budget(model, experts_memory, device, held, max(sizes.values(), default=0))
+        stays = dict(zip(sizes, spread(list(sizes.values()), budget)))
         streams = [weight.layer.stream for weight in held if _is_host(weight)]
         stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
-        self.layers: dict[nn.Module, HostLayer | None] = {}  # of each experts module; None: they stay on the device
-        new: dict[nn.Module, int] = {}
-        for (_, experts), size, stays in zip(layers, sizes, spread(sizes, budget)):
-            self.layers[experts] = None if stays else _layer_of(experts)
-            if not stays and self.layers[experts] is None:
-                self.layers[experts], new[experts] = HostLayer(stream), size
-        free, nbytes = free_on_host(), sum(new.values())
+        # of each experts module; None: its weights stay on the device
+        self.layers = {experts: None if stays[experts] else _layer_of(experts) for experts in sizes}
+        new = {experts: HostLayer(stream) for experts in sizes if not stays[experts] and self.layers[experts] is None}
+        self.layers |= new
+        free, nbytes = free_on_host(), sum(sizes[experts] for experts in new)
         if free is not None and nbytes > free:
             raise MemoryError(
                 f"experts_memory={experts_memory!r} puts {nbytes / 2**30:.1f} GiB of experts in host memory, where "
                 f"{free / 2**30:.1f} GiB are free; {REMEDY}"
             )
-        for experts in () if is_loading else new:
-            for name, projection in zip(weight_names(experts), PROJECTIONS):
-                self.layers[experts].reserve(projection, _bytes_of_weight(experts, name, format))  # type: ignore[union-attr]
+        if not is_loading:
+            _reserve(new, format)
 
     def hold_all(self, module: nn.Module) -> None:
         """Move the weights of a layer's experts to where they are to live; do nothing to another module."""
@@ -118,6 +111,26 @@ class Placement:
 
 def _is_host(weight: Any) -> bool:
     return isinstance(weight, HostWeight)
+
+
+def _budget(model: nn.Module, experts_memory: Any, device: torch.device, held: list[Any], largest: int) -> int:
+    """Count the bytes of experts that stay on the device. held: the experts' weights. largest: bytes of a layer."""
+    if experts_memory != AUTO:
+        return as_bytes(experts_memory)
+    to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
+    return on_the_card(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
+
+
+def _reserve(layers: dict[nn.Module, HostLayer], format: str | None) -> None:
+    """Pin the host memory of these layers' experts, of all or of none."""
+    try:
+        for experts, layer in layers.items():
+            for name, projection in zip(weight_names(experts), PROJECTIONS):
+                layer.reserve(projection, _bytes_of_weight(experts, name, format))
+    except MemoryError:
+        for layer in layers.values():
+            layer.release()  # the traceback keeps the layers
+        raise
 
 
 def _layer_of(experts: nn.Module) -> HostLayer | None:

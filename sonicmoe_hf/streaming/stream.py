@@ -61,8 +61,8 @@ class HostLayer:
         self.weights: dict[str, Quantized] = {}
         self._mapped: dict[str, Quantized] | None = None
         self._bytes: dict[str, torch.Tensor] = {}
-        self._release = weakref.finalize(self, _unpin, stream.copies, self._bytes)
-        self._release.atexit = False  # CUDA may be gone by then
+        self.release = weakref.finalize(self, _unpin, stream.copies, self._bytes)
+        self.release.atexit = False  # CUDA may be gone by then
         stream.add(self)
 
     @property
@@ -147,8 +147,8 @@ def _place(part: torch.Tensor | None, memory: torch.Tensor, start: int) -> Any:
 
 def _unpin(copies: Copies, pinned: dict[str, torch.Tensor]) -> None:
     copies.finish()
-    for host in pinned.values():
-        copies.unpin(host)
+    while pinned:
+        copies.unpin(pinned.popitem()[1])
 
 
 class ExpertsStream:
@@ -164,7 +164,7 @@ class ExpertsStream:
 
     def add(self, layer: HostLayer) -> None:
         """Note a layer that has been made."""
-        self._layers = [each for each in self._layers if each() is not None] + [layer.reference]
+        self._layers = [reference for reference in self._layers if reference() is not None] + [layer.reference]
 
     def resize(self) -> None:
         """Make other buffers and learn the order anew, because a layer has more bytes than before."""
@@ -241,7 +241,7 @@ class ExpertsStream:
         the ends as backward does."""
         if (before, layer) in self._next:
             return self._next[before, layer]
-        layers = [each for each in self._layers if each() is not None]
+        layers = [reference for reference in self._layers if reference() is not None]
         place = layers.index(layer)
         step = 1 if before not in layers[place:] else -1
         place += step

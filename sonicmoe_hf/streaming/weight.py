@@ -68,7 +68,7 @@ class HostWeight(PackedWeight):
         if self.layer is not None:
             self.layer.stream.forget(self.layer)
 
-    def _take(self, value: Any) -> None:
+    def _set_data(self, value: Any) -> None:
         if value.device != self.device:
             self._refuse("weight.data = ... of another device")
         if isinstance(value, HostWeight):
