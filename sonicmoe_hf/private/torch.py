@@ -85,7 +85,7 @@ def graph_breaks() -> Counter[str]:
     return Counter(counters["graph_break"])
 
 
-def compiled_call(module: nn.Module) -> Callable:
+def compiled_call(module: nn.Module) -> Any:
     """Get the function that Module.compile has put in the place of a module's call."""
     return module._compiled_call_impl
 

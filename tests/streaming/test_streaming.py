@@ -265,14 +265,14 @@ def test_adapters_of_several_names_train_and_are_saved_as_over_resident_experts(
         assert file.read_bytes() == (tmp_path / "streamed" / file.relative_to(tmp_path / "resident")).read_bytes()
 
 
-def test_a_trainer_resumes(late_copies, tmp_path):
+def test_a_trainer_in_mixed_precision_resumes(late_copies, tmp_path):
     rows = [{key: value[0] for key, value in batch(1, 8, seed=seed).items()} for seed in range(12)]
 
     def trained(experts_memory, folder, steps, resume=None):
         args = TrainingArguments(
             output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             save_steps=1, logging_steps=1, report_to="none", use_cpu=True, seed=0, gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False}, lr_scheduler_type="constant",
+            gradient_checkpointing_kwargs={"use_reentrant": False}, lr_scheduler_type="constant", bf16=True,
         )  # fmt: skip
         model = adapted(streamed(experts_memory))
         Trainer(model=model, args=args, train_dataset=rows).train(resume_from_checkpoint=resume)
