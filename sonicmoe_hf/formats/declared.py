@@ -121,8 +121,9 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
     parts = [config] if isinstance(config, dict) else [vars(config), vars(config.get_text_config())]
     declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", "expert_dtype"))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
-        quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8")).get("quantization")
-        declared = quantization and {"quant_method": MODELOPT, **quantization}
+        quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8"))["quantization"]
+        if quantization["quant_algo"] is not None:  # else the KV cache alone is quantized
+            declared = {"quant_method": MODELOPT, **quantization}
     if declared is None:
         return None
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared

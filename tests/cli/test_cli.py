@@ -184,6 +184,13 @@ def test_doctor_never_passes_quantized_experts_as_supported(capsys, tmp_path, me
     assert method in layers["reason"] and remedy in layers["reason"]
 
 
+def test_an_export_whose_kv_cache_alone_is_quantized_is_supported(capsys, tmp_path):
+    quantization = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    code, facts = doctor_json(capsys, save_config(tmp_path))
+    assert code == 0 and facts["model"]["quantization"] is None
+
+
 def test_doctor_names_what_no_format_takes_of_an_fp8_checkpoint(capsys, tmp_path):
     declared = {"quant_method": "fp8", "weight_block_size": [64, 128]}
     code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config=declared))
