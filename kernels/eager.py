@@ -11,8 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .factors import a_by_expert, b_by_expert
 from .interface import Activation, LoraTerm, PackedOperand, Rounded, Rows, accumulation_dtype
+from .low_rank import a_by_expert, b_by_expert
 from .quantized import Quantized
 from .quantized import dequantize as _dequantize
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask

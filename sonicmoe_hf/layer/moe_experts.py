@@ -1,4 +1,4 @@
-"""moe_experts: the one differentiable function. What it computes is in experts_op.py."""
+"""moe_experts: the one differentiable function, whose computation is in experts_op.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Activation", "LowRank", "moe_experts"]
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activation):
-    """Raise what a user can act on."""
+    """Raise ValueError where shapes, dtypes or devices do not fit."""
     dtype, device = x.dtype, x.device
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
@@ -56,7 +56,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activatio
 
 
 def _compute_dtype(x, gate_up, down):
-    """The dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
+    """Give the dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     for weight in (gate_up, down):
@@ -91,7 +91,7 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
 
 @torch.compiler.allow_in_graph
 def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, num_experts: int) -> torch.Tensor:
-    """`moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
+    """Compute `moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
     pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the fields of
     Options.
@@ -129,7 +129,7 @@ def moe_experts(
     compute: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
+    """Compute out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
 
     Autograd differentiates it once; torch.func's transforms raise errors. torch.compile(fullgraph=True) takes it as one
     op.
