@@ -107,7 +107,7 @@ class LoraTerm(NamedTuple):
 
 
 class PackedOperand(NamedTuple):
-    """A weight [E, N, K] that a product reads in 4 bits: a Quantized of quantized.py and the name of its format."""
+    """A weight [E, N, K] that a product reads in 4 bits: a Quantized of packed/ and the name of its format."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -135,7 +135,7 @@ class Backend(Protocol):
         """Compute dscores_TE."""
 
     def dequantize(self, codes, scales, state, name: str, dtype: torch.dtype, rows: Rows) -> torch.Tensor:
-        """Expand a Quantized in the format `name` of quantized.py to the weight [E, N, K], contiguous. The values of
+        """Expand a Quantized in the format `name` of packed/ to the weight [E, N, K], contiguous. The values of
         experts without rows are undefined."""
 
     def reads_packed(self, format: str, dtype: torch.dtype, rows: Rows) -> bool:

@@ -77,7 +77,7 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def row_order(experts: nn.Module, name: str) -> str:
-    """Give the order of kernels.quantized.ORDERS in which the rows of an experts module's weight stand."""
+    """Give the order of kernels.packed.ORDERS in which the rows of an experts module's weight stand."""
     if name != weight_names(experts)[0] or not has_gate(experts):
         return "whole"
     return "interleaved" if is_native(experts) or not getattr(experts, "is_concatenated", True) else "concatenated"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
-from ..kernels.quantized import ORDERS, Quantized, parts_and_kinds
+from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends
 from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
@@ -74,7 +74,7 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
             "compute out"
         )
     packed = (weight for weight in (gate_up, down) if isinstance(weight, PackedWeight))  # both, as we know by now
-    orders = [parts_and_kinds(Quantized(weight.codes, weight.scales), "fp8") for weight in packed]
+    orders = [FORMATS["fp8"].parts_and_kinds(Quantized(weight.codes, weight.scales)) for weight in packed]
     if orders != [ORDERS["concatenated"], ORDERS["whole"]]:
         raise ValueError(
             "compute='fp8' takes gate_up packed in the order 'concatenated' and down in 'whole' "

@@ -36,7 +36,7 @@ class LowRank(NamedTuple):
 class Projection(NamedTuple):
     """One of a layer's two products: its weight as it is stored, its bias, its adapter.
 
-    weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/quantized.py), which
+    weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/packed), which
         have no gradient; of a dense one, itself, None, None and "".
     a, b, scale: LowRank's, or None, None, 1.0. `pack` brings a and b into the kernels' form.
     """

@@ -13,7 +13,7 @@ from helpers.models import CONFIGS, OTHERS, build
 from helpers.small_families import small_config
 
 import sonicmoe_hf
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.tools.cli import doctor
 from sonicmoe_hf.tools.cli.main import build_parser, main
