@@ -33,6 +33,7 @@ from shared import (
     ThroughputCallback,
     add_data_options,
     add_model_options,
+    liger_kernels,
     load,
     parsed,
     standard_library,
@@ -49,7 +50,7 @@ from transformers import (
 )
 
 import sonicmoe_hf
-from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding
@@ -250,9 +251,10 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
 
 def captures_graphs(arguments: argparse.Namespace) -> bool:
     """Whether a compiled model runs as CUDA graphs: a step of few tokens waits for Python otherwise. Gradients summed
-    over several batches have not been measured so."""
+    over several batches have not been measured so, and a model with gradient checkpointing is no one graph."""
     few = arguments.batch_size * arguments.sequence_length <= FEW_TOKENS
-    return arguments.compile == "inductor" and few and arguments.gradient_accumulation_steps == 1
+    one_graph = arguments.gradient_accumulation_steps == 1 and not arguments.gradient_checkpointing
+    return arguments.compile == "inductor" and few and one_graph
 
 
 def compiles_layers(arguments: argparse.Namespace) -> bool:
@@ -270,7 +272,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
     if arguments.gradient_checkpointing:
         options["gradient_checkpointing"] = True
     if arguments.liger:
-        options |= {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}  # the experts are ours
+        options |= liger_kernels(arguments.compile is not None)
     if arguments.compile is not None and not compiles_layers(arguments):
         options |= {"torch_compile": True, "torch_compile_backend": arguments.compile}
     if captures_graphs(arguments):

@@ -40,6 +40,7 @@ from shared import (
     add_data_options,
     add_model_options,
     config_of,
+    liger_kernels,
     parsed,
     random_packed_model,
     small_config,
@@ -56,7 +57,7 @@ from transformers import (
 
 import sonicmoe_hf
 from sonicmoe_hf.formats.declared import declared_quantization
-from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.patching.quantize import declared_for
 
 
@@ -81,6 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--liger", action=argparse.BooleanOptionalAction, help="for the loss; default: on GPUs, where it is installed"
     )
+    parser.add_argument("--compile", action="store_true", help="torch.compile each layer: for steps of few tokens")
     add_data_options(parser)
     parser.add_argument("--sequence-length", type=int, help="default: 512; for the small model 128")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences a step and GPU")
@@ -178,8 +180,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         "bf16": True,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "use_liger_kernel": arguments.liger,
-        "liger_kernel_config": {"swiglu": False},  # the experts are ours
+        **(liger_kernels(arguments.compile) if arguments.liger else {}),
         "optim": "adamw_torch_fused",
         "logging_steps": max(1, arguments.steps // 8),
         "save_strategy": "no",
@@ -241,6 +242,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model.print_trainable_parameters()
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
+    if arguments.compile:
+        sonicmoe_hf.compile_layers(model)
     if arguments.random:
         return trainer.train().metrics
     before = trainer.evaluate()["eval_loss"]

@@ -31,6 +31,7 @@ __all__ = [
     "blocks",
     "config_of",
     "forever",
+    "liger_kernels",
     "load",
     "parsed",
     "random_model",
@@ -65,6 +66,13 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
     if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
     return options
+
+
+def liger_kernels(is_compiled: bool) -> dict:
+    """The Trainer's arguments for Liger's kernels. The experts are ours, and torch.compile makes norms and rotary
+    embeddings itself (torch 2.11 cannot compile Liger's)."""
+    others = {"rms_norm": False, "rope": False} if is_compiled else {}
+    return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False, **others}}
 
 
 def load(arguments: argparse.Namespace, texts: list[str], device_map: str | None = None, **options):

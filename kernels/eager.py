@@ -11,9 +11,10 @@ import math
 import torch
 import torch.nn.functional as F
 
+from .factors import a_by_expert, b_by_expert
 from .interface import Activation, LoraTerm, PackedOperand, Rounded, Rows, accumulation_dtype
-from .low_rank import a_by_expert, b_by_expert
-from .packed import FORMATS, Quantized
+from .quantized import Quantized
+from .quantized import dequantize as _dequantize
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
 from .scaled import ScaledRows, scale_halves, scaled_product
 from .scaled import scale_rows as scale_rows
@@ -104,7 +105,7 @@ def _spans(rows: Rows):
 
 
 def dequantize(codes, scales, state, name, dtype, rows):
-    return FORMATS[name].dequantize(Quantized(codes, scales, state), dtype, [expert for expert, _ in _spans(rows)])
+    return _dequantize(Quantized(codes, scales, state), name, dtype, [expert for expert, _ in _spans(rows)])
 
 
 def reads_packed(format, dtype, rows):

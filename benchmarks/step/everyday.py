@@ -9,7 +9,8 @@ expert are those of a balanced model. The contenders: `sonicmoe-hf`, the same wi
 (`sonicmoe_hf.compile_layers`), and `grouped_mm` with PEFT's own computation of adapters, for experts in bf16.
 
 A setting is the tokens of a step, in sequences of at most 4,096; or `field`, what many people run: four micro-batches a
-step of two padded rows, each row of 24 to 2,048 tokens (lognormal, about 190 in the mean), others at every step.
+step of two padded rows, each row of 24 to 2,048 tokens (lognormal, about 190 in the mean), others at every step. Chunks
+of Liger's loss and cuDNN's attention are for all contenders as `sonicmoe_hf.attach` has them in a Trainer.
 
 busy_ms: in which the GPU computes, of a step. kernels: launches of a step. `--device cpu --tiny --settings 64 field`
 checks the script.
@@ -37,6 +38,7 @@ from benchmarks.step.models import OURS, SpreadLoad
 from benchmarks.step.run import Run, bare, trained
 from benchmarks.step.training import GIB, RANK, WHOLE_ATTENTION, optimizer_of, record, sequences
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.trainer.small_steps import SmallSteps, chunk_mem_const
 
 MODEL, FIELD = "Qwen3-30B-A3B", "field"
 COMPILED, GROUPED = f"{OURS}, compiled layers", "grouped_mm"
@@ -73,12 +75,14 @@ def _padded(lengths: list[int], vocabulary: int, device: str) -> dict:
     }
 
 
-def take_step(model, optimizer, batches: list[dict], device: str, **options) -> torch.Tensor:
-    """The mean loss of the micro-batches, on the device."""
-    losses = []
+def take_step(model, optimizer, batches: list[dict], device: str, callback: SmallSteps) -> torch.Tensor:
+    """The mean loss of the micro-batches, on the device. callback: what `attach` adds to a Trainer."""
+    losses, hidden = [], model.config.hidden_size
     for batch in batches:
+        callback.note(batch)
+        chunk = {"chunk_mem_const": chunk_mem_const(batch["input_ids"].numel(), hidden)} if device == "cuda" else {}
         with torch.autocast(device, torch.bfloat16):
-            loss = model(**batch, use_cache=False, **options).loss / len(batches)
+            loss = model(**batch, use_cache=False, **chunk).loss / len(batches)
         loss.backward()
         losses.append(loss.detach())
     optimizer.step()
@@ -129,19 +133,19 @@ def build(contender: str, experts: str, checkpointing: bool, options):
 def measure(model, setting: str, options) -> dict:
     """metric -> values of one setting."""
     torch.compiler.reset()
-    chunk = {} if options.chunk is None else {"chunk_mem_const": options.chunk}
+    callback = SmallSteps()
     steps = steps_of(setting, WARMUP + options.steps, model.config.vocab_size, options.device, options.tiny)
     optimizer, clock = optimizer_of(model), Clock(1 + options.steps)
     began = time.perf_counter()
     for batches in steps[:WARMUP]:
-        take_step(model, optimizer, batches, options.device, **chunk)
+        take_step(model, optimizer, batches, options.device, callback)
     synchronize()
     warmup_s = time.perf_counter() - began
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     clock.note()
     for batches in steps[WARMUP:]:
-        loss = take_step(model, optimizer, batches, options.device, **chunk)
+        loss = take_step(model, optimizer, batches, options.device, callback)
         clock.note()
     ms = clock.milliseconds()
     tokens = [sum(int((batch["labels"] >= 0).sum()) for batch in batches) for batches in steps[WARMUP:]]
@@ -153,13 +157,14 @@ def measure(model, setting: str, options) -> dict:
     }
     if options.device == "cuda":
         values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
-        step = partial(take_step, model, optimizer, steps[-1], options.device, **chunk)
+        step = partial(take_step, model, optimizer, steps[-1], options.device, callback)
         kernels = kernels_of(step)
         values |= {"busy_ms": kernels.busy_ms, "kernels": sum(kernels.launches.values())}
         values["ms_over_busy"] = statistics.median(ms) / kernels.busy_ms
         if setting in options.detail:
             for name, total in kernels.ms.most_common(30):
                 print(f"      {total:8.2f} ms x{kernels.launches[name]:5d}  {name}", flush=True)
+    callback.end()
     return values
 
 
@@ -171,7 +176,6 @@ def main() -> None:
     parser.add_argument("--contender", nargs="+", choices=(OURS, COMPILED, GROUPED), default=(OURS, COMPILED, GROUPED))
     parser.add_argument("--without-checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
-    parser.add_argument("--chunk", type=int, help="Liger's chunk_mem_const, its own without")
     parser.add_argument("--detail", nargs="*", default=(), help="settings whose largest kernels are printed")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     options = parser.parse_args()

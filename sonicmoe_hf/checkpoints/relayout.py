@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from ..errors import CheckpointError
-from ..formats.hub import HUB
-from ..kernels.packed import Format
-from ..kernels.packed.format import Stored
+from ..formats import HUB, Format
+from ..formats.format import Stored
+from ..kernels.quantized import dequantize_expert, pack_experts
 from .layouts import experts_parameters
 from .plan import Plan, Planned, in_range, shell
 from .roundings import Roundings
@@ -64,7 +64,7 @@ class Relayout(Plan):
             dtype = self._dtype_of(names[0], weights)
             shells = {name: shell(there.stored_shape, dtype) for name in names}
             make = partial(self._dense_experts, target, dtype)
-        elif all(format.has_blocks_of(weight.format) and not weight.added for weight in weights):
+        elif all(format.is_that_of(weight.format) and not weight.added for weight in weights):
             scales = self._source.tensors[weights[0].parts[1]]
             shells = self._shells(target, names, format, scales.dtype.itemsize)
             make = partial(self._moved_experts, target, list(shells.values()))
@@ -130,7 +130,7 @@ class Relayout(Plan):
         for number, name in enumerate(there.names_of(experts[0])):
             matrices = (self._rows(target, dtype, expert)[number] for expert in experts)
             try:
-                packed = format.pack(matrices, (len(experts), *there.shape), there.order)
+                packed = pack_experts(matrices, (len(experts), *there.shape), format.name, there.order)
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
             made += [part for part in packed if part is not None]
@@ -140,7 +140,7 @@ class Relayout(Plan):
             if is_changed or there.is_per_expert or experts[0] == 0:
                 exact = self._rows(target, dtype, experts[0])[number]
                 before = self._rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
-                self.roundings.add(name, before, exact, format.dequantize_expert(packed, torch.float32, 0))
+                self.roundings.add(name, before, exact, dequantize_expert(packed, format.name, torch.float32, 0))
         return [part.view(like.dtype) for part, like in zip(made, shells)]
 
     def _shells(
@@ -154,10 +154,7 @@ class Relayout(Plan):
             if there.is_per_expert:
                 parts |= HUB[format.name].stored(name, there.shape)
             else:
-                try:
-                    parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
-                except ValueError as error:
-                    raise CheckpointError(f"{error}") from error
+                parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
         return {
             stored: shell(part, next((dtype for dtype in dtypes if dtype.itemsize == scale_size), dtypes[0]))
             for stored, (part, dtypes) in parts.items()

@@ -65,6 +65,11 @@ def is_bound_by_liger(module: nn.Module) -> bool:
     return _is_ligers(vars(module).get("forward"))
 
 
+def has_liger_forward(module: nn.Module) -> bool:
+    """Whether Liger replaced a causal language model's forward by one that ends in its fused loss."""
+    return _name(module.forward).startswith("liger_kernel.transformers.model.")
+
+
 def why_not_reached(experts: nn.Module) -> str | None:
     """Say why a call of the experts would not reach the experts interface, with the remedy; None where it does.
 

@@ -30,6 +30,7 @@ from .methods import wrap_method
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .resume import check_experts_restored, load_whole
+from .small_steps import SmallSteps, small_steps
 from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
 
 logger = logging.get_logger(__name__)
@@ -282,8 +283,17 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
     try:
         return train(*args, **kwargs)
     finally:
+        if (callback := small_steps(trainer)) is not None:
+            callback.end()
         if is_patched(trainer.model):
             drop_step(trainer.model)
+
+
+def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
+    """Call `trainer.compute_loss`, of which small steps note the sizes and balancing the scale."""
+    if model.training and (callback := small_steps(trainer)) is not None:
+        callback.note(inputs)
+    return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
 
 
 def _load_callback(trainer) -> ExpertLoadCallback | None:
@@ -301,6 +311,10 @@ def attach(trainer) -> ExpertLoadCallback:
     end with `trainer.train`, after an error or Ctrl-C too. `trainer.compute_loss` gives
     LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model, as by TRL's trainers.
 
+    On a GPU, the tenth step says how busy it is (where nvidia-ml-py is installed), and what would help. Where most of the
+    first micro-batches have few tokens and new lengths, cuDNN's attention, which plans 80 ms for each new length, is off
+    until training ends. Liger's fused loss has larger chunks meanwhile: half a GiB of logits.
+
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
@@ -315,6 +329,8 @@ def attach(trainer) -> ExpertLoadCallback:
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
+    if small_steps(trainer) is None:
+        trainer.add_callback(SmallSteps())
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
@@ -322,5 +338,5 @@ def attach(trainer) -> ExpertLoadCallback:
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
     wrap_method(trainer, "train", _train_to_the_end)
-    wrap_method(trainer, "compute_loss", loss_with_scale)
+    wrap_method(trainer, "compute_loss", _compute_loss)
     return callback

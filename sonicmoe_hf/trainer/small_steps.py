@@ -1,0 +1,118 @@
+"""Small training steps, in which a GPU waits for Python: what a Trainer says of them, attention for lengths that vary,
+and larger chunks of Liger's fused loss.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..kernels.announce import is_first_rank
+from ..patching.forwards import has_liger_forward
+
+logger = logging.get_logger(__name__)
+
+OBSERVED = 8  # micro-batches, after which a choice is made
+FEW_TOKENS = 8192  # of a micro-batch; attention of more takes the GPU longer than planning takes the host
+SAMPLED_STEPS = range(6, 11)  # of a run: the first ones compile
+BUSY = 60  # percent
+LOGITS_BYTES = 2**29  # of a chunk of the fused loss
+ADVICE = (
+    "sonicmoe_hf: the GPU is busy {busy}% of the time, and waits for Python in the rest. What helps: layers compiled by "
+    "sonicmoe_hf.compile_layers(model) before training; sequences that are packed, or padded to a multiple "
+    "(pad_to_multiple_of=64), so that sizes come again; more sequences a micro-batch and fewer accumulation steps"
+)
+
+
+class SmallSteps(TrainerCallback):
+    """Says once how busy the GPU is, and chooses what suits the sizes of a run. `attach` adds it to a Trainer.
+
+    cuDNN's attention, which torch prefers on Hopper, plans for some 80 ms whenever a length is new. Where most of the
+    first micro-batches have new lengths and few tokens, it is off until the run ends.
+
+    Liger's fused linear cross entropy cuts the tokens into chunks whose logits take no more memory than its input. Of
+    2,048 tokens and 152 thousand words that is 32 tokens a chunk: it reads the head's weight 64 times, a third of the
+    GPU's time. During the run a chunk's logits take about half a GiB.
+    """
+
+    def __init__(self) -> None:
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self.first_step = step
+        self.shapes: set[tuple[int, ...]] = set()
+        self.count = self.tokens = 0
+        self.samples: list[int] = []
+        self.has_disabled_cudnn = False
+        self.hooks: list[Any] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Observe this run, and let Liger's loss have larger chunks."""
+        self._begin(state.global_step)
+        models = [] if model is None else [each for each in model.modules() if has_liger_forward(each)]
+        self.hooks = [each.register_forward_pre_hook(_enlarge_chunks, with_kwargs=True) for each in models]
+
+    def note(self, inputs) -> None:
+        """Observe the sizes of a training micro-batch."""
+        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+        if self.count >= OBSERVED or not isinstance(ids, torch.Tensor):
+            return
+        self.count += 1
+        self.tokens += ids.numel()
+        self.shapes.add(tuple(ids.shape))
+        varies = 2 * len(self.shapes) > OBSERVED and self.tokens <= OBSERVED * FEW_TOKENS
+        if self.count == OBSERVED and varies and torch.backends.cuda.cudnn_sdp_enabled():
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self.has_disabled_cudnn = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Sample how busy the GPU is, and say it after the tenth step."""
+        step = state.global_step - self.first_step
+        if step not in SAMPLED_STEPS or args.device.type != "cuda":
+            return
+        try:
+            self.samples.append(torch.cuda.utilization(args.device))
+        except (ModuleNotFoundError, RuntimeError):  # without nvidia-ml-py, or a driver that does not say
+            return
+        if step == SAMPLED_STEPS[-1] and is_first_rank():
+            busy = round(statistics.median(self.samples))
+            if busy < BUSY:
+                logger.warning(ADVICE.format(busy=busy))
+            else:
+                logger.info(f"sonicmoe_hf: the GPU is busy {busy}% of the time")
+
+    def end(self) -> None:
+        """Put torch's settings back as they were."""
+        if self.has_disabled_cudnn:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+        self.has_disabled_cudnn = False
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Put torch's settings back as they were."""
+        self.end()
+
+
+def chunk_mem_const(num_tokens: int, hidden_size: int) -> int:
+    """Compute the size of Liger's chunks in its own measure: a chunk's logits as a multiple of its loss's input."""
+    return max(1, LOGITS_BYTES // max(2 * num_tokens * hidden_size, 1))
+
+
+def _enlarge_chunks(model: Any, args, kwargs):
+    """Give a Liger model's forward the size of its loss's chunks."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if not model.training or ids is None or "chunk_mem_const" in kwargs:
+        return None
+    size = chunk_mem_const(ids.numel(), model.config.get_text_config().hidden_size)
+    return args, {**kwargs, "chunk_mem_const": size}
+
+
+def small_steps(trainer) -> SmallSteps | None:
+    """Return the Trainer's SmallSteps, if it has one."""
+    return next((c for c in trainer.callback_handler.callbacks if isinstance(c, SmallSteps)), None)

@@ -1,0 +1,104 @@
+"""Small steps under `attach`: how busy the GPU is, said once, and attention for lengths that vary."""
+
+import logging
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from helpers.models import patched
+from helpers.training import arguments, trainer_for
+from transformers import TrainerState
+
+import sonicmoe_hf
+from sonicmoe_hf.trainer.small_steps import LOGITS_BYTES, OBSERVED, SmallSteps, small_steps
+
+
+@pytest.fixture(autouse=True)
+def cudnn_is_on():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_off"),
+    [
+        (range(100, 100 + OBSERVED), True),
+        ([128] * OBSERVED, False),  # one length
+        ([64, 128] * (OBSERVED // 2), False),  # lengths that come again
+        (range(20000, 20000 + OBSERVED), False),  # attention itself takes longer
+        (range(100, 100 + OBSERVED - 1), False),  # not known yet
+    ],
+)
+def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths, is_off, tmp_path):
+    callback, args = SmallSteps(), arguments(tmp_path)
+    callback.on_train_begin(args, TrainerState(), None)
+    for length in lengths:
+        callback.note({"input_ids": torch.empty(1, length, dtype=torch.int64, device="meta")})
+    assert torch.backends.cuda.cudnn_sdp_enabled() != is_off
+    callback.on_train_end(args, TrainerState(), None)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_run_that_fails_puts_attention_back(tmp_path, monkeypatch):
+    trainer = trainer_for(patched("qwen3_moe"), tmp_path, max_steps=OBSERVED + 1, count=64)
+    sonicmoe_hf.attach(trainer)
+    sonicmoe_hf.attach(trainer)
+    callback = small_steps(trainer)
+    assert sum(isinstance(each, SmallSteps) for each in trainer.callback_handler.callbacks) == 1
+    seen = []
+
+    def note(inputs):
+        seen.append(inputs["input_ids"].shape[1])
+        SmallSteps.note(callback, {"input_ids": inputs["input_ids"][:, : len(seen)]})
+        if len(seen) > OBSERVED:
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(callback, "note", note)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert len(seen) == OBSERVED + 1 and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
+    """Through Liger's own forward of Qwen3-MoE, whose kernels need a GPU: its loss is replaced by one that notes."""
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
+    from liger_kernel.transformers.model import qwen3_moe as liger
+
+    noted = []
+
+    def loss(hidden_states, lm_head_weight, labels, **options):
+        noted.append(options.get("chunk_mem_const"))
+        return (hidden_states @ lm_head_weight.T).square().mean()
+
+    model = patched("qwen3_moe")
+    apply_liger_kernel_to_qwen3_moe(rope=False, rms_norm=False, swiglu=False, model=model)
+    trainer = trainer_for(model, tmp_path, max_steps=1)
+    sonicmoe_hf.attach(trainer)
+    with mock.patch.object(liger, "LigerForCausalLMLoss", loss):
+        trainer.train()
+        rows, columns = trainer.train_dataset[0]["input_ids"].shape[0], trainer.args.per_device_train_batch_size
+        model.train()(**{name: column[None] for name, column in trainer.train_dataset[0].items()})
+    assert noted == [LOGITS_BYTES // (2 * rows * columns * model.config.hidden_size), None]
+
+
+@pytest.mark.parametrize(("busy", "is_said"), [(35, True), (90, False), (None, False)])
+def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, monkeypatch, caplog):
+    def utilization(device):
+        if busy is None:
+            raise ModuleNotFoundError("pynvml")
+        return busy
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("sonicmoe_hf"), "propagate", True)
+    callback, args = SmallSteps(), SimpleNamespace(device=torch.device("cuda", 0))
+    callback.on_train_begin(args, TrainerState(global_step=100), None)  # resumed
+    for step in range(101, 113):
+        callback.on_step_end(args, TrainerState(global_step=step), None)
+        assert len(caplog.records) == int(is_said and step >= 110)
+    if is_said:
+        assert "busy 35% of the time" in caplog.text and "compile_layers(model)" in caplog.text
