@@ -45,7 +45,7 @@ WITHOUT_COMMIT = {"quality_corpus.csv"}  # a list of packages
 
 @cache
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV."""
+    """Return the rows of a CSV."""
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -63,7 +63,7 @@ def conditions(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def value_of(folder: Path, name: str, filters: dict[str, str]) -> float:
-    """A column, or the median of a metric, of the rows of the file `csv` that meet the other conditions.
+    """Return a column, or the median of a metric, of the rows of the file `csv` that meet the other conditions.
 
     Raises:
         ValueError: no row, or several with different values and no name of how to take them together.
@@ -87,7 +87,7 @@ def value_of(folder: Path, name: str, filters: dict[str, str]) -> float:
 
 
 def values_of(folder: Path, outer: dict[str, str], cell: str) -> list[float]:
-    """The figures of a cell. outer: the conditions of its row and table."""
+    """Return the figures of a cell. outer: the conditions of its row and table."""
     first, _, second = cell.partition(" ÷ ")
     filters, names = conditions(first)
     filters = {**outer, **filters}
@@ -100,7 +100,7 @@ def values_of(folder: Path, outer: dict[str, str], cell: str) -> list[float]:
 
 
 def rounded(written: str, value: float) -> str:
-    """The value as the cell has its figure; as it is if that is the value, rounded either way at half a unit."""
+    """Return the value as the cell has its figure; as it is if that is the value, rounded either way at half a unit."""
     unit = UNITS.get(written[-1], 1.0)
     digits = written.rstrip("k%")
     decimals = len(digits.partition(".")[2])
@@ -113,7 +113,7 @@ def rounded(written: str, value: float) -> str:
 
 
 def cell_with(cell: str, values: list[float]) -> str:
-    """The cell with these values in the place of its figures.
+    """Return the cell with these values in the place of its figures.
 
     Raises:
         ValueError: it has another number of figures.

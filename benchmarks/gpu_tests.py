@@ -30,7 +30,7 @@ def later_commits(root: Path, commit: str) -> list[str] | None:
 
 
 def with_commits(text: str, subjects: list[str]) -> str:
-    """The log with these subjects in place of those that it lists, below its first paragraph."""
+    """Return the log with these subjects in place of those that it lists, below its first paragraph."""
     head, _, rest = LISTED.sub("", text).partition("\n\n")
     if not subjects:
         return f"{head}\n\n{rest}"

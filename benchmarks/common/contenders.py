@@ -39,7 +39,7 @@ def ours(shape: Shape, backend: str):
 
 
 def grouped_mm(shape: Shape):
-    """Transformers' experts_implementation="grouped_mm"."""
+    """Compute as Transformers' experts_implementation="grouped_mm" does."""
     moe, is_gated = peer_module("transformers.integrations.moe"), shape.activation == "swiglu"
 
     class Experts:
@@ -73,7 +73,7 @@ def scattermoe(shape: Shape):
 
 
 def upstream(shape: Shape):
-    """The kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for minutes."""
+    """Return the kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for minutes."""
     if shape.activation != "swiglu":
         raise Unavailable(f"activation {shape.activation} is not compared")
     peer = peer_module("sonic_moe")

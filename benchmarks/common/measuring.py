@@ -73,12 +73,12 @@ def first_step(step: Step) -> dict[str, float]:
 
 
 def largest_error(results, expected) -> float:
-    """The largest relative error of tensors in the same order."""
+    """Return the largest relative error of tensors in the same order."""
     return max(relative_error(result, exact) for result, exact in zip(results, expected, strict=True))
 
 
 def factors_of_expert(adapters, e, num_experts):
-    """The adapters of expert e in fp32, by name: A as [r, in], B as [out, r]. `adapters` are as PEFT stores them."""
+    """Return expert e's adapters in fp32, by name: A as [r, in], B as [out, r]. `adapters` are as PEFT stores them."""
     factors = {}
     for name in ADAPTERS:
         if name in adapters:
@@ -88,8 +88,8 @@ def factors_of_expert(adapters, e, num_experts):
 
 
 def relative_errors(step, inputs, activation="swiglu"):
-    """The error of every result of a layer against fp32, relative to its norm; an expert at a time, because all weights
-    and their gradients in fp32 would not fit.
+    """Return the error of every result of a layer against fp32, relative to its norm; an expert at a time, because all
+    weights and their gradients in fp32 would not fit.
 
     step.results() gives out, dx, dweight and the gradients of what was trained, by name: dgate_up, ddown, or of adapters
     dA1, dB1, dA2, dB2; step.adapters are these, by name, and step.scale what multiplies their product.

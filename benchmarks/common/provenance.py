@@ -21,7 +21,7 @@ PEERS = ("sonic_moe", "scattermoe", "scattermoe_lora", "unsloth_zoo")  # sources
 
 
 def commit() -> str:
-    """The commit of the working tree, with "-dirty" where files differ from it; SONICMOE_HF_COMMIT wins."""
+    """Return the commit of the working tree, with "-dirty" where files differ from it; SONICMOE_HF_COMMIT wins."""
     if named := os.environ.get(COMMIT_VARIABLE):
         return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -45,12 +45,12 @@ def versions() -> str:
 
 
 def columns() -> dict[str, str]:
-    """What every row of a CSV says of its origin."""
+    """Return what every row of a CSV says of its origin."""
     return {"commit": commit(), "versions": versions(), "date": datetime.date.today().isoformat()}
 
 
 def gpu() -> str:
-    """The GPU's name, for the column "gpu"; "none" without one."""
+    """Return the GPU's name, for the column "gpu"; "none" without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 

@@ -57,7 +57,7 @@ UNGATED = {"Nemotron-3-Nano-30B-A3B": UngatedShape(16384, 2688, 1856, 128, 6)}  
 
 
 def shape_of(text: str) -> Shape:
-    """The shape that `text` is the str of."""
+    """Parse the str of a shape."""
     kind = UngatedShape if text.endswith(f",{UngatedShape.activation}") else Shape
     return kind(*map(int, text.removesuffix(f",{UngatedShape.activation}").split(",")))
 
@@ -91,7 +91,7 @@ def problem(shape: Shape, dtype=torch.bfloat16, device="cuda", seed=0):
 
 
 def activated(h, activation: str):
-    """a of the pre-activation h, with torch's own functions."""
+    """Compute a of the pre-activation h, with torch's own functions."""
     if activation == "relu2":
         return F.relu(h).square()
     gate, up = h.chunk(2, dim=-1)

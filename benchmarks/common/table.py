@@ -15,7 +15,7 @@ KEYS = ("config", "shape", "contender", "mode", "launch", "metric")
 
 
 def quantile(values: Sequence[float], q: float = 0.5) -> float:
-    """The median, or another quantile."""
+    """Return the median, or another quantile."""
     return torch.tensor(values).double().quantile(q).item()
 
 
@@ -29,7 +29,7 @@ RANGE = {"median": quantile, "min": min, "max": max}
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV; none where it does not exist."""
+    """Return the rows of a CSV; none where it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -37,7 +37,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def written(row: dict[str, Any]) -> dict[str, str]:
-    """A row as the file has it."""
+    """Return a row as the file has it."""
     return {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in row.items()}
 
 
@@ -57,7 +57,7 @@ class Rows:
         self.rows: list[dict[str, str]] = []
 
     def add(self, **columns: Any) -> None:
-        """A row, printed as well."""
+        """Add a row, and print it."""
         print("  ".join(written(columns).values()), flush=True)
         self.rows.append(written(columns) | self.origin)
 

@@ -17,7 +17,7 @@ def synchronize() -> None:
 
 
 def release() -> None:
-    """The memory of what ran before, and its peak."""
+    """Release the memory of what ran before, and its peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -25,7 +25,7 @@ def release() -> None:
 
 
 def recorded(call):
-    """(a CUDA graph of `call`, what it returns), after a warm-up on a side stream, as capturing wants it."""
+    """Record (a CUDA graph of `call`, what it returns), after a warm-up on a side stream, as capturing wants it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -38,7 +38,7 @@ def recorded(call):
 
 
 def graph_of(call):
-    """What replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
+    """Return what replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
     graph, _ = recorded(call)
     return graph.replay
 

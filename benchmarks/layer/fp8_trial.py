@@ -31,7 +31,7 @@ MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several grap
 
 
 def weight_in_blocks(weight_ENK, order: str) -> PackedOperand:
-    """A dense weight as `from_pretrained(experts_quantization="fp8")` packs it."""
+    """Return a dense weight as `from_pretrained(experts_quantization="fp8")` packs it."""
     return PackedOperand(*quantize(weight_ENK, "fp8", order), "fp8")
 
 
@@ -108,7 +108,7 @@ def layer_calls(shape, x, packed):
 
 
 def measure(table, config, shape, rounds):
-    """The rows of one shape."""
+    """Measure the rows of one shape."""
     x, *dense, rows = problem(shape)
     _, *packed = quantized(x, *dense)
     calls = forward_calls(x, dense, packed, rows)

@@ -38,7 +38,7 @@ def launches(step):
 
 
 def roles(contender, names, mode):
-    """What each kernel is: one of the products, or the start of its own name."""
+    """Return what each kernel is: one of the products, or the start of its own name."""
     skipped = ("dW1", "dW2") if (contender, mode) == ("hopper", "frozen") else ()
     wanted = [role for role in PRODUCTS.get(contender, ()) if role not in skipped]
     grouped = [number for number, name in enumerate(names) if "cutlass" in name]
@@ -60,7 +60,7 @@ def times_by_role(contender, runs, mode):
 
 
 def measure(table: Table, config: str, shape: Shape, contenders, rounds: int) -> None:
-    """The rows of one shape."""
+    """Measure the rows of one shape."""
     inputs = problem(shape)
     layers = available(contenders, shape)
     found = {}

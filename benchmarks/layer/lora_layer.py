@@ -75,7 +75,7 @@ def started(makers, inputs, add, on_gpu):
 
 
 def measure(table, config, shape, options):
-    """The rows of one shape."""
+    """Measure the rows of one shape."""
     inputs, on_gpu = problem(shape, torch.bfloat16, options.device), options.device == "cuda"
 
     def add(name, launch, metrics):

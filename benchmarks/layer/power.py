@@ -37,7 +37,7 @@ QUERY = {  # column: what nvidia-smi calls it
 
 
 def kernels_of(shape: Shape) -> dict:
-    """The six GEMMs of a layer as calls without arguments."""
+    """Return the six GEMMs of a layer as calls without arguments."""
     hopper, inputs = backends.load("hopper"), problem(shape)
     rows = dispatch(inputs[3], shape.T, shape.E, backend="hopper")
     calls = products(shape, inputs, rows)
@@ -66,7 +66,7 @@ def sampled(call) -> tuple[float, list[list[str]]]:
 
 
 def figure(values: tuple[str, ...]) -> float:
-    """The median, or the share of the samples in which the driver names a reason."""
+    """Return the median, or the share of the samples in which the driver names a reason."""
     if set(values) <= {"Active", "Not Active"}:
         return statistics.fmean(value == "Active" for value in values)
     return statistics.median(map(float, values))

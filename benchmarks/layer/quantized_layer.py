@@ -41,7 +41,7 @@ def never_read_packed():
 
 
 def formats_of(shape):
-    """The formats that take both weights."""
+    """Return the formats that take both weights."""
     return [name for name, block in FORMATS.items() if not (shape.H % block or shape.I % block)]
 
 

@@ -38,7 +38,7 @@ class RowCounter:
 
 
 def count_rows(model, num_experts: int, device: torch.device) -> RowCounter:
-    """A counter of the model's layers with experts."""
+    """Return a counter of the model's layers with experts."""
     layers = list(find_layers(model))
     counter = RowCounter(len(layers), num_experts, device)
     for number, layer in enumerate(layers):

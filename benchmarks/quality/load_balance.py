@@ -84,7 +84,7 @@ Run = tuple[Case, int]  # with its seed
 
 
 def sigmoid_config(preset: Preset) -> Dots1Config:
-    """The sizes of `qwen3_config`, with DeepSeek-V3's router and one shared expert."""
+    """Return the sizes of `qwen3_config`, with DeepSeek-V3's router and one shared expert."""
     return Dots1Config(**sizes_of(preset), n_routed_experts=preset.experts, n_shared_experts=1)
 
 
@@ -115,7 +115,7 @@ def build(preset: Preset, case: Case, seed: int, device: torch.device):
 
 
 def over_mean(rows: torch.Tensor) -> torch.Tensor:
-    """The busiest expert's rows over the mean, of each layer [layers]; rows [layers, E]."""
+    """Return the busiest expert's rows over the mean, of each layer [layers]; rows [layers, E]."""
     rows = rows.double()
     return rows.amax(1) / rows.mean(1)
 

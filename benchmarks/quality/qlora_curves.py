@@ -34,7 +34,7 @@ PIECE = 1 << 14  # characters of a --text that are held out together
 
 
 def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16, optimizer=None, max_norm=1.0):
-    """A warm-up and a linear decay; gives {step: held-out loss}.
+    """Train with a warm-up and a linear decay; returns {step: held-out loss}.
 
     Args:
         dtype: of the arithmetic, by autocast. optimizer: AdamW unless given. max_norm: of the clipped gradients.
@@ -94,8 +94,8 @@ def texts_of(files: list[Path] | None) -> tuple[list[str], list[str], str]:
 
 
 def start(options, dtype=torch.bfloat16, **sizes):
-    """The model, of other sizes where given, trained in full, in that dtype; the rows for adapters; held-out rows; of
-    which text."""
+    """Return the model, of other sizes where given, trained in full, in that dtype; the rows for adapters; held-out
+    rows; of which text."""
     texts, held_out, name = texts_of(options.text)
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     set_seed(0)
@@ -110,7 +110,7 @@ def start(options, dtype=torch.bfloat16, **sizes):
 
 
 def with_adapters(base, seed, rank, experts="bf16", **options):
-    """A copy of the base with its experts in this format and the seed's adapters in fp32; options: of lora_config."""
+    """Copy the base, with its experts in this format and the seed's adapters in fp32; options: of lora_config."""
     model = copy.deepcopy(base).requires_grad_(False)
     if experts != "bf16":
         sonicmoe_hf.quantize_experts(model, experts)
@@ -152,7 +152,7 @@ def curves_of(contenders, options, adapted: Callable, dtype=torch.bfloat16, **si
 
 
 def draw(curves, path):
-    """The mean of the seeds, and every seed's curve behind it."""
+    """Draw the mean of the seeds, and every seed's curve behind it."""
     import matplotlib
 
     matplotlib.use("agg")

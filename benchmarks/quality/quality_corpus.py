@@ -49,7 +49,7 @@ class Corpus(NamedTuple):
 
 
 def permissive_licence(metadata) -> str | None:
-    """A distribution's licence, if its metadata names permissive ones and no other; else None."""
+    """Return a distribution's licence, if its metadata names permissive ones and no other; else None."""
     classifiers = [
         text.split("::")[-1].strip() for text in metadata.get_all("Classifier") or [] if "License ::" in text
     ]
@@ -79,7 +79,7 @@ def package_files(distributions: Iterable[importlib.metadata.Distribution]):
 
 
 def without_near_duplicates(files: list[tuple]) -> list[tuple]:
-    """The files (their text is the last entry), in order, less those whose longer lines were mostly seen before."""
+    """List the files (their text is the last entry), in order, less those whose longer lines were mostly seen before."""
     seen: set[int] = set()
     kept = []
     for file in files:
@@ -153,7 +153,7 @@ def build(packages: list[tuple], file: Path, table: Path) -> None:
 
 
 def load(file: Path = FILE) -> Corpus:
-    """What `build` wrote, or writes now from the packages installed here."""
+    """Return what `build` wrote, or writes now from the packages installed here."""
     if not file.exists():
         build(installed(), file, file.with_suffix(".csv"))
     with numpy.load(file) as arrays:

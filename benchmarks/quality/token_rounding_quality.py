@@ -90,7 +90,7 @@ def columns_of(preset: Preset, run: Run) -> dict:
 
 
 def by_method(rows: list[dict], balancing: str) -> dict[tuple[str, int], list[dict]]:
-    """(method, tile) -> its rows under this balancing loss: in METHODS' order, the smallest tile first."""
+    """Sort rows as (method, tile) -> its rows under this balancing loss: in METHODS' order, the smallest tile first."""
     table: dict[tuple[str, int], list[dict]] = {}
     for row in sorted(rows, key=lambda row: (METHODS.index(row["method"]), int(row["tile"]))):
         if row["balancing"] == balancing:

@@ -140,7 +140,7 @@ class CapacityRouting:
 
 
 def sizes_of(preset: Preset) -> dict:
-    """What the configs of all models here have in common."""
+    """Return what the configs of all models here have in common."""
     return {
         "vocab_size": preset.vocab_size,
         "hidden_size": preset.hidden_size,
@@ -158,12 +158,12 @@ def sizes_of(preset: Preset) -> dict:
 
 
 def qwen3_config(preset: Preset, **changes) -> Qwen3MoeConfig:
-    """The model's config."""
+    """Return the model's config."""
     return Qwen3MoeConfig(**sizes_of(preset), num_experts=preset.experts, **changes)
 
 
 def random_model(config, seed: int, device: torch.device):
-    """The model, randomly initialised, with our experts."""
+    """Return the model, randomly initialised, with our experts."""
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(
@@ -172,7 +172,7 @@ def random_model(config, seed: int, device: torch.device):
 
 
 def build_model(preset: Preset, run: Run, device: torch.device):
-    """The model, randomly initialised, patched for the run's method: (model, counter of rows)."""
+    """Return the model, randomly initialised, patched for the run's method: (model, counter of rows)."""
     model = random_model(qwen3_config(preset), run.seed, device)
     if run.replica:
         generator = torch.Generator().manual_seed(1000 * run.seed + run.replica)
@@ -206,7 +206,7 @@ def make_optimizer(model, preset: Preset, device: torch.device) -> torch.optim.O
 
 
 def set_rate(optimizer: torch.optim.Optimizer, preset: Preset, step: int) -> None:
-    """The step's learning rate: a linear warm-up over the first steps, then a cosine down to the final rate."""
+    """Set the step's learning rate: a linear warm-up over the first steps, then a cosine down to the final rate."""
     warmup = max(int(preset.warmup * preset.steps), 1)
     done = (step - warmup) / max(preset.steps - warmup, 1)
     cosine = preset.final_rate + (1 - preset.final_rate) * (1 + math.cos(math.pi * done)) / 2

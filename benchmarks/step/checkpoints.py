@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def memory() -> dict[str, float]:
-    """This process's resident memory in GB: in all, its own pages, and pages of mapped files."""
+    """Return this process's resident memory in GB: in all, its own pages, and pages of mapped files."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {key: int(status[key].split()[0]) * 1024 / 1e9 for key in ("VmRSS", "RssAnon", "RssFile")}
 
@@ -58,7 +58,7 @@ class PeakMemory:
 
 
 def make(config, folder: Path, shard_size: str) -> None:
-    """A random checkpoint in bf16 and the hub layout, through Transformers' own save_pretrained."""
+    """Make a random checkpoint in bf16 and the hub layout, through Transformers' own save_pretrained."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -99,7 +99,7 @@ def forget(folder: Path) -> None:
 
 
 def in_process(step, *arguments) -> dict:
-    """What a step returns in a process of its own."""
+    """Run a step in a process of its own; returns what it returns."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(step, *arguments).result()
 

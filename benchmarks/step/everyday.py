@@ -54,7 +54,7 @@ class Kernels(NamedTuple):
 
 
 def steps_of(setting: str, count: int, vocabulary: int, device: str, tiny: bool) -> list[list[dict]]:
-    """The micro-batches of each step, the same for every contender."""
+    """Return the micro-batches of each step, the same for every contender."""
     if setting != FIELD:
         ids = sequences(int(setting), vocabulary, device)
         return [[{"input_ids": ids, "labels": ids}]] * count
@@ -76,7 +76,7 @@ def _padded(lengths: list[int], vocabulary: int, device: str) -> dict:
 
 
 def take_step(model, optimizer, batches: list[dict], device: str, callback: SmallSteps) -> torch.Tensor:
-    """The mean loss of the micro-batches, on the device. callback: what `attach` adds to a Trainer."""
+    """Return the mean loss of the micro-batches, on the device. callback: what `attach` adds to a Trainer."""
     losses, hidden = [], model.config.hidden_size
     for batch in batches:
         callback.note(batch)
@@ -108,7 +108,7 @@ def kernels_of(step) -> Kernels:
 
 
 def build(contender: str, experts: str, checkpointing: bool, options):
-    """The model as it is trained."""
+    """Return the model as it is trained."""
     run = Run(MODEL, options.layers, 0, "LoRA", GROUPED if contender == GROUPED else OURS)._replace(
         experts=None if experts == "bf16" else experts,
         checkpointing=checkpointing,

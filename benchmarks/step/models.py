@@ -122,7 +122,7 @@ class Contender(NamedTuple):
 
 
 def _forward_of(layer_of: Callable) -> Callable:
-    """A peer's layer (contenders.py) as an experts_implementation."""
+    """Return a peer's layer (contenders.py) as an experts_implementation."""
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         if self.has_bias:
@@ -168,7 +168,7 @@ def check_available(name: str) -> None:
 
 
 def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
-    """The model's config with this many layers; tiny: small enough for a CPU, its kind kept."""
+    """Return the model's config with this many layers; tiny: small enough for a CPU, its kind kept."""
     model_type, sizes, *_ = MODELS[name]
     if tiny:
         own = AutoConfig.for_model(model_type)
@@ -177,8 +177,8 @@ def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
 
 
 def kernel_functions(modeling: ModuleType) -> dict[str, FunctionType]:
-    """The functions of linear attention and Mamba layers, by name, that a modeling file takes from another package where
-    that is installed. Each wraps torch's own."""
+    """Return the functions of linear attention and Mamba layers, by name, that a modeling file takes from another
+    package where that is installed. Each wraps torch's own."""
     return {
         name: function
         for name, function in vars(modeling).items()
@@ -259,7 +259,7 @@ def _forward_with_fused_loss(self, input_ids, labels, **options):
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The options that change a model before it is measured."""
+    """Add the options that change a model before it is measured."""
     parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
     parser.add_argument(
         "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"

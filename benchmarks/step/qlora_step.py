@@ -39,7 +39,7 @@ class Case(NamedTuple):
 def case(
     model: str, tokens: int, experts: str | None, linear: str | None, mode: str = "LoRA", is_capped: bool = False
 ):
-    """A model with all its layers, experts and its attention's linear layers in these formats; None is bf16."""
+    """Return a model with all its layers, experts and its attention's linear layers in these formats; None is bf16."""
     run = Run(model, MODELS[model].layers, tokens, mode, experts=experts, linear=linear, checkpointing=True)
     return Case(run._replace(rank=8, targets=WHOLE_ATTENTION), is_capped)
 

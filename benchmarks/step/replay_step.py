@@ -34,14 +34,14 @@ MODEL = "Qwen3-30B-A3B"
 
 
 def record_of(model, tokens: torch.Tensor, **options):
-    """The routing of one call without gradients, and its last logits."""
+    """Return the routing of one call without gradients, and its last logits."""
     with torch.no_grad(), sonicmoe_hf.record_routing(model) as routing:
         logits = model(input_ids=tokens, logits_to_keep=8, **options).logits
     return routing, logits
 
 
 def check(model, tokens: torch.Tensor) -> None:
-    """The same model gives the same bits, and a changed one uses the recorded experts.
+    """Check that the same model gives the same bits, and that a changed one uses the recorded experts.
 
     Raises:
         SystemExit: it does not.

@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 def bare(run: Run, options: argparse.Namespace, **packed):
-    """The model of `run` with random weights, in training mode, before it is patched and adapted.
+    """Return the model of `run` with random weights, in training mode, before it is patched and adapted.
 
     Args:
         options: the script's: device, tiny, and the settings of `models.add_settings` where it has them.
@@ -67,7 +67,7 @@ def bare(run: Run, options: argparse.Namespace, **packed):
 
 
 def trained(model, run: Run):
-    """A bare model as `run` trains it."""
+    """Return a bare model as `run` trains it."""
     contender = CONTENDERS[run.contender]
     if run.attention is not None:
         model.set_attn_implementation(run.attention)
@@ -80,7 +80,7 @@ def trained(model, run: Run):
 
 
 def built(run: Run, options: argparse.Namespace):
-    """The model as `run` trains it.
+    """Return the model as `run` trains it.
 
     Raises:
         Unavailable: the contender's package is not here, or it does not compute this model's experts.
@@ -92,8 +92,8 @@ def built(run: Run, options: argparse.Namespace):
 
 
 def compiled(model, execution: str | None, **options):
-    """What is called for a step: the model as it is (None or "eager"); with each decoder layer compiled ("layers"); or
-    compiled as a whole, in a mode of torch.compile. options: of torch.compile."""
+    """Return what is called for a step: the model as it is (None or "eager"); with each decoder layer compiled
+    ("layers"); or compiled as a whole, in a mode of torch.compile. options: of torch.compile."""
     for layer in decoder_layers(model):
         layer._compiled_call_impl = None  # undoes Module.compile, for which torch has no function
         if execution == "layers":
@@ -122,7 +122,7 @@ def check(runs: Sequence[Run], options: argparse.Namespace, autocast: bool) -> N
 
 
 def join_ranks(device: str) -> tuple[int, int]:
-    """(this rank, how many there are), as torchrun says; one alone without it."""
+    """Return (this rank, how many there are), as torchrun says; one alone without it."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
     os.environ.update(alone | os.environ)
     if device == "cuda":

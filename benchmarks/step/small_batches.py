@@ -55,15 +55,15 @@ def uncaptured() -> tuple[int, int]:
 
 
 def forget() -> None:
-    """The code and the memory of what ran before."""
+    """Forget the code and the memory of what ran before."""
     torch.compiler.reset()
     counters.clear()
     release()
 
 
 def stepping(model, run: Run, execution: str, device: str):
-    """What takes a step and returns its loss, of a model as `run` has it, after a forward in which the noise that spreads
-    the load is made: before anything is compiled."""
+    """Return what takes a step and returns its loss, of a model as `run` has it, after a forward in which the noise
+    that spreads the load is made: before anything is compiled."""
     tokens = sequences(run.tokens, model.config.vocab_size, device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         compiled(model, "eager")(input_ids=tokens, use_cache=False)
@@ -72,7 +72,7 @@ def stepping(model, run: Run, execution: str, device: str):
 
 
 def busy_milliseconds(step) -> float:
-    """The time in which kernels and copies ran, of a step."""
+    """Return the time in which kernels and copies ran, of a step."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(PROFILED):
             step()

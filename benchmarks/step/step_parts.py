@@ -51,7 +51,7 @@ class _Marks:
 
 
 def part_of(module: nn.Module) -> str | None:
-    """The part that a module outside the MoE blocks is."""
+    """Return the part that a module outside the MoE blocks is."""
     kind = type(module).__name__
     if "Norm" in kind:
         return "norms"
@@ -123,7 +123,7 @@ class Parts(NamedTuple):
     wall: float
 
     def outside(self, *inside: str) -> float:
-        """The share of the MoE blocks' GPU time that is in none of these parts."""
+        """Return the share of the MoE blocks' GPU time that is in none of these parts."""
         block = sum(self.gpu.get(part, 0.0) for part in MOE)
         return 1 - sum(self.gpu.get(part, 0.0) for part in inside) / block if block else float("nan")
 
@@ -140,7 +140,7 @@ class Parts(NamedTuple):
 
 
 def attribute(events: list[dict], steps: int) -> Parts:
-    """What a trace of `steps` steps says. events: those of a Chrome trace as torch's profiler writes it, microseconds."""
+    """Read a trace of `steps` steps. events: of a Chrome trace as torch's profiler writes it, microseconds."""
     complete = [event for event in events if event.get("ph") == "X"]
     forward: dict[int, list[Mark]] = {}
     for event in complete:

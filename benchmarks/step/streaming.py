@@ -66,7 +66,7 @@ def add_steps(table: Table, name: str, contender: str, model, optimizer, tokens,
 
 
 def bandwidth(table: Table, options) -> None:
-    """What a copy takes, and to be pinned."""
+    """Measure what a copy takes, and to be pinned."""
     nbytes = 2**31 if options.device == "cuda" else 2**24
     copies, host = copies_to(torch.device(options.device)), page_aligned(nbytes)
     began = time.perf_counter()
@@ -92,7 +92,7 @@ def qwen3(table: Table, options) -> None:
 
 
 def few(table: Table, options) -> None:
-    """Steps and forwards of few tokens."""
+    """Measure steps and forwards of few tokens."""
     names = ("all on the GPU", "none on the GPU")
     model = train_qwen3(table, options, 2048, names).eval()
     for name in reversed(names):
@@ -119,7 +119,7 @@ def train_qwen3(table: Table, options, count: int, names):
 
 
 def gpt_oss(table: Table, options) -> None:
-    """A model whose experts are all in host memory from the start."""
+    """Measure a model whose experts are all in host memory from the start."""
     if options.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.cap * GIB / total))

@@ -55,8 +55,8 @@ def runs_of(options) -> list[Run]:
 
 
 def settings(run: Run, options, world: int) -> str:
-    """What the column `launch` says of a run: everything that is not as by default, and whose kernels compute linear
-    attention or Mamba layers."""
+    """Return what the column `launch` says of a run: everything that is not as by default, and whose kernels compute
+    linear attention or Mamba layers."""
     parts = {
         f"{options.packed} experts": run.mode == "QLoRA" and options.packed,
         f"{run.attention} attention": run.attention is not None,
@@ -74,7 +74,7 @@ def settings(run: Run, options, world: int) -> str:
 
 
 def prepared(run: Run, options):
-    """The model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
+    """Return the model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
     model = built(run, options)
     if options.fsdp:
         shard(model)
@@ -82,7 +82,7 @@ def prepared(run: Run, options):
 
 
 def steps_of(run: Run, options) -> Measured:
-    """The steps of one run. Raises Unavailable."""
+    """Return the steps of one run. Raises Unavailable."""
     model = prepared(run, options)
     tokens = sequences(run.tokens, model.config.vocab_size, options.device)
     steps = WARMUP + options.steps
@@ -91,7 +91,7 @@ def steps_of(run: Run, options) -> Measured:
 
 
 def profile_of(run: Run, options) -> dict[str, float]:
-    """What each part of a step takes. Raises Unavailable."""
+    """Return what each part of a step takes. Raises Unavailable."""
     from benchmarks.step.step_parts import profiled
 
     model = prepared(run, options)
@@ -100,12 +100,12 @@ def profile_of(run: Run, options) -> dict[str, float]:
 
 
 def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
-    """The columns of a row before its metric."""
+    """Return the columns of a row before its metric."""
     return run.model, f"{run.layers},{run.tokens}", run.contender, run.mode, settings(run, options, world)
 
 
 def measure(table: Table, runs: list[Run], options, world: int) -> None:
-    """The rows of runs that take turns: each round trains every one of them anew, and begins with another."""
+    """Measure the rows of runs that take turns: each round trains every one of them anew, and begins with another."""
     if not options.fsdp:
         check(runs, options, autocast=runs[0].mode != "full")
     found: dict[Run, list[Measured] | Exception] = {run: [] for run in runs}
@@ -125,7 +125,7 @@ def measure(table: Table, runs: list[Run], options, world: int) -> None:
 
 
 def metrics_of(rounds: list[Measured] | Exception) -> dict[str, list[float]]:
-    """The values of each metric, or the error that there was. What the first step took is the first round's: later
+    """Return the values of each metric, or the error that there was. What the first step took is the first round's: later
     rounds find kernels compiled."""
     if isinstance(rounds, Exception):
         raise rounds
@@ -141,7 +141,7 @@ def metrics_of(rounds: list[Measured] | Exception) -> dict[str, list[float]]:
 
 
 def in_turns(runs: list[Run]) -> list[list[Run]]:
-    """The runs of one model and mode, which take turns."""
+    """Return the runs of one model and mode, which take turns."""
     cases: dict[Run, list[Run]] = {}
     for run in runs:
         cases.setdefault(run._replace(contender="", attention=None), []).append(run)

@@ -33,8 +33,8 @@ class Measured(NamedTuple):
 
 
 def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] = ATTENTION):
-    """The model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the experts and
-    on `targets`, in fp32. "frozen": on the targets alone."""
+    """Return the model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the
+    experts and on `targets`, in fp32. "frozen": on the targets alone."""
     if trained == "full":
         return model.requires_grad_(True)
     parameters = {"target_parameters": []} if trained == "frozen" else {}
@@ -75,7 +75,7 @@ def one_step(model, optimizer, tokens, autocast: bool = True):
 
 
 def learned(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """The first and the last loss on one batch.
+    """Return the first and the last loss on one batch.
 
     Raises:
         SystemExit: it did not fall.
@@ -87,8 +87,8 @@ def learned(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
 
 
 def record(table: Table, columns: Sequence, measure: Callable[[], dict]) -> None:
-    """The rows of what `measure` returns, metric -> values: running out of memory is a result, and who is not here has
-    none."""
+    """Record the rows of what `measure` returns, metric -> values: running out of memory is a result, and who is not
+    here has none."""
     try:
         table.add(*columns, measure())
     except Unavailable as reason:

@@ -25,7 +25,7 @@ SHARES = 14  # processes that compile
 
 
 def add_share(parser) -> None:
-    """The option by which a sweep calls itself in `compile_in_processes`."""
+    """Add the option by which a sweep calls itself in `compile_in_processes`."""
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
 
 

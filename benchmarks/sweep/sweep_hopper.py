@@ -48,7 +48,7 @@ def use(tile: Tile):
 
 
 def asked_for(call, tile: Tile):
-    """The kernel that a call asks for, compiling and launching nothing; none where Triton's runs in its place."""
+    """Return the kernel that a call asks for, compiling and launching nothing; none where Triton's runs in its place."""
     found = []
     kernels = ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}

@@ -87,7 +87,7 @@ def jobs(shape: Shape, wanted, inputs):
 
 
 def unwritten(shape: Shape):
-    """A problem without values."""
+    """Return a problem without values."""
     T, H, I, E, K = shape
     inputs = [torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in ((T, H), (E, 2 * I, H), (E, H, I))]
     return [*inputs, torch.zeros(T, K, device="cuda", dtype=torch.int64), torch.empty(T, K, device="cuda"), inputs[0]]

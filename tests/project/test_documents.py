@@ -38,7 +38,7 @@ def texts_of_documents():
 
 
 def python_of(page):
-    """The Python blocks of a page of docs/."""
+    """Return the Python blocks of a page of docs/."""
     text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 

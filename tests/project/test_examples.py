@@ -36,7 +36,7 @@ ROUNDED = ["--rounding", "nearest", "--tile", "8"]
 
 @pytest.fixture(autouse=True)
 def small_corpus(monkeypatch, tmp_path):
-    """A twelfth of the standard library, on the CPU, and no files outside tmp_path."""
+    """Use a twelfth of the standard library, on the CPU, and no files outside tmp_path."""
     texts, held_out = corpus.standard_library()
     few = (texts[::12], held_out[:4])
     monkeypatch.setattr(corpus, "standard_library", lambda: few)
@@ -95,7 +95,7 @@ def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
 
 
 def log_of(folder):
-    """What a Trainer logged, from its saved state."""
+    """Return what a Trainer logged, from its saved state."""
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
@@ -218,7 +218,7 @@ def test_finetune_routes_by_top_k_unless_it_is_told_otherwise_and_says_what_woul
 
 
 def kept_trainers(example, monkeypatch):
-    """A list that every Trainer which `example` builds from now on goes into."""
+    """Return a list that every Trainer which `example` builds from now on goes into."""
     trainers, build = [], example.build_trainer
     monkeypatch.setattr(example, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
     return trainers

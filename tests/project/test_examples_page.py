@@ -45,14 +45,14 @@ def loaded(name, subset=None, *, split, streaming=False):
 
 
 def section(heading):
-    """What the page has under a heading."""
+    """Return what the page has under a heading."""
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
     return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A small model in the place of Qwen3-30B-A3B, its tokenizer with Qwen3's own chat template."""
+    """Make a small model in the place of Qwen3-30B-A3B, its tokenizer with Qwen3's own chat template."""
     folder = tmp_path_factory.mktemp("hub") / "tiny"
     tokenizer = corpus.train_tokenizer(QUESTIONS + ANSWERS, 320)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})

@@ -53,7 +53,7 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A copy of the checkout, so that building leaves nothing in it."""
+    """Make a copy of the checkout, so that building leaves nothing in it."""
     folder = tmp_path_factory.mktemp("packaging")
     ignored = [f"--exclude={name}" for name in ("./.*", "./build", "./outputs", "*.egg-info", "__pycache__")]
     sources = subprocess.run(["tar", "-c", *ignored, "."], cwd=ROOT, check=True, capture_output=True).stdout
@@ -70,7 +70,7 @@ def build(kind, sources, folder):
 
 @pytest.fixture(scope="module")
 def without_links(sources, tmp_path_factory):
-    """The sources as a zip archive, or a clone with core.symlinks=false, has them: each link is a file with its text."""
+    """Copy the sources as a zip archive, or a clone without symlinks, has them: each link is a file with its text."""
     folder = tmp_path_factory.mktemp("without") / "links"
     shutil.copytree(sources, folder, symlinks=True)
     for link in [path for path in folder.rglob("*") if path.is_symlink()]:
@@ -82,13 +82,13 @@ def without_links(sources, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(sources, tmp_path_factory):
-    """The wheel that users install."""
+    """Make the wheel that users install."""
     return build("wheel", sources, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A folder that holds the wheel's packages, as site-packages would."""
+    """Make a folder that holds the wheel's packages, as site-packages would."""
     folder = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder
@@ -152,7 +152,7 @@ NATIVE = "from transformers import AutoConfig; assert AutoConfig.for_model('soni
 
 @pytest.fixture(scope="module")
 def told(installed, with_kernels, sources, tmp_path_factory):
-    """What programs printed, by their names. Each runs in a process of its own, forked from one that has imported what
+    """Run programs; returns what they printed, by name. Each runs in a process of its own, forked from one that has imported what
     Transformers does of torch, or Transformers; without site, so that an editable install's finder stays out."""
     folder, editable = tmp_path_factory.mktemp("told"), tmp_path_factory.mktemp("editable")
     zipfile.ZipFile(build("editable", sources, editable)).extractall(editable)

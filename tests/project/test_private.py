@@ -31,7 +31,7 @@ OTHERS = {
 
 
 def look_up(name):
-    """The object with this dotted name; a class whose name ends in () is called."""
+    """Return the object with this dotted name; a class whose name ends in () is called."""
     path, _, attribute = name.partition(": ")
     parts = path.split(".")
     for length in range(len(parts), 0, -1):

@@ -30,7 +30,7 @@ PACKAGE = Path(sonicmoe_hf.__file__).parent
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """The functions of other packages in whose place ours are, all of them: most are replaced when something needs it."""
+    """List all functions of other packages in whose place ours are: most are replaced when something needs it."""
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     sys.modules["deepspeed"].initialize = lambda args, model: None
     patch()
@@ -223,7 +223,7 @@ SAVE = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """A folder with a file for each order. Each runs in a process of its own, forked from one that has imported
+    """Make a folder with a file for each order. Each runs in a process of its own, forked from one that has imported
     Transformers."""
     folder = tmp_path_factory.mktemp("orders")
     code = [sys.executable, "-c", f"import sys\n{LORA}\n{FORKS}", str(folder), json.dumps({"save": SAVE, **ORDERS})]
