@@ -129,7 +129,7 @@ def write_checkpoint(
 ) -> Conversion:
     """Write `target`, with the files that lie beside the weights it is made of; see `convert_checkpoint`."""
     stored, plan, notices = target.plan.stored, target.plan, target.notices
-    planned = plan.tensors()
+    planned = plan.planned()
     own = {header.file for header in stored.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
     if not plan.keeps_format:
         own.add(MODELOPT_FILE)
@@ -181,7 +181,7 @@ def target_of(
             return own_target(source, layouts, keeps_format=True)
         check_format(source, quantize, layout)
         packed = quantization_config(source, quantize, layout)
-        if keeps and not any(weight.added for weight in source.weights.values()):
+        if keeps and not any(weight.delta for weight in source.weights.values()):
             notices = [f"the experts' {quantize} blocks are those of {source.folder}"]
     wanted = None if dtype is None else DTYPES[dtype]
     plan = Plan(source, wanted)

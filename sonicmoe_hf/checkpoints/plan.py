@@ -74,25 +74,25 @@ class Plan:
         self.stored, self.dtype, self.keeps_format = stored, dtype, keeps_format
         self.roundings = Roundings(str(stored.quantization))
 
-    def tensors(self) -> list[Planned]:
+    def planned(self) -> list[Planned]:
         """Plan every tensor, in the order of the checkpoint's files.
 
         Raises:
             CheckpointError: weights do not fit the plan; its `fill`s raise it where values do not.
         """
-        return [planned for weight in self.stored.weights.values() for planned in self.of_weight(weight)]
+        return [planned for weight in self.stored.weights.values() for planned in self.plan_weight(weight)]
 
-    def of_weight(self, weight: Weight) -> list[Planned]:
+    def plan_weight(self, weight: Weight) -> list[Planned]:
         """Plan one weight under its own name; dense, none of what is for inference in the format alone."""
         if not self.keeps_format:
-            return [] if self.stored.is_unused(weight.name) else [self._dense(weight)]
-        if weight.added and weight.format is None:
-            return [self._dense(weight)]
+            return [] if self.stored.is_unused(weight.name) else [self._plan_dense(weight)]
+        if weight.delta and weight.format is None:
+            return [self._plan_dense(weight)]
         headers = {part: self.stored.tensors[part] for part in weight.parts}
         shells = {part: shell(header.shape, header.dtype) for part, header in headers.items()}
-        return [Planned(shells, partial(self._round if weight.added else _copy, weight))]
+        return [Planned(shells, partial(self._round if weight.delta else _copy, weight))]
 
-    def name_of(self, weight: Weight) -> str:
+    def written_name(self, weight: Weight) -> str:
         """Name a weight as it is written, if it is not part of others."""
         return weight.name
 
@@ -101,14 +101,14 @@ class Plan:
         keeps_fp32 = self.stored.keep_fp32.intersection(name.split("."))
         return self.dtype if self.dtype is not None and stored.is_floating_point and not keeps_fp32 else stored
 
-    def _dense(self, weight: Weight) -> Planned:
-        name = self.name_of(weight)
+    def _plan_dense(self, weight: Weight) -> Planned:
+        name = self.written_name(weight)
         dtype = self.wanted_dtype(name, weight.dtype)
 
         def fill(outs: list[torch.Tensor]) -> None:
             for expert, (out,) in weight.by_expert(outs):
                 values = weight.merged(expert)
-                out.copy_((values if weight.added else in_range(values, dtype, name)).view(out.shape))
+                out.copy_((values if weight.delta else in_range(values, dtype, name)).view(out.shape))
 
         return Planned({name: shell(weight.shape, dtype)}, fill)
 

@@ -39,21 +39,23 @@ class Relayout(Plan):
         self._first = {source.targets[name]: name for name in reversed(source.weights) if name in source.targets}
         self.roundings = Roundings(str(source.quantization) if format is None else format.name)
 
-    def name_of(self, weight: Weight) -> str:
+    def written_name(self, weight: Weight) -> str:
         """See Plan."""
         return self._source.own_names.get(weight.name, weight.name)
 
-    def of_weight(self, weight: Weight) -> list[Planned]:
+    def plan_weight(self, weight: Weight) -> list[Planned]:
         """See Plan: what a parameter of experts becomes stands at the place of the first of its weights."""
         target = self._source.targets.get(weight.name)
         if target is None:
-            return super().of_weight(weight)
+            return super().plan_weight(weight)
         if self._first[target] != weight.name:
             return []
-        experts, parameter = range(self._experts[target].num_experts), self._experts[target]
-        return [self._of(target, each) for each in ([[e] for e in experts] if parameter.is_per_expert else [experts])]
+        parameter = self._experts[target]
+        if not parameter.is_per_expert:
+            return [self._plan_experts(target, range(parameter.num_experts))]
+        return [self._plan_experts(target, [expert]) for expert in range(parameter.num_experts)]
 
-    def _of(self, target: str, experts: Experts) -> Planned:
+    def _plan_experts(self, target: str, experts: Experts) -> Planned:
         """Plan the weights that hold these experts, all of them or one, which are made together."""
         there = self._experts[target]
         format = self._format if self._source.is_experts(target) else None
@@ -63,15 +65,15 @@ class Relayout(Plan):
         if format is None:
             dtype = self._dtype_of(names[0], weights)
             shells = {name: shell(there.stored_shape, dtype) for name in names}
-            make = partial(self._dense_experts, target, dtype)
-        elif all(format.is_that_of(weight.format) and not weight.added for weight in weights):
+            make = partial(self._make_dense, target, dtype)
+        elif all(format.is_that_of(weight.format) and not weight.delta for weight in weights):
             scales = self._source.tensors[weights[0].parts[1]]
-            shells = self._shells(target, names, format, scales.dtype.itemsize)
-            make = partial(self._moved_experts, target, list(shells.values()))
+            shells = self._make_shells(target, names, format, scales.dtype.itemsize)
+            make = partial(self._make_moved, target, list(shells.values()))
         else:
             dtype = torch.float32 if there.is_per_expert else self._dtype_of(names[0], weights)
-            shells = self._shells(target, names, format)
-            make = partial(self._packed_experts, target, dtype, format, list(shells.values()))
+            shells = self._make_shells(target, names, format)
+            make = partial(self._make_packed, target, dtype, format, list(shells.values()))
         at_once = there.is_per_expert or (format is not None and format.is_whole)
 
         def fill(outs: list[torch.Tensor]) -> None:
@@ -95,24 +97,24 @@ class Relayout(Plan):
     def _weights_of(self, target: str, expert: int) -> list[Weight]:
         return [self._source.weights[name] for name in self._source.experts[target].names_of(expert)]
 
-    def _rows(self, target: str, dtype: torch.dtype, expert: int, adapter: bool = True) -> list[torch.Tensor]:
+    def _read_rows(self, target: str, dtype: torch.dtype, expert: int, adapter: bool = True) -> list[torch.Tensor]:
         """Read what the layout's weights hold of an expert, [out, in] each or [out], in `dtype`; in fp32 where an adapter
         changes it. adapter: whether to add it."""
         here, matrices = self._source.experts[target], []
         for weight in self._weights_of(target, expert):
             own = None if here.is_per_expert else expert
             values = weight.merged(own) if adapter else weight.read(own)
-            values = values if weight.added else in_range(values, dtype, weight.name)
+            values = values if weight.delta else in_range(values, dtype, weight.name)
             values = values if here.is_per_expert else values[0]
             matrices.append(values.T if here.is_transposed else values)
         return self._experts[target].join(here.split(matrices))
 
-    def _dense_experts(self, target: str, dtype: torch.dtype, experts: Experts) -> list[torch.Tensor]:
+    def _make_dense(self, target: str, dtype: torch.dtype, experts: Experts) -> list[torch.Tensor]:
         """Make an expert's weights."""
-        rows = self._rows(target, dtype, experts[0])
+        rows = self._read_rows(target, dtype, experts[0])
         return [matrix.T.contiguous() if self._experts[target].is_transposed else matrix for matrix in rows]
 
-    def _moved_experts(self, target: str, shells: list[torch.Tensor], experts: Experts) -> list[torch.Tensor]:
+    def _make_moved(self, target: str, shells: list[torch.Tensor], experts: Experts) -> list[torch.Tensor]:
         """Make the tensors that store an expert's weights, whose blocks are as they were."""
         here, moved = self._source.experts[target], []
         own = None if here.is_per_expert else experts[0]
@@ -122,28 +124,28 @@ class Relayout(Plan):
             moved.append(self._experts[target].join(rows))
         return [part.view(like.dtype) for part, like in zip((p for own in zip(*moved) for p in own), shells)]
 
-    def _packed_experts(
+    def _make_packed(
         self, target: str, dtype: torch.dtype, format: Format, shells: list[torch.Tensor], experts: Experts
     ) -> list[torch.Tensor]:
         """Make the tensors that store the weights of experts, rounded."""
         there, made = self._experts[target], []
         for number, name in enumerate(there.names_of(experts[0])):
-            matrices = (self._rows(target, dtype, expert)[number] for expert in experts)
+            matrices = (self._read_rows(target, dtype, expert)[number] for expert in experts)
             try:
                 packed = pack_experts(matrices, (len(experts), *there.shape), format.name, there.order)
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
             made += [part for part in packed if part is not None]
             is_changed = any(
-                self._source.weights[each].added for each in self._source.experts[target].names_of(experts[0])
+                self._source.weights[each].delta for each in self._source.experts[target].names_of(experts[0])
             )
             if is_changed or there.is_per_expert or experts[0] == 0:
-                exact = self._rows(target, dtype, experts[0])[number]
-                before = self._rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
+                exact = self._read_rows(target, dtype, experts[0])[number]
+                before = self._read_rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
                 self.roundings.add(name, before, exact, dequantize_expert(packed, format.name, torch.float32, 0))
         return [part.view(like.dtype) for part, like in zip(made, shells)]
 
-    def _shells(
+    def _make_shells(
         self, target: str, names: list[str], format: Format, scale_size: int | None = None
     ) -> dict[str, torch.Tensor]:
         """Make tensors on the meta device like those that will store weights, by name. scale_size: bytes of a scale,

@@ -27,12 +27,12 @@ class Weight:
         name: the weight's. parts: names of the tensors that hold it, its scales behind it. format: a Format or HubFormat
             of quantized weights, None of others. is_transposed: whether packed weights are stored as [E, out, in] and
             dense ones as [E, in, out].
-        added: gives what an adapter adds; None where it changes nothing. num_experts: E of a changed weight that holds
-            all experts, so that they are made one by one; None of others.
+        delta: gives the adapter's part of the weight's group; None where no adapter changes it. num_experts: E of a
+            changed weight that holds all experts, so that they are made one by one; None of others.
     """
 
     is_transposed = False
-    added: Callable[[], Any] | None = None
+    delta: Callable[[], Any] | None = None
     num_experts: int | None = None
 
     def __init__(self, stored: StoredWeights, name: str, format: Any = None):
@@ -75,7 +75,7 @@ class Weight:
     def merged(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read it; where an adapter changes it with the adapter added, in fp32, to be rounded once."""
         values = self.read(expert, dtype)
-        return values if self.added is None else self.added().to(self, values, expert)
+        return values if self.delta is None else self.delta().add_to(self, values, expert)
 
     def rows(self, expert: int | None) -> list[torch.Tensor]:
         """Read what stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds

@@ -114,11 +114,11 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> 
             )
     replaced = {name for name, tensor in adapter.replaced.items() if not _is_the_bases(stored, groups[name], tensor)}
     _check_replaced(adapter, replaced, model, groups)
-    added = lru_cache(ALTERNATING)(lambda target: _Added(adapter, groups[target], target in replaced))
+    delta = lru_cache(ALTERNATING)(lambda target: _GroupDelta(adapter, groups[target], target in replaced))
     for target in {groups[name].targets[0] for name in {*adapter.factors, *replaced}}:
         for name, place in groups[target].places.items():
             if name in stored.weights:
-                stored.weights[name].added = partial(added, target)
+                stored.weights[name].delta = partial(delta, target)
                 stored.weights[name].num_experts = groups[target].num_experts if place is None else None
 
 
@@ -149,7 +149,7 @@ def _check_replaced(
         )
 
 
-class _Added:
+class _GroupDelta:
     """An adapter's part of weights that become parameters of a model together: a product, or other values."""
 
     def __init__(self, adapter: Adapter, group: WeightGroup, replaces: bool):
@@ -160,7 +160,7 @@ class _Added:
         self._expert: int | None = None
         self._made: Tensors = {}
 
-    def to(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
+    def add_to(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
         """Add to the values of a weight, or to an expert's [1, ...] of them, in fp32. What is added to others that are
         made at once, such as up beside gate, is kept until it is asked for.
 
