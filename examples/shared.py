@@ -69,7 +69,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
 
 
 def liger_kernels(is_compiled: bool) -> dict:
-    """The Trainer's arguments for Liger's kernels. The experts are ours, and torch.compile makes norms and rotary
+    """Make the Trainer's arguments for Liger's kernels. The experts are ours, and torch.compile makes norms and rotary
     embeddings itself (torch 2.11 cannot compile Liger's)."""
     others = {"rms_norm": False, "rope": False} if is_compiled else {}
     return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False, **others}}

@@ -29,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ or not HAS_WORKERS:
 
 
 def pytest_collection_finish():
-    """What the test modules imported stays: no later collection looks through it. The Trainer, for one, collects each time."""
+    """Keep what the test modules imported out of later collections. The Trainer, for one, collects each time."""
     gc.collect()
     gc.freeze()
     gc.enable()

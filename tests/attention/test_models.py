@@ -32,7 +32,7 @@ BATCHES = {
 
 
 def both(model, batch):
-    """What the model gives with this attention, and with eager's."""
+    """Return what the model gives with this attention, and with eager's."""
     ours = results(model, batch)
     model.set_attn_implementation("eager")
     theirs = results(model, batch) if "attention_mask" in batch else results_apart(model)
@@ -41,7 +41,7 @@ def both(model, batch):
 
 
 def results_apart(model):
-    """What packed sequences should give: the results of each alone. (GptOssModel hides position_ids from eager's mask.)"""
+    """Return what packed sequences should give: the results of each alone. (GptOssModel hides position_ids from eager's mask.)"""
     parts, logits = apart(), []
     num_labels = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
     model.zero_grad(set_to_none=True)

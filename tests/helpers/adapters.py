@@ -27,7 +27,7 @@ def random_factors(model, seed=3):
 
 
 def with_lora(model, targets=None, **options):
-    """The PEFT model with an adapter of rank 3 on the experts and random factors, unless `options` say otherwise."""
+    """Return the PEFT model with an adapter of rank 3 on the experts and random factors, unless `options` say otherwise."""
     if model.config.model_type == "nemotron_h":  # of which PEFT adapts linear layers unless told otherwise
         targets, options = targets or UNGATED_EXPERTS, {"target_modules": [], **options}
     config = LoraConfig(**{"r": 3, "lora_alpha": 6, **options}, target_parameters=targets or EXPERTS)
@@ -35,7 +35,7 @@ def with_lora(model, targets=None, **options):
 
 
 def lora(model, parameters=EXPERTS, **options):
-    """The config of an adapter of rank 2 on these parameters and two linear layers of the attention."""
+    """Return the config of an adapter of rank 2 on these parameters and two linear layers of the attention."""
     query = "q_a_proj" if model.config.model_type.endswith("deepseek_v3") else "q_proj"
     options = {"r": 2, "lora_alpha": 5, "target_modules": [query, "o_proj"], **options}
     return LoraConfig(**options, target_parameters=parameters)
@@ -47,7 +47,7 @@ def adapt(model, folder, parameters=EXPERTS, size=0.3, **options):
 
 
 def save_with_factors(adapted, folder, size=0.3):
-    """The PEFT model with an adapter of which nothing that is trained is zero, saved in `folder`."""
+    """Return the PEFT model with an adapter of which nothing that is trained is zero, saved in `folder`."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in adapted.parameters():

@@ -86,7 +86,7 @@ def _configs(module):
 
 
 def build_from_config(architecture: Architecture, class_name: str) -> nn.Module:
-    """The class of the architecture's module, from the first of its configs that has what its __init__ asks for."""
+    """Return the class of the architecture's module, from the first of its configs that has what its __init__ asks for."""
     cls, problems = getattr(architecture.module, class_name), []
     others = {"layer_idx": 1, "intermediate_size": INNER}
     options = {name: others[name] for name in inspect.signature(cls).parameters if name in others}
@@ -125,7 +125,7 @@ class OneLayer(PreTrainedModel):
 
 @cache
 def family_of(architecture: Architecture):
-    """The families whose blocks are in the architecture's module and hold its experts."""
+    """Return the families whose blocks are in the architecture's module and hold its experts."""
     return [
         family
         for family in FAMILIES.values()
@@ -135,13 +135,13 @@ def family_of(architecture: Architecture):
 
 
 def layers_of(architecture: Architecture) -> OneLayer:
-    """A model of the family's block, where there is one, or of the experts alone."""
+    """Return a model of the family's block, where there is one, or of the experts alone."""
     families = family_of(architecture)
     return OneLayer(build_from_config(architecture, families[0].block if families else architecture.experts))
 
 
 def table() -> str:
-    """The table of docs/models.md: what `supports` says of one layer of every architecture, which families are merged in
+    """Return the table of docs/models.md: what `supports` says of one layer of every architecture, which families are merged in
     test_merge_families, and which have a class whose adapters are written for engines."""
     lines = [
         "| model (folder of transformers.models), experts | token rounding | merge | adapters for |",
@@ -167,7 +167,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The text of docs/models.md with the table brought up to date."""
+    """Return the text of docs/models.md with the table brought up to date."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     return before + begin + table() + end + after

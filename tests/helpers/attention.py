@@ -35,7 +35,7 @@ CHANGES = {
 
 
 def build(model_type="gpt_oss", implementation=NAME, dtype=None, device="cpu", experts="eager", **changes):
-    """A model in training mode with sinks that matter: at the usual initialisation of 0.02 they all are the same."""
+    """Return a model in training mode with sinks that matter: at the usual initialisation of 0.02 they all are the same."""
     torch.manual_seed(0)
     options = {**COMMON, **CHANGES[model_type], **changes}
     if model_type == "openai_privacy_filter":
@@ -90,7 +90,7 @@ def packed(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="
 
 
 def apart(lengths=(5, 1, 9)):
-    """The sequences of `packed` as batches of their own."""
+    """Return the sequences of `packed` as batches of their own."""
     parts = {name: tensor.split(lengths, 1) for name, tensor in packed(lengths).items()}
     return [dict(zip(parts, each)) for each in zip(*parts.values())]
 

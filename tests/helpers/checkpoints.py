@@ -44,14 +44,14 @@ def tensors_in(folder):
 
 
 def load_whole(folder, dtype=torch.float32):
-    """The model of a checkpoint that has all of its weights and no others, in Transformers."""
+    """Return the model of a checkpoint that has all of its weights and no others, in Transformers."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     return model
 
 
 def packed_in(model):
-    """A model's packed weights by name."""
+    """Return a model's packed weights by name."""
     return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
 
 
@@ -82,7 +82,7 @@ def edit_tensors(folder, changes):
 
 
 def assert_conversion_refused(folder, match, *layout, **options):
-    """It fails with one sentence, and leaves nothing beside the checkpoint."""
+    """Check that conversion fails with one sentence, and leaves nothing beside the checkpoint."""
     target = folder.parent / "refused"
     with pytest.raises(CheckpointError, match=match):
         convert_checkpoint(folder, target, *layout, **options)
@@ -96,7 +96,7 @@ def same_bits(ours, theirs):
 
 
 def make(folder, family, kind="hub", dtype=torch.bfloat16, fp8_block=FP8_BLOCK, **changes):
-    """A checkpoint of the family in `folder`; returns the model whose weights it holds, as far as rounding allows."""
+    """Write a checkpoint of the family in `folder`; returns the model whose weights it holds, as far as rounding allows."""
     if kind == "mxfp4":
         changes = {"intermediate_size": 32, **changes}
     model = build(family, **changes).to(dtype)
@@ -118,7 +118,7 @@ def _interleaved(gate, up):
 
 
 def _as_upstream(tensors, family):
-    """The names and row order of SonicMoE's own MoE module, spelled out apart from the package's own table."""
+    """Return the names and row order of SonicMoE's own MoE module, spelled out apart from the package's own table."""
     renamed, experts = {}, {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.*\.mlp)\.experts\.(?:(\d+)\.)?(\w+?)(?:\.weight)?", name)
@@ -161,7 +161,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, 
 
 
 def as_nvfp4(tensors):
-    """(what ModelOpt would store, the values that its dequantize would give), by its formulas."""
+    """Compute (what ModelOpt would store, the values that its dequantize would give), by its formulas."""
     stored, values = {}, {}
     for name, tensor in tensors.items():
         values[name] = tensor
@@ -187,7 +187,7 @@ def as_nvfp4(tensors):
 
 
 def fp8_by_transformers(weight, block):
-    """Transformers' own fp8 quantizer: (weight, scale_inv)."""
+    """Quantize by Transformers' own fp8 quantizer: (weight, scale_inv)."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     quantizer = Fp8Quantize(
@@ -238,7 +238,7 @@ def to_nvfp4(folder):
 
 
 def in_fp8(tensors, kind="fp32", size=(128, 128)):
-    """(a checkpoint's tensors in FP8, the dense ones that they stand for), linear layers and experts."""
+    """Compute (a checkpoint's tensors in FP8, the dense ones that they stand for), linear layers and experts."""
     stored, dense = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and "_proj" in name:

@@ -94,7 +94,7 @@ def backward(
 
 @contextlib.contextmanager
 def as_on_cuda(monkeypatch):
-    """What runs inside takes the way of CUDA, on a CPU, with these kernels."""
+    """Run what is inside as on CUDA, on a CPU, with these kernels."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")

@@ -10,12 +10,12 @@ loads_hub_formats = pytest.mark.skipif(
 
 
 def rest_slow(cases, fast=1):
-    """The parameters of a test, of which all but the first `fast` carry the marker `slow`: they show the same on more."""
+    """Return the parameters of a test, of which all but the first `fast` carry the marker `slow`: they show the same on more."""
     return _rest(cases, fast, pytest.mark.slow)
 
 
 def rest_pinned(cases, everywhere=1):
-    """The same with the marker `pinned`: with other versions the first show what they all do."""
+    """Return the same with the marker `pinned`: with other versions the first show what they all do."""
     return _rest(cases, everywhere, pytest.mark.pinned)
 
 

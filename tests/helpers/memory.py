@@ -48,7 +48,7 @@ def _run_and_tell_peak(run, peak):
 
 
 def peak_of_a_process(run):
-    """The bytes that `run` takes in a forked process at most."""
+    """Return the bytes that `run` takes in a forked process at most."""
     receiver, sender = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_run_and_tell_peak, args=(run, sender))
     process.start()

@@ -92,7 +92,7 @@ OF_64 = {  # sizes that every packed format takes: NF4's are multiples of 64
 
 
 def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
-    """A language model whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
+    """Return a language model whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
     0.02 a wrong gate or a forgotten bias passes every test."""
     torch.manual_seed(seed)
     auto_class = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
@@ -102,7 +102,7 @@ def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
 
 @torch.no_grad()
 def with_realistic_weights(model):
-    """The model in training mode, with weights as `build` says."""
+    """Return the model in training mode, with weights as `build` says."""
     is_transposed = model.config.model_type == "gpt_oss"
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 and "bias" not in name:
@@ -125,7 +125,7 @@ def patched(family: str, routing=None, save: str = "preactivation", **changes):
 
 @contextmanager
 def patching(*families, **options):
-    """What is built inside is patched."""
+    """Patch what is built inside."""
     sonicmoe_hf.patch(*families, **options)
     try:
         yield
@@ -134,7 +134,7 @@ def patching(*families, **options):
 
 
 def ernie_vl_text():
-    """The layers of ERNIE 4.5 VL, whose routers of text and of images each get some of the tokens."""
+    """Return the layers of ERNIE 4.5 VL, whose routers of text and of images each get some of the tokens."""
     rope = {**ROPE, "mrope_section": [1, 1, 2]}
     experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": [16, 12], "intermediate_size": 48}
     config = Ernie4_5_VLMoeTextConfig(**SHARED, **experts, num_key_value_heads=2, rope_parameters=rope)
@@ -156,12 +156,12 @@ def image_tokens(inputs):
 
 
 def twin(model):
-    """An independent copy, patched or not as the original."""
+    """Return an independent copy, patched or not as the original."""
     return copy.deepcopy(model)
 
 
 def with_other_routers(model):
-    """A copy whose routers have moved: as after some steps of training, or as a server in other arithmetic has in effect."""
+    """Return a copy whose routers have moved: as after some steps of training, or as a server in other arithmetic has in effect."""
     other = twin(model)
     with torch.no_grad():
         for layer in find_layers(other):
@@ -170,7 +170,7 @@ def with_other_routers(model):
 
 
 def through_a_file(thing, **options):
-    """What torch.load makes of what torch.save wrote of it."""
+    """Return what torch.load makes of what torch.save wrote of it."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -196,7 +196,7 @@ def logits_of(model):
 
 
 def gradients_of(model):
-    """A copy of every gradient that there is, by its parameter's name, of a compiled model too."""
+    """Return a copy of every gradient that there is, by its parameter's name, of a compiled model too."""
     named = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters()}
     return {name: gradient.detach().clone() for name, gradient in named.items() if gradient is not None}
 

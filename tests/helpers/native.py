@@ -7,14 +7,14 @@ from sonicmoe_hf import convert_checkpoint
 
 
 def save_both(model, folder):
-    """The model's checkpoint in the hub layout and in the native one: their folders."""
+    """Return the model's checkpoint in the hub layout and in the native one: their folders."""
     model.save_pretrained(folder / "hub")
     convert_checkpoint(folder / "hub", folder / "native")
     return folder / "hub", folder / "native"
 
 
 def native_twin(model, folder, **options):
-    """A native model with the weights of `model`, in training mode."""
+    """Return a native model with the weights of `model`, in training mode."""
     return AutoModelForCausalLM.from_pretrained(save_both(model, folder)[1], dtype="auto", **options).train()
 
 

@@ -47,6 +47,6 @@ def texts():
 
 
 def write_rows(folder, rows):
-    """A dataset that load_dataset takes."""
+    """Write a dataset that load_dataset takes."""
     folder.mkdir()
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

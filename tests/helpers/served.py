@@ -26,7 +26,7 @@ OTHERS = ("mixtral", "glm4_moe", "qwen3_vl_moe")
 
 
 def base(name, folder):
-    """A small model saved in `folder`, loaded from there."""
+    """Return a small model saved in `folder`, loaded from there."""
     model = build(name)
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder)
@@ -54,7 +54,7 @@ def merged_by_peft(adapted, folder):
 
 
 def split_experts(tensors, family=None):
-    """A checkpoint's tensors with its experts' weights one by one, [out, in], under the names that engines give them.
+    """Return a checkpoint's tensors with its experts' weights one by one, [out, in], under the names that engines give them.
     gpt-oss stores [E, in, out], gates and ups in turn."""
     split = {}
     for name, tensor in tensors.items():
@@ -72,6 +72,6 @@ def split_experts(tensors, family=None):
 
 
 def config_for_vllm(model):
-    """The default configuration at rank 2, without what vLLM takes no adapters of."""
+    """Return the default configuration at rank 2, without what vLLM takes no adapters of."""
     modules = [name for name in sonicmoe_hf.lora_config(model).target_modules if name != "kv_b_proj"]
     return sonicmoe_hf.lora_config(model, r=2, target_modules=modules)

@@ -75,14 +75,14 @@ def gradients(out, inputs, seen=1):
 
 
 def in_fp64(inputs, sees):
-    """(the inputs, the formula's result) in fp64, on the inputs' device."""
+    """Compute (the inputs, the formula's result) in fp64, on the inputs' device."""
     exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
     q, k, v = (x.transpose(1, 2) for x in exact[:3])
     return exact, reference(q, k, v, exact[3], sees.to(q.device), scale_of(inputs[0]))
 
 
 def compare(ours, inputs, sees, seen=1):
-    """The result and every gradient are the formula's, where the result is `seen`."""
+    """Check that the result and every gradient are the formula's, where the result is `seen`."""
     exact, theirs = in_fp64(inputs, sees)
     assert ours.shape == theirs.shape and ours.is_contiguous()
     found, expected = (ours * seen, *gradients(ours, inputs, seen)), (theirs * seen, *gradients(theirs, exact, seen))

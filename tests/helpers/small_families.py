@@ -52,7 +52,7 @@ SMALL_FAMILIES = (
 
 
 def small_config(cls: type[PreTrainedConfig], own: dict | None = None) -> PreTrainedConfig:
-    """The default config of the class with small sizes, also inside it."""
+    """Return the default config of the class with small sizes, also inside it."""
     default = cls()
     entries = {}
     for name, value in vars(default).items():
@@ -127,7 +127,7 @@ def families_here() -> list[str]:
 
 
 def small_model(folder: str) -> nn.Module:
-    """The family's causal or conditional language model, with hidden pre-activations of O(1)."""
+    """Return the family's causal or conditional language model, with hidden pre-activations of O(1)."""
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config = small_config(CONFIG_MAPPING[_model_type(folder)], CHANGES.get(folder))
     classes = [

@@ -13,7 +13,7 @@ def small(family="qwen3_moe", layers=4, **changes):
 
 
 def streamed(experts_memory=0, format=None, family="qwen3_moe", **changes):
-    """A patched model with its experts where they are to be. "half": half of their bytes."""
+    """Return a patched model with its experts where they are to be. "half": half of their bytes."""
     model = small(family, **changes)
     if experts_memory == "half":
         experts_memory = sum(bytes_of(experts, format) for _, experts in expert_layers(model)) // 2
@@ -26,7 +26,7 @@ def streamed(experts_memory=0, format=None, family="qwen3_moe", **changes):
 
 
 def adapted(model, checkpointing=None):
-    """The model with an adapter, recomputed in backward by reentrant checkpointing or not, or kept."""
+    """Return the model with an adapter, recomputed in backward by reentrant checkpointing or not, or kept."""
     model = with_lora(model, target_modules=["q_proj"])
     if checkpointing is not None:
         model.enable_input_require_grads()
@@ -39,7 +39,7 @@ def host_weights(model):
 
 
 def layers_of(model):
-    """The layers that are copied, in the order of the model."""
+    """Return the layers that are copied, in the order of the model."""
     return list(dict.fromkeys(weight.layer for weight in host_weights(model)))
 
 

@@ -14,7 +14,7 @@ def of_a_layer():
 
 
 def forget():
-    """What functions do is not what it was."""
+    """Forget what functions do, which is not what it was."""
     for taped in of_a_layer():
         taped.tapes.clear()
         taped._counts.clear()

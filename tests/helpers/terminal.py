@@ -48,14 +48,14 @@ class Session(NamedTuple):
 
 
 def make_configs(folder: Path) -> None:
-    """The configs of hub models, in folders of their ids: no network is needed."""
+    """Write the configs of hub models, in folders of their ids: no network is needed."""
     Qwen3MoeConfig(**QWEN3_30B_A3B, dtype="bfloat16").save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
     deepseek = DeepseekV3Config(quantization_config=FP8)  # whose defaults are DeepSeek-V3's sizes
     deepseek.save_pretrained(folder / "deepseek-ai" / "DeepSeek-V3")
 
 
 def make_folders(folder: Path) -> None:
-    """What the sessions name: configs, small models, an adapter, a dataset; examples/, as in a checkout."""
+    """Make what the sessions name: configs, small models, an adapter, a dataset; examples/, as in a checkout."""
     make_configs(folder)
     (folder / "examples").symlink_to(ROOT / "examples")
     make_model(folder / "small-qwen3-moe")
@@ -65,7 +65,7 @@ def make_folders(folder: Path) -> None:
 
 
 def output_of(command: str) -> str:
-    """What a command of sonicmoe-hf prints in a terminal of COLUMNS columns, without times and the folder's path; of a
+    """Return what a command of sonicmoe-hf prints in a terminal of COLUMNS columns, without times and the folder's path; of a
     program that it runs, its own lines and LOGGED."""
     words = shlex.split(command.replace("\\\n", " "))[1:]
     shown = ON_A_CPU.get(words[0], str)
@@ -102,7 +102,7 @@ def _of_run(printed: str) -> str:
 
 
 def _of_doctor(printed: str) -> str:
-    """What it says of the model; versions and devices come before."""
+    """Return what it says of the model; versions and devices come before."""
     return printed[re.search(r"^\S+ \(\w+\) *$", printed, flags=re.MULTILINE).start() :]
 
 

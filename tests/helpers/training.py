@@ -95,14 +95,14 @@ def arguments(folder, **options) -> TrainingArguments:
 
 
 def checkpointed(model, kind):
-    """The model, its layers recomputed in backward by this kind of checkpointing, or as they are: None or "none"."""
+    """Return the model, its layers recomputed in backward by this kind of checkpointing, or as they are: None or "none"."""
     if kind not in (None, "none"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
     return model
 
 
 def trainer_for(model, folder, callbacks=(), padding=False, count=16, optimizers=(None, None), **options) -> Trainer:
-    """A Trainer on `count` examples; its evaluation set has four more."""
+    """Return a Trainer on `count` examples; its evaluation set has four more."""
     return Trainer(
         model,
         arguments(folder, **options),
@@ -114,7 +114,7 @@ def trainer_for(model, folder, callbacks=(), padding=False, count=16, optimizers
 
 
 def trained(model, folder, callbacks=(), attach=True, checkpoint=None, **options) -> Trainer:
-    """That Trainer after training, from the beginning or from a checkpoint."""
+    """Return that Trainer after training, from the beginning or from a checkpoint."""
     trainer = trainer_for(model, folder, callbacks, **options)
     if attach:
         sonicmoe_hf.attach(trainer)
@@ -160,7 +160,7 @@ def fail_in(module, error):
 
 
 def counting(model):
-    """An ExpertLoadCallback in the first step of a training loop."""
+    """Return an ExpertLoadCallback in the first step of a training loop."""
     arguments = SimpleNamespace(load_best_model_at_end=False, torch_compile=False)
     callback = sonicmoe_hf.ExpertLoadCallback()
     for event in (callback.on_train_begin, callback.on_step_begin):

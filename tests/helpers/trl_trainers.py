@@ -30,7 +30,7 @@ def sentence_tokenizer():
 
 
 def model_of(words):
-    """A small model of this tokenizer's vocabulary."""
+    """Return a small model of this tokenizer's vocabulary."""
     return build("qwen3_moe", vocab_size=len(words), pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id)
 
 
@@ -43,7 +43,7 @@ def watched_training(trainer) -> dict[bool, bool]:
 
 
 def trl_trainer(trainer_class, config_class, model, rows, folder, words, callbacks=(), config=None, **options):
-    """A trainer of one step in fp32, unless `config` says otherwise, which reports and saves nothing."""
+    """Return a trainer of one step in fp32, unless `config` says otherwise, which reports and saves nothing."""
     settings = {"use_cpu": True, "bf16": False, "max_steps": 1, "report_to": [], "disable_tqdm": True,
                 "save_strategy": "no", "per_device_train_batch_size": 4, "learning_rate": 1e-3, **(config or {})}  # fmt: skip
     return trainer_class(
