@@ -50,7 +50,7 @@ from transformers import (
 )
 
 import sonicmoe_hf
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding

@@ -57,7 +57,7 @@ from transformers import (
 
 import sonicmoe_hf
 from sonicmoe_hf.formats.declared import declared_quantization
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.patching.quantize import declared_for
 
 

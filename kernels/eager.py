@@ -11,10 +11,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .factors import a_by_expert, b_by_expert
 from .interface import Activation, LoraTerm, PackedOperand, Rounded, Rows, accumulation_dtype
-from .quantized import Quantized
-from .quantized import dequantize as _dequantize
+from .low_rank import a_by_expert, b_by_expert
+from .packed import FORMATS, Quantized
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
 from .scaled import ScaledRows, scale_halves, scaled_product
 from .scaled import scale_rows as scale_rows
@@ -105,7 +104,7 @@ def _spans(rows: Rows):
 
 
 def dequantize(codes, scales, state, name, dtype, rows):
-    return _dequantize(Quantized(codes, scales, state), name, dtype, [expert for expert, _ in _spans(rows)])
+    return FORMATS[name].dequantize(Quantized(codes, scales, state), dtype, [expert for expert, _ in _spans(rows)])
 
 
 def reads_packed(format, dtype, rows):

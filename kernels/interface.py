@@ -1,4 +1,4 @@
-"""What every backend offers, and the words its functions share.
+"""The functions that every backend offers, and the words that they share.
 
 Letters: T tokens, H hidden size, I expert intermediate size, E experts, K experts per token, P routed pairs
 (token, expert) as the routing lists them, R <= P rows that survive dispatch, sorted by expert.
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
     @property
     def scheduler_state(self) -> torch.Tensor:
-        """(counter, number of tiles, unused), the last entry of `tiles`.
+        """Give (counter, number of tiles, unused), the last entry of `tiles`.
 
         Persistent kernels take their work tiles from the counter. It is 0 between launches, but not during one: that is
         why one Rows is for one stream at a time.
@@ -65,7 +65,7 @@ def unwritten_rows(like: torch.Tensor, num_pairs: int, num_tokens: int, num_expe
 
 
 class Weighting(NamedTuple):
-    """How a token's experts are weighted: S, over its sum on the token's experts (+ epsilon) if `normalised`, * scale."""
+    """The weighting of a token's experts: S, over its sum on the token's experts (+ epsilon) if `normalised`, * scale."""
 
     normalised: bool
     epsilon: float = 0.0
@@ -90,7 +90,7 @@ class Rounded(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums, routing weights and activations are computed in: fp32, or fp64 for fp64 inputs."""
+    """Give the dtype that sums, routing weights and activations are computed in: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -107,7 +107,7 @@ class LoraTerm(NamedTuple):
 
 
 class PackedOperand(NamedTuple):
-    """A weight [E, N, K] that a product reads in 4 bits: a Quantized of quantized.py and the name of its format."""
+    """A weight [E, N, K] that a product reads in 4 bits: a Quantized of packed/ and the name of its format."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -120,93 +120,93 @@ class Backend(Protocol):
     v = scale a A2^T, expert by expert; A [E, J, in] and B [E, out, J]."""
 
     def tile_table_length(self, num_pairs: int, num_experts: int) -> int:
-        """The length of Rows.tiles."""
+        """Give the length of Rows.tiles."""
 
     def dispatch(self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool) -> Rows:
-        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
+        """Sort the pairs by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
 
     def round_rows(
         self, scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding: str, tile: int, min_pairs: int,
         num_pairs: int, weighting: Weighting, dtype: torch.dtype,
     ) -> Rounded:  # fmt: skip
-        """Token rounding."""
+        """Round the rows of every expert (token rounding)."""
 
     def round_rows_backward(self, dweight_P, scores_TE, expert_P, rows: Rows, weighting: Weighting) -> torch.Tensor:
-        """dscores_TE."""
+        """Compute dscores_TE."""
 
     def dequantize(self, codes, scales, state, name: str, dtype: torch.dtype, rows: Rows) -> torch.Tensor:
-        """The weight [E, N, K] that a Quantized in the format `name` of quantized.py stores, contiguous. The values of
+        """Expand a Quantized in the format `name` of packed/ to the weight [E, N, K], contiguous. The values of
         experts without rows are undefined."""
 
     def reads_packed(self, format: str, dtype: torch.dtype, rows: Rows) -> bool:
-        """Whether up and down take weights as `PackedOperand`, and are faster with them than with what `dequantize`
+        """Tell whether up and down take weights as `PackedOperand`, and are faster with them than with what `dequantize`
         gives."""
 
     def up(
         self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,
         want_a: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. lora: (u, B1)."""
+        """Compute h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. lora: (u, B1)."""
 
     def down(self, a_RI, down_EHI, bias_EH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:
-        """y_RH. down_EHI: as gate_up. lora: (v, B2)."""
+        """Compute y_RH. down_EHI: as gate_up. lora: (v, B2)."""
 
     def scale_rows(self, x_TH, smallest: float = SMALLEST) -> ScaledRows:
-        """x in FP8, for `scaled_up`; or dout."""
+        """Quantize x to FP8 for `scaled_up`, or dout for `scaled_down_backward`."""
 
     def transposed(self, codes, scales) -> ScaledWeight:
-        """A packed FP8 weight as the products of backward take it, in memory of its own."""
+        """Transpose a packed FP8 weight for the products of backward, into memory of its own."""
 
     def scaled_up(
         self, x: ScaledRows, gate_up: PackedOperand, rows: Rows, activation: Activation, dtype: torch.dtype,
         want_h: bool, want_a: bool, want_scaled: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
-        """`up` with FP8 products (scaled.py) of a packed FP8 weight, gates before ups, without bias: h_R2I and a_RI in
-        `dtype`, and a in FP8 for `scaled_down`. a is computed from the rounded h. want_a: only beside want_scaled."""
+        """Compute `up` with FP8 products (scaled.py) of a packed FP8 weight, gates before ups, without bias: h_R2I and
+        a_RI in `dtype`, and a in FP8 for `scaled_down`. a comes from the rounded h. want_a: only beside want_scaled."""
 
     def scaled_down(
         self, a: ScaledRows, down: PackedOperand | ScaledWeight, rows: Rows, dtype: torch.dtype,
         lora: LoraTerm | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """`down` with FP8 products: y_RH in `dtype`. Or `up_backward_input`: dx_RH, of what `scaled_down_backward` gave
-        and gate_up `transposed`."""
+        """Compute `down` with FP8 products: y_RH in `dtype`. Or `up_backward_input`: dx_RH, of what
+        `scaled_down_backward` gave and gate_up `transposed`."""
 
     def scaled_down_backward(
         self, dout: ScaledRows, down: ScaledWeight, h_R2I, weight_P, rows: Rows, activation: Activation, want_dh: bool,
         want_a: bool, want_dw: bool, want_scaled: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
-        """`down_backward` with FP8 products, of `transposed` down; and dh in FP8 (scaled.scale_halves of dh)."""
+        """Compute `down_backward` with FP8 products, of `transposed` down; and dh in FP8 (scaled.scale_halves of dh)."""
 
     def combine(self, y_RH, weight_P, rows: Rows, num_tokens: int) -> torch.Tensor:
-        """out_TH: every token's rows, times their weights unless those are None, summed."""
+        """Sum every token's rows, times their weights unless those are None: out_TH."""
 
     def down_backward(
         self, dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows: Rows, activation: Activation, interleaved: bool,
         want_dh: bool, want_a: bool, want_dw: bool, lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """dh_R2I, a' = w a [R, I] and dw_P. lora: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
+        """Compute dh_R2I, a' = w a [R, I] and dw_P. lora: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
 
     def up_backward_input(self, dh_R2I, gate_up_E2IH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:
-        """dx_RH, the gradient of gathered x. lora: (du, A1 as [E, H, J])."""
+        """Compute dx_RH, the gradient of gathered x. lora: (du, A1 as [E, H, J])."""
 
     def gate_up_gradient(self, dh_R2I, x_TH, rows: Rows, like_E2IH) -> torch.Tensor:
-        """dh^T x, in the dtype and strides of `like_E2IH`."""
+        """Compute dh^T x, in the dtype and strides of `like_E2IH`."""
 
     def down_gradient(self, dout_TH, a_RI, rows: Rows, like_EHI) -> torch.Tensor:
-        """dout^T a', in the dtype and strides of `like_EHI`."""
+        """Compute dout^T a', in the dtype and strides of `like_EHI`."""
 
     def gate_up_bias_gradient(self, dh_R2I, rows: Rows, like_E2I) -> torch.Tensor:
-        """dh summed."""
+        """Sum dh."""
 
     def down_bias_gradient(self, dout_TH, weight_P, rows: Rows, like_EH) -> torch.Tensor:
-        """w dout summed."""
+        """Sum w dout."""
 
     def reorder(self, *tensors: torch.Tensor, jobs) -> None:
-        """Of one to four pairs source_ENj, out_ENJ, one after the other: write the source, cast, into the first columns
-        of the other, zeros into the rest. `jobs` has (dtype, shape, strides) of each tensor, as which it is read."""
+        """Write each source_ENj, cast, into the first columns of its out_ENJ, and zeros into the rest, for one to four
+        such pairs. `jobs` has (dtype, shape, strides) of each tensor, as which it is read."""
 
     def lora_shrink(self, source, factor_EKJ, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
-        """scale * source @ factor[e] [P, J], in source's dtype, scaled before it is rounded. factor: A^T.
+        """Compute scale * source @ factor[e] [P, J], in source's dtype, scaled before it is rounded. factor: A^T.
 
         `gathered`: source is [T, K] and a row reads that of its token (u, of x); else it is [P, K] (v, of a).
         """
@@ -223,14 +223,14 @@ class Backend(Protocol):
         want_dshrunk: bool,
         like_ENj,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What both read a product's gradient: scale * source @ B[e] [P, J], and dB = source^T rank in the dtype,
-        shape and strides of `like_ENj`, whose rank j <= J is not padded (None: no dB; either form of factors.py). Sums
-        in fp32.
+        """Compute both results that read a product's gradient: scale * source @ B[e] [P, J], and dB = source^T shrunk in
+        the dtype, shape and strides of `like_ENj`, whose rank j <= J is not padded (None: no dB; either form of
+        low_rank.py). Sums in fp32.
 
-        (dv, dB2): source dout_TH, gathered; rank v, times weight_P. (du, dB1): source dh_R2I; rank u; weight_P is None.
+        (dv, dB2): source dout_TH, gathered; shrunk v, times weight_P. (du, dB1): source dh_R2I; shrunk u; no weight_P.
         shrunk_PJ may be None where no dB is wanted.
         """
 
     def lora_a_gradient(self, shrunk_PJ, source, rows: Rows, gathered: bool, like_EjK) -> torch.Tensor:
-        """dA = rank^T source, summed in fp32, in the dtype, shape and strides of `like_EjK` (either form of factors.py):
-        of du and gathered x_TH, or of dv and a'_RI."""
+        """Compute dA = shrunk^T source, summed in fp32, in the dtype, shape and strides of `like_EjK` (either form of
+        low_rank.py): of du and gathered x_TH, or of dv and a'_RI."""

@@ -1,7 +1,7 @@
 """FP8 products by groups in PyTorch: the arithmetic in which DeepSeek-V3's and Qwen3's FP8 checkpoints are served.
 
 Rows are quantized as they are used: 128 columns of a row, a group, share a scale, beside 128 x 128 values of a weight
-(quantized.py). Products of e4m3 values are summed in fp32 within a group, and the groups' sums times both scales
+(packed/fp8.py). Products of e4m3 values are summed in fp32 within a group, and the groups' sums times both scales
 (arXiv 2412.19437, section 3.3).
 
 Backward contracts over a weight's rows, and groups are counted along what is contracted: a weight is `transposed`, which
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .minifloat import E4M3_MAX, from_e4m3, to_e4m3
-from .quantized import FP8_BLOCK, scales_in_fp32
+from .packed.fp8 import FP8_BLOCK, scales_in_fp32
 
 SMALLEST = 1e-10  # what the largest value of a group is taken to be at least
 SMALLEST_GRADIENT = 1e-30  # of a gradient, whose size is that of the loss: for it 1e-10 is not small

@@ -1,4 +1,4 @@
-"""What a call allocates and launches, recorded once for its sizes and from then on run as straight-line Python.
+"""Tapes: what a call allocates and launches, recorded once for its sizes and then run as straight-line Python.
 
 One layer's forward and backward take some 15 launches. Between them the host chooses kernels, tiles and grids and
 describes operands: all of that follows from sizes, and takes longer than the launches do. `Taped` calls a function
@@ -44,13 +44,13 @@ Tape = Callable[[Leaves, list], "list[torch.Tensor] | None"]
 
 
 def recording() -> Recorder | None:
-    """This thread's recorder."""
+    """Give this thread's recorder."""
     return getattr(_thread, "recorder", None)
 
 
 @contextlib.contextmanager
 def launching(device: int):
-    """Around a launch on this GPU, which need not be the current one (-1: a CPU); gives whom to tell of it, or None."""
+    """Wrap a launch on this GPU, which need not be the current one (-1: a CPU); give whom to tell of it, or None."""
     recorder = recording()
     elsewhere = device >= 0 and device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else _HERE, _HERE if recorder is None else recorder.noting():
@@ -79,7 +79,7 @@ class _Root(NamedTuple):
 
 
 def leaves_of(arguments: Sequence[Any]) -> Leaves:
-    """The arguments, with what tuples among them hold in their place."""
+    """Flatten the arguments: what tuples among them hold stands in their place."""
     leaves, place = list(arguments), 0
     while place < len(leaves):
         if isinstance(leaves[place], tuple):
@@ -90,7 +90,7 @@ def leaves_of(arguments: Sequence[Any]) -> Leaves:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
+    """Count the bytes from its first element to the end of its last."""
     if not tensor.numel():
         return 0
     elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def noting(self):
-        """For a launch and what tells of it; operations inside are not recorded by themselves."""
+        """Wrap a launch and what tells of it; operations inside are not recorded by themselves."""
         self._free()
         was_paused, self._is_paused = self._is_paused, True
         try:
@@ -136,11 +136,11 @@ class Recorder(TorchDispatchMode):
             self._is_paused = was_paused
 
     def call(self, function: Callable, *arguments, **options) -> None:
-        """A launch has been made by this call, which changes nothing but tensors' contents."""
+        """Note that a launch was made by this call, which changes nothing but tensors' contents."""
         self.lines.append(self.made(function, *arguments, **options))
 
     def expression(self, value) -> _Expression:
-        """Source that gives this value when the tape runs."""
+        """Write source that gives this value when the tape runs."""
         if isinstance(value, _Expression):
             return value
         if isinstance(value, torch.Tensor):
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
         raise Unrecordable(f"an argument of {type(value)}")
 
     def pointer(self, tensor: torch.Tensor | None) -> _Expression:
-        """Source of its address."""
+        """Write source of its address."""
         if tensor is None:
             return _Expression("None")
         root = self._root(tensor)
@@ -161,20 +161,20 @@ class Recorder(TorchDispatchMode):
         return _Expression(f"{root.name}.data_ptr(){f' + {offset}' if offset else ''}")
 
     def made(self, function: Callable | _Expression, *arguments, **options) -> _Expression:
-        """Source of what the function gives for these arguments."""
+        """Write source of what the function gives for these arguments."""
         given = [self.expression(argument) for argument in arguments]
         given += [_Expression(f"{name}={self.expression(value)}") for name, value in options.items()]
         name = function if isinstance(function, _Expression) else self.constant(function)
         return _Expression(f"{name}({', '.join(given)})")
 
     def once(self, function: Callable, *arguments) -> _Expression:
-        """The same, called once as the tape begins."""
+        """Write source of a call that is made once, as the tape begins."""
         source = self.made(function, *arguments)
         return self._beginning.setdefault(source, _Expression(self._new_name("a")))
 
     def finish(self, result) -> Tape:
-        """The tape: takes leaves of the same sizes, and the list of arguments that has them, empties both, and gives the
-        function's results; or None, having done nothing, where it is not for these.
+        """Compile the tape. It takes leaves of the same sizes, and the list of arguments that has them, empties both, and
+        gives the function's results; or None, having done nothing, where it is not for these.
 
         Raises:
             Unrecordable: with what was met.
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
         return f"{letter}{self._count}"
 
     def constant(self, value) -> _Expression:
-        """Source of a value that holds no tensors and does not change; the tape keeps it."""
+        """Write source of a value that holds no tensors and does not change; the tape keeps it."""
         if value is None or type(value) in (bool, int, str):
             return _Expression(repr(value))
         name = self._names.get(id(value))
@@ -232,11 +232,11 @@ class Recorder(TorchDispatchMode):
         return root
 
     def _roots(self, tensor: torch.Tensor) -> list[_Root]:
-        """Those whose storage it has."""
+        """List the roots whose storage it has."""
         return self._memory.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, []))[1]
 
     def _root(self, tensor: torch.Tensor) -> _Root:
-        """The one whose memory it is a part of."""
+        """Find the root whose memory it is a part of."""
         roots, address = self._roots(tensor), tensor.data_ptr()
         for root in roots:
             if not root.is_given or root.address <= address < root.end:
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _free(self) -> None:
-        """Lets go of what the function has let go of since the last line."""
+        """Let go of what the function has let go of since the last line."""
         for key, (reference, roots) in list(self._memory.items()):
             if reference.expired():
                 names = [name for root in roots for name in (root.name, *root.views.values())]
@@ -272,7 +272,7 @@ class Recorder(TorchDispatchMode):
                 del self._memory[key]
 
     def _allocation(self, tensor: torch.Tensor) -> str:
-        """Source of an empty tensor like that, of a given one that lives: half the time of torch.empty."""
+        """Write source of an empty tensor like that, from a given one that lives: half the time of torch.empty."""
         alive = [root for root in self._given if any(root in roots for _, roots in self._memory.values())]
         if not alive:
             like = {"dtype": tensor.dtype, "device": tensor.device}

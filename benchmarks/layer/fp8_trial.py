@@ -20,7 +20,7 @@ from benchmarks.common.timing import graph_of, hot_times, interleaved_times, rel
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
-from sonicmoe_hf.kernels.quantized import Quantized, quantize
+from sonicmoe_hf.kernels.packed import FORMATS, Quantized
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
 BF16 = torch.bfloat16
@@ -32,7 +32,7 @@ MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several grap
 
 def weight_in_blocks(weight_ENK, order: str) -> PackedOperand:
     """Return a dense weight as `from_pretrained(experts_quantization="fp8")` packs it."""
-    return PackedOperand(*quantize(weight_ENK, "fp8", order), "fp8")
+    return PackedOperand(*FORMATS["fp8"].quantize(weight_ENK, order), "fp8")
 
 
 def problem(shape, seed=0, skipped=()):

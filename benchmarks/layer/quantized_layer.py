@@ -25,7 +25,7 @@ from benchmarks.common.timing import captured, interleaved_times, release
 from benchmarks.layer.lora_contenders import through_peft
 from benchmarks.layer.lora_layer import step_of
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
@@ -42,7 +42,7 @@ def never_read_packed():
 
 def formats_of(shape):
     """Return the formats that take both weights."""
-    return [name for name, block in FORMATS.items() if not (shape.H % block or shape.I % block)]
+    return [name for name, format in FORMATS.items() if not (shape.H % format.block or shape.I % format.block)]
 
 
 def packed_pair(weights, name):

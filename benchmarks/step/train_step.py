@@ -32,7 +32,7 @@ from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.run import Run, built, check, compiled, join_ranks, shard
 from benchmarks.step.training import WARMUP, Measured, record, sequences, timed_steps, varying
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
 ATTENTION = ("eager", "torch_sinks", "flex_attention", "sdpa")

@@ -19,7 +19,7 @@ from benchmarks.common.table import Rows
 from benchmarks.sweep.candidates import KEYS, add_share, add_timed, compile_in_processes, compile_share
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
-from sonicmoe_hf.kernels.quantized import FORMATS, quantize
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.kernels.triton import gemm_packed
 from sonicmoe_hf.kernels.triton.config import PackedBlocks
 
@@ -74,7 +74,7 @@ def packed_weights(shape: Shape, layers):
     found = {}
     for name in FORMATS:
         sizes = ((2 * I, H), "concatenated"), ((H, I), "whole")
-        pair = [quantize(torch.randn(E, *size, device="cuda"), name, order) for size, order in sizes]
+        pair = [FORMATS[name].quantize(torch.randn(E, *size, device="cuda"), order) for size, order in sizes]
         found[name] = [
             [PackedOperand(*(None if p is None else p.clone() for p in packed), name) for packed in pair]
             for _ in range(layers)

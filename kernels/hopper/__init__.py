@@ -11,7 +11,7 @@ import torch
 
 from .. import triton
 from ..interface import PackedOperand
-from ..quantized import FP8_BLOCK
+from ..packed.fp8 import FP8_BLOCK
 from ..scaled import block_scales, empty_rows
 from ..tape import launching
 from ..triton import combine as combine

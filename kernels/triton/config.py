@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..quantized import FP8_BLOCK
+from ..packed.fp8 import FP8_BLOCK
 from .launch import cdiv
 
 # Mean rows per expert. Up to FEW a row tile has 64 rows; at 128 rows, 128-row tiles are already faster although every

@@ -1,4 +1,4 @@
-"""Packed weights to floats, at the memory's bandwidth; the formats are in ../quantized.py.
+"""Packed weights to floats, at the memory's bandwidth; the formats are in ../packed.
 
 Only experts that have rows are read and written. A thread takes eight codes, one or two 32-bit words, whose values are
 16 bytes of bf16: loads and stores are contiguous over a warp, and no value changes threads. Words and scales of all
@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..nf4 import SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP
-from ..quantized import FP8_BLOCK, SCALE_COLUMNS, Quantized, parts_and_kinds, weight_shape
+from ..packed import FORMATS, Quantized
+from ..packed.fp8 import FP8_BLOCK
+from ..packed.nf4 import SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP
 from .launch import cdiv, launch_kernel
 
 CODES = 8  # of a word
@@ -203,11 +204,11 @@ def words_of(codes):
 
 def dequantize(codes, scales, state, name, dtype, rows):
     packed = Quantized(codes, scales, state)
-    num_experts, size_out, size_in = weight_shape(packed, name)
+    num_experts, size_out, size_in = FORMATS[name].shape(packed)
     weight_ENK = codes.new_empty(num_experts, size_out, size_in, dtype=dtype)
     words_per_expert = size_out * size_in // CODES
     grid = (num_experts * cdiv(words_per_expert, WORDS * STEPS),)
-    words_per_scale, order = SCALE_COLUMNS[name] // CODES, parts_and_kinds(packed, name)
+    words_per_scale, order = FORMATS[name].columns // CODES, FORMATS[name].parts_and_kinds(packed)
     constants: tuple[int, ...] = (words_per_expert, words_per_scale, WORDS, STEPS)
     sizes = words_per_expert, size_out, size_in
     if name == "mxfp4":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..quantized import FP8_BLOCK
+from ..packed.fp8 import FP8_BLOCK
 from ..scaled import empty_rows
 from .config import Blocks, as_e4m3, blocks_for, max_row_tiles, num_sms, tile_rows
 from .descriptors import is_aligned

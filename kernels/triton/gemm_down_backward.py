@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..quantized import FP8_BLOCK
+from ..packed.fp8 import FP8_BLOCK
 from ..scaled import SMALLEST_GRADIENT, block_scales
 from .activations import activate, activate_ungated
 from .config import as_e4m3, max_row_tiles, tile_rows

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from ..interface import Activation, PackedOperand
-from ..nf4 import SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE
-from ..quantized import FP8_BLOCK, Quantized, parts_and_kinds, weight_shape
+from ..packed import FORMATS, Quantized
+from ..packed.fp8 import FP8_BLOCK
+from ..packed.nf4 import SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE
 from .activations import activate, activate_ungated
 from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import fp8_scale_row, fp8_scale_value, words_of
@@ -222,7 +223,7 @@ def _packed_product(
     """weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
 
     A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, a group of four lanes has
-    every eighth row. STEP columns are taken at a time; PARTS and KINDS are the weight's order (../quantized.py).
+    every eighth row. STEP columns are taken at a time; PARTS and KINDS are the weight's order (../packed).
     """
     GROUPS: tl.constexpr = HEIGHT // WARPS // 8
     slot = tl.arange(0, WARPS * 8)
@@ -348,7 +349,7 @@ def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, inter
     num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
     if not num_pairs:
         return
-    _, width, hidden = weight_shape(packed, name)
+    _, width, hidden = FORMATS[name].shape(packed)
     blocks = packed_blocks(name, x, num_pairs, num_experts)
     row_tiles = max_row_tiles(num_pairs, num_experts)
     lora_tensors, lora_constants = lora_operands(lora)
@@ -357,7 +358,7 @@ def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, inter
         (row_tiles * cdiv(width, blocks.height),),
         (x, words_of(codes), scales, state, bias, *lora_tensors, h, a, token, rows.tiles),
         (row_tiles,),
-        (hidden, inner, name, STEP[name], *parts_and_kinds(packed, name), *bias_strides(bias), interleaved,
+        (hidden, inner, name, STEP[name], *FORMATS[name].parts_and_kinds(packed), *bias_strides(bias), interleaved,
          *lora_constants, *activation, blocks.height, blocks.warps, is_interpreted(x.device)),
         num_warps=blocks.warps, num_stages=1, maxnreg=blocks.registers,
     )  # fmt: skip
@@ -365,7 +366,7 @@ def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, inter
 
 def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interleaved, want_h, want_a, lora=None):
     """`up` with a packed weight."""
-    num_rows, (_, width, _) = rows.token.numel(), weight_shape(Quantized(*gate_up[:3]), gate_up.format)
+    num_rows, (_, width, _) = rows.token.numel(), FORMATS[gate_up.format].shape(Quantized(*gate_up[:3]))
     inner = activation.inner(width)
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, inner) if want_a else None
@@ -376,7 +377,7 @@ def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interlea
 
 def packed_down(a_RI, down: PackedOperand, bias_EH, rows, lora=None):
     """`down` with a packed weight: what `up` does for h without a gate."""
-    num_rows, (_, columns, _) = rows.token.numel(), weight_shape(Quantized(*down[:3]), down.format)
+    num_rows, (_, columns, _) = rows.token.numel(), FORMATS[down.format].shape(Quantized(*down[:3]))
     out_RN = a_RI.new_empty(num_rows, columns)
     _launch(a_RI, down, bias_EH, rows, None, out_RN, None, columns, None, Activation("relu"), lora)
     return out_RN

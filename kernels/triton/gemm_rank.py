@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..factors import a_by_expert, b_by_expert, swapped
+from ..low_rank import a_by_expert, b_by_expert, swapped
 from .config import blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
 from .launch import cdiv, launch_kernel, next_power_of_2

@@ -25,7 +25,7 @@ import struct
 import triton
 import triton.language as tl
 
-from ..nf4 import NF4_VALUES, SCALE_MAP, VALUE_MAP
+from ..packed.nf4 import NF4_VALUES, SCALE_MAP, VALUE_MAP
 from .dequantize import e4m3_value
 
 # Of 1 to 2, that with the smallest sum of squared errors of NF4_FACTOR * bf16(value / NF4_FACTOR).

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..quantized import FP8_BLOCK
+from ..packed.fp8 import FP8_BLOCK
 from ..scaled import SMALLEST, ScaledRows, ScaledWeight, transposed_scales, transposed_shape
 from .config import as_e4m3
 from .launch import cdiv, launch_kernel

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import CheckpointError
-from ..formats.format import is_sound
+from ..kernels.packed.format import is_sound
 from .comparing import same_bytes
 from .files import WEIGHTS, expanded, opened
 

@@ -17,9 +17,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from ..errors import CheckpointError
-from ..formats import PACKED
 from ..formats.declared import MODELOPT_FILE
-from ..kernels.quantized import FORMATS
+from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
 from .atomic_folder import appearing_whole, copy_file, new_folder, other_files, save_tensors, write_json
 from .configs import hub_config, native_config
@@ -186,7 +185,7 @@ def target_of(
     wanted = None if dtype is None else DTYPES[dtype]
     plan = Plan(source, wanted)
     if source.layout != target_layout or quantize is not None:
-        plan = Relayout(source, target_layout, wanted, None if quantize is None else PACKED[quantize])
+        plan = Relayout(source, target_layout, wanted, None if quantize is None else FORMATS[quantize])
     return Target(*layouts, plan, _config(source, layout, dtype, packed), notices)
 
 
@@ -227,7 +226,7 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
     dtype = str(source.dense_dtype).removeprefix("torch.")
     notices = [f"the weights were {source.quantization} and are {dtype} now"]
     if source.packed_here:
-        format = PACKED[source.quantization]
+        format = FORMATS[source.quantization]
         notices.append(
             f"what rounding to {format.name} lost stays lost: about {format.loss}% of a weight "
             "(root mean square), unless the model was trained in that format, as gpt-oss was"

@@ -5,9 +5,9 @@ Transformers read them. The rest stays dense."""
 from __future__ import annotations
 
 from ..errors import CheckpointError
-from ..formats import Format
 from ..formats.quantizer import ExpertsQuantizationConfig
-from ..kernels.quantized import FP8_BLOCK
+from ..kernels.packed import Format
+from ..kernels.packed.fp8 import FP8_BLOCK
 from .source import Source
 
 FORMATS_OF = {"gpt_oss": "mxfp4", "per_expert": "fp8"}  # by the hub's layout
@@ -23,10 +23,10 @@ def check_format(source: Source, format: str, layout: str) -> None:
             f"the experts would be packed as {format}, but are {source.quantization} already, and rounding twice loses "
             "more: keep that format, or convert the bf16 checkpoint"
         )
-    if source.quantization == "nf4":
+    if isinstance(source.format, Format) and source.format.is_whole:
         raise CheckpointError(
-            f"{source.folder} is packed as nf4 already; from_pretrained loads it as it is (NF4's scales have scales "
-            "of 256 neighbouring blocks, which cannot be put into another order)"
+            f"{source.folder} is packed as {source.quantization} already; from_pretrained loads it as it is (its scales "
+            "have scales of 256 neighbouring blocks, which cannot be put into another order)"
         )
 
 

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from ..errors import CheckpointError
-from ..formats import HUB, Format
-from ..formats.format import Stored
-from ..kernels.quantized import dequantize_expert, pack_experts
+from ..formats.hub import HUB
+from ..kernels.packed import Format
+from ..kernels.packed.format import Stored
 from .layouts import experts_parameters
 from .plan import Plan, Planned, in_range, shell
 from .roundings import Roundings
@@ -66,7 +66,7 @@ class Relayout(Plan):
             dtype = self._dtype_of(names[0], weights)
             shells = {name: shell(there.stored_shape, dtype) for name in names}
             make = partial(self._make_dense, target, dtype)
-        elif all(format.is_that_of(weight.format) and not weight.delta for weight in weights):
+        elif all(format.has_blocks_of(weight.format) and not weight.delta for weight in weights):
             scales = self._source.tensors[weights[0].parts[1]]
             shells = self._make_shells(target, names, format, scales.dtype.itemsize)
             make = partial(self._make_moved, target, list(shells.values()))
@@ -132,7 +132,7 @@ class Relayout(Plan):
         for number, name in enumerate(there.names_of(experts[0])):
             matrices = (self._read_rows(target, dtype, expert)[number] for expert in experts)
             try:
-                packed = pack_experts(matrices, (len(experts), *there.shape), format.name, there.order)
+                packed = format.pack(matrices, (len(experts), *there.shape), there.order)
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
             made += [part for part in packed if part is not None]
@@ -142,7 +142,7 @@ class Relayout(Plan):
             if is_changed or there.is_per_expert or experts[0] == 0:
                 exact = self._read_rows(target, dtype, experts[0])[number]
                 before = self._read_rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
-                self.roundings.add(name, before, exact, dequantize_expert(packed, format.name, torch.float32, 0))
+                self.roundings.add(name, before, exact, format.dequantize_expert(packed, torch.float32, 0))
         return [part.view(like.dtype) for part, like in zip(made, shells)]
 
     def _make_shells(
@@ -156,7 +156,10 @@ class Relayout(Plan):
             if there.is_per_expert:
                 parts |= HUB[format.name].stored(name, there.shape)
             else:
-                parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
+                try:
+                    parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
+                except ValueError as error:
+                    raise CheckpointError(f"{error}") from error
         return {
             stored: shell(part, next((dtype for dtype in dtypes if dtype.itemsize == scale_size), dtypes[0]))
             for stored, (part, dtypes) in parts.items()

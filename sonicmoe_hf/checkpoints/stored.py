@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from ..formats import PACKED, Format, HubFormat
-from ..formats.format import Stored
-from ..kernels.quantized import Quantized, dequantize, dequantize_expert, weight_shape
+from ..formats.hub import HubFormat
+from ..kernels.packed import FORMATS, Format, Quantized
+from ..kernels.packed.format import Stored
 from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 
@@ -104,11 +104,14 @@ class PackedExperts(Weight):
         """See Weight."""
         shapes = (self._stored.tensors[part].shape for part in self.parts)
         stored = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
-        return self._turned(weight_shape(stored, self.format.name))
+        return self._turned(self.format.shape(stored))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
         """See Weight."""
-        return self.format.stored(self.name, self._turned(shape), order)
+        try:
+            return self.format.stored(self.name, self._turned(shape), order)
+        except ValueError as error:
+            raise CheckpointError(f"{error}") from error
 
     def _packed(self, expert: int | None) -> Quantized:
         packed = Quantized(*self.raw(expert))
@@ -120,11 +123,11 @@ class PackedExperts(Weight):
 
     def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See Weight."""
-        dtype, name = dtype or self.dtype, self.format.name
+        dtype = dtype or self.dtype
         if expert is not None and self.format.is_whole:
-            weight = dequantize_expert(self._packed(None), name, dtype, expert)[None]
+            weight = self.format.dequantize_expert(self._packed(None), dtype, expert)[None]
         else:
-            weight = dequantize(self._packed(expert), name, dtype)
+            weight = self.format.dequantize(self._packed(expert), dtype)
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     def rows(self, expert: int | None) -> list[torch.Tensor]:
@@ -152,7 +155,7 @@ class HubMatrix(Weight):
 
     def rows(self, expert: int | None) -> list[torch.Tensor]:
         """See Weight."""
-        rows, format = self.format.pack(*self.raw()), PACKED[self.format.name]
+        rows, format = self.format.pack(*self.raw()), FORMATS[self.format.name]
         for part, tensor in zip(format.parts, rows):
             if not format.is_sound(part, tensor):
                 raise CheckpointError(

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError
-from ..kernels.quantized import FORMATS, FP8_BLOCK, SCALE_COLUMNS
-from . import HUB, PACKED, Format, HubFormat, HubFP8
+from ..kernels.packed import FORMATS, Format
+from ..kernels.packed.fp8 import FP8_BLOCK
+from .hub import HUB, HubFormat, HubFP8
 
 QUANT_METHOD = "sonicmoe_hf"
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
@@ -73,7 +74,7 @@ class DeclaredQuantization(NamedTuple):
             CheckpointError: it is another kind of ModelOpt's; FP8 whose blocks are no sizes, or with experts in FP4.
         """
         if self.is_packed_here or self.method == "mxfp4":
-            return PACKED[self.format()]
+            return FORMATS[self.format()]
         if self.method == MODELOPT:
             self.check_nvfp4()
             return HUB["nvfp4"]
@@ -102,7 +103,7 @@ class DeclaredQuantization(NamedTuple):
 
     def check_nvfp4(self) -> None:
         """Raise CheckpointError where what ModelOpt made is not NVFP4."""
-        size = SCALE_COLUMNS["nvfp4"]
+        size = FORMATS["nvfp4"].columns
         algorithm, block = self.entries.get("quant_algo"), self.entries.get("group_size") or size
         if algorithm != "NVFP4" or block != size:
             raise CheckpointError(
@@ -121,8 +122,9 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
     parts = [config] if isinstance(config, dict) else [vars(config), vars(config.get_text_config())]
     declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", "expert_dtype"))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
-        quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8")).get("quantization")
-        declared = quantization and {"quant_method": MODELOPT, **quantization}
+        quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8"))["quantization"]
+        if quantization["quant_algo"] is not None:  # else the KV cache alone is quantized
+            declared = {"quant_method": MODELOPT, **quantization}
     if declared is None:
         return None
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared

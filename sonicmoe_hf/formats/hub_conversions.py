@@ -11,14 +11,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..errors import CheckpointError
-from ..kernels.quantized import Quantized
+from ..kernels.packed import FORMATS, Quantized
 from ..layer.holding import holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
-from . import PACKED
-from .format import HubFormat
-from .fp8 import HubFP8
+from .hub import HubFormat, HubFP8
 from .loading_errors import keeping_errors
-from .shares import gathered_rows
+from .shares import gathered_rows, pack_share
 from .state import check_shape, local_shape
 
 # DeepSeek-V4's names of scales, and those that we go by
@@ -56,7 +54,7 @@ class _TakeExperts(ConversionOps):
         if holding.group is None:
             return {full_layer_name: as_parameter(pack())}
         device = next(tensor.device for tensors in input_dict.values() for tensor in tensors)
-        return {full_layer_name: as_parameter(PACKED[wanted].pack_share(pack, local_shape(dense), device, holding))}
+        return {full_layer_name: as_parameter(pack_share(wanted, pack, local_shape(dense), device, holding))}
 
     def _is_plain(self, input_dict) -> bool:
         """Whether the checkpoint has these experts in floats, as a layer that its modules_to_not_convert names."""
@@ -77,7 +75,7 @@ class _TakeExperts(ConversionOps):
                         f"others of this layer as {_kinds(alike)}"
                     )
         packed = self.format.join(parts)
-        PACKED[self.format.name].check(layer, packed, first)
+        FORMATS[self.format.name].check(layer, packed, first)
         weight = PackedWeight.of(packed, self.format.name, dense.dtype)
         check_shape(layer, weight, dense)
         return weight

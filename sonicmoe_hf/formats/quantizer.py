@@ -20,17 +20,17 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from ..errors import CheckpointError, UnsupportedExpertsError
-from ..kernels.quantized import FORMATS, stored_shapes
+from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order, why_replaced_by_liger
 from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
-from . import HUB, PACKED
 from .declared import QUANT_METHOD, check_undeclared
+from .hub import HUB
 from .hub_conversions import with_hub_converters
 from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
-from .shares import gathered_for_saving, is_split, keep_from_fsdp, restore_parameters
+from .shares import gathered_for_saving, is_split, keep_from_fsdp, pack_share, restore_parameters, stored_share
 from .state import check_shape, use_stored_names
 
 OF_PACKED = (  # attributes of a model with packed experts
@@ -84,7 +84,7 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
                     f"{full_name} is sharded ({type(weight).__name__}); quantize experts before the model is sharded"
                 )
             try:
-                stored_shapes(format, matrix_shape(module, weight), row_order(module, name))
+                FORMATS[format].shapes(matrix_shape(module, weight), row_order(module, name))
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{full_name}: {error}") from error
             found.append((full_name, module, name))
@@ -116,7 +116,7 @@ class _Pack(ConversionOps):
         format, holding = self.hf_quantizer.quantization_config.experts, holding_of(module)
         pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), row_order(module, name))
         is_whole = holding.group is None
-        packed = pack() if is_whole else PACKED[format].pack_share(pack, value.shape, value.device, holding)
+        packed = pack() if is_whole else pack_share(format, pack, value.shape, value.device, holding)
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -133,19 +133,20 @@ class _TakePacked(ConversionOps):
             pattern.rstrip("$").rpartition(".")[2]: value[0] if isinstance(value, list) else value
             for pattern, value in input_dict.items()
         }
-        format, holding = PACKED[self.hf_quantizer.quantization_config.experts], holding_of(module)
+        format, holding = FORMATS[self.hf_quantizer.quantization_config.experts], holding_of(module)
         dense, names = getattr(module, name), format.names(name)
         missing = [stored for stored in names if stored not in tensors]
         if missing:
             raise CheckpointError(f"{full_layer_name}: {missing[0]} is missing, a part of this {format.name} weight")
         if holding.group is not None:
-            tensors = dict(zip(names, format.stored_share([tensors[stored] for stored in names], holding)))
+            tensors = dict(zip(names, stored_share(format, [tensors[stored] for stored in names], holding)))
         try:
-            packed = format.weight(name, tensors, dense.dtype, is_transposed(module), holding.experts.start)
+            packed = format.read(name, tensors, holding.experts.start)
         except ValueError as error:
             raise CheckpointError(f"{full_layer_name.rpartition('.')[0]}, {error}") from error
-        check_shape(full_layer_name, packed, dense)
-        return {full_layer_name: as_parameter(packed)}
+        weight = PackedWeight.of(packed, format.name, dense.dtype, is_transposed(module))
+        check_shape(full_layer_name, weight, dense)
+        return {full_layer_name: as_parameter(weight)}
 
 
 class ExpertsQuantizer(HfQuantizer):
@@ -181,7 +182,7 @@ class ExpertsQuantizer(HfQuantizer):
 
     def param_element_size(self, model, param_name, param) -> float:
         if self.packs(model, param_name):
-            return PACKED[self.quantization_config.experts].element_size
+            return FORMATS[self.quantization_config.experts].element_size
         owner: Any = super() if self.linear is None else self.linear
         return owner.param_element_size(model, param_name, param)
 
@@ -197,7 +198,7 @@ class ExpertsQuantizer(HfQuantizer):
         conversions = [] if self.linear is None else self.linear.get_weight_conversions()
         if not self.pre_quantized:
             return conversions
-        format = PACKED[self.quantization_config.experts]
+        format = FORMATS[self.quantization_config.experts]
         ours = []
         for name in WEIGHTS:
             patterns = [f"experts.{stored}$" for stored in format.names(name)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.quantized import Quantized
+from ..kernels.packed import Quantized
 from ..layer.packed_weight import PackedWeight, alias
 from ..private.torch import collectives
 

@@ -6,6 +6,7 @@ What it holds is a packed weight of these experts alone, with the values that on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +15,55 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, UnsupportedExpertsError
+from ..kernels.packed import FORMATS, Format
+from ..kernels.packed.nf4 import NF4, NF4_BLOCK, SCALE_SCALES, SCALES_PER_SCALE
 from ..layer.holding import Holder, Holding, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
-from . import PACKED
 from .state import local_part
+
+
+def pack_share(
+    format: str, pack: Callable[..., PackedWeight], shape: torch.Size, device: torch.device, holding: Holding
+) -> PackedWeight:
+    """Return what `pack` makes of a rank's experts, whose weight has this shape, with the values that it has in the whole
+    weight: NF4's scales are stored as differences from the mean of all. All ranks of the group call it. Raises
+    ValueError, on every rank, where `pack` does."""
+    if not FORMATS[format].is_whole:
+        return pack()
+    values = shape[1:].numel()
+    FORMATS[format].check_share(holding.experts, values)
+
+    def mean(absmax: torch.Tensor) -> torch.Tensor:
+        of_all = absmax.new_empty(holding.size * absmax.numel())
+        dist.all_gather_into_tensor(of_all, absmax.contiguous(), group=holding.group)
+        return of_all.mean()
+
+    try:
+        packed = pack(mean=mean)
+    except ValueError:
+        scales = (shape[0] * values // NF4_BLOCK,)
+        mean(torch.full(scales, torch.nan, dtype=torch.float32, device=device))  # the others wait for it
+        raise
+    if packed.state is None or not bool(torch.isfinite(packed.state).all()):
+        raise ValueError("another rank's experts have NaN or infinite values, or are missing: see that rank's error")
+    return packed
+
+
+def stored_share(format: Format, tensors: list[torch.Tensor], holding: Holding) -> list[torch.Tensor]:
+    """Return what stores a rank's experts, from what Transformers read for them: each tensor cut along its first
+    dimension. NF4's state belongs to the whole weight, and is gathered from these pieces. All ranks of the group call
+    it."""
+    if not isinstance(format, NF4):
+        return tensors
+    codes, scales, piece = tensors
+    scales_per_expert = scales[0].numel()
+    length = SCALE_SCALES.start - (-holding.num_experts * scales_per_expert // SCALES_PER_SCALE)
+    longest = -(-length // holding.size)
+    pieces = piece.new_empty(holding.size * longest)
+    padded = torch.nn.functional.pad(piece, (0, longest - len(piece)))
+    dist.all_gather_into_tensor(pieces, padded, group=holding.group)
+    return [codes, scales, format.state_of(holding.experts, pieces[:length], scales_per_expert)]
 
 
 def keep_from_fsdp(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
@@ -34,7 +79,7 @@ def keep_from_fsdp(experts: nn.Module, names: tuple[str, ...], format: str) -> N
             weight = experts._parameters[name]
             assert weight is not None
             try:
-                PACKED[format].check_share(held, weight[0].numel())
+                FORMATS[format].check_share(held, weight[0].numel())
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{type(experts).__name__}.{name}: {error}") from error
             experts._buffers[name] = experts._parameters.pop(name)
@@ -109,11 +154,11 @@ def gathered_for_saving(
     `gather_sharded_state_dict_for_save` of a model whose ranks share packed experts, and all ranks call it."""
     whole: dict[str, Any] = {}
     shared = {
-        f"{prefix}.{stored}": (PACKED[weight.format], part, holding)
+        f"{prefix}.{stored}": (FORMATS[weight.format], part, holding)
         for prefix, module in model.named_modules()
         for name, weight in module._parameters.items()
         if isinstance(weight, PackedWeight) and (holding := holding_of(module)).is_part
-        for stored, part in zip(PACKED[weight.format].names(name), PACKED[weight.format].parts)
+        for stored, part in zip(FORMATS[weight.format].names(name), FORMATS[weight.format].parts)
     }
     for name, tensor in state_dict.items():
         if name in shared:

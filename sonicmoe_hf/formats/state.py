@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels.packed import FORMATS
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
-from . import (
-    PACKED,
-    sharding,  # noqa: F401 - what FSDP2 does with packed weights
-)
+from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
 
 
 def check_shape(name: str, weight: torch.Tensor, dense: torch.Tensor) -> None:
@@ -37,7 +35,7 @@ def stored_names(module: nn.Module) -> set[str]:
     """The names of the module's own parameters in a state dict."""
     names = set()
     for name, parameter in module._parameters.items():
-        names |= set(PACKED[parameter.format].names(name)) if isinstance(parameter, PackedWeight) else {name}
+        names |= set(FORMATS[parameter.format].names(name)) if isinstance(parameter, PackedWeight) else {name}
     return names
 
 
@@ -58,16 +56,17 @@ def use_stored_names(module: nn.Module) -> None:
 def _write_stored(module, state_dict, prefix, local_metadata):
     for name, parameter in module._parameters.items():
         if isinstance(parameter, PackedWeight) and prefix + name in state_dict:
-            state_dict.update(PACKED[parameter.format].tensors(prefix + name, state_dict.pop(prefix + name)))
+            packed = state_dict.pop(prefix + name).packed
+            state_dict.update(FORMATS[parameter.format].tensors(prefix + name, packed))
 
 
 def _read_stored(module, state_dict, prefix, *_):
     for name, parameter in module._parameters.items():
         if isinstance(parameter, PackedWeight):
-            format = PACKED[parameter.format]
+            format = FORMATS[parameter.format]
             names = format.names(prefix + name)
             if all(stored in state_dict for stored in names):
                 tensors = {stored: state_dict.pop(stored) for stored in names}
-                state_dict[prefix + name] = format.weight(
-                    prefix + name, tensors, parameter.dtype, parameter.is_transposed
-                )
+                packed = format.read(prefix + name, tensors)
+                options = parameter.format, parameter.dtype, parameter.is_transposed
+                state_dict[prefix + name] = PackedWeight.of(packed, *options)

@@ -12,7 +12,7 @@ from .projection import LowRank
 
 
 class Adapted:
-    """A router's top_k_index, in whose place this goes to the experts, and adapters of weights by their names.
+    """Adapters of weights by their names, and the router's top_k_index, in whose place they go to the experts.
 
     A plain class: FSDP2's mixed precision casts the tensors inside tuples and dicts.
     """
@@ -30,7 +30,7 @@ def with_adapters(top_k_index: Any, name: str, adapters: list[LowRank]) -> Adapt
 
 
 def split(top_k_index: Any) -> tuple[Any, dict[str, list[LowRank]]]:
-    """The router's own top_k_index, and the adapters by the names of their weights."""
+    """Give the router's own top_k_index, and the adapters by the names of their weights."""
     if isinstance(top_k_index, Adapted):
         return top_k_index.top_k_index, top_k_index.adapters
     return top_k_index, {}

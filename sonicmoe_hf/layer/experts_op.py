@@ -44,7 +44,7 @@ class Options(NamedTuple):
 
 
 class SaveFlags(NamedTuple):
-    """Which results of forward backward is given: h, u = scale x A1^T, v = scale a A2^T."""
+    """Flags of the results of forward that backward is given: h, u = scale x A1^T, v = scale a A2^T."""
 
     h: bool
     u: bool
@@ -52,7 +52,7 @@ class SaveFlags(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Those results; None for what is computed again, or not needed."""
+    """The results of forward that backward is given; None for what is computed again, or not needed."""
 
     h: torch.Tensor | None
     u: torch.Tensor | None
@@ -77,13 +77,13 @@ class _Layer:
         self.gate_up, self.down = pack(projections, options.transposed, dtype, self.kernels)
 
     def weight(self, projection: Projection) -> torch.Tensor:
-        """[E, out, in]. A packed weight is expanded at every use and kept by none: the allocator reuses one block."""
+        """Give [E, out, in]. A packed weight is expanded at every use and kept by none: one block is reused."""
         if projection.format:
             return self.kernels.dequantize(*projection[:4], self.dtype, self.rows)
         return projection.weight.transpose(1, 2) if self.transposed else projection.weight
 
     def operand(self, projection: Projection) -> torch.Tensor | PackedOperand:
-        """What `up` and `down` of the kernels take: `weight`, or the packed one itself where they read that."""
+        """Give what `up` and `down` of the kernels take: `weight`, or the packed one itself where they read that."""
         if projection.format and self.kernels.reads_packed(projection.format, self.dtype, self.rows):
             return self.packed(projection)
         return self.weight(projection)
@@ -94,12 +94,12 @@ class _Layer:
         return PackedOperand(weight, scales, state, format)
 
     def shrink(self, projection: Projection, source, gathered: bool) -> torch.Tensor:
-        """scale * source @ A^T: u or v."""
+        """Compute scale * source @ A^T: u or v."""
         assert projection.a is not None
         return self.kernels.lora_shrink(source, projection.a.mT, self.rows, projection.scale, gathered=gathered)
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
-        """u, computed unless it is given (None without an adapter), h and a."""
+        """Compute h and a, and u unless it is given; u is None without an adapter."""
         x, gate_up, lora = self.inputs.x, self.gate_up, None
         if gate_up.b is not None:
             u_PJ = self.shrink(gate_up, x, gathered=True) if u_PJ is None else u_PJ
@@ -117,7 +117,7 @@ class _Layer:
         return u_PJ, h_R2I, a_RI
 
     def y(self, a_RI):
-        """v, None without an adapter, and the second product of what `up` gave."""
+        """Compute v, None without an adapter, and the second product of the a that `up` gave."""
         down, v_PJ, lora = self.down, None, None
         if down.b is not None:
             v_PJ = self.shrink(down, a_RI, gathered=False)
@@ -128,7 +128,7 @@ class _Layer:
         return v_PJ, self.kernels.down(a_RI, self.operand(down), down.bias, self.rows, lora=lora)
 
     def down_backward(self, dout, h_R2I, want_dh: bool, want_dx: bool, want_a: bool, want_dw: bool, lora):
-        """dh, which with FP8 products dx needs in FP8 alone, unless an adapter does; a' and dw."""
+        """Compute dh, a' and dw; with FP8 products dx needs dh in FP8 alone, unless there is an adapter."""
         kernels, activation, weight_P = self.kernels, self.activation, self.inputs.weight.reshape(-1)
         if self.fp8:
             scaled_dout = kernels.scale_rows(dout, SMALLEST_GRADIENT)
@@ -144,7 +144,7 @@ class _Layer:
         )  # fmt: skip
 
     def dx(self, dh_R2I, lora):
-        """The gradient of gathered x, of what `down_backward` gave."""
+        """Compute the gradient of gathered x from the dh that `down_backward` gave."""
         if self.fp8:
             return self.kernels.scaled_down(
                 self.scaled_dh, self.transposed_packed(self.gate_up), self.rows, self.dtype, lora=lora
@@ -152,12 +152,12 @@ class _Layer:
         return self.kernels.up_backward_input(dh_R2I, self.weight(self.gate_up), self.rows, lora=lora)
 
     def transposed_packed(self, projection: Projection) -> ScaledWeight:
-        """A packed FP8 weight as backward's products take it; kept by none, as `weight`."""
+        """Transpose a packed FP8 weight for backward's products; as with `weight`, nobody keeps it."""
         return self.kernels.transposed(projection.weight, projection.scales)
 
 
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
-    """[out_TH], and after it what `flags` name."""
+    """Compute [out_TH], and after it what `flags` name."""
     assert inputs.x is not None  # only backward may be without
     with _on_device(inputs, rows, options, inputs.x.dtype) as inputs:
         return (_forward if options.backend == "eager" else _FORWARD_TAPES)([inputs, options, flags, rows])
@@ -166,7 +166,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
 def _on_device(
     inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype
 ) -> contextlib.AbstractContextManager[Inputs]:
-    """Inside `with` the inputs are those that the backend's kernels read, in this dtype."""
+    """Give, inside `with`, the inputs that the backend's kernels read, with weights in this dtype."""
     # eager products are PyTorch's; kernels know no autocast, and the switch takes time
     is_cast = options.backend == "eager" and torch.is_autocast_enabled(inputs.weight.device.type)
     if is_cast or STREAMED:
@@ -181,7 +181,7 @@ def _without_autocast(inputs: Inputs, rows: Rows, options: Options, dtype: torch
 
 
 def _forward(arguments: list[Any]) -> list[torch.Tensor]:
-    """`_experts_forward` of a list, which is emptied."""
+    """Run `_experts_forward` on a list, which is emptied."""
     inputs, options, flags, rows = arguments
     arguments.clear()
     layer = _Layer(inputs, rows, options, inputs.x.dtype)
@@ -206,12 +206,12 @@ def _fake_forward(inputs, rows, options, flags):
 def _experts_backward(
     dout: torch.Tensor, saved: Saved, inputs: Inputs, rows: Rows, options: Options, needs: list[bool]
 ) -> list[torch.Tensor]:
-    """`_run_backward` as an op."""
+    """Run `_run_backward` as an op."""
     return _run_backward([dout, saved, inputs, rows, options, needs])
 
 
 def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
-    """The gradients that `needs` asks for, in the order of Inputs' leaves.
+    """Compute the gradients that `needs` asks for, in the order of Inputs' leaves.
 
     What forward saved is taken out of the list, so that it is freed when it has been used. So is everything else: dx
     comes first, whose rows are the largest; weights' gradients stay, and come last.
@@ -226,7 +226,7 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
 
 
 def _backward_of(arguments: list[Any]) -> list[torch.Tensor]:
-    """`_run_backward` of a list, which is emptied: dout, h, u, v, and the other arguments."""
+    """Run backward on the tensors that kernels read, from a list, which is emptied."""
     dout, h, u, v, inputs, options, needs, rows = arguments
     arguments.clear()
     saved, (need,) = [Saved(h, u, v)], _INPUTS.nest(needs)
@@ -257,8 +257,8 @@ _BACKWARD_TAPES = Taped(_backward_of, num_derived=1)
 
 
 def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
-    """(gradient of the routing weights, those of the second adapter by name, dh, a', u); None for what is not needed.
-    need: Inputs of bools."""
+    """Compute the routing weights' gradient, those of the second adapter by name, dh, a' and u; None for what is not
+    needed. need: Inputs of bools."""
     kernels, inputs, rows, down = layer.kernels, layer.inputs, layer.rows, layer.down
     h, u, v = saved.pop()
     weight_P, gradients, dv, lora, dh, a, dw = inputs.weight.reshape(-1), {}, None, None, None, None, None
@@ -282,7 +282,7 @@ def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
 
 
 def _up_backward(layer: _Layer, need: Any, dh, u, num_tokens: int):
-    """Gradients of x, and of the first adapter by name. need: as there."""
+    """Compute the gradients of x, and those of the first adapter by name. need: Inputs of bools."""
     kernels, inputs, rows, gate_up = layer.kernels, layer.inputs, layer.rows, layer.gate_up
     gradients, du, dx, lora = {}, None, None, None
     if gate_up.b is not None and (need.x or need.gate_up.a or need.gate_up.b):
@@ -322,7 +322,7 @@ def _setup_context(ctx, arguments, output):
 
 
 def _backward(ctx, dout):
-    """The gradients of Inputs' leaves, None where nobody asks for one."""
+    """Give the gradients of Inputs' leaves, None where nobody asks for one."""
     if dout is None:
         return ()
     # next_functions has one entry for each argument that is a tensor, in their order

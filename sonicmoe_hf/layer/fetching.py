@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ..kernels.interface import Rows
-from ..kernels.quantized import Quantized
+from ..kernels.packed import Quantized
 from .projection import Projection
 
 # Up to so many rows for each expert, kernels read packed weights where they are, over the bus: they read the routed

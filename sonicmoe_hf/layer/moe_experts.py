@@ -1,4 +1,4 @@
-"""moe_experts: the one differentiable function. What it computes is in experts_op.py."""
+"""moe_experts: the one differentiable function, whose computation is in experts_op.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
-from ..kernels.quantized import ORDERS, Quantized, parts_and_kinds
+from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends
 from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
@@ -20,7 +20,7 @@ __all__ = ["Activation", "LowRank", "moe_experts"]
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activation):
-    """Raise what a user can act on."""
+    """Raise ValueError where shapes, dtypes or devices do not fit."""
     dtype, device = x.dtype, x.device
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
@@ -56,7 +56,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activatio
 
 
 def _compute_dtype(x, gate_up, down):
-    """The dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
+    """Give the dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     for weight in (gate_up, down):
@@ -74,7 +74,7 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
             "compute out"
         )
     packed = (weight for weight in (gate_up, down) if isinstance(weight, PackedWeight))  # both, as we know by now
-    orders = [parts_and_kinds(Quantized(weight.codes, weight.scales), "fp8") for weight in packed]
+    orders = [FORMATS["fp8"].parts_and_kinds(Quantized(weight.codes, weight.scales)) for weight in packed]
     if orders != [ORDERS["concatenated"], ORDERS["whole"]]:
         raise ValueError(
             "compute='fp8' takes gate_up packed in the order 'concatenated' and down in 'whole' "
@@ -91,7 +91,7 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
 
 @torch.compiler.allow_in_graph
 def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, num_experts: int) -> torch.Tensor:
-    """`moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
+    """Compute `moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
     pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the fields of
     Options.
@@ -129,7 +129,7 @@ def moe_experts(
     compute: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
+    """Compute out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
 
     Autograd differentiates it once; torch.func's transforms raise errors. torch.compile(fullgraph=True) takes it as one
     op.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from ..kernels.quantized import Quantized, check_quantized, dequantize, quantize, requantize, weight_shape
+from ..kernels.packed import FORMATS, Quantized
 from ..private.torch import to_copy, without_torch_function, wrapper_of
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ class PackedWeight(torch.Tensor):
     `.to(torch.float32)`) leave it as it is, moves and copies move and copy what is stored. It is never trained, and
     every operation that would read it as a dense tensor raises RuntimeError.
 
-    codes, scales, state: what is stored (kernels.quantized.Quantized), of the transpose if `is_transposed`.
+    codes, scales, state: what is stored (kernels.packed.Quantized), of the transpose if `is_transposed`.
     format: "nf4", "mxfp4", "fp8" or "nvfp4".
     """
 
@@ -58,7 +58,7 @@ class PackedWeight(torch.Tensor):
     def __new__(cls, packed: Quantized, format="", dtype=None, is_transposed=False, device=None, *others, **options):
         if not isinstance(packed, Quantized):  # accelerate makes a tensor of the meta device a parameter of this class
             raise RuntimeError(OFFLOADED)
-        shape = weight_shape(packed, format) if format else packed.codes.shape
+        shape = FORMATS[format].shape(packed) if format else packed.codes.shape
         if format and is_transposed:
             shape = shape[0], shape[2], shape[1]
         return wrapper_of(cls, shape, dtype=dtype, device=packed.codes.device if device is None else device)
@@ -88,24 +88,24 @@ class PackedWeight(torch.Tensor):
 
         order: "concatenated" if its first N/2 rows are gates and the others ups, "interleaved" if gates and ups come in
             turn; fp8 and nvfp4 give each half blocks or a scale of its own.
-        mean: of NF4's scales; kernels.quantized says where it is another's.
+        mean: of NF4's scales; kernels.packed says where it is another's.
         Raises:
             ValueError: NaN or infinity, or K no multiple of the format's block.
         """
         weight = weight.detach()
-        packed = quantize(weight.transpose(1, 2) if is_transposed else weight, format, order, mean)
+        packed = FORMATS[format].quantize(weight.transpose(1, 2) if is_transposed else weight, order, mean)
         return cls(packed, format, weight.dtype, is_transposed)
 
     @classmethod
     def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
         """Make a weight of stored parts. Raises ValueError where they do not fit together."""
         packed = map_stored(packed, torch.Tensor.contiguous)
-        check_quantized(packed, format)
+        FORMATS[format].check_shapes(packed)
         return cls(packed, format, dtype, is_transposed)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Compute the dense weight, of this shape, in `dtype` (default: its own)."""
-        dense = dequantize(self.packed, self.format, dtype or self.dtype)
+        dense = FORMATS[self.format].dequantize(self.packed, dtype or self.dtype)
         return dense.transpose(1, 2) if self.is_transposed else dense
 
     def requantized(
@@ -113,7 +113,7 @@ class PackedWeight(torch.Tensor):
     ) -> PackedWeight:
         """Pack the dense weight, of which one expert is there at a time, as `quantize` does. `order` and `mean` are as
         there."""
-        packed = requantize(self.packed, self.format, format, self.dtype, order, mean)
+        packed = FORMATS[self.format].requantize(self.packed, FORMATS[format], self.dtype, order, mean)
         return PackedWeight(packed, format, self.dtype, self.is_transposed)
 
     def resident(self, device: torch.device | str | None = None) -> torch.Tensor:

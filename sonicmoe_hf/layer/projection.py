@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.factors import a_by_expert, b_by_expert, by_expert, swapped
 from ..kernels.interface import LoraTerm
+from ..kernels.low_rank import a_by_expert, b_by_expert, by_expert, swapped
 from .packed_weight import PackedWeight
 
 RANK_MULTIPLE = 8
@@ -36,7 +36,7 @@ class LowRank(NamedTuple):
 class Projection(NamedTuple):
     """One of a layer's two products: its weight as it is stored, its bias, its adapter.
 
-    weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/quantized.py), which
+    weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/packed), which
         have no gradient; of a dense one, itself, None, None and "".
     a, b, scale: LowRank's, or None, None, 1.0. `pack` brings a and b into the kernels' form.
     """
@@ -51,16 +51,16 @@ class Projection(NamedTuple):
     scale: float = 1.0
 
     def requires_grad(self) -> bool:
-        """Whether one of its tensors does."""
+        """Tell whether one of its tensors does."""
         return any(t is not None and t.requires_grad for t in (self.weight, self.bias, self.a, self.b))
 
     def term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
-        """What a packed adapter adds to the product with W."""
+        """Give what a packed adapter adds to the product with W."""
         assert self.b is not None
         return LoraTerm(shrunk_PJ, self.b)
 
     def transposed_term(self, shrunk_PJ: torch.Tensor, copied: bool = False) -> LoraTerm:
-        """What it adds to the product with W^T. copied: W^T is a copy, in which `out` lies contiguous."""
+        """Give what it adds to the product with W^T. copied: W^T is a copy, in which `out` lies contiguous."""
         assert self.a is not None
         return LoraTerm(shrunk_PJ, self.a.mT.contiguous() if copied else self.a.mT)
 
@@ -125,7 +125,7 @@ def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: t
 
 
 def padded_rank(a: torch.Tensor, num_experts: int) -> int:
-    """Return J of a factor A."""
+    """Give J of a factor A."""
     rank = a.shape[1] if a.dim() == 3 else a.shape[0] // num_experts
     return _padded(rank)
 
@@ -165,8 +165,8 @@ def pack(projections: Sequence[Projection], transposed: bool, dtype: torch.dtype
 
 
 class _Packing(NamedTuple):
-    """How factors are packed: the elements of the copies' buffer; of each factor, whether it is copied, and as_strided's
-    arguments for the buffer or itself; the jobs of the copies, for the backend's `reorder`."""
+    """The elements of the buffer for copies of factors; of each factor, whether it is copied, and as_strided's arguments
+    for the buffer or itself; the jobs of the copies, for the backend's `reorder`."""
 
     elements: int
     views: list

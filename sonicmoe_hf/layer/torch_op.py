@@ -35,7 +35,8 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float}
 
 
 class Form:
-    """How nested NamedTuples among the arguments of a function lie flat: their leaves, where each begins and ends."""
+    """The flat form of a function's arguments, of which NamedTuples may hold further ones: their leaves, and the places
+    where each tuple begins and ends."""
 
     def __init__(self, hints: dict[str, Any]):
         self.leaves: dict[str, Any] = {}  # their types, by names that say the way, but for that of the argument
@@ -102,7 +103,7 @@ class Op:
         self._apply = _autograd_function(what, setup_context, backward).apply
 
     def __call__(self, differentiable: bool, *arguments):
-        """The function's results. differentiable: whether a gradient may be asked for, of a tensor of the first argument.
+        """Give the function's results. differentiable: whether a gradient of the first argument may be asked for.
 
         Raises:
             NotImplementedError: see `traced`.
@@ -115,7 +116,7 @@ class Op:
         return self.function(*arguments)
 
     def _with_autograd(self, keyset, leaves):
-        """The op's kernel above those of devices and tracers."""
+        """Run the op above the kernels of devices and tracers."""
         if are_functorch_transforms_active():
             raise NotImplementedError(_unsupported(self.what))
         run = below_autograd(self._overload, keyset)
@@ -125,7 +126,7 @@ class Op:
         return run(*leaves)
 
     def _call_overload(self, *leaves):
-        """A call of the OpOverload, as compiled code makes it: of the function, unless something looks at ops."""
+        """Call the function in place of the OpOverload that compiled code calls, unless something looks at ops."""
         is_transformed = are_functorch_transforms_active() or torch.jit.is_tracing()
         is_watched = is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, leaves[: self._num_first]))
         if is_transformed or is_watched or self._has_gradient(leaves):
@@ -148,7 +149,7 @@ class GradientOp(Op):
         super().__init__(function, fake, what, lambda ctx, arguments, output: None, refuse)
 
     def gradients(self, gradient: torch.Tensor, *arguments):
-        """The function's results. Under create_graph=True, whatever is derived from them meets the refusal."""
+        """Give the function's results. Under create_graph=True, whatever is derived from them meets the refusal."""
         has_graph = torch.is_grad_enabled()
         if has_graph and not gradient.requires_grad:
             gradient = gradient.detach().requires_grad_()
@@ -183,7 +184,7 @@ def _unsupported(what: str) -> str:
 
 
 def are_needed(nodes) -> list[bool]:
-    """Whether the running backward goes on to each of `nodes`, a backward node's `next_functions` or None:
+    """Tell whether the running backward goes on to each of `nodes`, a backward node's `next_functions` or None:
     autograd.grad(out, x) and backward(inputs=...) go to fewer than the forward recorded (ctx.needs_input_grad)."""
     try:
         return [node is not None and will_engine_execute_node(node) for node in nodes]
@@ -199,7 +200,7 @@ def _is_executed_or_given(node) -> bool:
 
 
 def traced(what: str, *leaves) -> bool:
-    """Whether a call of `what` must be one of the op: under torch.compile, torch.export, a dispatch mode, or where a
+    """Tell whether a call of `what` must be one of the op: under torch.compile, torch.export, a dispatch mode, or where a
     tensor among the leaves is of a subclass, as a DTensor or a FakeTensor is.
 
     Raises:

@@ -23,7 +23,7 @@ from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import headers_of, opened, refuse_model_beside_adapter
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import CheckpointError
-from ..kernels.factors import by_expert
+from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names
 from ..model_patches import NATIVE_FAMILIES
 from ..patching.experts import experts_facts

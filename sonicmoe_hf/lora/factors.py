@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..kernels.factors import a_as_peft, b_as_peft
+from ..kernels.low_rank import a_as_peft, b_as_peft
 
 
 class Factors(NamedTuple):

@@ -24,7 +24,7 @@ from peft.utils import save_and_load
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..kernels.factors import a_as_peft, a_of_experts, b_as_peft, b_of_experts
+from ..kernels.low_rank import a_as_peft, a_of_experts, b_as_peft, b_of_experts
 from ..layer.holding import Holder, expert_parallelism, holding_of
 from ..private import attributes
 from ..private.torch import strided_shard

@@ -190,8 +190,8 @@ def check_weights(experts: nn.Module) -> None:
 def check_fp8_products(experts: nn.Module) -> None:
     """Raise ValueError where the experts' products cannot multiply in FP8."""
     facts = experts_facts(experts)
-    weights = (local_part(getattr(experts, name)) for name in weight_names(experts))
-    check_fp8(*weights, facts.has_bias, facts.layout, facts.activation.name)
+    gate_up, down = (local_part(getattr(experts, name)) for name in weight_names(experts))
+    check_fp8(gate_up, down, facts.has_bias, facts.layout, facts.activation.name)
 
 
 def sizes_of(experts: nn.Module) -> Sizes:

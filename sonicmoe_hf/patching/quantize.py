@@ -28,7 +28,8 @@ from ..formats.quantizer import (
     mark_model_packed,
 )
 from ..formats.state import hold_packed
-from ..kernels.quantized import FORMATS, check_finite
+from ..kernels.packed import FORMATS
+from ..kernels.packed.format import check_finite
 from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, row_order
 from ..layer.packed_weight import PackedWeight

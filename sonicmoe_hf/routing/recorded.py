@@ -31,7 +31,6 @@ class RecordedRouting:
     def __init__(self, num_experts: Mapping[str, int | None]):
         self.num_experts = dict(num_experts)
         self.calls: list[dict[str, list[torch.Tensor]]] = []
-        self.is_from_server = False
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -78,7 +77,6 @@ class RecordedRouting:
         index_LTK = server_arrays.aligned_with_batch(completions, attention_mask, prompt_start, layers)
         routing = cls({f"layer {number} of the server's": None for number in range(len(index_LTK))})
         routing.calls.append({name: [index_TK] for name, index_TK in zip(routing.layers, index_LTK)})
-        routing.is_from_server = True
         return routing
 
     def tensors(self) -> list[torch.Tensor]:

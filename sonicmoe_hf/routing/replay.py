@@ -56,14 +56,13 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
     layers = _layers(model)
     weight = next(find_layers(model)).router.weight
     device = None if weight.is_meta else weight.device  # of an offloaded router only its call tells
-    if isinstance(routing, RecordedRouting) and routing.is_from_server:
-        routing = routing.tensors()
+    if isinstance(routing, RecordedRouting) and None in routing.num_experts.values():
+        routing = routing.tensors()  # of a server, which names no layers
     if isinstance(routing, RecordedRouting):
-        if routing.layers != tuple(layers):
-            raise ValueError(f"the routing is of layers {list(routing.layers)}, but the model has {list(layers)}")
-        for name, recorded in routing.num_experts.items():
-            if recorded is not None and recorded > layers[name]:
-                raise ValueError(f"{name} has {layers[name]} experts, but its routing was recorded with {recorded}")
+        if routing.num_experts != layers:
+            raise ValueError(
+                f"the routing is of layers with experts {routing.num_experts}, but the model has {layers}"
+            )
         return routing.calls
     calls = []
     for index_LTK in [routing] if isinstance(routing, torch.Tensor) else routing:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.quantized import stored_dtypes, stored_shapes
+from ..kernels.packed import FORMATS
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 AUTO = "auto"
@@ -38,13 +38,13 @@ def as_bytes(experts_memory: str | int) -> int:
 
 
 def packed_nbytes(format: str, shape: tuple[int, int, int], order: str = "whole") -> int:
-    """Count the bytes stored of a weight [E, N, K] whose rows stand in an order of kernels.quantized.ORDERS.
+    """Count the bytes stored of a weight [E, N, K] whose rows stand in an order of kernels.packed.ORDERS.
 
     Raises:
         ValueError: the format does not take a weight of this shape.
     """
-    parts = stored_shapes(format, shape, order)._asdict().items()
-    return sum(math.prod(part) * stored_dtypes(format, name)[0].itemsize for name, part in parts if part is not None)
+    parts = FORMATS[format].shapes(shape, order)._asdict().items()
+    return sum(math.prod(part) * FORMATS[format].dtypes(name)[0].itemsize for name, part in parts if part is not None)
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:

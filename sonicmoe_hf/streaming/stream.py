@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.quantized import Quantized
+from ..kernels.packed import Quantized
 from ..layer.fetching import STREAMED
 from .copies import Copies, copies_to, page_aligned
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.quantized import Quantized
+from ..kernels.packed import Quantized
 from ..layer.packed_weight import PackedWeight
 from .stream import HostLayer
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sonicmoe_hf import CheckpointError, convert_checkpoint
 from sonicmoe_hf.checkpoints import hub
 from sonicmoe_hf.checkpoints.layouts import from_upstream, to_upstream
-from sonicmoe_hf.formats.fp8 import HubFP8
+from sonicmoe_hf.formats.hub import HubFP8
 from sonicmoe_hf.tools.cli.main import main
 
 EVERY_KIND = [(family, kind) for family in FAMILIES for kind in KINDS[family]]

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.formats import PACKED
 from sonicmoe_hf.kernels.minifloat import from_e4m3
-from sonicmoe_hf.kernels.quantized import FORMATS, ORDERS, dequantize
+from sonicmoe_hf.kernels.packed import FORMATS, ORDERS
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.tools.demo import model as random_models
 from sonicmoe_hf.tools.demo.model import random_model, random_packed_model
@@ -35,8 +34,8 @@ SIZES = {  # NF4 needs multiples of 64
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_bytes_stand_for_finite_values_of_the_size_that_was_asked_for(name, order):
     packed = random_packed((6, 320, 256), name, STD, order)
-    PACKED[name].check("weight", packed)
-    values = dequantize(packed, name, torch.float32)
+    FORMATS[name].check("weight", packed)
+    values = FORMATS[name].dequantize(packed, torch.float32)
     assert values.abs().amax() < 6 * STD
     # 5 percent of what 6 experts' blocks of fp8 leave to chance, a percent elsewhere
     torch.testing.assert_close(values.square().mean().sqrt(), torch.tensor(STD), rtol=0.06, atol=0.0)

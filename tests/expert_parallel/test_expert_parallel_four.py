@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import sonicmoe_hf
 from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
 from sonicmoe_hf.expert_parallel.gradients import by_mesh, clip_grad_norm_
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.patching.support import find_layers
 
 APART = {"fsdp_size": 4, "ep_size": 4}

@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
-from sonicmoe_hf.formats import PACKED
+from sonicmoe_hf.formats.shares import pack_share
 from sonicmoe_hf.layer.holding import Holder, Holding
 from sonicmoe_hf.layer.packed_weight import PackedWeight
 from sonicmoe_hf.patching.support import find_layers
@@ -95,7 +95,7 @@ def refusals(rank, folder):
     pack = functools.partial(PackedWeight.quantize, own, "nf4")
     holding = Holding(Holder.EXPERT_PARALLEL, 4, dist.group.WORLD, rank, WORLD)
     try:
-        PACKED["nf4"].pack_share(pack, own.shape, own.device, holding)
+        pack_share("nf4", pack, own.shape, own.device, holding)
     except ValueError as error:
         messages.append(f"{error}")
     return messages

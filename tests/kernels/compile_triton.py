@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting, unwritten_rows
-from sonicmoe_hf.kernels.quantized import FORMATS, stored_dtypes, stored_shapes
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.kernels.scaled import ScaledRows, transposed
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.layer.config import ROUNDINGS
@@ -226,8 +226,8 @@ def others():
 
 def packed_weight(name, num_experts, height, width, order="whole", kind=0):
     """A packed weight of any values, of the dtypes that come at place `kind` where there are several."""
-    shapes = stored_shapes(name, (num_experts, height, width), order)
-    dtypes = (stored_dtypes(name, part) for part in shapes._fields)
+    shapes = FORMATS[name].shapes((num_experts, height, width), order)
+    dtypes = (FORMATS[name].dtypes(part) for part in shapes._fields)
     return [
         None if shape is None else torch.empty(shape, dtype=of[min(kind, len(of) - 1)])
         for shape, of in zip(shapes, dtypes)

@@ -14,7 +14,7 @@ from moe_problems import poisoned
 from benchmarks.layer import fp8_trial
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, hopper, triton
-from sonicmoe_hf.kernels.quantized import FP8_BLOCK
+from sonicmoe_hf.kernels.packed.fp8 import FP8_BLOCK
 from sonicmoe_hf.kernels.scaled import SMALLEST_GRADIENT, scale_rows, transposed
 from sonicmoe_hf.kernels.triton import config
 

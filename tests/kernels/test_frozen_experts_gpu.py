@@ -9,7 +9,7 @@ from test_quantized import every_value
 
 from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.layer.config import LAYOUTS
 

@@ -15,7 +15,7 @@ from rounding_problems import matrix
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting
-from sonicmoe_hf.kernels.quantized import FORMATS, quantize
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 
 pytestmark = [
@@ -51,7 +51,7 @@ def every_product_of_packed_experts(name):
         tensors, _ = layer(T, H, I, E, ids[0].numel(), torch.float32)
         orders = {"gate_up": "concatenated", "down": "whole"}
         gate_up, down = (
-            PackedOperand(*map(guard, quantize(tensors[w], name, order)), name) for w, order in orders.items()
+            PackedOperand(*map(guard, FORMATS[name].quantize(tensors[w], order)), name) for w, order in orders.items()
         )
         first, second = (  # adapters' rows and factors, of rank 8
             LoraTerm(guard(torch.randn(rows.token.numel(), 8)), guard(torch.randn(E, columns, 8)))

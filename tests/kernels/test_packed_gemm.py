@@ -14,10 +14,10 @@ from kernel_helpers import errors, relative_error
 from moe_problems import AdaptedLayer, adapter, layer, packed_adapter, poisoned, routing_ids
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels import eager, nf4, quantized
+from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand, is_gated
-from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, quantize
+from sonicmoe_hf.kernels.packed import FORMATS, Quantized, nf4
 from sonicmoe_hf.kernels.triton import packed_tile
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
@@ -31,10 +31,13 @@ def problem(name, T, H, I, E, K, kind, device, dtype, interleaved=False, activat
     halves = "interleaved" if interleaved else "concatenated"
     orders = {"gate_up": halves if is_gated(activation) else "whole", "down": "whole"}
     rows = [backend.dispatch(*ids, T, E, kind != "top_k") for backend in (eager, kernels)]
-    if I % FORMATS[name]:
+    if I % FORMATS[name].block:
         del orders["down"]  # of which this format takes no rows of I
-    packed = {weight: PackedOperand(*quantize(tensors[weight], name, order), name) for weight, order in orders.items()}
-    dense = {weight: quantized.dequantize(Quantized(*stored[:3]), name, dtype) for weight, stored in packed.items()}
+    packed = {
+        weight: PackedOperand(*FORMATS[name].quantize(tensors[weight], order), name)
+        for weight, order in orders.items()
+    }
+    dense = {weight: FORMATS[name].dequantize(Quantized(*stored[:3]), dtype) for weight, stored in packed.items()}
     return tensors | packed, tensors | dense, rows
 
 
@@ -108,7 +111,7 @@ def test_a_packed_layer_without_gates_is_the_layer_of_its_values(layout, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_off_the_multiples_of_16_bytes_are_read(device, name):
-    packed = quantize(torch.randn(2, 64, 64, device=device), name)
+    packed = FORMATS[name].quantize(torch.randn(2, 64, 64, device=device))
     codes = torch.cat([packed.codes.flatten()[:1], packed.codes.flatten()])[1:].view(packed.codes.shape)
     assert codes.data_ptr() % 4
     rows = kernels.dispatch(torch.tensor([[0, 1]], device=device), None, 1, 2, False)
@@ -233,7 +236,7 @@ def test_the_instructions_of_mxfp4_give_the_codecs_values(scale):
         found = pairs_of_word(packed_tile.MXFP4_OF_WORD.value, {"$4": word, "$5": half | half << 16})
         codes = torch.tensor(list(word.to_bytes(4, "little")) + [0] * 12, dtype=torch.uint8).view(1, 1, 1, 16)
         packed = Quantized(codes, torch.tensor([[[scale]]], dtype=torch.uint8))
-        values = quantized.dequantize(packed, "mxfp4", torch.bfloat16).view(torch.uint16).flatten().tolist()
+        values = FORMATS["mxfp4"].dequantize(packed, torch.bfloat16).view(torch.uint16).flatten().tolist()
         assert found == [values[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
 
 

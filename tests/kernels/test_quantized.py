@@ -11,15 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.checkpoints.comparing import same_bytes
 from sonicmoe_hf.kernels import eager, minifloat, triton
-from sonicmoe_hf.kernels.quantized import (
-    FORMATS,
-    ORDERS,
-    Quantized,
-    check_quantized,
-    dequantize,
-    quantize,
-    stored_shapes,
-)
+from sonicmoe_hf.kernels.packed import FORMATS, ORDERS, Quantized
 
 SHAPE = (5, 33, 192)  # 495 NF4 scales: two of the second level, the last one cut
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,7 +22,7 @@ def bitsandbytes_nf4(weight):
     from bitsandbytes.functional import quantize_4bit
 
     codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-    shapes = stored_shapes("nf4", tuple(weight.shape))
+    shapes = FORMATS["nf4"].shapes(tuple(weight.shape))
     nested = torch.cat([state.state2.code, state.code, state.offset.view(1), state.state2.absmax])
     return codes, state, Quantized(codes.view(shapes.codes), state.absmax.view(shapes.scales), nested)
 
@@ -41,16 +33,16 @@ def test_nf4_gives_the_values_of_bitsandbytes_from_its_quantization_state():
     weight = torch.randn(SHAPE)
     weight[1, 3, 64:128] = 0
     codes, state, packed = bitsandbytes_nf4(weight)
-    check_quantized(packed, "nf4")
+    FORMATS["nf4"].check_shapes(packed)
     for dtype in DTYPES:
         state.dtype = dtype
-        assert same_bytes(dequantize(packed, "nf4", dtype), dequantize_4bit(codes, state)), dtype
+        assert same_bytes(FORMATS["nf4"].dequantize(packed, dtype), dequantize_4bit(codes, state)), dtype
 
 
 def test_nf4_quantizes_as_bitsandbytes_does():
     weight = torch.randn(SHAPE).bfloat16()
     _, _, theirs = bitsandbytes_nf4(weight)
-    for part, ours, wanted in zip(Quantized._fields, quantize(weight, "nf4"), theirs):
+    for part, ours, wanted in zip(Quantized._fields, FORMATS["nf4"].quantize(weight), theirs):
         assert same_bytes(ours, wanted), part
 
 
@@ -60,35 +52,35 @@ def test_mxfp4_gives_the_values_of_transformers_for_every_code_and_scale():
     scales = torch.arange(256).repeat_interleave(256).view(16, 256, 16).to(torch.uint8)
     for dtype in DTYPES:
         expected = convert_moe_packed_tensors(codes, scales, dtype=dtype).transpose(1, 2).contiguous()
-        assert same_bytes(dequantize(Quantized(codes, scales, None), "mxfp4", dtype), expected), dtype
+        assert same_bytes(FORMATS["mxfp4"].dequantize(Quantized(codes, scales, None), dtype), expected), dtype
 
 
 def test_mxfp4_rounds_to_nearest_even_below_the_smallest_scale_that_holds_the_largest_value():
     weight = torch.zeros(1, 2, 32)
     weight[0, 0, :9] = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, -5.0, -0.26])
-    packed = quantize(weight, "mxfp4")
+    packed = FORMATS["mxfp4"].quantize(weight)
     assert packed.scales.tolist() == [[[127], [0]]]
-    values = dequantize(packed, "mxfp4", torch.float32)
+    values = FORMATS["mxfp4"].dequantize(packed, torch.float32)
     assert values[0, 0, :9].tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, -4.0, -0.5]
-    assert quantize(weight * 1.01, "mxfp4").scales.tolist() == [[[128], [0]]]
-    again = quantize(values, "mxfp4")
+    assert FORMATS["mxfp4"].quantize(weight * 1.01).scales.tolist() == [[[128], [0]]]
+    again = FORMATS["mxfp4"].quantize(values)
     assert same_bytes(again.codes, packed.codes) and same_bytes(again.scales, packed.scales)
-    tiny = quantize(values * 2.0**-129, "mxfp4")  # 6 * 2^-129: there is no smaller scale than 2^-127
+    tiny = FORMATS["mxfp4"].quantize(values * 2.0**-129)  # 6 * 2^-129: there is no smaller scale than 2^-127
     assert tiny.scales.tolist() == [[[0], [0]]]
-    assert dequantize(tiny, "mxfp4", torch.float32)[0, 0, :3].tolist() == [1.5 * 2.0**-127, 0.0, 0.0]
+    assert FORMATS["mxfp4"].dequantize(tiny, torch.float32)[0, 0, :3].tolist() == [1.5 * 2.0**-127, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8_quantizes_and_gives_the_values_of_transformers(dtype):
     weight = torch.randn(3, 256, 384).to(dtype)
     weight[1, 128:, 128:256] = 0
-    packed = quantize(weight, "fp8")
+    packed = FORMATS["fp8"].quantize(weight)
     for expert in range(3):
         values, scales = fp8_by_transformers(weight[expert], (128, 128))
         assert same_bytes(packed.codes[expert].view(torch.float8_e4m3fn), values)
         assert same_bytes(packed.scales[expert, 0, :, 0], scales)
         expected = Fp8Dequantize(None)._dequantize_one(values, scales, output_dtype=dtype)
-        assert same_bytes(dequantize(packed, "fp8", dtype)[expert], expected)
+        assert same_bytes(FORMATS["fp8"].dequantize(packed, dtype)[expert], expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -100,8 +92,8 @@ def test_fp8_blocks_that_are_cut_off_are_those_of_each_half(order):
         "concatenated": torch.cat((gate, up), 1),
         "interleaved": torch.stack((gate, up), 2).flatten(1, 2),
     }[order]
-    packed = quantize(weight, "fp8", order)
-    found = dequantize(packed, "fp8", torch.float32)
+    packed = FORMATS["fp8"].quantize(weight, order)
+    found = FORMATS["fp8"].dequantize(packed, torch.float32)
     rows = {
         "whole": (slice(None),),
         "concatenated": (slice(192), slice(192, None)),
@@ -120,11 +112,11 @@ def test_fp8_blocks_that_are_cut_off_are_those_of_each_half(order):
 
 
 def test_fp8_scales_in_a_byte_are_powers_of_two():
-    packed = quantize(torch.randn(1, 256, 256), "fp8")
+    packed = FORMATS["fp8"].quantize(torch.randn(1, 256, 256))
     bytes_ = torch.tensor([[0, 1], [127, 200]], dtype=torch.uint8)
-    found = dequantize(packed._replace(scales=bytes_.view(1, 1, 2, 1, 2)), "fp8", torch.float32)
+    found = FORMATS["fp8"].dequantize(packed._replace(scales=bytes_.view(1, 1, 2, 1, 2)), torch.float32)
     powers = bytes_.view(torch.float8_e8m0fnu).float()
-    expected = dequantize(packed._replace(scales=powers.view(1, 1, 2, 1, 2)), "fp8", torch.float32)
+    expected = FORMATS["fp8"].dequantize(packed._replace(scales=powers.view(1, 1, 2, 1, 2)), torch.float32)
     assert same_bytes(found, expected)
     values = packed.codes[0].view(torch.float8_e4m3fn)
     assert same_bytes(found[0], Fp8Dequantize(None)._dequantize_one(values, bytes_, output_dtype=torch.float32))
@@ -135,7 +127,7 @@ def test_nvfp4_gives_each_half_a_scale_of_its_own_and_the_nearest_values(order):
     parts, kinds = ORDERS[order]
     weight = torch.randn(2, parts, 24, kinds, 48)
     weight[:, -1:, :, -1:] *= 100
-    packed = quantize(weight.reshape(2, -1, 48), "nvfp4", order)
+    packed = FORMATS["nvfp4"].quantize(weight.reshape(2, -1, 48), order)
     largest = weight.abs().amax((2, 4))
     assert same_bytes(packed.state, largest / (6 * 448))
     factors = (
@@ -145,7 +137,7 @@ def test_nvfp4_gives_each_half_a_scale_of_its_own_and_the_nearest_values(order):
     scaled = weight.unflatten(-1, (3, 16)) / factors.unsqueeze(-1)
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     nearest = values[(scaled.abs().unsqueeze(-1) - values).abs().argmin(-1)] * scaled.sign()
-    found = dequantize(packed, "nvfp4", torch.float32).view(weight.shape)
+    found = FORMATS["nvfp4"].dequantize(packed, torch.float32).view(weight.shape)
     assert torch.equal(found, (nearest * factors.unsqueeze(-1)).flatten(-2))
 
 
@@ -154,7 +146,7 @@ def test_nvfp4_gives_each_half_a_scale_of_its_own_and_the_nearest_values(order):
 def test_weights_without_a_sound_scale_of_their_own_are_off_by_their_size_at_most(name, size):
     """Zeros, numbers whose reciprocal is no number, and subnormal ones."""
     weight = size * torch.randn(1, 2, 64)
-    found = dequantize(quantize(weight, name), name, torch.float32)
+    found = FORMATS[name].dequantize(FORMATS[name].quantize(weight), torch.float32)
     assert (found - weight).abs().amax() <= weight.abs().amax()
 
 
@@ -172,7 +164,7 @@ def test_what_is_not_finite_is_refused(name, value):
     weight = torch.randn(2, 4, 64)
     weight[1, 2, 3] = value
     with pytest.raises(ValueError, match="NaN or infinite"):
-        quantize(weight, name)
+        FORMATS[name].quantize(weight)
 
 
 @pytest.mark.parametrize(
@@ -182,22 +174,22 @@ def test_what_is_not_finite_is_refused(name, value):
 def test_rows_that_blocks_would_cross_are_refused_by_name(name, size, other):
     with pytest.raises(
         ValueError,
-        match=f"{name} (stores|takes rows of a multiple of) {FORMATS[name]} values,? .*{size} input features",
+        match=f"{name} packs rows of a multiple of {FORMATS[name].block} values, .*{size} input features",
     ):
-        quantize(torch.randn(2, 4, size), name)
+        FORMATS[name].quantize(torch.randn(2, 4, size))
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("order", ["concatenated", "interleaved"])
 def test_an_odd_number_of_rows_is_no_gates_and_ups(name, order):
     with pytest.raises(ValueError, match="the weight has 5 rows, which are no pairs of a gate and an up"):
-        quantize(torch.randn(2, 5, 64), name, order)
+        FORMATS[name].quantize(torch.randn(2, 5, 64), order)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_parts_that_do_not_fit_are_refused(name):
-    packed = quantize(torch.randn(2, 4, 128), name)
-    check_quantized(packed, name)
+    packed = FORMATS[name].quantize(torch.randn(2, 4, 128))
+    FORMATS[name].check_shapes(packed)
     changes = [{"state": packed.state[..., :-1]}] if packed.state is not None else []
     for change in (
         *changes,
@@ -207,15 +199,15 @@ def test_parts_that_do_not_fit_are_refused(name):
         {"scales": packed.scales.view(-1)},
         {"state": packed.scales.float()},
     ):
-        with pytest.raises(ValueError, match=f"{name} (weight is|weight has|scales have)"):
-            check_quantized(packed._replace(**change), name)
+        with pytest.raises(ValueError, match=f"{name} (weight is|weight has)"):
+            FORMATS[name].check_shapes(packed._replace(**change))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_only_the_experts_asked_for_are_expanded(name):
-    packed = quantize(torch.randn(4, 8, 64), name)
-    whole = dequantize(packed, name, torch.bfloat16)
-    some = dequantize(packed, name, torch.bfloat16, experts=[1, 3])
+    packed = FORMATS[name].quantize(torch.randn(4, 8, 64))
+    whole = FORMATS[name].dequantize(packed, torch.bfloat16)
+    some = FORMATS[name].dequantize(packed, torch.bfloat16, experts=[1, 3])
     assert same_bytes(some[1::2].contiguous(), whole[1::2].contiguous())
 
 
@@ -223,7 +215,7 @@ def every_value(name, order, device):
     """A packed weight with every code, and where a byte is a scale every scale, that is finite."""
     # MXFP4: an expert's blocks end within a program; FP8: blocks are cut off on both sides
     shape = {"mxfp4": (3, 2, 257 * 32), "fp8": (3, 264, 144), "nvfp4": (3, 34, 192)}.get(name, (3, 33, 192))
-    packed = quantize(torch.randn(shape, device=device), name, order)
+    packed = FORMATS[name].quantize(torch.randn(shape, device=device), order)
     packed.codes.copy_(torch.randint(0, 256, packed.codes.shape))
     if name == "fp8":
         packed.codes[(packed.codes & 127) == 127] = 1
@@ -252,7 +244,7 @@ def test_triton_gives_the_codecs_values(device, name, order):
     bytes_ = packed._replace(scales=powers.to(device))
     for stored in (packed, bytes_) if name == "fp8" else (packed,):
         for dtype in DTYPES:
-            expected = dequantize(stored, name, dtype)[::2].contiguous()
+            expected = FORMATS[name].dequantize(stored, dtype)[::2].contiguous()
             actual = triton.dequantize(*stored, name, dtype, rows)[::2].contiguous()
             assert same_bytes(actual, expected), dtype
             assert same_bytes(eager.dequantize(*stored, name, dtype, rows)[::2].contiguous(), expected), dtype
@@ -260,11 +252,11 @@ def test_triton_gives_the_codecs_values(device, name, order):
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
 def test_triton_keeps_values_that_are_no_number(device, name):
-    packed = quantize(torch.ones(1, 2, 64, device=device), name)
+    packed = FORMATS[name].quantize(torch.ones(1, 2, 64, device=device))
     (packed.codes if name == "fp8" else packed.scales)[0, 1, :2] = torch.tensor([127, 255])
     rows = triton.dispatch(torch.zeros(1, 1, dtype=torch.long, device=device), None, 1, 1, False)
     for dtype in DTYPES:
-        expected = dequantize(packed, name, dtype).isnan()
+        expected = FORMATS[name].dequantize(packed, dtype).isnan()
         assert expected.any() and torch.equal(triton.dequantize(*packed, name, dtype, rows).isnan(), expected)
 
 

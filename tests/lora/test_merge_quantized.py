@@ -23,9 +23,8 @@ from helpers.models import build, logits_of, relative_error
 from peft import LoraConfig, get_peft_model
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
-from sonicmoe_hf.formats import HUB, PACKED
-from sonicmoe_hf.formats.fp8 import HubFP8
-from sonicmoe_hf.kernels.quantized import dequantize, quantize
+from sonicmoe_hf.formats.hub import HUB, HubFP8
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.tools.cli.main import main
 
 BLOCK = (8, 8)  # divides every size: Transformers takes other blocks where they are cut off
@@ -177,7 +176,7 @@ def test_powers_of_two_stay_powers_of_two():
 def test_of_powers_of_two_the_smallest_that_holds_a_blocks_largest_value_is_taken():
     """1 holds 448 of E4M3 and 6 of E2M1; half of it half as much, and of more it takes 2."""
     held = torch.tensor([1.0, 0.5, 1.001, 0.999])
-    for grid, largest in ((HubFP8(BLOCK).grid(held.to(torch.uint8)), 448), (PACKED["mxfp4"].grid(), 6)):
+    for grid, largest in ((HubFP8(BLOCK).grid(held.to(torch.uint8)), 448), (FORMATS["mxfp4"].grid(), 6)):
         assert grid.fresh(held * largest).tolist() == [127, 126, 128, 127]
     powers = HubFP8(BLOCK, has_powers=True).grid(held).fresh(held * 448)
     assert powers.tolist() == [1.0, 0.5, 2.0, 1.0]
@@ -187,19 +186,20 @@ def test_of_powers_of_two_the_smallest_that_holds_a_blocks_largest_value_is_take
 def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
     weight = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 3, 32:] = 0.0  # NVFP4's scale of these is zero
-    packed = quantize(weight, format)
-    grid = PACKED["mxfp4"].grid() if format == "mxfp4" else HUB["nvfp4"].grid(packed.scales, packed.state)
+    packed = FORMATS[format].quantize(weight)
+    grid = FORMATS["mxfp4"].grid() if format == "mxfp4" else HUB["nvfp4"].grid(packed.scales, packed.state)
     scales = packed.scales[0] if format == "mxfp4" else packed.scales[0].view(torch.float8_e4m3fn)
-    values = dequantize(packed, format, torch.float32)[0]
+    values = FORMATS[format].dequantize(packed, torch.float32)[0]
     same = grid.round(values, scales)
     assert torch.equal(same.codes, packed.codes[0]) and torch.equal(same.scales.view(torch.uint8), packed.scales[0])
     changed = values + 0.5 * torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
-    anew = quantize(changed[None], format)
+    anew = FORMATS[format].quantize(changed[None])
     if format == "nvfp4":  # its tensor's scale stays
         changed = changed.clamp(values.min(), values.max())
-        anew = quantize(changed[None], format)
+        anew = FORMATS[format].quantize(changed[None])
     error = relative_error(grid.round(changed, scales).values, changed)
-    assert error <= relative_error(dequantize(anew, format, torch.float32)[0], changed) * 1.02  # NVFP4: another scale
+    new_error = relative_error(FORMATS[format].dequantize(anew, torch.float32)[0], changed)
+    assert error <= new_error * 1.02  # NVFP4: another scale
 
 
 @pytest.mark.parametrize("family, format", [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8")])

@@ -70,6 +70,16 @@ def test_patching_twice_is_patching_once_with_the_last_settings():
     assert model.config._experts_implementation == "eager"
 
 
+def test_routers_have_hooks_from_when_something_beside_top_k_asks_for_them():
+    model = patched("qwen3_moe")
+    sonicmoe_hf.set_routing(model, "top_k")
+    loss_and_gradients(model, batch())
+    assert not router_hooks(model) and not states(model)
+    with sonicmoe_hf.record_routing(model):
+        pass
+    assert len(router_hooks(model)) == 2 and len(states(model)) == 1
+
+
 def test_patching_the_inner_model_first_is_fine():
     model, inputs = build("olmoe"), batch()
     sonicmoe_hf.patch_model(model.model)

@@ -11,7 +11,7 @@ from helpers.models import build
 
 import sonicmoe_hf
 from sonicmoe_hf.checkpoints.comparing import same_bytes
-from sonicmoe_hf.kernels.quantized import FORMATS, dequantize, quantize
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.routing.balance import share_of_batch
 
 FACTORIES = (
@@ -49,12 +49,12 @@ def test_every_tensor_that_is_made_names_its_dtype_and_device():
 @pytest.mark.parametrize("format", FORMATS)
 def test_packed_weights_are_the_same_under_other_defaults(format, request):
     weight = torch.randn(2, 128, 128)
-    packed = quantize(weight, format, "concatenated")
-    expected = dequantize(packed, format, torch.float32)
+    packed = FORMATS[format].quantize(weight, "concatenated")
+    expected = FORMATS[format].dequantize(packed, torch.float32)
     request.getfixturevalue("other_defaults")
-    for ours, wanted in zip(quantize(weight, format, "concatenated"), packed):
+    for ours, wanted in zip(FORMATS[format].quantize(weight, "concatenated"), packed):
         assert wanted is None or same_bytes(ours, wanted)
-    assert same_bytes(dequantize(packed, format, torch.float32), expected)
+    assert same_bytes(FORMATS[format].dequantize(packed, torch.float32), expected)
 
 
 def test_a_servers_routing_is_read_into_host_memory_under_other_defaults(other_defaults):

@@ -40,8 +40,8 @@ from sonicmoe_hf import (
     patch_model,
     quantize_experts,
 )
-from sonicmoe_hf.formats import HUB
-from sonicmoe_hf.kernels.quantized import quantize
+from sonicmoe_hf.formats.hub import HUB
+from sonicmoe_hf.kernels.packed import FORMATS
 
 SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
@@ -133,7 +133,9 @@ def test_fp8_experts_become_4_bits_while_they_stream_in_as_the_dequantized_do(fa
 
 def test_what_is_wrong_with_fp8_experts_that_become_4_bits_is_named(tmp_path):
     make_fp8(tmp_path / "fp8", "qwen3_moe")
-    with pytest.raises(UnsupportedExpertsError, match=r"nf4 stores 64 values .* 144 input features"):
+    with pytest.raises(
+        UnsupportedExpertsError, match=r"nf4 packs rows of a multiple of 64 values,.* 144 input features"
+    ):
         from_pretrained(tmp_path / "fp8", experts_quantization="nf4")
     edit_tensors(tmp_path / "fp8", lambda tensors: tensors[SCALE].fill_(float("nan")))
     with pytest.raises(CheckpointError, match="gate_up_proj_scale_inv has NaN or infinite"):
@@ -292,7 +294,7 @@ def in_fp4(tensors):
     for name, tensor in tensors.items():
         place = name.removesuffix(".weight")
         if ".experts." in name:
-            packed = quantize(tensor[None], "mxfp4")
+            packed = FORMATS["mxfp4"].quantize(tensor[None])
             stored[name] = packed.codes[0].flatten(1).view(torch.int8)
             stored[f"{place}.scale"] = packed.scales[0].view(torch.float8_e8m0fnu)
             dense[name] = dequantize(stored[name], stored[f"{place}.scale"], torch.float32)

@@ -18,7 +18,7 @@ from sonicmoe_hf import (
     merge_adapter,
     quantize_experts,
 )
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.tools.cli.main import main
 
 SIZES = {family: {**OF_64[family], "num_hidden_layers": 2} for family in ("qwen3_moe", "gpt_oss")}
@@ -125,7 +125,11 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
     refused(packed / "nf4", "packed as nf4 already; from_pretrained loads it", quantize="nf4")
     refused(packed / "nf4", r"is quantized \(nf4\): conversion can only dequantize", "hub", dequantize=False)
     make(tmp_path / "odd", "qwen3_moe")
-    refused(tmp_path / "odd", r"layers\.0\.mlp\.experts\.c_proj: nf4 stores 64 values .* or fp8", quantize="nf4")
+    refused(
+        tmp_path / "odd",
+        r"layers\.0\.mlp\.experts\.c_proj: nf4 packs rows of a multiple of 64 values,.* or fp8",
+        quantize="nf4",
+    )
     key = "model.layers.1.mlp.experts.0.down_proj.weight"
     make(tmp_path / "nan", "qwen3_moe", **SIZES["qwen3_moe"])
     edit_tensors(tmp_path / "nan", lambda tensors: tensors[key].fill_(float("nan")))

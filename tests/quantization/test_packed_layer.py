@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank
 from sonicmoe_hf.layer.packed_weight import as_parameter

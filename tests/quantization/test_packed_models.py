@@ -32,7 +32,7 @@ from sonicmoe_hf import (
     patch_model,
     quantize_experts,
 )
-from sonicmoe_hf.kernels.quantized import FORMATS, parts_and_kinds
+from sonicmoe_hf.kernels.packed import FORMATS
 
 BATCH = batch(2, 8)
 
@@ -65,7 +65,7 @@ def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, 
         streamed = from_pretrained(folder, experts_quantization=name)
         in_memory = quantize_experts(from_pretrained(folder), name)
         assert len(packed_in(streamed)) == len(packed_in(in_memory)) > 0
-        parts = {parts_and_kinds(weight.packed, name) for weight in packed_in(streamed).values()}
+        parts = {FORMATS[name].parts_and_kinds(weight.packed) for weight in packed_in(streamed).values()}
         assert family != "nemotron_h" or parts == {(1, 1)}, "of no gate and no up"
         expected = logits(in_memory)
         assert torch.equal(logits(streamed), expected)
@@ -251,7 +251,7 @@ def test_sizes_that_a_format_does_not_take_are_refused_before_anything_changes(t
     assert packed_in(odd) == {}
     model = build("qwen3_moe")
     model.save_pretrained(tmp_path)
-    match = r"layers\.0\.mlp\.experts\.gate_up_proj: nf4 stores 64 values .* 32 input features"
+    match = r"layers\.0\.mlp\.experts\.gate_up_proj: nf4 packs rows of a multiple of 64 values,.* 32 input features"
     with pytest.raises(UnsupportedExpertsError, match=match):
         quantize_experts(model)
     assert packed_in(model) == {}

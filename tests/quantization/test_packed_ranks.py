@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonicmoe_hf
-from sonicmoe_hf.formats.fp8 import HubFP8
+from sonicmoe_hf.formats.hub import HubFP8
 from sonicmoe_hf.formats.hub_conversions import dense_rows
 
 

@@ -10,9 +10,8 @@ from helpers.models import through_a_file
 from torch import nn
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.formats import PACKED
 from sonicmoe_hf.formats.state import hold_packed
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.packed_weight import as_parameter, kind_of
 
 E, N, K = 3, 8, 64
@@ -108,7 +107,7 @@ def test_state_dicts_hold_plain_tensors_and_load_into_packed_modules(weight):
         Experts(PackedWeight.quantize(torch.zeros(weight.shape).bfloat16(), weight.format, weight.is_transposed)),
     )
     state = module.state_dict()
-    names = [f"_{part}" for part in PACKED[weight.format].parts]
+    names = [f"_{part}" for part in FORMATS[weight.format].parts]
     assert set(state) == {"bias", *(f"weight{name}" for name in names)}
     assert all(type(tensor) is torch.Tensor for tensor in state.values())
     other.load_state_dict(through_a_file(state, weights_only=True))

@@ -10,7 +10,7 @@ from helpers.models import batch, loss_and_gradients
 from helpers.streamed import adapted, engine_of, host_weights, streamed
 
 from sonicmoe_hf import moe_experts, patch_model
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.fetching import ROWS_OVER_THE_BUS
 from sonicmoe_hf.streaming.placement import expert_layers
 from sonicmoe_hf.streaming.weight import HostWeight

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from sonicmoe_hf import moe_experts, patch_model
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.experts_op import Inputs
 from sonicmoe_hf.layer.fetching import STREAMED, fetched
 from sonicmoe_hf.layer.projection import Projection

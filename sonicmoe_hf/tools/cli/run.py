@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...kernels.quantized import FORMATS
+from ...kernels.packed import FORMATS
 from ...layer.config import SAVE_POLICIES
 from ..autopatch.program import run_program
 from ..autopatch.settings import ROUTINGS, RunSettings

@@ -10,8 +10,9 @@ import math
 import torch
 
 from ...kernels.minifloat import E2M1_VALUES, from_e4m3
-from ...kernels.nf4 import NF4_VALUES, SCALE_OFFSET, SCALE_SCALES
-from ...kernels.quantized import Quantized, Shapes, quantize, stored_shapes
+from ...kernels.packed import FORMATS, Quantized
+from ...kernels.packed.format import Shapes
+from ...kernels.packed.nf4 import NF4_VALUES, SCALE_OFFSET, SCALE_SCALES
 
 E4M3_BELOW_NAN = 0x7F  # bytes of each sign that stand for numbers
 SPREAD = 0.25  # scales differ by at most this part of their mean
@@ -27,11 +28,11 @@ def random_packed(
     about `std`, none larger than six times that.
 
     Args:
-        format: a name of kernels.quantized.FORMATS. order: of ORDERS. device: where it is made.
+        format: a name of kernels.packed.FORMATS. order: of ORDERS. device: where it is made.
     Raises:
         ValueError: K is no multiple of the format's block.
     """
-    return _RANDOM[format](stored_shapes(format, shape, order), std, device)
+    return _RANDOM[format](FORMATS[format].shapes(shape, order), std, device)
 
 
 def _root_mean_square(values) -> float:
@@ -44,7 +45,8 @@ def _bytes(shape: tuple[int, ...], device, end: int = 256) -> torch.Tensor:
 
 def _random_nf4(shapes: Shapes, std: float, device) -> Quantized:
     assert shapes.state is not None  # NF4 has one
-    head = quantize(torch.zeros(1, 1, 64, dtype=torch.float32, device="cpu"), "nf4").state  # the two tables of values
+    zeros = torch.zeros(1, 1, 64, dtype=torch.float32, device="cpu")
+    head = FORMATS["nf4"].quantize(zeros).state  # the two tables of values
     assert head is not None
     mean = std / _root_mean_square(NF4_VALUES)
     state = torch.full(shapes.state, SPREAD * mean, dtype=torch.float32, device=device)

@@ -54,7 +54,7 @@ class ModelSizes:
     k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
     plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
     nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
-    checkpoint declares, by the names of kernels/quantized.py where it is of these; is_packed: by this package;
+    checkpoint declares, by the names of kernels/packed where it is of these; is_packed: by this package;
     is_dequantized: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what
     is estimated, in words.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import UnsupportedModelError
-from ...kernels.quantized import FORMATS
+from ...kernels.packed import FORMATS
 from .memory import GIB, Memory, Training, memory, stored_bytes
 from .sizes import ModelSizes
 

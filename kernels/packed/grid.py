@@ -39,20 +39,25 @@ class Grid(NamedTuple):
     values: Callable[[torch.Tensor], torch.Tensor]
 
     def dense(self, codes: torch.Tensor, scales: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-        """The values [rows, columns] in fp32 that stand for codes and scales; of some rows alone, from `first_row` on, by
-        the scales of the whole matrix."""
+        """Return the values [rows, columns] in fp32 for which codes and scales stand; of some rows alone, from
+        `first_row` on, by the scales of the whole matrix."""
         values = self.values(codes)
-        return values.mul_(self._spread(scales, values.shape, first_row))
+        return values.mul_(self.spread(scales, values.shape, first_row))
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and the scales of a weight [rows, columns] in fp32."""
+        scales = self.fresh(self.of_blocks(weight.abs(), torch.amax))
+        return self._codes(weight, self.spread(scales, weight.shape)), scales
 
     def round(self, weight: torch.Tensor, scales: torch.Tensor) -> Rounded:
-        """A weight [rows, columns] in fp32 in this format, where it had `scales` before; each block keeps its scale
+        """Round a weight [rows, columns] in fp32 to this format, where it had `scales` before; each block keeps its scale
         unless a new one leaves a clearly smaller error."""
-        fresh = self.fresh(self._of_blocks(weight.abs(), torch.amax))
+        fresh = self.fresh(self.of_blocks(weight.abs(), torch.amax))
         kept = self._rounded(weight, scales)
         if torch.equal(fresh.view(torch.uint8), scales.view(torch.uint8)):
             return kept
         anew = self._rounded(weight, fresh)
-        errors = [self._of_blocks((of.values - weight).square(), torch.sum) for of in (anew, kept)]
+        errors = [self.of_blocks((of.values - weight).square(), torch.sum) for of in (anew, kept)]
         better = errors[0] < CLEARLY * errors[1]
         if not bool(better.any()):
             return kept
@@ -61,28 +66,32 @@ class Grid(NamedTuple):
         return self._rounded(weight, chosen)
 
     def _rounded(self, weight: torch.Tensor, scales: torch.Tensor) -> Rounded:
-        factors = self._spread(scales, weight.shape)
-        codes = self.codes(weight.to(factors.dtype) / torch.where(factors > 0, factors, 1.0))
+        factors = self.spread(scales, weight.shape)
+        codes = self._codes(weight, factors)
         return Rounded(codes, scales, self.values(codes).mul_(factors))
 
-    def _spread(self, scales: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
-        """What each value's code is multiplied by."""
-        factors = self.factors(scales).repeat_interleave(self.rows, 0)[first_row : first_row + shape[0]]
-        return factors.repeat_interleave(self.columns, 1)[:, : shape[1]]
+    def _codes(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return self.codes(weight.to(factors.dtype) / torch.where(factors > 0, factors, 1.0))
 
-    def _of_blocks(self, matrix: torch.Tensor, reduce) -> torch.Tensor:
-        """[rows, columns] of values that are not negative -> [blocks, blocks]."""
+    def spread(self, scales: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
+        """Return what each value's code is multiplied by."""
+        by_block = self.factors(scales)
+        by_row = by_block.unsqueeze(1).expand(-1, self.rows, -1).flatten(0, 1)[first_row : first_row + shape[0]]
+        return by_row.unsqueeze(2).expand(-1, -1, self.columns).flatten(1)[:, : shape[1]]
+
+    def of_blocks(self, matrix: torch.Tensor, reduce) -> torch.Tensor:
+        """Reduce [rows, columns] of values that are not negative to [blocks, blocks]."""
         rows, columns = matrix.shape
         padded = F.pad(matrix, (0, -columns % self.columns, 0, -rows % self.rows))
         return reduce(padded.unflatten(1, (-1, self.columns)).unflatten(0, (-1, self.rows)), dim=(1, 3))
 
 
 def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
-    """What bytes that are the exponents of powers of two stand for, in fp64."""
+    """Return the powers of two in fp64 for which bytes stand, as their exponents."""
     return torch.exp2(scales.view(torch.uint8).double() - POWER_BIAS)
 
 
 def ceiled_exponent(ideal: torch.Tensor) -> torch.Tensor:
-    """The exponent of the smallest power of two that is not less."""
+    """Return the exponent of the smallest power of two that is not less."""
     mantissa, exponent = torch.frexp(ideal)
     return torch.where(mantissa == 0.5, exponent - 1, exponent)

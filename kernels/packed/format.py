@@ -1,0 +1,292 @@
+"""The common part of all formats: what stores a weight, how it is checked, packed expert by expert, and expanded again.
+
+Letters: E experts, N rows (output features) and K columns (input features) of a weight [E, N, K].
+
+The gate and the up projection of an expert are one weight here and two tensors in checkpoints, each with blocks or a
+scale of its own, so FP8 and NVFP4 keep them apart: a weight's order says which rows are which (ORDERS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ..minifloat import has_e4m3_nan
+
+ORDERS = {  # (P, Q): N rows are P parts, one behind the other, each of Q kinds of rows in turn
+    "whole": (1, 1),  # down
+    "concatenated": (2, 1),  # gate and up: all gates, then all ups
+    "interleaved": (1, 2),  # gate 0, up 0, gate 1, up 1, ...
+}
+E8M0_NAN = 255  # of the bytes that stand for powers of two
+Mean = Callable[[torch.Tensor], torch.Tensor]
+Stored = dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]  # by name: shape, and the dtypes that it may have
+
+
+class Quantized(NamedTuple):
+    """A weight [E, N, K] in 4 or 8 bits; each format's class says what the tensors are. All are contiguous."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    state: torch.Tensor | None = None
+
+
+class Shapes(NamedTuple):
+    """The shapes of a Quantized."""
+
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
+    state: tuple[int, ...] | None
+
+
+class Format:
+    """A format of packed experts.
+
+    name: in FORMATS. block: what K must be a multiple of. columns: how many values of a row share a scale. dims: the
+    dimensions of codes, scales and state, None where there is none.
+
+    In checkpoints: parts: what follows a parameter's name in those of the tensors that store it, in the order of
+    Quantized. values: what bytes of a part stand for, where they are floats. loss: percent of normally distributed
+    weights that rounding changes (root mean squares of error and weight). element_size: bytes a weight that device_map
+    counts with, somewhat more than is stored. is_whole: whether what is stored ties experts together.
+    """
+
+    name: str
+    block: int
+    columns: int
+    dims: tuple[int | None, ...]
+    parts: tuple[str, ...]
+    values: ClassVar[dict[str, torch.dtype]] = {}
+    loss: int
+    element_size = 0.6  # 4.13, 4.25 and 4.5 bits
+    is_whole, has_our_blocks = False, True
+
+    # A weight's shape and what stores it
+
+    def shape(self, packed: Quantized) -> tuple[int, int, int]:
+        """Return (E, N, K) of a weight."""
+        num_experts, size_out, groups = packed.scales.shape
+        return num_experts, size_out, groups * self.columns
+
+    def parts_and_kinds(self, packed: Quantized) -> tuple[int, int]:
+        """Return (P, Q) of a weight's order; (1, 1) where the format has none."""
+        return ORDERS["whole"]
+
+    def shapes(self, shape: tuple[int, ...], order: str = "whole") -> Shapes:
+        """Return the shapes of what stores a weight of shape (E, N, K) in an order of ORDERS.
+
+        Raises:
+            ValueError: K is no multiple of the format's block, or N is odd where it has gates and ups.
+        """
+        return self._shapes(shape, *ORDERS[order])
+
+    def _shapes(self, shape: tuple[int, ...], parts: int, kinds: int) -> Shapes:
+        num_experts, size_out, size_in = shape
+        if size_in % self.block:
+            others = [f for f in FORMATS.values() if f.block < self.block and size_in % f.block == 0]
+            other = "".join(f" or {f.name}, which needs {f.block}" for f in others[:1])
+            raise ValueError(
+                f"{self.name} packs rows of a multiple of {self.block} values, which the weight's {size_in} input "
+                f"features are not; use bf16 experts{other}"
+            )
+        if size_out % (parts * kinds):
+            raise ValueError(f"the weight has {size_out} rows, which are no pairs of a gate and an up")
+        return self._stored_shapes(num_experts, size_out, size_in, parts, kinds)
+
+    def _stored_shapes(self, num_experts: int, size_out: int, size_in: int, parts: int, kinds: int) -> Shapes:
+        raise NotImplementedError
+
+    def dtypes(self, field: str) -> tuple[torch.dtype, ...]:
+        """Return the dtypes that a field of Quantized may have, first the one that is made here."""
+        return (torch.float32,) if field == "state" else (torch.uint8,)
+
+    def check_shapes(self, packed: Quantized) -> None:
+        """Raise ValueError where the parts of a packed weight do not fit together."""
+        for field, tensor, dims in zip(Quantized._fields, packed, self.dims):
+            num_dims = None if tensor is None else tensor.dim()
+            if num_dims != dims:
+                raise ValueError(f"{field} of this {self.name} weight has {num_dims} dimensions; it must have {dims}")
+        order = self.parts_and_kinds(packed)
+        if order not in ORDERS.values():
+            raise ValueError(f"this {self.name} weight has {order} parts and kinds of rows; see ORDERS")
+        wanted = self._shapes(self.shape(packed), *order)
+        for field, tensor, shape in zip(Quantized._fields, packed, wanted):
+            if tensor is None:
+                continue
+            found = tuple(tensor.shape), tensor.dtype, tensor.device
+            dtypes = self.dtypes(field)
+            if found[0] != shape or found[1] not in dtypes or found[2] != packed.scales.device:
+                raise ValueError(
+                    f"{field} of this {self.name} weight is {found}; beside scales {tuple(packed.scales.shape)} it must "
+                    f"be {(shape, dtypes[0], packed.scales.device)}"
+                )
+
+    # Packing and expanding
+
+    def quantize(self, weight_ENK: torch.Tensor, order: str = "whole", mean: Mean = torch.mean) -> Quantized:
+        """Pack a weight [E, N, K] of any strides and float dtype, on its device; its rows in an order of ORDERS.
+
+        mean: of NF4's scales [n] in fp32. Where the weight is a part of the experts, that of the whole weight's.
+
+        Raises:
+            ValueError: NaN or infinity in the weight, or K no multiple of the format's block.
+        """
+        return self.pack(weight_ENK, tuple(weight_ENK.shape), order, mean, weight_ENK.device)
+
+    def requantize(
+        self, packed: Quantized, wanted: Format, dtype: torch.dtype, order: str = "whole", mean: Mean = torch.mean
+    ) -> Quantized:
+        """Pack a weight of this format in the `wanted` one, as its `quantize` packs `dequantize` in `dtype`, with one
+        expert dense at a time. Raises ValueError as `quantize`."""
+        shape = self.shape(packed)
+        experts = (self.dequantize_expert(packed, dtype, expert) for expert in range(shape[0]))
+        return wanted.pack(experts, shape, order, mean, packed.codes.device)
+
+    def pack(
+        self,
+        experts: Iterable[torch.Tensor],
+        shape: tuple[int, ...],
+        order: str = "whole",
+        mean: Mean = torch.mean,
+        device: torch.device | str = "cpu",
+    ) -> Quantized:
+        """Pack a weight of this shape [E, N, K] whose experts [N, K] come one after the other, on their device. Raises
+        ValueError as `quantize`."""
+        packed = [
+            torch.empty(part, dtype=self.dtypes(field)[0], device=device)
+            for field, part in zip(Quantized._fields, self.shapes(shape, order))
+            if part is not None
+        ]
+        for expert, weight in enumerate(experts):
+            for part, values in zip(packed, self.pack_expert(in_fp32(weight), *ORDERS[order]), strict=True):
+                part[expert] = values
+        return Quantized(*packed)
+
+    def pack_expert(self, weight_NK: torch.Tensor, parts: int, kinds: int) -> tuple[torch.Tensor, ...]:
+        """Return codes, scales and, where there is one, state of an expert's weight in fp32, whose rows are P parts of Q
+        kinds."""
+        raise NotImplementedError
+
+    def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
+        """Return the values [N, K] of one expert in fp32."""
+        raise NotImplementedError
+
+    def dequantize(self, packed: Quantized, dtype: torch.dtype, experts: Iterable[int] | None = None) -> torch.Tensor:
+        """Return the weight [E, N, K] in `dtype`, contiguous, each value rounded once.
+
+        Bit by bit what bitsandbytes' dequantize_4bit, Transformers' convert_moe_packed_tensors (which transposes) and
+        Fp8Dequantize, and ModelOpt's dequantize give. Where FP8's blocks are cut off, Fp8Dequantize takes other blocks
+        than the checkpoint's: it divides the rows by the number of blocks.
+
+        experts: whose rows are wanted; the others' are left uninitialised. None: all.
+        """
+        shape = self.shape(packed)
+        weight_ENK = torch.empty(shape, dtype=dtype, device=packed.codes.device)
+        for expert in range(shape[0]) if experts is None else experts:
+            weight_ENK[expert] = self.expert(packed, expert)
+        return weight_ENK
+
+    def dequantize_expert(self, packed: Quantized, dtype: torch.dtype, expert: int) -> torch.Tensor:
+        """Return the rows [N, K] of one expert in `dtype`, as `dequantize` gives them."""
+        return self.expert(packed, expert).to(dtype)
+
+    # The tensors of a checkpoint
+
+    def names(self, weight: str) -> list[str]:
+        """Return the names of the tensors that store the parameter `weight`."""
+        return [f"{weight}_{part}" for part in self.parts]
+
+    def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
+        """Return the parameter of which a checkpoint's tensor is the first that stores it; None of another tensor."""
+        first = self.names("")[0]
+        return name.removesuffix(first) if name.endswith(first) else None
+
+    def tensors(self, name: str, packed: Quantized) -> dict[str, torch.Tensor]:
+        """Return the tensors that store the parameter `name`, by name."""
+        return dict(zip(self.names(name), (part for part in packed if part is not None), strict=True))
+
+    def read(self, name: str, tensors: dict[str, torch.Tensor], first: int = 0) -> Quantized:
+        """Undo `tensors`. Raises ValueError as `check`."""
+        packed = Quantized(*(tensors[stored] for stored in self.names(name)))
+        self.check(name, packed, first)
+        return packed
+
+    def check(self, name: str, packed: Quantized, first: int = 0) -> None:
+        """Raise ValueError where tensors of a checkpoint do not fit together or stand for values that are not finite.
+        first: which expert of the layer is the weight's first."""
+        try:
+            self.check_shapes(packed)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        for part, tensor in zip(self.parts, packed):
+            if tensor is not None and not tensor.is_meta and not self.is_sound(part, tensor):
+                unsound = (expert for expert, one in enumerate(tensor, first) if not self.is_sound(part, one))
+                where = f" in expert {next(unsound)}" if tensor.dim() > 1 else ""
+                raise ValueError(f"{name}_{part} has NaN or infinite values{where}: the checkpoint is damaged")
+
+    def is_sound(self, part: str, tensor: torch.Tensor) -> bool:
+        """Tell whether one of `parts` stands for finite values."""
+        is_bytes = tensor.dtype == torch.uint8 and part in self.values
+        return is_sound(tensor.view(self.values[part]) if is_bytes else tensor)
+
+    def stored(self, name: str, shape: tuple[int, ...], order: str) -> Stored:
+        """Return by name the shape of each of the tensors that store the weight `name` [E, N, K], and the dtypes that it
+        may have, the first where it is made here. Raises ValueError where K is no multiple of the format's block."""
+        try:
+            shapes = self.shapes(shape, order)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        fields = zip(self.names(name), Quantized._fields, shapes)
+        return {stored: (part, self.dtypes(field)) for stored, field, part in fields if part is not None}
+
+    def rows(self, packed: Quantized) -> list[torch.Tensor]:
+        """Return what stores a weight, each tensor as [E, rows, ...] with rows in the weight's order, so that whatever
+        moves the rows of a dense weight moves these."""
+        return [part for part in packed if part is not None]
+
+    def has_blocks_of(self, other: Any) -> bool:
+        """Tell whether weights in `other`, a format of experts or of the hub's matrices, or None, have these blocks."""
+        return other is not None and other.name == self.name and other.has_our_blocks
+
+    # A rank's part of the experts: whatever belongs to one expert alone goes along with it.
+
+    def check_share(self, experts: slice, values_per_expert: int) -> None:
+        """Raise ValueError where these experts cannot be stored apart with the values that they have in all of them."""
+
+    def join(self, part: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return one of `parts` of the whole weight, from those of the ranks in their order."""
+        return torch.cat(tensors)
+
+
+FORMATS: dict[str, Format] = {}  # by name; packed/__init__.py fills it
+
+
+def views_of_parts(tensor: torch.Tensor, parts: int, kinds: int) -> Iterator[torch.Tensor]:
+    """Yield the rows [N / P Q, ...] of each part and kind of a tensor [N, ...], without a copy."""
+    by_part = tensor.view(parts, -1, kinds, *tensor.shape[1:])
+    for part in by_part:
+        yield from part.unbind(1)
+
+
+def in_fp32(weight_NK: torch.Tensor) -> torch.Tensor:
+    """Return the weight in fp32, contiguous. Raises ValueError where it is not finite."""
+    weight = weight_NK.float().contiguous()
+    check_finite(weight)
+    return weight
+
+
+def check_finite(weight: torch.Tensor) -> None:
+    """Raise ValueError where a weight has NaN or infinity."""
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
+        raise ValueError("the weight has NaN or infinite values, which no format holds; load a sound one")
+
+
+def is_sound(stored: torch.Tensor) -> bool:
+    """Tell whether what is stored has no NaN or infinity; bytes show none."""
+    if stored.dtype == torch.float8_e4m3fn:
+        return not has_e4m3_nan(stored.view(torch.uint8))
+    if stored.dtype == torch.float8_e8m0fnu:
+        return not bool((stored.view(torch.uint8) == E8M0_NAN).any())
+    return not stored.is_floating_point() or bool(torch.isfinite(stored).all())

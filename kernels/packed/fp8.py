@@ -1,0 +1,98 @@
+"""FP8 as DeepSeek-V3's and Qwen's checkpoints have it: E4M3 values, and a scale for each block of rows and columns."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ..minifloat import E4M3_MAX, from_e4m3, to_e4m3
+from .format import Format, Quantized, Shapes, views_of_parts
+from .grid import POWER_BIAS, Grid, ceiled_exponent, powers_of_two
+
+FP8_BLOCK = 128  # rows, and columns, that share a scale
+
+
+def fp8_grid(dtype: torch.dtype, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK), has_powers: bool = False) -> Grid:
+    """Return the values that a matrix can have whose scales are of this dtype: fp32, bf16, or a byte for 2^(scale - 127).
+    has_powers: whether scales are powers of two in any dtype."""
+
+    def fresh(largest: torch.Tensor) -> torch.Tensor:
+        ideal = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+        if dtype.itemsize == 1:
+            exponent = ceiled_exponent(ideal).clamp(-POWER_BIAS, POWER_BIAS)
+            return (exponent + POWER_BIAS).to(torch.uint8).view(dtype)
+        if has_powers:
+            return torch.exp2(ceiled_exponent(ideal).float()).to(dtype)
+        rounded_up = ideal if dtype == torch.float32 else ideal * (1 + torch.finfo(dtype).eps)
+        return rounded_up.to(dtype)
+
+    def codes(scaled: torch.Tensor) -> torch.Tensor:
+        return to_e4m3(scaled).view(torch.float8_e4m3fn)
+
+    def values(codes: torch.Tensor) -> torch.Tensor:
+        return from_e4m3(codes.view(torch.uint8))
+
+    return Grid(*block, fresh, scales_in_fp32, codes, values)
+
+
+def scales_in_fp32(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as fp32: bytes are powers of two, 2^(scale - 127)."""
+    return powers_of_two(scales).float() if scales.dtype.itemsize == 1 else scales.float()
+
+
+class FP8(Format):
+    """DeepSeek-V3's FP8 (arXiv 2412.19437, section 3.3) in blocks of 128 x 128, the gates' and the ups' apart; the last
+    blocks are cut off.
+
+    codes uint8 [E, N, K], the bytes of E4M3 values; scales [E, P, ceil(N / P Q / 128), Q, ceil(K/128)], fp32, or uint8
+    that stand for 2^(scale - 127). Row r of a kind q in part p, row (p N/P + r Q + q) of the weight, has the scales
+    [p, r // 128, q]. A value is e4m3 * scale, in fp32. Those made here are fp32, as Transformers' Fp8Quantize makes them.
+    """
+
+    name, block, columns, dims = "fp8", 16, FP8_BLOCK, (3, 5, None)
+    parts, loss, element_size = ("values", "scale_inv"), 3, 1.1
+    values: ClassVar = {"values": torch.float8_e4m3fn, "scale_inv": torch.float8_e8m0fnu}
+
+    def shape(self, packed: Quantized) -> tuple[int, int, int]:
+        """See Format."""
+        num_experts, size_out, size_in = packed.codes.shape
+        return num_experts, size_out, size_in
+
+    def parts_and_kinds(self, packed: Quantized) -> tuple[int, int]:
+        """See Format."""
+        return packed.scales.shape[1], packed.scales.shape[3]
+
+    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds):
+        rows, columns = (-(-size // FP8_BLOCK) for size in (size_out // (parts * kinds), size_in))
+        return Shapes((num_experts, size_out, size_in), (num_experts, parts, rows, kinds, columns), None)
+
+    def dtypes(self, field: str) -> tuple[torch.dtype, ...]:
+        """See Format."""
+        return (torch.float32, torch.uint8) if field == "scales" else super().dtypes(field)
+
+    def pack_expert(self, weight_NK: torch.Tensor, parts: int, kinds: int) -> tuple[torch.Tensor, ...]:
+        """See Format. Bit by bit Transformers': values times the reciprocals of scales."""
+        codes, scales = torch.empty_like(weight_NK, dtype=torch.uint8), []
+        grid = fp8_grid(torch.float32)
+        matrices = views_of_parts(weight_NK, parts, kinds)
+        for matrix, own_codes in zip(matrices, views_of_parts(codes, parts, kinds)):
+            largest = grid.of_blocks(matrix.abs(), torch.amax)
+            inverse = torch.where(largest > 0, E4M3_MAX / largest, 1.0).clamp(max=torch.finfo(torch.float32).max)
+            own_codes.copy_(to_e4m3(matrix * grid.spread(inverse, matrix.shape)))
+            scales.append(1.0 / inverse)
+        return codes, torch.stack(scales).unflatten(0, (parts, kinds)).transpose(1, 2)
+
+    def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
+        """See Format."""
+        grid, (parts, kinds) = fp8_grid(packed.scales.dtype), self.parts_and_kinds(packed)
+        values = torch.empty_like(packed.codes[expert], dtype=torch.float32)
+        by_part = zip(*(views_of_parts(tensor, parts, kinds) for tensor in (values, packed.codes[expert])))
+        scales = (block for part in packed.scales[expert] for block in part.unbind(1))
+        for (own_values, codes), own_scales in zip(by_part, scales):
+            own_values.copy_(grid.dense(codes, own_scales))
+        return values
+
+    def rows(self, packed: Quantized) -> list[torch.Tensor]:
+        """See Format: rows of blocks."""
+        return [packed.codes, packed.scales.flatten(1, 3)]

@@ -1,0 +1,183 @@
+"""Matrices as checkpoints of the hub store them, an expert's projection or a linear layer's weight in FP8, FP4 or NVFP4.
+
+kernels/packed says how a layer's experts are stored in one weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import CheckpointError
+from ..kernels.packed import Quantized, mxfp4, nvfp4
+from ..kernels.packed.format import Stored
+from ..kernels.packed.fp8 import FP8_BLOCK, fp8_grid
+from ..kernels.packed.grid import Grid
+
+FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
+BLOCK = (FP8_BLOCK, FP8_BLOCK)
+PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in its low half
+
+
+class HubFormat:
+    """How checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
+
+    name: in FORMATS, of experts. dtype: of a matrix that is in it. scales: what follows the weight's
+    name in those of its scales. unused: what ends names of tensors beside it that are for inference alone.
+    """
+
+    name: str
+    dtype: torch.dtype
+    scales: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+    has_our_blocks = True
+
+    def names(self, weight: str) -> list[str]:
+        """Return the names of the tensors that store `weight`."""
+        return [weight, *(weight + end for end in self.scales)]
+
+    def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
+        """Return the weight that a tensor of this name and dtype is; None of another tensor."""
+        return name if dtype == self.dtype else None
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (N, K) of a matrix that is stored in this shape."""
+        return shape
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Return, by name, shape and dtypes of the tensors that store a matrix [N, K]."""
+        raise NotImplementedError
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """Raise CheckpointError where a matrix and its scales do not fit together."""
+        parts = self.stored("weight", self.dense_shape(tensors[0].shape)).items()
+        for tensor, (stored, (shape, dtypes)) in zip(tensors, parts):
+            check_matrix(tensor, shape, dtypes, stored)
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """Return the values that a matrix with such scales can have: their dtype, and NVFP4's scale of all, say it."""
+        raise NotImplementedError
+
+    def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the values in fp32. Raises CheckpointError as `check`."""
+        self.check(*tensors)
+        return self.grid(*tensors[1:]).dense(tensors[0], tensors[1])
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """Return one expert's codes, scales and state. Raises CheckpointError as `check`."""
+        raise NotImplementedError
+
+    def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return a weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""
+        return scales.flatten(1, 2)
+
+    def join(self, parts: list[list[Quantized]]) -> Quantized:
+        """Return one weight of the parts [part][expert], gate and up or down alone, one behind the other."""
+        by_expert = [part for of_expert in zip(*parts) for part in of_expert]
+
+        def field(name: str) -> torch.Tensor:
+            """[E, parts, ...]."""
+            return torch.stack([getattr(part, name) for part in by_expert]).unflatten(0, (-1, len(parts)))
+
+        state = None if by_expert[0].state is None else field("state")
+        return Quantized(field("codes").flatten(1, 2), self.join_scales(field("scales")), state)
+
+
+def check_matrix(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], what: str) -> None:
+    """Raise CheckpointError where a tensor of a checkpoint has another shape, or none of these dtypes."""
+    if tensor.dtype not in dtypes or (tuple(tensor.shape) or (1,)) != (shape or (1,)):  # a number has either shape
+        raise CheckpointError(
+            f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtypes[0]} of shape {shape}"
+        )
+
+
+class HubFP8(HubFormat):
+    """X.weight float8_e4m3 [N, K], and X.weight_scale_inv [ceil(N / block), ceil(K / block)]: fp32, bf16, or E8M0.
+
+    block: rows and columns that share a scale. has_powers: whether scales are powers of two in any dtype.
+    """
+
+    name, dtype, scales = "fp8", torch.float8_e4m3fn, ("_scale_inv",)
+
+    def __init__(self, block: tuple[int, int] = BLOCK, has_powers: bool = False):
+        self.block, self.has_powers, self.has_our_blocks = block, has_powers, block == BLOCK
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat. The last blocks are cut off."""
+        if len(shape) != 2:
+            raise CheckpointError(f"fp8 tensors have two dimensions; {name} has shape {tuple(shape)}")
+        blocks = tuple(-(-size // block) for size, block in zip(shape, self.block))
+        return dict(zip(self.names(name), ((tuple(shape), (self.dtype,)), (blocks, FP8_SCALES))))
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """See HubFormat."""
+        return fp8_grid(scales[0].dtype, self.block, self.has_powers)
+
+    def dense_rows(self, weight: torch.Tensor, scales: torch.Tensor, rows: int, first: int) -> torch.Tensor:
+        """Return some rows in fp32, from the `first` on, of a matrix with `rows` rows, by the scales of all of it."""
+        self.check(weight.new_empty(rows, weight.shape[1], device="meta"), scales)
+        return self.grid(scales).dense(weight, scales, first)
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """See HubFormat."""
+        self.check(*tensors)
+        weight, scales = tensors
+        stored = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales.float()
+        return Quantized(weight.view(torch.uint8), stored)
+
+    def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """See HubFormat."""
+        return scales.unsqueeze(3)
+
+
+class HubFP4(HubFP8):
+    """DeepSeek-V4's: experts' X.weight int8 [N, K / 2] and X.scale E8M0 [N, K / 32], beside linear layers in FP8."""
+
+    name = "mxfp4"
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """See HubFormat."""
+        weight, scales = tensors
+        check_matrix(weight, tuple(weight.shape), PAIRS, "an FP4 weight")
+        rows, bytes_ = weight.shape
+        dtypes = torch.float8_e8m0fnu, torch.uint8
+        check_matrix(scales, (rows, 2 * bytes_ // mxfp4.BLOCK), dtypes, "the scales (scale)")
+        return Quantized(weight.view(torch.uint8).unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales.view(torch.uint8))
+
+    def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """See HubFormat."""
+        return scales.flatten(1, 2)
+
+
+class HubNVFP4(HubFormat):
+    """X.weight uint8 [N, K/2], two values a byte, the first in the LOW half; X.weight_scale, float8_e4m3 [N, K/16];
+    X.weight_scale_2, one fp32 number. A value is e2m1 * (weight_scale * weight_scale_2), in fp32. X.input_scale, and the
+    k_scale and v_scale of attention, are scales of activations, for inference alone."""
+
+    name, dtype, scales = "nvfp4", torch.uint8, ("_scale", "_scale_2")
+    unused = (".input_scale", ".k_scale", ".v_scale")
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (*shape[:-1], 2 * shape[-1])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), ()
+        dtypes = self.dtype, torch.float8_e4m3fn, torch.float32
+        return {part: (shape, (dtype,)) for part, shape, dtype in zip(self.names(name), shapes, dtypes)}
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """See HubFormat. weight_scale_2 stays: engines that fuse projections want theirs to be equal."""
+        return nvfp4.nvfp4_grid(scales[1].reshape(()))
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """See HubFormat."""
+        self.check(*tensors)
+        weight, scale, scale_2 = tensors
+        return Quantized(weight, scale.view(torch.uint8), scale_2.reshape(1))
+
+
+HUB: dict[str, HubFormat] = {
+    format.name: format for format in (HubFP8(), HubFP4(), HubNVFP4())
+}  # by the experts' format
