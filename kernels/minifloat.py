@@ -10,7 +10,7 @@ E4M3_NAN = 0x7F  # and with the sign bit
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """fp64 [..., n] -> uint8 [..., n / 2], the first value of a byte in its low half; to nearest, ties to even."""
+    """Round fp64 [..., n] to uint8 [..., n / 2], the first value of a byte in its low half; to nearest, ties to even."""
     table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=values.device)
     bounds = (table[:-1] + table[1:]) / 2
     bounds[1::2] = bounds[1::2].nextafter(bounds.new_zeros(()))  # there a tie goes up, to the even code
@@ -19,22 +19,22 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """The reverse, as fp32."""
+    """Return the values of E2M1 codes in fp32."""
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
     table = torch.cat((values, -values))
     return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1).flatten(-2)
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Floats -> uint8 of the same shape, to nearest, the largest for what is larger."""
+    """Round floats to uint8 of the same shape, to nearest, and to the largest what is larger."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def from_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """The reverse, as fp32."""
+    """Return the values of E4M3 codes in fp32."""
     return codes.contiguous().view(torch.float8_e4m3fn).float()
 
 
 def has_e4m3_nan(codes: torch.Tensor) -> bool:
-    """Whether one of the bytes stands for NaN."""
+    """Tell whether one of the bytes stands for NaN."""
     return bool(((codes & E4M3_NAN) == E4M3_NAN).any())

@@ -29,7 +29,7 @@ class ScaledRows(NamedTuple):
     scales: torch.Tensor
 
     def values(self) -> torch.Tensor:
-        """In fp32."""
+        """Return them in fp32."""
         by_column = self.scales.repeat_interleave(FP8_BLOCK, -1)[:, : self.codes.shape[1]]
         return from_e4m3(self.codes) * by_column
 
@@ -49,7 +49,7 @@ def empty_rows(like: ScaledRows, num_rows: int, columns: int) -> ScaledRows:
 
 
 def scale_rows(x_MK: torch.Tensor, smallest: float = SMALLEST) -> ScaledRows:
-    """The nearest codes, and scales with which a group's largest magnitude becomes the largest e4m3 value."""
+    """Quantize rows to the nearest codes, with scales by which a group's largest magnitude is the largest e4m3 value."""
     columns = x_MK.shape[1]
     groups = F.pad(x_MK.float(), (0, -columns % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
     largest = groups.abs().amax(2).clamp(min=smallest)
@@ -58,7 +58,7 @@ def scale_rows(x_MK: torch.Tensor, smallest: float = SMALLEST) -> ScaledRows:
 
 
 def scaled_product(rows: ScaledRows, codes_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[M, N] in fp32: rows times a weight [N, K], whose scales are [P, blocks of N / P rows, 1, groups of K]."""
+    """Multiply rows by a weight [N, K] whose scales are [P, blocks of N / P rows, 1, groups of K], to [M, N] in fp32."""
     parts = scales.shape[0]
     by_row = scales_in_fp32(scales)[:, :, 0].repeat_interleave(FP8_BLOCK, 1)[:, : len(codes_NK) // parts].flatten(0, 1)
     left, right = from_e4m3(rows.codes), from_e4m3(codes_NK)
@@ -69,21 +69,22 @@ def scaled_product(rows: ScaledRows, codes_NK: torch.Tensor, scales: torch.Tenso
 
 
 def scale_halves(dh_M2I: torch.Tensor) -> ScaledRows:
-    """dh in FP8. Its gates' and its ups' groups are counted apart, as gate_up's blocks are, and both halves are filled up
-    with zeros to whole groups: [M, 2 I'], I' a multiple of 128."""
+    """Quantize dh. Its gates' and its ups' groups are counted apart, as gate_up's blocks are, and both halves are filled
+    up with zeros to whole groups: [M, 2 I'], I' a multiple of 128."""
     halves = dh_M2I.unflatten(1, (2, -1))
     return scale_rows(F.pad(halves, (0, -halves.shape[2] % FP8_BLOCK)).flatten(1), SMALLEST_GRADIENT)
 
 
 def transposed_shape(codes: torch.Tensor, parts: int) -> tuple[int, int, int]:
-    """That of a transposed weight's codes: [E, K, N], or of a gate and an up [E, K, 2 I'] as `scale_halves` has it."""
+    """Return the shape of a transposed weight's codes: [E, K, N], or of a gate and an up [E, K, 2 I'] as `scale_halves`
+    has it."""
     num_experts, size_out, size_in = codes.shape
     depth = size_out if parts == 1 else parts * -(-size_out // parts // FP8_BLOCK) * FP8_BLOCK
     return num_experts, size_in, depth
 
 
 def transposed(codes_ENK: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
-    """The weight whose product with a gradient of its rows is that of its columns."""
+    """Return the weight whose product with a gradient of its rows is that of its columns."""
     parts = scales.shape[1]
     shape = transposed_shape(codes_ENK, parts)
     filling = 0, 0, 0, shape[2] // parts - codes_ENK.shape[1] // parts
@@ -92,10 +93,10 @@ def transposed(codes_ENK: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
 
 
 def block_scales(weight) -> torch.Tensor:
-    """Those of a ScaledWeight or of a packed weight, as fp32 [E, blocks of rows, groups]."""
+    """Return the scales of a ScaledWeight or of a packed weight, as fp32 [E, blocks of rows, groups]."""
     return scales_in_fp32(weight.scales).flatten(1, 3)
 
 
 def transposed_scales(scales: torch.Tensor) -> torch.Tensor:
-    """[E, P, B, 1, G] -> [E, 1, G, 1, P B]."""
+    """Transpose [E, P, B, 1, G] to [E, 1, G, 1, P B]."""
     return scales.flatten(1, 3).transpose(1, 2)[:, None, :, None].contiguous()

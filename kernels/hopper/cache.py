@@ -51,7 +51,7 @@ _coming: dict[Path, subprocess.Popen] = {}  # the files that another process is 
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf.
+    """Return the folder of compiled kernels: SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf.
 
     Raises:
         ValueError: it begins with "~", and that user has no home.
@@ -64,13 +64,13 @@ def folder() -> Path:
 
 
 def path_of(name: str, parameters: tuple) -> Path:
-    """The file of a kernel: a function of compiled.py and its parameters."""
+    """Return the file of a kernel: a function of compiled.py and its parameters."""
     key = hashlib.sha256(_environment() + repr((name, parameters)).encode()).hexdigest()[:32]
     return folder() / f"{name}-{key}.o"
 
 
 def why_untrusted() -> str | None:
-    """Why no kernel may be loaded from the folder: others could have put one there."""
+    """Say why no kernel may be loaded from the folder: others could have put one there."""
     try:
         status = folder().lstat()
     except OSError:
@@ -95,7 +95,7 @@ def _warn(message: str) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether the file is there, and is the one that was written."""
+    """Tell whether the file is there, and is the one that was written."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() == path.with_suffix(".sha256").read_text()
     except OSError:
@@ -103,7 +103,7 @@ def is_intact(path: Path) -> bool:
 
 
 def missing(wanted: list[tuple[str, tuple]]) -> list[tuple[str, tuple]]:
-    """Which of the kernels, (function of compiled.py, its parameters), are to be compiled."""
+    """Return those of the kernels, (function of compiled.py, its parameters), that are to be compiled."""
     return wanted if why_untrusted() else [kernel for kernel in wanted if not is_intact(path_of(*kernel))]
 
 
@@ -177,7 +177,7 @@ def _wait_for(path: Path) -> None:
 
 @functools.cache
 def _environment() -> bytes:
-    """The digest of what a compiled kernel depends on beside its parameters."""
+    """Return the digest of what a compiled kernel depends on beside its parameters."""
     digest = hashlib.sha256()
     for source in sorted(_with_imports(Path(__file__).with_name("compiled.py"))):
         digest.update(source.name.encode() + source.read_bytes())

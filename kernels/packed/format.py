@@ -208,7 +208,7 @@ class Format:
         return dict(zip(self.names(name), (part for part in packed if part is not None), strict=True))
 
     def read(self, name: str, tensors: dict[str, torch.Tensor], first: int = 0) -> Quantized:
-        """Undo `tensors`. Raises ValueError as `check`."""
+        """Return the weight that `tensors` took apart. Raises ValueError as `check`."""
         packed = Quantized(*(tensors[stored] for stored in self.names(name)))
         self.check(name, packed, first)
         return packed

@@ -72,6 +72,6 @@ class NVFP4(Format):
 
 
 def _by_row(state_PQ: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[N, 1], the scale of each row's part and kind."""
+    """Return the scale of each row's part and kind: [N, 1]."""
     parts, kinds = state_PQ.shape
     return state_PQ[:, None].expand(parts, num_rows // (parts * kinds), kinds).reshape(-1, 1)

@@ -19,10 +19,10 @@ PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in
 
 
 class HubFormat:
-    """How checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
+    """A format in which checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
 
-    name: in FORMATS, of experts. dtype: of a matrix that is in it. scales: what follows the weight's
-    name in those of its scales. unused: what ends names of tensors beside it that are for inference alone.
+    name: in FORMATS, of experts. dtype: of a matrix that is in it. scales: what follows the weight's name in those of its
+    scales. unused: what ends names of tensors beside it that are for inference alone.
     """
 
     name: str
@@ -75,7 +75,7 @@ class HubFormat:
         by_expert = [part for of_expert in zip(*parts) for part in of_expert]
 
         def field(name: str) -> torch.Tensor:
-            """[E, parts, ...]."""
+            """Stack a field of all parts: [E, parts, ...]."""
             return torch.stack([getattr(part, name) for part in by_expert]).unflatten(0, (-1, len(parts)))
 
         state = None if by_expert[0].state is None else field("state")

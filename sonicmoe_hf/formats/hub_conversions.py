@@ -57,14 +57,14 @@ class _TakeExperts(ConversionOps):
         return {full_layer_name: as_parameter(pack_share(wanted, pack, local_shape(dense), device, holding))}
 
     def _is_plain(self, input_dict) -> bool:
-        """Whether the checkpoint has these experts in floats, as a layer that its modules_to_not_convert names."""
+        """Tell whether the checkpoint has these experts in floats, as a layer that its modules_to_not_convert names."""
         has_scales = any(input_dict.get(f"{source}{end}$") for source in self.sources for end in self.format.scales)
         weights = [tensor for source in self.sources for tensor in input_dict.get(f"{source}$", ())]
         return not has_scales and all(tensor.dtype in FLOATS for tensor in weights)
 
     def _weight(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> PackedWeight:
-        """The weight as the checkpoint has it, which stands for a dense one on the meta device. first: which of the
-        layer's experts is the first here."""
+        """Return the weight as the checkpoint has it, which stands for a dense one on the meta device. first: the first
+        of the layer's experts that is here."""
         parts = [self._part(input_dict, source, layer, dense, first) for source in self.sources]
         alike = parts[0][0]
         for source, experts in zip(self.sources, parts):
@@ -135,8 +135,8 @@ class _TakeDense(ConversionOps):
 
 
 def dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter) -> torch.Tensor:
-    """A rank's rows of a sharded weight. Transformers cuts the scales into as many parts as the weight, but blocks need
-    not end where parts do."""
+    """Return a rank's rows of a sharded weight. Transformers cuts the scales into as many parts as the weight, but blocks
+    need not end where parts do."""
     rows = parameter.shape[0]
     _, ((num_blocks, _), _) = format.stored("", parameter.shape).values()
     whole, first = gathered_rows(scales, num_blocks, parameter)

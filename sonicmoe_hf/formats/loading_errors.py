@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint's packed weights, named by the error that from_pretrained raises."""
+"""Errors of a checkpoint's packed weights, named by the one that from_pretrained raises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _errors: ContextVar[list[Exception] | None] = ContextVar("errors of conversions 
 
 
 def keeping_errors(convert: Callable) -> Callable:
-    """A conversion whose ValueErrors are kept: Transformers prints them in a report and raises one that names nothing."""
+    """Keep the ValueErrors of a conversion: Transformers prints them in a report and raises one that names nothing."""
 
     @functools.wraps(convert)
     def run(*args, **kwargs):

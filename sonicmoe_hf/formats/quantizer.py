@@ -63,13 +63,13 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
         self.linear = BitsAndBytesConfig.from_dict(linear) if isinstance(linear, dict) else linear
 
     def to_dict(self) -> dict:
-        """As config.json has it."""
+        """Return the entry of config.json."""
         linear = None if self.linear is None else self.linear.to_dict()
         return {"quant_method": self.quant_method, "experts": self.experts, "linear": linear}
 
 
 def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, str]]:
-    """(name, experts module, its parameter) of every weight to pack.
+    """Find the weights to pack: (name, experts module, its parameter) of each.
 
     Raises:
         UnsupportedExpertsError: there is none, or one is sharded, on the meta device without a checkpoint to come, or of
@@ -162,7 +162,7 @@ class ExpertsQuantizer(HfQuantizer):
             self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=self.pre_quantized)
 
     def packs(self, model: PreTrainedModel, param_name: str) -> bool:
-        """Whether the parameter is a weight of experts."""
+        """Tell whether the parameter is a weight of experts."""
         module, name = get_module_from_name(model, param_name)
         return name in packable(module)
 
@@ -235,7 +235,7 @@ class ExpertsQuantizer(HfQuantizer):
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)
 
     def _dequantize(self, model, dtype=None):
-        """What model.dequantize() calls: dense experts, trainable, and linear layers as their quantizer makes them."""
+        """Make experts dense and trainable, and linear layers as their quantizer does; model.dequantize() calls it."""
         for module in model.modules():
             for name, weight in list(module._parameters.items()):
                 if isinstance(weight, PackedWeight):
@@ -253,7 +253,7 @@ class ExpertsQuantizer(HfQuantizer):
 
 
 def mark_model_packed(model: PreTrainedModel) -> None:
-    """What a model with packed experts needs beside them."""
+    """Give a model with packed experts what it needs beside them."""
     guard_deepspeed()
     # saved under the names it has: nothing splits packed weights into one per expert
     vars(model)["_weight_conversions"] = []

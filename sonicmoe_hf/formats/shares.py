@@ -131,7 +131,7 @@ def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether ranks share the packed experts of a model."""
+    """Tell whether ranks share the packed experts of a model."""
     return any(
         isinstance(weight, PackedWeight) and holding_of(module).by is Holder.EXPERT_PARALLEL
         for module in model.modules()

@@ -22,17 +22,17 @@ def check_shape(name: str, weight: torch.Tensor, dense: torch.Tensor) -> None:
 
 
 def local_part(weight: Any) -> Any:
-    """A weight, or this rank's part where ranks share it as a DTensor."""
+    """Return a weight, or this rank's part where ranks share it as a DTensor."""
     return weight.to_local() if hasattr(weight, "device_mesh") else weight
 
 
 def local_shape(weight: Any) -> torch.Size:
-    """That of `local_part`."""
+    """Return the shape of `local_part`."""
     return local_part(weight).shape
 
 
 def stored_names(module: nn.Module) -> set[str]:
-    """The names of the module's own parameters in a state dict."""
+    """Return the names of the module's own parameters in a state dict."""
     names = set()
     for name, parameter in module._parameters.items():
         names |= set(FORMATS[parameter.format].names(name)) if isinstance(parameter, PackedWeight) else {name}

@@ -1,4 +1,4 @@
-"""Which kernels run: one detection, one decision, one override."""
+"""The choice of the kernels that run: one detection, one decision, one override."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Choice(NamedTuple):
 
 
 def missing_for_hopper() -> str | None:
-    """Which package the Hopper kernels lack here, in words, or None."""
+    """Name the package that the Hopper kernels lack here, with the remedy; None where they lack none."""
     return next((remedy for module, remedy in HOPPER_PACKAGES if importlib.util.find_spec(module) is None), None)
 
 
 @_cached_by_device
 def _without_triton(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on `device`, or None if they can."""
+    """Say why the Triton kernels cannot run on `device`, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if device.type != "cuda":
@@ -65,7 +65,7 @@ def _without_triton(device: torch.device) -> str | None:
 
 @_cached_by_device
 def _without_hopper(device: torch.device) -> str | None:
-    """Why the Hopper kernels cannot run on `device`, or None if they can."""
+    """Say why the Hopper kernels cannot run on `device`, or None if they can."""
     if obstacle := _without_triton(device):
         return obstacle
     major, minor = torch.cuda.get_device_capability(device)
@@ -75,7 +75,7 @@ def _without_hopper(device: torch.device) -> str | None:
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
-    """Why the backend `name` cannot take these tensors, or None if it can."""
+    """Say why the backend `name` cannot take these tensors, or None if it can."""
     if name == "eager":
         return None
     if name == "hopper":
@@ -115,5 +115,5 @@ def choose(device: torch.device, dtype: torch.dtype | None, backend: str | None 
 
 @functools.cache
 def load(name: str):
-    """The module of a backend, imported when first used; its functions are listed in kernels/interface.py."""
+    """Return the module of a backend, imported when first used; its functions are listed in kernels/interface.py."""
     return importlib.import_module(f"sonicmoe_hf.kernels.{name}")

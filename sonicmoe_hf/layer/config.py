@@ -9,7 +9,7 @@ from ..kernels.activation import is_gated
 
 ROUNDINGS = ("nearest", "balanced", "stochastic", "nearest_score", "up", "down")
 SAVE_POLICIES = ("preactivation", "input")
-COMPUTE = (None, "fp8")  # what packed experts are computed in: the dtype they are expanded to, or FP8
+COMPUTE_CHOICES = (None, "fp8")  # what packed experts are computed in: the dtype they are expanded to, or FP8
 LAYOUTS = {  # name: (transposed, interleaved)
     "concatenated": (False, False),
     "interleaved": (False, True),

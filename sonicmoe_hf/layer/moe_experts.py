@@ -9,7 +9,7 @@ import torch
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
 from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends
-from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
+from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
 from .experts_op import FORWARD, Inputs, Options, SaveFlags
 from .packed_weight import PackedWeight
@@ -166,7 +166,7 @@ def moe_experts(
     choices = (
         ("layout", layout, LAYOUTS),
         ("save", save, SAVE_POLICIES),
-        ("compute", compute, COMPUTE),
+        ("compute", compute, COMPUTE_CHOICES),
         ("activation", act.name, ACTIVATIONS),
     )
     for what, value, known in choices:

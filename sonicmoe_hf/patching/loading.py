@@ -13,8 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ..attention.models import use_sinks_attention
 from ..errors import UnsupportedModelError
 from ..formats.loading_errors import named_errors
-from ..layer.config import COMPUTE as COMPUTE_CHOICES
-from ..layer.config import as_routing_policy, check_choice
+from ..layer.config import COMPUTE_CHOICES, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..private.transformers import auto_class_of, loaded_one_by_one
 from ..streaming.placement import LoadingPlacement

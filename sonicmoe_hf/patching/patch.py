@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from ..formats.quantizer import ignore_packed_in_ddp
 from ..formats.refusals import guard_deepspeed
-from ..layer.config import COMPUTE as COMPUTE_CHOICES
-from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
+from ..layer.config import COMPUTE_CHOICES, SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..private import attributes
 from ..private.transformers import experts_implementation, set_experts_implementation

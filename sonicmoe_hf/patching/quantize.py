@@ -39,7 +39,6 @@ from .forwards import unbind_liger
 from .own_configs import use_own_configs
 from .support import REMEDIES
 
-FOUR_BITS = tuple(format for format in FORMATS if format != "fp8")  # what a checkpoint in FP8 may become
 HELD_BY_HOST = (
     "experts of {model} live in host memory already, as they were loaded; pack them while they are loaded "
     "(sonicmoe_hf.from_pretrained(..., experts_quantization={format!r}, experts_memory=...)), or before they go there "
@@ -108,7 +107,7 @@ def quantize_experts(
 
 
 def with_packed_experts(name, kwargs: dict, format: str) -> dict:
-    """The keyword arguments of from_pretrained(name, **kwargs) with which Transformers loads experts packed.
+    """Return the keyword arguments of from_pretrained(name, **kwargs) with which Transformers loads experts packed.
 
     Raises:
         ValueError: an unknown format, a quantizer of the linear layers that is not bitsandbytes', or a checkpoint that is
@@ -128,7 +127,8 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     stored = declared.format()
     if stored not in FORMATS:
         raise ValueError(f"the checkpoint is quantized already ({stored}), which is none of our formats: {TO_BF16}")
-    if stored != format and not (declared.is_per_expert and stored == "fp8" and format in FOUR_BITS):
+    becomes_smaller = declared.is_per_expert and FORMATS[format].element_size < FORMATS[stored].element_size
+    if stored != format and not becomes_smaller:
         raise ValueError(
             f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that format, "
             f"or {TO_BF16}"
@@ -171,10 +171,10 @@ def check_not_packed(name, kwargs: dict) -> None:
     if getattr(kwargs.get("quantization_config"), "dequantize", False):
         return
     try:
-        kind = "NVFP4" if declared.format() == "nvfp4" else "FP8"
+        stored = declared.format().upper()
     except CheckpointError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
-    raise UnsupportedModelError(f"{name} has {kind} experts: {REMEDIES[declared.method]}")
+    raise UnsupportedModelError(f"{name} has {stored} experts: {REMEDIES[declared.method]}")
 
 
 def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, DeclaredQuantization | None]:
@@ -184,7 +184,7 @@ def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, DeclaredQuantiza
 
 
 def config_for(name, kwargs: dict) -> PreTrainedConfig:
-    """The config with which from_pretrained(name, **kwargs) would build a model."""
+    """Return the config with which from_pretrained(name, **kwargs) would build a model."""
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         return config
@@ -193,7 +193,7 @@ def config_for(name, kwargs: dict) -> PreTrainedConfig:
 
 
 def _folder_of(name, kwargs: dict, file: str) -> Path | None:
-    """The folder of a checkpoint that is here; of one of the hub, its place in the cache once it has this file."""
+    """Return the folder of a checkpoint that is here; of one of the hub, its place in the cache once it has this file."""
     if Path(name).is_dir():
         return Path(name, kwargs.get("subfolder") or "")
     try:
