@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -22,14 +22,16 @@ def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, trainin
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     axes.axhline(uniform, color=GREY, linestyle=":", linewidth=1.2)
-    beside = {"textcoords": "offset points", "xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 9}
-    axes.annotate(f"guessing: ln(vocabulary) = {uniform:.2f}", (1, uniform), xytext=(-4, -12), color=GREY, **beside)
+    beside: dict[str, Any] = {"textcoords": "offset points", "xycoords": ("axes fraction", "data"), "ha": "right"}
+    axes.annotate(
+        f"guessing: ln(vocabulary) = {uniform:.2f}", (1, uniform), xytext=(-4, -12), color=GREY, fontsize=9, **beside
+    )
     axes.plot(train.steps, train.values, color=BLUE, linewidth=1.8, label=f"training batches ({training})")
     axes.plot(
         held_out.steps, held_out.values, "o-", color=ORANGE, linewidth=1.2, label="held-out files (top-k routing)"
     )
     for end, side in ((0, "left"), (-1, "right")):
-        above = {"xytext": (4, 9), "textcoords": "offset points", "ha": side, "fontweight": "bold"}
+        above: dict[str, Any] = {"xytext": (4, 9), "textcoords": "offset points", "ha": side, "fontweight": "bold"}
         point = held_out.steps[end], held_out.values[end]
         axes.annotate(f"{held_out.values[end]:.2f}", point, color=ORANGE, **above)
     axes.set_xlabel(f"optimiser step ({tokens_per_step:,} tokens each)")
