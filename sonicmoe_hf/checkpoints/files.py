@@ -103,9 +103,10 @@ def read_headers(folder: Path) -> dict[str, Header]:
     """Read the header of every tensor of the checkpoint in `folder`, from the files that its index names.
 
     Raises:
-        CheckpointError: no safetensors weights, a file or tensor missing or damaged, a tensor in two files, or an index
-            beside a model.safetensors that it does not name.
+        CheckpointError: no safetensors weights, a file or tensor missing or damaged, a tensor in two files, an adapter or
+            an index that does not name it beside model.safetensors.
     """
+    refuse_model_beside_adapter(folder)
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / WEIGHTS_FILE).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..formats.hub import HubFormat
 from ..kernels.packed import FORMATS, Format, Quantized
 from ..kernels.packed.format import Stored
 from .configs import quantization_of
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Header, opened, read_headers, read_json
 
 TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -165,14 +166,13 @@ class HubMatrix(Weight):
 
 
 class StoredWeights:
-    """The files of an opened checkpoint.
+    """The files of a checkpoint, whose headers are read when they are first asked for.
 
     Attributes:
-        folder, config: where it is, and its config.json. tensors: every tensor's header.
+        folder, config: where it is, and its config.json.
         declared: what its config declares of its quantization; None where it is not quantized.
         format: of experts stored [E, ...] under their parameter's name, or how weights are stored each for itself, in
             every linear layer; None where nothing is quantized.
-        weights: by name.
         keep_fp32: modules of the model that are never cast, where it is known.
     Raises:
         CheckpointError: a file is missing, damaged or contradicts another, or a quantized weight is not as declared.
@@ -183,7 +183,6 @@ class StoredWeights:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config = read_json(folder / CONFIG_FILE)
-        refuse_model_beside_adapter(folder)
         if self.config.get("transformers_weights") is not None:
             raise CheckpointError(
                 f"{folder / CONFIG_FILE}: transformers_weights is {self.config['transformers_weights']!r}, a file that "
@@ -194,8 +193,6 @@ class StoredWeights:
             self.format = None if self.declared is None else self.declared.stored()
         except CheckpointError as error:
             raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
-        self.tensors = read_headers(folder)
-        self.weights = self._by_name()
         self._open: tuple[str, Any] | None = None
 
     @property
@@ -208,7 +205,14 @@ class StoredWeights:
         """True where quantize_experts or conversion packed the experts."""
         return self.declared is not None and self.declared.is_packed_here
 
-    def _by_name(self) -> dict[str, Weight]:
+    @cached_property
+    def tensors(self) -> dict[str, Header]:
+        """Every tensor's header, by name."""
+        return read_headers(self.folder)
+
+    @cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Every weight, by name."""
         kind: type[Weight] = HubMatrix if isinstance(self.format, HubFormat) else PackedExperts
         weights: dict[str, Weight] = {}
         beside: set[str] = set()
