@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..layer.routing import Routing
-from ..routing import calls
+from ..private.torch import hooks_of_saved_tensors
 
 MIN_BYTES = 2**26  # of the gathered tokens of a layer: with few, the host's time for this counts more than the memory
 NUM_WHOLE = 2  # calls of experts whose rows are kept with all their room
@@ -78,10 +78,11 @@ def _is_filling(device: torch.device) -> bool:
 @contextlib.contextmanager
 def cut_kept_rows(x: torch.Tensor, routing: Routing) -> Iterator[None]:
     """Cut the rows that autograd keeps of experts' call with x and a sorted routing inside `with`, when two further calls
-    have begun and the card fills. Under gradient checkpointing they are not kept, and nothing is done."""
-    room, is_kept = routing.expert_index.numel(), torch.is_grad_enabled() and calls.checkpoint_in_progress() is None
+    have begun and the card fills. Nothing is done where others take what autograd saves: checkpointing, offloading."""
+    room = routing.expert_index.numel()
     is_traced = torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    if not is_kept or is_traced or x.nbytes < MIN_BYTES or room == len(x):  # of one expert a token, x would be cut too
+    is_kept = torch.is_grad_enabled() and not is_traced and hooks_of_saved_tensors(False) is None
+    if not is_kept or x.nbytes < MIN_BYTES or room == len(x):  # of one expert a token, x would be cut too
         yield
         return
     while len(_whole) >= NUM_WHOLE:

@@ -311,7 +311,7 @@ def test_chunks_travel_while_others_are_computed_forward_and_backward(ranks):
 
 
 def step_with_cut_rows(rank, folder):
-    """A step, and (rows there was room for, rows kept) of what was cut in its forward."""
+    """Steps without checkpointing and with it, and (rows there was room for, rows kept) of what was cut in forward."""
     model, cuts, cut = load(folder, APART), [], kept_rows.Kept.cut
 
     def noted(kept):
@@ -319,7 +319,9 @@ def step_with_cut_rows(rank, folder):
         cuts.append((kept.room, len(kept.tensor)))
 
     with mock.patch.object(kept_rows, "MIN_BYTES", 0), mock.patch.object(kept_rows.Kept, "cut", noted):
-        return step(model, batch(**OWN_BATCH[rank])), cuts
+        found = [step(model, batch(**OWN_BATCH[rank]))]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return [*found, step(model, batch(**OWN_BATCH[rank]))], cuts
 
 
 def test_of_gathered_tokens_backward_keeps_the_rows_of_a_ranks_own_experts(ranks, tmp_path):
@@ -328,10 +330,11 @@ def test_of_gathered_tokens_backward_keeps_the_rows_of_a_ranks_own_experts(ranks
     sonicmoe_hf.patch_model(model)
     losses, expected = mean_of_ranks(model)
     results = ranks.run(step_with_cut_rows, str(tmp_path))
-    for loss, (found, _) in zip(losses, results, strict=True):
-        assert_all_close(found, {"loss": loss, **expected}, 1e-5, PARTIAL_SUMS)
+    for loss, (steps, _) in zip(losses, results, strict=True):
+        for found in steps:
+            assert_all_close(found, {"loss": loss, **expected}, 1e-5, PARTIAL_SUMS)
     (_, first), (_, second) = results
-    assert len(first) == len(second) == 2  # h of all layers but the last two
+    assert len(first) == len(second) == 2  # h of all layers but the last two; checkpointing keeps none
     for (room, rows), (same_room, other_rows) in zip(first, second):
         assert room == same_room == rows + other_rows == 2 * WORLD * 96
 
