@@ -80,12 +80,12 @@ class _Root(NamedTuple):
 
 def leaves_of(arguments: Sequence[Any]) -> Leaves:
     """Flatten the arguments: what tuples among them hold stands in their place."""
-    leaves, place = list(arguments), 0
-    while place < len(leaves):
-        if isinstance(leaves[place], tuple):
-            leaves[place : place + 1] = leaves[place]
+    leaves = []
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            leaves += leaves_of(argument)
         else:
-            place += 1
+            leaves.append(argument)
     return leaves
 
 

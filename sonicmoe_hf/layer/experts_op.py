@@ -308,12 +308,12 @@ def _setup_context(ctx, arguments, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     needs = dict(zip(_INPUTS.leaves, ctx.needs_input_grad))
-    ctx.given = [isinstance(leaf, torch.Tensor) for leaf in leaves_of(inputs)]
-    if flags.h and not needs["gate_up_weight"] and not needs["gate_up_a"]:
-        inputs = inputs._replace(x=None)
     results = iter(output[1:])
     saved = [next(results) if is_saved else None for is_saved in flags]
-    tensors = leaves_of((*saved, inputs, rows, options))
+    tensors, x = leaves_of((*saved, inputs, rows, options)), len(saved)
+    ctx.given = [isinstance(leaf, torch.Tensor) for leaf in tensors[x : x + len(_INPUTS.leaves)]]
+    if flags.h and not needs["gate_up_weight"] and not needs["gate_up_a"]:
+        tensors[x] = None
     ctx.constants = [None] * len(tensors)
     for place, leaf in enumerate(tensors):
         if not isinstance(leaf, torch.Tensor):

@@ -262,7 +262,7 @@ def test_frozen_experts_keep_no_input_and_compute_no_weight_gradients(monkeypatc
     out, saved = saved_tensors(lambda: run(inputs, index))
     assert not any(t.data_ptr() == inputs["x"].data_ptr() for t in saved)
     out.sum().backward()
-    assert asked == [{"want_dh": True, "want_a": False, "want_dw": True, "extra": None}]
+    assert asked == [{"want_dh": True, "want_a": False, "want_dw": True, "lora": None}]
     assert inputs["x"].grad is not None and inputs["weights"].grad is not None and inputs["gate_up"].grad is None
 
 
