@@ -25,6 +25,7 @@ from ..formats.quantizer import (
     ExpertsQuantizationConfig,
     ExpertsQuantizer,
     check_packable,
+    ignore_packed_in_ddp,
     mark_model_packed,
 )
 from ..formats.state import hold_packed
@@ -96,13 +97,14 @@ def quantize_experts(
     model.config.quantization_config = config
     quantizer = ExpertsQuantizer(config, pre_quantized=True)
     vars(model).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=QUANT_METHOD)
+    mark_model_packed(model)
     for module in model.modules():
         unbind_liger(module)
     for _, module, name in logging.tqdm(weights, desc=f"Packing experts in {format}"):
         weight, order = getattr(module, name), row_order(module, name)
         packed = PackedWeight.quantize(weight, format, is_transposed(module), order)
         hold_packed(module, name, packed if placement is None else placement.hold(module, name, packed))
-    mark_model_packed(model)
+    ignore_packed_in_ddp(model)
     return model
 
 
