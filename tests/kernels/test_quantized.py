@@ -148,7 +148,8 @@ def test_weights_without_a_sound_scale_of_their_own_are_off_by_their_size_at_mos
     weight = size * torch.randn(1, 2, 64) + 0.0  # which leaves no negative zeros
     packed = FORMATS[name].quantize(weight)
     found = FORMATS[name].dequantize(packed, torch.float32)
-    assert (found - weight).abs().amax() <= weight.abs().amax()
+    worst = 0.25 if size > 1e-38 else 1.0  # of four bits, whose scale is a normal number; below, all may become zero
+    assert (found - weight).abs().amax() <= worst * weight.abs().amax()
     assert size or name == "nf4" or not packed.codes.any(), "zeros have codes of zeros, also where their scale is zero"
 
 
