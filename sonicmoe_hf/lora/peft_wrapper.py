@@ -144,10 +144,11 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank
 
 
 def _adapters(wrapper: ParamWrapper) -> list[LowRank]:
-    """The wrapper's active adapters, where our experts compute with them; none where PEFT itself does, or nobody."""
+    """Return the wrapper's active adapters, where our experts compute with them; none where PEFT does, or nobody."""
     if wrapper.disable_adapters or wrapper.merged:
         return []
-    names = [name for name in wrapper.active_adapters if name in wrapper._modules["lora_A"]._modules]
+    factors: Any = wrapper._modules["lora_A"]
+    names = [name for name in wrapper.active_adapters if name in factors._modules]
     experts = _base_layer(wrapper)
     if not names or _implementation(experts) != IMPLEMENTATION:
         return []
