@@ -82,10 +82,20 @@ def upstream(shape: Shape):
     def layer(x, gate_up, down, expert, weight):
         token = torch.arange(shape.T, device=x.device, dtype=torch.int32).repeat_interleave(shape.K)
         out, _ = peer.moe_general_routing_inputs(
-            x, weight.reshape(-1).float(), token, expert.reshape(-1).int(), gate_up.permute(1, 2, 0), None,
-            down.permute(1, 2, 0), None, E=shape.E, activation_type=swiglu,
-            stream_id=torch.cuda.current_stream().cuda_stream, is_inference_mode_enabled=False, concat_layout=True,
-        )  # fmt: skip
+            x,
+            weight.reshape(-1).float(),
+            token,
+            expert.reshape(-1).int(),
+            gate_up.permute(1, 2, 0),
+            None,
+            down.permute(1, 2, 0),
+            None,
+            E=shape.E,
+            activation_type=swiglu,
+            stream_id=torch.cuda.current_stream().cuda_stream,
+            is_inference_mode_enabled=False,
+            concat_layout=True,
+        )
         return out
 
     return layer

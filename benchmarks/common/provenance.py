@@ -14,9 +14,18 @@ import torch
 
 COMMIT_VARIABLE = "SONICMOE_HF_COMMIT"  # for a machine that has the files and not the repository
 PACKAGES = (
-    "torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors", "peft", "liger-kernel", "torchao",
-    "flash-linear-attention", "causal-conv1d", "mamba-ssm",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "transformers",
+    "safetensors",
+    "peft",
+    "liger-kernel",
+    "torchao",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
+)
 PEERS = ("sonic_moe", "scattermoe", "scattermoe_lora", "unsloth_zoo")  # sources, which are no distributions
 
 

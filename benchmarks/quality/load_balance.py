@@ -78,8 +78,18 @@ PLAN = (
     ),
 )
 KEYS = ("preset", *Case._fields, "seed", "steps")
-FIGURES = ("held_out_loss", "load", "load_worst", "load_step", "load_held_out", "load_held_out_worst", "dead",
-           "dead_held_out", "rows_ratio", "training_seconds")  # fmt: skip
+FIGURES = (
+    "held_out_loss",
+    "load",
+    "load_worst",
+    "load_step",
+    "load_held_out",
+    "load_held_out_worst",
+    "dead",
+    "dead_held_out",
+    "rows_ratio",
+    "training_seconds",
+)
 Run = tuple[Case, int]  # with its seed
 
 

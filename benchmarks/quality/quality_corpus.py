@@ -34,8 +34,26 @@ MIN_LINE, MAX_SEEN_SHARE = 24, 0.5  # near duplicates: lines of so many characte
 FILE = ROOT / "benchmarks" / ".corpus" / "packages.npz"
 
 # every word of a stated licence must be one of these
-PERMISSIVE = {"MIT", "MIT-0", "MIT-CMU", "BSD", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "Apache", "Apache-2.0", "BSL-1.0",
-              "ISC", "ISCL", "PSF-2.0", "Python", "CNRI-Python", "Zlib", "CC0-1.0", "Unlicense"}  # fmt: skip
+PERMISSIVE = {
+    "MIT",
+    "MIT-0",
+    "MIT-CMU",
+    "BSD",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "0BSD",
+    "Apache",
+    "Apache-2.0",
+    "BSL-1.0",
+    "ISC",
+    "ISCL",
+    "PSF-2.0",
+    "Python",
+    "CNRI-Python",
+    "Zlib",
+    "CC0-1.0",
+    "Unlicense",
+}
 NEUTRAL = {"AND", "OR", "WITH", "LLVM-exception", "License", "Software", "Foundation", "The", "2.0", "3-Clause"}
 
 

@@ -96,18 +96,36 @@ def _bounds_arguments(q, k, bounds: Bounds | None):
 
 def _cuda_forward(q, k, v, visible: Visible, scale: float):
     o, l, *_ = flash_forward(
-        q, k, v, *_bounds_arguments(q, k, visible.bounds), 0.0, visible.causal, False, scale=scale,
+        q,
+        k,
+        v,
+        *_bounds_arguments(q, k, visible.bounds),
+        0.0,
+        visible.causal,
+        False,
+        scale=scale,
         **_window_arguments(visible),
-    )  # fmt: skip
+    )
     return o, l
 
 
 def _cuda_backward(do, q, k, v, o, l, visible: Visible, scale: float):
     unused = q.new_empty(0)  # the state of random numbers, which only dropout has
     return flash_backward(
-        do, q, k, v, o, l, *_bounds_arguments(q, k, visible.bounds), 0.0, visible.causal, unused, unused, scale=scale,
+        do,
+        q,
+        k,
+        v,
+        o,
+        l,
+        *_bounds_arguments(q, k, visible.bounds),
+        0.0,
+        visible.causal,
+        unused,
+        unused,
+        scale=scale,
         **_window_arguments(visible),
-    )  # fmt: skip
+    )
 
 
 def _for_each_query_head(x, q):

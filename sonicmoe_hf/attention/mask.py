@@ -42,9 +42,17 @@ def sinks_mask(
         if is_plain and _has_no_padding(attention_mask):
             return None
         return eager_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            use_vmap=use_vmap, device=device, **kwargs,
-        )  # fmt: skip
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            use_vmap=use_vmap,
+            device=device,
+            **kwargs,
+        )
     _check_pattern(mask_function, use_vmap)
     if attention_mask is None and _is_whole(q_length, kv_length, q_offset, kv_offset):
         packed = not allow_is_causal_skip and q_length == kv_length > 1

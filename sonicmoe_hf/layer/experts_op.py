@@ -106,14 +106,28 @@ class _Layer:
             lora = gate_up.term(u_PJ)
         if self.fp8:
             h_R2I, a_RI, self.scaled_a = self.kernels.scaled_up(
-                self.kernels.scale_rows(x), self.packed(gate_up), self.rows, self.activation, self.dtype,
-                want_h=want_h, want_a=want_a and self.down.a is not None, want_scaled=want_a, lora=lora,
-            )  # fmt: skip
+                self.kernels.scale_rows(x),
+                self.packed(gate_up),
+                self.rows,
+                self.activation,
+                self.dtype,
+                want_h=want_h,
+                want_a=want_a and self.down.a is not None,
+                want_scaled=want_a,
+                lora=lora,
+            )
             return u_PJ, h_R2I, a_RI
         h_R2I, a_RI = self.kernels.up(
-            x, self.operand(gate_up), gate_up.bias, self.rows, self.activation, self.interleaved,
-            want_h=want_h, want_a=want_a, lora=lora,
-        )  # fmt: skip
+            x,
+            self.operand(gate_up),
+            gate_up.bias,
+            self.rows,
+            self.activation,
+            self.interleaved,
+            want_h=want_h,
+            want_a=want_a,
+            lora=lora,
+        )
         return u_PJ, h_R2I, a_RI
 
     def y(self, a_RI):
@@ -133,15 +147,33 @@ class _Layer:
         if self.fp8:
             scaled_dout = kernels.scale_rows(dout, SMALLEST_GRADIENT)
             dh_R2I, a_RI, dw_P, self.scaled_dh = kernels.scaled_down_backward(
-                scaled_dout, self.transposed_packed(self.down), h_R2I, weight_P, self.rows, activation,
-                want_dh=want_dh and self.gate_up.a is not None, want_a=want_a, want_dw=want_dw,
-                want_scaled=want_dx, lora=lora,
-            )  # fmt: skip
+                scaled_dout,
+                self.transposed_packed(self.down),
+                h_R2I,
+                weight_P,
+                self.rows,
+                activation,
+                want_dh=want_dh and self.gate_up.a is not None,
+                want_a=want_a,
+                want_dw=want_dw,
+                want_scaled=want_dx,
+                lora=lora,
+            )
             return dh_R2I, a_RI, dw_P
         return kernels.down_backward(
-            dout, self.weight(self.down), self.down.bias, h_R2I, weight_P, self.rows, activation, self.interleaved,
-            want_dh=want_dh, want_a=want_a, want_dw=want_dw, lora=lora,
-        )  # fmt: skip
+            dout,
+            self.weight(self.down),
+            self.down.bias,
+            h_R2I,
+            weight_P,
+            self.rows,
+            activation,
+            self.interleaved,
+            want_dh=want_dh,
+            want_a=want_a,
+            want_dw=want_dw,
+            lora=lora,
+        )
 
     def dx(self, dh_R2I, lora):
         """Compute the gradient of gathered x from the dh that `down_backward` gave."""
@@ -267,9 +299,16 @@ def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
     want_da = want_dh or need.weight
     if down.b is not None and (want_da or need.down.a or need.down.b):
         dv, gradients["b"] = kernels.lora_b_backward(
-            dout, down.b, v, weight_P, rows, down.scale, gathered=True,
-            want_dshrunk=want_da or need.down.a, like_ENj=inputs.down.b if need.down.b else None,
-        )  # fmt: skip
+            dout,
+            down.b,
+            v,
+            weight_P,
+            rows,
+            down.scale,
+            gathered=True,
+            want_dshrunk=want_da or need.down.a,
+            like_ENj=inputs.down.b if need.down.b else None,
+        )
         lora = down.transposed_term(dv, layer.fp8) if want_da else None
     if want_da or want_a:
         if h is None:
@@ -287,9 +326,16 @@ def _up_backward(layer: _Layer, need: Any, dh, u, num_tokens: int):
     gradients, du, dx, lora = {}, None, None, None
     if gate_up.b is not None and (need.x or need.gate_up.a or need.gate_up.b):
         du, gradients["b"] = kernels.lora_b_backward(
-            dh, gate_up.b, u, None, rows, gate_up.scale, gathered=False,
-            want_dshrunk=need.x or need.gate_up.a, like_ENj=inputs.gate_up.b if need.gate_up.b else None,
-        )  # fmt: skip
+            dh,
+            gate_up.b,
+            u,
+            None,
+            rows,
+            gate_up.scale,
+            gathered=False,
+            want_dshrunk=need.x or need.gate_up.a,
+            like_ENj=inputs.gate_up.b if need.gate_up.b else None,
+        )
         lora = gate_up.transposed_term(du, layer.fp8) if need.x else None
     if need.x:
         dx = kernels.combine(layer.dx(dh, lora), None, rows, num_tokens)

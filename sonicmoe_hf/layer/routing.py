@@ -185,9 +185,18 @@ def _round_rows(
 ) -> list[torch.Tensor]:
     """[weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
     result = backends.load(options.backend).round_rows(
-        scores, ranking, top_k_index, valid, uniform,
-        options.rounding, options.tile, options.min_pairs, options.num_pairs, weighting, options.dtype,
-    )  # fmt: skip
+        scores,
+        ranking,
+        top_k_index,
+        valid,
+        uniform,
+        options.rounding,
+        options.tile,
+        options.min_pairs,
+        options.num_pairs,
+        weighting,
+        options.dtype,
+    )
     tensors = [result.weight_P, result.expert_P, *result.rows]
     return tensors if valid is None else [*tensors, result.fell_back]
 

@@ -27,23 +27,59 @@ KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[
 WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
 WRAPPED = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # and torch's
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights",
-    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "modules_to_save", "megatron_core", "qalora_group_size", "lora_B_layout", "unsloth_fused_expert_lora",
-}  # fmt: skip
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "rank_pattern",
+    "lora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "lora_dropout",
+    "bias",
+    "init_lora_weights",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "megatron_core",
+    "qalora_group_size",
+    "lora_B_layout",
+    "unsloth_fused_expert_lora",
+}
 NAMES = {  # entries that hold names, and what PEFT writes them as
-    "target_modules": (list, str), "exclude_modules": (list, str), "target_parameters": (list,),
-    "modules_to_save": (list,), "rank_pattern": (dict,), "alpha_pattern": (dict,),
-}  # fmt: skip
+    "target_modules": (list, str),
+    "exclude_modules": (list, str),
+    "target_parameters": (list,),
+    "modules_to_save": (list,),
+    "rank_pattern": (dict,),
+    "alpha_pattern": (dict,),
+}
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
 NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"  # orders of lora_B's columns: PEFT's, and Unsloth's older one
 UNSLOTH_PARAMETERS = ("gate_up_proj", "down_proj")
 UNSLOTH_FAMILIES = {  # whose experts unsloth_zoo computed in its own order until 2026.9.6, and PEFT computed the others
-    "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "lfm2_moe",
-    "mixtral", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
-}  # fmt: skip
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "ernie4_5_vl_moe",
+    "gemma4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "lfm2_moe",
+    "mixtral",
+    "qwen3_5_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl_moe",
+}
 
 
 def without_wrappers(name: str) -> str:

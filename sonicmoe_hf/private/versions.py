@@ -9,8 +9,16 @@ import torch
 from packaging.version import Version
 
 PACKAGES = (
-    "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
-)  # fmt: skip
+    "sonicmoe-hf",
+    "torch",
+    "transformers",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "accelerate",
+    "peft",
+    "datasets",
+    "trl",
+)
 # The oldest and the newest tested. pyproject.toml asks for the oldest; a newer one than the newest is used all the same,
 # so that the next release of a package locks nobody out.
 TESTED = {

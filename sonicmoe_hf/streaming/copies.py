@@ -83,8 +83,11 @@ class _Mapped:
     def __init__(self, host: torch.Tensor, address: int):
         self.host = host  # lives as long as the tensor
         self.__cuda_array_interface__ = {
-            "shape": (host.nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
+            "shape": (host.nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 class CudaCopies(Copies):

@@ -78,12 +78,21 @@ def test_its_experts_are_taken_bit_for_bit(declared, tmp_path):
 
 
 @loads_hub_formats
-@pytest.mark.parametrize("change, match", [
-    (lambda t: t.pop(f"{EXPERT}_scale_2"), "scales of .*up_proj.weight are missing"),
-    (lambda t: t[f"{EXPERT}_scale_2"].fill_(float("nan")), "gate_up_proj_scale_2 has NaN or infinite"),
-    (lambda t: t[f"{EXPERT}_scale"].view(torch.uint8)[3, 1:2].fill_(127), "gate_up_proj_scale has NaN or infinite"),
-    (lambda t: t.update({f"{EXPERT}_scale": t[f"{EXPERT}_scale"][:, :3].clone()}), r"expert 3: weight_scale is .*\(64, 3\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda t: t.pop(f"{EXPERT}_scale_2"), "scales of .*up_proj.weight are missing"),
+        (lambda t: t[f"{EXPERT}_scale_2"].fill_(float("nan")), "gate_up_proj_scale_2 has NaN or infinite"),
+        (
+            lambda t: t[f"{EXPERT}_scale"].view(torch.uint8)[3, 1:2].fill_(127),
+            "gate_up_proj_scale has NaN or infinite",
+        ),
+        (
+            lambda t: t.update({f"{EXPERT}_scale": t[f"{EXPERT}_scale"][:, :3].clone()}),
+            r"expert 3: weight_scale is .*\(64, 3\)",
+        ),
+    ],
+)
 def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while_loading(checkpoint, change, match):
     folder, _, _ = checkpoint
     edit_tensors(folder, change)

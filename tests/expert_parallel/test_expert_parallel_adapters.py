@@ -96,9 +96,18 @@ def test_ranks_hold_one_ranks_factors_and_save_them_whole(ranks, sizes, format, 
 
 def trainer_of(model, output, steps, batch_size):
     args = TrainingArguments(
-        str(output), max_steps=steps, per_device_train_batch_size=batch_size, learning_rate=1e-3, max_grad_norm=0.1,
-        logging_steps=1, save_strategy="steps", save_steps=2, save_only_model=True, report_to="none", use_cpu=True,
-    )  # fmt: skip
+        str(output),
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=1e-3,
+        max_grad_norm=0.1,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        save_only_model=True,
+        report_to="none",
+        use_cpu=True,
+    )
     trainer = Trainer(model=model, args=args, train_dataset=Examples(24, padding=True))
     sonicmoe_hf.attach(trainer)
     return trainer

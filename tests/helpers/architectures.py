@@ -22,14 +22,28 @@ BEGIN, END = "<!-- table: PYTHONPATH=.:tests python -m helpers.architectures -->
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 16, 12, 8, 2, 64
 SIZES = {
     HIDDEN: ("hidden_size", "d_model"),
-    INNER: ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size",
-            "shared_intermediate_size", "moe_latent_size", "vision_moe_intermediate_size", "ffn_dim"),
+    INNER: (
+        "moe_intermediate_size",
+        "intermediate_size",
+        "expert_ffn_hidden_size",
+        "shared_intermediate_size",
+        "moe_latent_size",
+        "vision_moe_intermediate_size",
+        "ffn_dim",
+    ),
     EXPERTS: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
-    TOP_K: ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "topk_group", "num_experts_per_token",
-            "moe_top_k"),
+    TOP_K: (
+        "num_experts_per_tok",
+        "moe_topk",
+        "top_k_experts",
+        "moe_k",
+        "topk_group",
+        "num_experts_per_token",
+        "moe_top_k",
+    ),
     4: ("n_group",),
     1: ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_hidden_layers"),
-}  # fmt: skip
+}
 NOT_MERGED = {
     "DiffusionGemmaTextExperts": "no: encoder and decoder share weights",
     "MuseSparkExperts": "untested: `lora_config` raises an error",

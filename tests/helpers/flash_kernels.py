@@ -47,9 +47,25 @@ def _scores(q, k, is_causal, scale, left, right):
 
 @torch.autocast("cpu", enabled=False)
 def forward(
-    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
-    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    seqused_k=None,
+    alibi_slopes=None,
+    block_table=None,
+    num_splits=None,
+):
     _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     assert dropout_p == 0 and not return_debug_mask and seqused_k is None and alibi_slopes is None
     out = torch.full_like(query, math.nan)
@@ -72,9 +88,25 @@ def forward(
 
 @torch.autocast("cpu", enabled=False)
 def backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-    unused, *, scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
     _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, out, grad_out)
     assert logsumexp.dtype in (torch.float32, torch.float64) and logsumexp.is_contiguous() and dropout_p == 0
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (query, key, value))

@@ -72,9 +72,15 @@ glm4_moe = partial(
 qwen3_vl_moe = partial(
     Qwen3VLMoeConfig,
     text_config={**SHARED, **GROUPED, **OF_QWEN3},
-    vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
-                   "deepstack_visual_indexes": [0]},
-)  # fmt: skip
+    vision_config={
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 16,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+    },
+)
 CONFIGS = {"qwen3_moe": qwen3_moe, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
 OTHERS = {  # without a native layout
     "nemotron_h": nemotron_h,

@@ -18,9 +18,20 @@ UNEVEN = {
 
 
 FAMILIES_IN_VLLM = [  # besides, built by small_model
-    "afmoe", "axk1", "gemma4", "granitemoe", "granitemoeshared", "hy_v3", "jamba", "laguna",
-    "lfm2_moe", "minimax_m2", "nemotron_h", "phimoe", "qwen3_5_moe",
-]  # fmt: skip
+    "afmoe",
+    "axk1",
+    "gemma4",
+    "granitemoe",
+    "granitemoeshared",
+    "hy_v3",
+    "jamba",
+    "laguna",
+    "lfm2_moe",
+    "minimax_m2",
+    "nemotron_h",
+    "phimoe",
+    "qwen3_5_moe",
+]
 FAMILIES_IN_SGLANG = ["granitemoe", "minimax_m2", "phimoe", "qwen3_5_moe"]
 OTHERS = ("mixtral", "glm4_moe", "qwen3_vl_moe")
 

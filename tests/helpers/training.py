@@ -86,11 +86,21 @@ class Examples(torch.utils.data.Dataset):
 def arguments(folder, **options) -> TrainingArguments:
     """Four unshuffled sequences a step on the CPU, nothing reported, nothing saved."""
     defaults = {
-        "use_cpu": True, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 4,
-        "logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-3,
-        "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential",
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
         "dataloader_pin_memory": False,
-    }  # fmt: skip
+    }
     return TrainingArguments(str(folder), **{**defaults, **options})
 
 

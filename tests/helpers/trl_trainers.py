@@ -44,8 +44,17 @@ def watched_training(trainer) -> dict[bool, bool]:
 
 def trl_trainer(trainer_class, config_class, model, rows, folder, words, callbacks=(), config=None, **options):
     """Return a trainer of one step in fp32, unless `config` says otherwise, which reports and saves nothing."""
-    settings = {"use_cpu": True, "bf16": False, "max_steps": 1, "report_to": [], "disable_tqdm": True,
-                "save_strategy": "no", "per_device_train_batch_size": 4, "learning_rate": 1e-3, **(config or {})}  # fmt: skip
+    settings = {
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        **(config or {}),
+    }
     return trainer_class(
         model,
         args=config_class(str(folder), **settings),

@@ -43,10 +43,17 @@ def by_backward(out, wanted):
 @pytest.mark.parametrize(
     ("wanted", "biases"),
     [
-        (("x",), "both"), (("x",), "none"), (("gate_up",), "none"), (("x", "down"), "both"), (("weights",), "none"),
-        (("gate_up_bias",), "both"), (("down_bias",), "down_bias"), (("down",), "gate_up_bias"), (NAMES, "both"),
+        (("x",), "both"),
+        (("x",), "none"),
+        (("gate_up",), "none"),
+        (("x", "down"), "both"),
+        (("weights",), "none"),
+        (("gate_up_bias",), "both"),
+        (("down_bias",), "down_bias"),
+        (("down",), "gate_up_bias"),
+        (NAMES, "both"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("ask", [by_grad, by_backward])
 @pytest.mark.parametrize("leaves", [True, False], ids=["of leaves", "of results"])
 @pytest.mark.parametrize("as_op", [False, True], ids=["plain", "op"])

@@ -27,9 +27,18 @@ NAMES = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
 
 
 def problem(
-    T=7, H=6, I=5, E=4, K=2, layout="concatenated", bias=True, dtype=torch.float64, grad=True, idle=1,
+    T=7,
+    H=6,
+    I=5,
+    E=4,
+    K=2,
+    layout="concatenated",
+    bias=True,
+    dtype=torch.float64,
+    grad=True,
+    idle=1,
     activation=None,
-):  # fmt: skip
+):
     """Inputs of O(1) pre-activations; the last `idle` experts get no rows."""
     transposed, width = LAYOUTS[layout][0], (activation or Activation()).width(I)
     gate_up = torch.randn(E, width, H, dtype=torch.float64) * H**-0.5 * 1.5
@@ -61,10 +70,19 @@ def expected(inputs, index, *, token_index=None, layout="concatenated", activati
     token = torch.arange(T).repeat_interleave(K) if token_index is None else token_index
     gate_up, down = (w.transpose(1, 2) if transposed else w for w in (inputs["gate_up"], inputs["down"]))
     return reference.moe_experts(
-        inputs["x"], gate_up, down, index.reshape(-1), token, inputs["weights"].reshape(-1),
-        gate_up_bias_E2I=inputs.get("gate_up_bias"), down_bias_EH=inputs.get("down_bias"), interleaved=interleaved,
-        activation=activation.name, alpha=activation.alpha, limit=activation.limit,
-    )  # fmt: skip
+        inputs["x"],
+        gate_up,
+        down,
+        index.reshape(-1),
+        token,
+        inputs["weights"].reshape(-1),
+        gate_up_bias_E2I=inputs.get("gate_up_bias"),
+        down_bias_EH=inputs.get("down_bias"),
+        interleaved=interleaved,
+        activation=activation.name,
+        alpha=activation.alpha,
+        limit=activation.limit,
+    )
 
 
 def output_and_gradients(function, inputs, *args, **options):

@@ -21,11 +21,34 @@ from unittest import mock
 
 VLLM = "vllm==0.33.0"
 IMPORTED = (  # by vllm.lora, besides what Transformers, PEFT and the tests need
-    "aiohttp", "aiosignal", "aiohappyeyeballs", "frozenlist", "multidict", "propcache", "yarl", "cachetools", "cbor2",
-    "cloudpickle", "compressed-tensors", "fastapi", "loguru", "starlette", "llguidance", "msgspec", "openai",
-    "openai-harmony", "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions",
-    "partial-json-parser", "prometheus-client", "pybase64", "sniffio", "uvloop", "xgrammar",
-)  # fmt: skip
+    "aiohttp",
+    "aiosignal",
+    "aiohappyeyeballs",
+    "frozenlist",
+    "multidict",
+    "propcache",
+    "yarl",
+    "cachetools",
+    "cbor2",
+    "cloudpickle",
+    "compressed-tensors",
+    "fastapi",
+    "loguru",
+    "starlette",
+    "llguidance",
+    "msgspec",
+    "openai",
+    "openai-harmony",
+    "opentelemetry-api",
+    "opentelemetry-sdk",
+    "opentelemetry-semantic-conventions",
+    "partial-json-parser",
+    "prometheus-client",
+    "pybase64",
+    "sniffio",
+    "uvloop",
+    "xgrammar",
+)
 IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
 TESTS = Path(__file__).resolve().parents[1]
 

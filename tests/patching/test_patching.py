@@ -37,10 +37,17 @@ def states(model):
 def fingerprint(model):
     """Everything patching could leave behind on a model."""
     return [
-        (name, type(m), sorted(k for k in vars(m) if k != "training"), len(m._forward_hooks), len(m._forward_pre_hooks),
-         len(m._forward_pre_hooks_with_kwargs), len(m._forward_hooks_with_kwargs))
+        (
+            name,
+            type(m),
+            sorted(k for k in vars(m) if k != "training"),
+            len(m._forward_hooks),
+            len(m._forward_pre_hooks),
+            len(m._forward_pre_hooks_with_kwargs),
+            len(m._forward_hooks_with_kwargs),
+        )
         for name, m in model.named_modules()
-    ] + [model.config._experts_implementation, model.config.to_dict()]  # fmt: skip
+    ] + [model.config._experts_implementation, model.config.to_dict()]
 
 
 @pytest.mark.parametrize("family", CONFIGS)

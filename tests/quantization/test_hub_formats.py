@@ -173,15 +173,20 @@ def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others()
         theirs(*fp8_of(torch.randn(576, 128), "fp32")[:2], torch.float32)
 
 
-@pytest.mark.parametrize("changes, match", [
-    ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\].*\[128, 128\]"),
-    ({"weight_block_size": None}, "weight_block_size None"),
-    ({"activation_scheme": "static"}, "activation_scheme 'static'"),
-    ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}},
-     "compressed-tensors"),
-    ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ModelOpt as 'FP8'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\].*\[128, 128\]"),
+        ({"weight_block_size": None}, "weight_block_size None"),
+        ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}},
+            "compressed-tensors",
+        ),
+        ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ModelOpt as 'FP8'"),
+    ],
+)
 def test_other_kinds_of_fp8_are_refused_by_name_with_a_remedy(changes, match, tmp_path):
     make(tmp_path, "qwen3_moe", **SIZES["qwen3_moe"])
     edit_config(tmp_path, quantization_config={**DECLARED_FP8, **changes})
@@ -189,11 +194,14 @@ def test_other_kinds_of_fp8_are_refused_by_name_with_a_remedy(changes, match, tm
         from_pretrained(tmp_path, experts_quantization="fp8")
 
 
-@pytest.mark.parametrize("changes, match", [
-    ({}, 'has FP8 experts: to keep its experts packed .*experts_quantization="fp8"'),
-    ({"activation_scheme": "static"}, "activation_scheme 'static'.*load the bf16 checkpoint"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 'has NVFP4 experts: .*experts_quantization="nvfp4"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({}, 'has FP8 experts: to keep its experts packed .*experts_quantization="fp8"'),
+        ({"activation_scheme": "static"}, "activation_scheme 'static'.*load the bf16 checkpoint"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 'has NVFP4 experts: .*experts_quantization="nvfp4"'),
+    ],
+)
 def test_without_a_format_the_remedy_is_named_before_a_weight_is_read(changes, match, tmp_path):
     make(tmp_path, "deepseek_v3", **SIZES["deepseek_v3"])
     for path in tmp_path.glob("*.safetensors"):

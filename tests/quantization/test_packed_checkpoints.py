@@ -138,15 +138,23 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
         convert_checkpoint(packed / "hub", tmp_path / "out", quantize="int4")
 
 
-@pytest.mark.parametrize("change, match", [
-    (lambda t: {"c_fc_absmax": t["c_fc_absmax"][:, :-1].contiguous()}, "c_fc_absmax has shape .* must be"),
-    (lambda t: {"c_fc_codes": t["c_fc_codes"].view(torch.int8)}, "c_fc_codes has dtype torch.int8; it must be torch.uint8"),
-    (lambda t: {"c_fc_state": t["c_fc_state"] * float("nan")}, "c_fc_state has NaN or infinite values"),
-    (lambda t: {"c_fc_state": t["c_fc_state"].index_fill(0, torch.tensor([-1]), float("inf"))},
-     "c_fc_state has NaN or infinite values"),
-    (lambda t: {"c_fc_state": t["c_fc_state"].roll(1)}, "c_fc_state has other values than NF4's 16"),
-    (lambda t: {"c_fc_state": None}, "c_fc_state is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda t: {"c_fc_absmax": t["c_fc_absmax"][:, :-1].contiguous()}, "c_fc_absmax has shape .* must be"),
+        (
+            lambda t: {"c_fc_codes": t["c_fc_codes"].view(torch.int8)},
+            "c_fc_codes has dtype torch.int8; it must be torch.uint8",
+        ),
+        (lambda t: {"c_fc_state": t["c_fc_state"] * float("nan")}, "c_fc_state has NaN or infinite values"),
+        (
+            lambda t: {"c_fc_state": t["c_fc_state"].index_fill(0, torch.tensor([-1]), float("inf"))},
+            "c_fc_state has NaN or infinite values",
+        ),
+        (lambda t: {"c_fc_state": t["c_fc_state"].roll(1)}, "c_fc_state has other values than NF4's 16"),
+        (lambda t: {"c_fc_state": None}, "c_fc_state is missing"),
+    ],
+)
 def test_damaged_packed_weights_are_errors_that_name_them(packed, tmp_path, change, match):
     prefix, folder = "model.layers.1.mlp.experts.", tmp_path / "damaged"
     shutil.copytree(packed / "nf4", folder)

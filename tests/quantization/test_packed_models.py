@@ -188,9 +188,16 @@ def test_full_fine_tuning_is_refused():
 def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
     small("qwen3_moe").bfloat16().save_pretrained(tmp_path / "dense")
     rows = [{"input_ids": row.tolist()} for row in batch(8, 16)["input_ids"]]
-    config = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2,
-              "learning_rate": 1e-2, "bf16": True, "gradient_checkpointing": True,
-              "dataset_kwargs": {"skip_prepare_dataset": True}}  # fmt: skip
+    config = {
+        "max_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
     adapters = LoraConfig(r=4, target_parameters=EXPERTS)
 
     def train(resume):
@@ -219,14 +226,25 @@ def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
     assert sum(weight.nbytes for weight in packed_in(model).values()) < bound * layers * layer
 
 
-@pytest.mark.parametrize("source, asked, match", [
-    ({"quant_method": "mxfp4"}, {}, r"'nf4', but the checkpoint is quantized already \(mxfp4\)"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"experts_quantization": "fp8"}, r"quantized already \(nvfp4\)"),
-    ({"quant_method": "sonicmoe_hf", "experts": "mxfp4"}, {}, r"quantized already \(mxfp4\)"),
-    ({"quant_method": "sonicmoe_hf", "experts": "nf4"}, {"quantization_config": BitsAndBytesConfig()}, "cannot be given"),
-    (None, {"quantization_config": Mxfp4Config()}, "is a Mxfp4Config"),
-    (None, {"experts_quantization": "int4"}, "experts_quantization is 'int4'; choose one of 'nf4', 'mxfp4'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source, asked, match",
+    [
+        ({"quant_method": "mxfp4"}, {}, r"'nf4', but the checkpoint is quantized already \(mxfp4\)"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            {"experts_quantization": "fp8"},
+            r"quantized already \(nvfp4\)",
+        ),
+        ({"quant_method": "sonicmoe_hf", "experts": "mxfp4"}, {}, r"quantized already \(mxfp4\)"),
+        (
+            {"quant_method": "sonicmoe_hf", "experts": "nf4"},
+            {"quantization_config": BitsAndBytesConfig()},
+            "cannot be given",
+        ),
+        (None, {"quantization_config": Mxfp4Config()}, "is a Mxfp4Config"),
+        (None, {"experts_quantization": "int4"}, "experts_quantization is 'int4'; choose one of 'nf4', 'mxfp4'"),
+    ],
+)
 def test_contradictions_are_refused(source, asked, match, tmp_path):
     small("qwen3_moe").save_pretrained(tmp_path)
     if source is not None:

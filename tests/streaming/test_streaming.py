@@ -270,10 +270,20 @@ def test_a_trainer_in_mixed_precision_resumes(late_copies, tmp_path):
 
     def trained(experts_memory, folder, steps, resume=None):
         args = TrainingArguments(
-            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            save_steps=1, logging_steps=1, report_to="none", use_cpu=True, seed=0, gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False}, lr_scheduler_type="constant", bf16=True,
-        )  # fmt: skip
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            save_steps=1,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            seed=0,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            lr_scheduler_type="constant",
+            bf16=True,
+        )
         model = adapted(streamed(experts_memory))
         Trainer(model=model, args=args, train_dataset=rows).train(resume_from_checkpoint=resume)
         return [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]

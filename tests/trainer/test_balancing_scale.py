@@ -136,8 +136,16 @@ def test_a_classification_heads_loss_is_a_mean_and_counts_whole(head, rows, tmp_
 
 def maker_of(trainer_class, config_class, rows, folder, words, config, **options):
     """A function that makes a trainer of a model with callbacks, of one step of SGD."""
-    settings = {"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
-                "train_sampling_strategy": "sequential", "gradient_checkpointing": False, **ONE_STEP, **config}  # fmt: skip
+    settings = {
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "train_sampling_strategy": "sequential",
+        "gradient_checkpointing": False,
+        **ONE_STEP,
+        **config,
+    }
     return lambda model, callbacks: trl_trainer(
         trainer_class, config_class, model, rows, folder, words, callbacks, settings, **options
     )

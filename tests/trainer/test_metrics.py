@@ -13,9 +13,16 @@ from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
 
 METRICS = {
     f"moe/{name}"
-    for name in ("load_max_over_mean", "load_cv", "dead_experts", "rows_added", "rows_dropped", "padded_rows_avoided",
-                 "top_k_fallbacks")
-}  # fmt: skip
+    for name in (
+        "load_max_over_mean",
+        "load_cv",
+        "dead_experts",
+        "rows_added",
+        "rows_dropped",
+        "padded_rows_avoided",
+        "top_k_fallbacks",
+    )
+}
 
 
 class Reporter(TrainerCallback):
@@ -57,9 +64,17 @@ def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(ki
     model = build("qwen3_moe")
     logits, reporter = Routers(model), Reporter()
     trainer = trainer_for(
-        model, tmp_path, [TokenRoundingCallback(tile=TILE), reporter], padding, logging_steps=2, eval_on_start=True,
-        save_strategy="steps", save_steps=4, report_to=["tensorboard"], **CHECKPOINTED_TRAINING[kind],
-    )  # fmt: skip
+        model,
+        tmp_path,
+        [TokenRoundingCallback(tile=TILE), reporter],
+        padding,
+        logging_steps=2,
+        eval_on_start=True,
+        save_strategy="steps",
+        save_steps=4,
+        report_to=["tensorboard"],
+        **CHECKPOINTED_TRAINING[kind],
+    )
     callback = sonicmoe_hf.attach(trainer)
     trainer.train()
 

@@ -274,8 +274,17 @@ def test_a_model_without_our_layers_is_refused_when_training_begins(tmp_path):
 def test_layers_that_cannot_round_are_refused_with_what_the_caller_can_do(tmp_path):
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
-    model = PhimoeForCausalLM(PhimoeConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))  # fmt: skip
+    model = PhimoeForCausalLM(
+        PhimoeConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    )
     trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
     words = r"does not know its router.*; leave TokenRoundingCallback out$"
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):

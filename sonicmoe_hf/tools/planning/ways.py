@@ -19,9 +19,24 @@ GAPS = 1.05  # of what the allocator reserves for what is allocated: 1.01 to 1.0
 FEW_TOKENS = 2048  # up to which examples/finetune.py --compile makes CUDA graphs of steps
 ATTENTION_WITH_SINKS = "torch_sinks"  # what from_pretrained takes for bf16 weights on a GPU
 LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger 0.8 has kernels
-    ("deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma4", "gemma4_text", "glm4v_moe", "gpt_oss", "hunyuan_v1_moe",
-     "mixtral", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text")
-)  # fmt: skip
+    (
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v4",
+        "gemma4",
+        "gemma4_text",
+        "glm4v_moe",
+        "gpt_oss",
+        "hunyuan_v1_moe",
+        "mixtral",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+    )
+)
 KEPT = (  # what is kept for backward, the fastest first
     {"checkpointing": False},
     {"checkpointing": False, "save": "input"},
