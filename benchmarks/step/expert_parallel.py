@@ -1,7 +1,7 @@
 """Training steps of Qwen3-30B-A3B's layers on several GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
 
     torchrun --nproc-per-node 4 -m benchmarks.step.expert_parallel [--layers 4] [--tokens 16384] [--spread-load]
-        [--case NAME ...] [--ways gathering,chunked,all_to_all] [--liger]
+        [--case NAME ...] [--ways gathering,all_to_all] [--liger]
 
 Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A
 step is forward, backward, fused AdamW and zero_grad. The learning rate is 0, so that the routing stays as it is.

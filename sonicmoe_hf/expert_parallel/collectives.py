@@ -6,7 +6,6 @@ Letters: N ranks of the group, T tokens, H hidden size, P routed pairs, R rows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,47 +32,6 @@ class _LinearMap(torch.autograd.Function):
         return ctx.transpose(gradient, *ctx.saved_tensors), *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-class _Begin(torch.autograd.Function):
-    """Begin a linear map whose result `_Finish` waits for; in backward wait for the transpose, which `_Finish` began.
-
-    What is in flight is in the list `pending`. What travels between the two along autograd's graph is the input in
-    forward, and in backward the input's gradient, which nothing reads until it is complete.
-    """
-
-    @staticmethod
-    def forward(ctx, tensor, begin, pending):
-        ctx.pending = pending
-        pending.append(begin(tensor))
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.pending.pop().wait()
-        return gradient, None, None
-
-
-class _Finish(torch.autograd.Function):
-    """Wait for the result of a linear map that `_Begin` began; in backward begin its transpose."""
-
-    @staticmethod
-    def forward(ctx, tensor, begin_transpose, pending):
-        ctx.begin_transpose, ctx.pending = begin_transpose, pending
-        result, work = pending.pop()
-        work.wait()
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient, work = ctx.begin_transpose(gradient)
-        ctx.pending.append(work)
-        return gradient, None, None
-
-
-def _begin(tensor, begin, begin_transpose) -> Callable[[], torch.Tensor]:
-    pending: list = []
-    return partial(_Finish.apply, _Begin.apply(tensor, begin, pending), begin_transpose, pending)
-
-
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
@@ -91,16 +49,21 @@ def _mean(tensor, count, group):
     return mean
 
 
-def _gather(tensor, group):
+def _gather(tensor, group, works=None):
     tensor = tensor.contiguous()
     gathered = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
-    return gathered, _all_gather(gathered, tensor, group=group, async_op=True)
+    work = _all_gather(gathered, tensor, group=group, async_op=True)
+    if works is None:
+        work.wait()
+    else:
+        works.append(work)
+    return gathered
 
 
 def _scatter_sum(summand, group):
-    summand = summand.contiguous()
     out = summand.new_empty(len(summand) // dist.get_world_size(group), *summand.shape[1:])
-    return out, _reduce_scatter(out, summand, group=group, async_op=True)
+    _reduce_scatter(out, summand.contiguous(), group=group)
+    return out
 
 
 def _exchange(tensor, send_sizes, receive_sizes, group):
@@ -134,17 +97,15 @@ def sum_over_ranks(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return _LinearMap.apply(summand, partial(_sum, group=group), _identity)
 
 
-def begin_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin to gather the ranks' tensors of one size, and return what waits for them: [N * size, ...], one after the
-    other. The gradient is summed over the ranks, beginning where its backward comes and waited for in backward of what
-    was computed before this call: in between, the device computes."""
-    return _begin(tensor, partial(_gather, group=group), partial(_scatter_sum, group=group))
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup, works: list) -> torch.Tensor:
+    """Gather the ranks' tensors of one size: [N * size, ...], one after the other. Read it after `wait()` of what is put
+    into `works`. Its gradient is summed over the ranks."""
+    return _LinearMap.apply(tensor, partial(_gather, group=group, works=works), partial(_scatter_sum, group=group))
 
 
-def begin_scatter_sum(summand: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin to sum [N * size, ...] over the ranks, and return what waits for this rank's part [size, ...]. The gradient
-    is gathered likewise."""
-    return _begin(summand, partial(_scatter_sum, group=group), partial(_gather, group=group))
+def scatter_sum(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum [N * size, ...] over the ranks, and return this rank's part [size, ...]."""
+    return _LinearMap.apply(summand, partial(_scatter_sum, group=group), partial(_gather, group=group))
 
 
 def exchange(

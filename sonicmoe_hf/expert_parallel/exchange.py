@@ -18,7 +18,7 @@ from ..layer.dispatch import dispatch
 from ..layer.holding import Holding
 from ..layer.routing import Routing
 from ..routing import calls
-from .collectives import begin_gather, begin_scatter_sum, exchange, max_over_ranks, rows_of_tokens, sum_of_rows
+from .collectives import exchange, gather, max_over_ranks, rows_of_tokens, scatter_sum, sum_of_rows
 from .kept_rows import cut_kept_rows
 
 NOBODY = -1  # the expert of a pair that is none
@@ -43,8 +43,7 @@ def _padded(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing), value=value) if missing else tensor
 
 
-WAYS = ("gathering", "chunked", "all_to_all")
-NUM_CHUNKS = 2  # of "chunked"
+WAYS = ("gathering", "all_to_all")
 MAX_RANKS_GATHERING, MAX_GATHERED_BYTES, MIN_SHARE = 4, 2**28, 0.5
 _way_in_use: str | None = None  # no thread's own: checkpointing runs layers again in a thread of autograd's
 
@@ -64,7 +63,8 @@ def choose_way(num_ranks: int, sizes: MaxSizes, token_bytes: int) -> str:
     to 1 - (1 - 1 / N)^K of them: with K = 8 to 0.90 of 3, 0.66 of 7, 0.40 of 15. It waits for the device once a layer, so
     that the host prepares nothing ahead, and packs what it sends. On four H200s with NVLink (eight layers of
     Qwen3-30B-A3B, 16,384 tokens a rank) a step took 162 ms by gathering, 30 of them in NCCL, and 198 by all-to-all, 69 of
-    them in NCCL: a byte took more than twice as long. So up to four ranks gather, and more ranks do, where both hold:
+    them in NCCL: a byte took more than twice as long. Gathering in two chunks, one beside the other's products, took 10%
+    longer than in one on four H100s. So up to four ranks gather, and more ranks do, where both hold:
 
     - An all-to-all would send more than half as much (MIN_SHARE). From 16 ranks on, with K = 8, it sends less.
     - The tokens of all ranks take little memory (MAX_GATHERED_BYTES a layer), since experts reserve rows for all of them:
@@ -103,7 +103,7 @@ def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
     way = _way_in_use or choose_way(holding.size, sizes, x_TH.shape[1] * x_TH.itemsize)
     if way == "all_to_all":
         return by_all_to_all(x_TH, routing, holding, experts)
-    return by_gathering(x_TH, routing, holding, experts, sizes, NUM_CHUNKS if way == "chunked" else 1)
+    return by_gathering(x_TH, routing, holding, experts, sizes)
 
 
 def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, holding: Holding) -> MaxSizes:
@@ -123,59 +123,40 @@ def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, holding: Holding)
     return MaxSizes(*maxima)
 
 
-def _padded_pairs(routing: Routing, num_tokens: int, num_experts: int, sizes: MaxSizes):
-    """Pad the pairs and weights of a rank to the length of all ranks': experts and weights [T, K], or where one lists its
-    pairs (expert, token) [P, 2] and weights [P]."""
+def _padded_pairs(routing: Routing, num_tokens: int, holding: Holding, sizes: MaxSizes):
+    """Pad the pairs and weights of a rank to the length of all ranks': experts and weights [T, K]; or, where a rank lists
+    its pairs, (expert, token of all ranks' tokens) [P, 2] and weights [P]."""
     if not sizes.is_list:
         expert_TK = _padded(routing.expert_index.to(torch.int32), sizes.num_tokens, NOBODY)
         return expert_TK, _padded(routing.weights, sizes.num_tokens)
     expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
-    is_pair_P = (expert_P >= 0) & (expert_P < num_experts)
+    is_pair_P = (expert_P >= 0) & (expert_P < holding.num_experts)
+    token_P = token_P + holding.rank * sizes.num_tokens
     expert_P, token_P = (torch.where(is_pair_P, ids.to(torch.int32), NOBODY) for ids in (expert_P, token_P))
     pairs_P2 = torch.stack((expert_P, token_P), dim=1)
     return _padded(pairs_P2, sizes.num_pairs, NOBODY), _padded(weight_P, sizes.num_pairs)
 
 
-def _pairs_of_chunk(all_pairs, all_weights, is_list: int, start: int, stop: int):
-    """Select the experts, weights and tokens (None where they are not listed) of the ranks' tokens start .. stop - 1."""
-    if not is_list:
-        return all_pairs[:, start:stop].flatten(0, 1), all_weights[:, start:stop].flatten(0, 1), None
-    expert_NP, token_NP = all_pairs.unbind(2)
-    expert_NP = torch.where((token_NP >= start) & (token_NP < stop), expert_NP, NOBODY)
-    first_N = torch.arange(len(token_NP), device=token_NP.device, dtype=token_NP.dtype) * (stop - start) - start
-    return expert_NP.flatten(), all_weights.flatten(), (token_NP + first_N[:, None]).flatten()
-
-
 def by_gathering(
-    x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts, sizes: MaxSizes, max_num_chunks: int
+    x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts, sizes: MaxSizes
 ) -> torch.Tensor:
     """Give every rank all tokens, and sum over the ranks what their experts make of them. All shapes are known on the
-    host, so nothing waits for the device.
-
-    Of several chunks, each with the same part of every rank's tokens, one is gathered while the one before it is computed
-    with, and a chunk's outputs are summed while the next is computed with; in backward likewise.
-    """
+    host, so nothing waits for the device."""
     num_tokens, group = len(x_TH), holding.group
     if not sizes.num_tokens:
         local = holding.routing(holding.local(routing.expert_index), routing.weights, routing.token_index, 0)
         return experts(x_TH, local, routing.weights)
-    parts = _padded_pairs(routing, num_tokens, holding.num_experts, sizes)
-    gathered_parts = [begin_gather(part, group) for part in parts]
-    chunks = _padded(x_TH, sizes.num_tokens).tensor_split(min(max_num_chunks, sizes.num_tokens))
-    gathered_chunks = [begin_gather(chunk, group) for chunk in chunks]
-    shape = holding.size, len(parts[0])
-    all_pairs, all_weights = (wait().unflatten(0, shape) for wait in gathered_parts)
-    sums, stop = [], 0
-    for chunk, wait in zip(chunks, gathered_chunks):
-        start, stop = stop, stop + len(chunk)
-        expert, weights, token = _pairs_of_chunk(all_pairs, all_weights, sizes.is_list, start, stop)
-        # sorted while the chunk is on its way
-        local = holding.routing(holding.local(expert), weights, token, holding.size * len(chunk))
-        x = wait()
-        with cut_kept_rows(x, local):
-            out = experts(x, local, weights)
-        sums.append(begin_scatter_sum(out, group))
-    out = torch.cat([wait() for wait in sums]) if len(sums) > 1 else sums[0]()
+    parts = *_padded_pairs(routing, num_tokens, holding, sizes), _padded(x_TH, sizes.num_tokens)
+    works: list = []
+    pairs, weights, x = (gather(part, group, works) for part in parts)
+    for work in works[:-1]:
+        work.wait()
+    expert, token = pairs.unbind(1) if sizes.is_list else (pairs, None)
+    local = holding.routing(holding.local(expert), weights, token, len(x))  # sorted while x is on its way
+    works[-1].wait()
+    with cut_kept_rows(x, local):
+        out = experts(x, local, weights)
+    out = scatter_sum(out, group)
     return out if len(out) == num_tokens else out[:num_tokens]
 
 

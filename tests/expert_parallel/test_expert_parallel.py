@@ -19,8 +19,8 @@ from transformers.distributed import DistributedConfig
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
 from sonicmoe_hf.expert_parallel import collectives, kept_rows
-from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, reach_experts, use_way
-from sonicmoe_hf.layer.holding import Holder, Holding, has_expert_parallelism, holding_of
+from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, use_way
+from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import calls
@@ -271,43 +271,6 @@ def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks
 )
 def test_the_way_is_chosen_by_ranks_tokens_and_experts_a_token(num_ranks, num_tokens, top_k, way):
     assert choose_way(num_ranks, MaxSizes(num_tokens, num_tokens * top_k, 0), token_bytes=4096) == way
-
-
-def chunked_events(rank):
-    """What happens, in order, in forward and in backward of two chunks of four tokens."""
-    events = []
-
-    def noted(name, function):
-        def call(tensor, group):
-            result, work = function(tensor, group)
-            if tensor.shape[-1] == 32:  # x, its outputs and gradients
-                events.append(f"begin {name}")
-                work = mock.Mock(wait=lambda wait=work.wait: (events.append(f"wait {name}"), wait()))
-            return result, work
-
-        return call
-
-    class Doubled(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: (events.append("compute"), 2 * x)[1])
-        backward = staticmethod(lambda ctx, gradient: (events.append("compute"), 2 * gradient)[1])
-
-    watched = {name: noted(name, getattr(collectives, name)) for name in ("_gather", "_scatter_sum")}
-    with mock.patch.multiple(collectives, **watched), use_way("chunked"):
-        routing = Routing(torch.zeros(8, 1, dtype=torch.int), torch.ones(8, 1))
-        group = Holding(Holder.EXPERT_PARALLEL, 1, torch.distributed.group.WORLD, rank, WORLD)
-        x = torch.randn(8, 32, requires_grad=True)
-        out = reach_experts(x, routing, group, lambda x, *_: Doubled.apply(x))
-        forward = list(events)
-        events.clear()
-        out.sum().backward()
-    assert torch.equal(out, x * 2 * WORLD) and torch.equal(x.grad, torch.full_like(x, 2.0 * WORLD))
-    return forward, events
-
-
-def test_chunks_travel_while_others_are_computed_forward_and_backward(ranks):
-    exchanged = ["begin _gather", "begin _gather", "wait _gather", "compute", "begin _scatter_sum"]
-    exchanged += ["wait _gather", "compute", "begin _scatter_sum", "wait _scatter_sum", "wait _scatter_sum"]
-    assert ranks.run(chunked_events) == [(exchanged, exchanged)] * WORLD
 
 
 def step_with_cut_rows(rank, folder):
