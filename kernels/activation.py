@@ -10,7 +10,8 @@ ACTIVATIONS = (*GATED, *UNGATED)
 
 
 def is_gated(name: str) -> bool:
-    """Whether the activation of this name multiplies a gate and an up: then its up projection has 2I rows, else I."""
+    """Tell whether the activation of this name multiplies a gate and an up: then its up projection has 2I rows, else
+    I."""
     return name not in UNGATED
 
 
@@ -37,5 +38,5 @@ class Activation(NamedTuple):
         return width // 2 if self.is_gated else width
 
     def width(self, inner: int) -> int:
-        """The rows of the up projection: 2I, or I without a gate."""
+        """Return the number of rows of the up projection: 2I, or I without a gate."""
         return 2 * inner if self.is_gated else inner

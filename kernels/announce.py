@@ -34,12 +34,12 @@ def _is_zero(names: tuple[str, ...]) -> bool:
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process is the first of its machine's ranks, or no rank at all."""
+    """Tell whether this process is the first of its machine's ranks, or no rank at all."""
     return _is_zero(LOCAL_RANKS)
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first of all ranks of the job, on whichever machine, or no rank at all."""
+    """Tell whether this process is the first of all ranks of the job, on whichever machine, or no rank at all."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return is_first_of_machine() and _is_zero(RANKS)

@@ -122,7 +122,7 @@ def _join(parts, interleaved):
 
 
 def _curve(x, name):
-    """The activation `name` of a value, without a gate, and its slope."""
+    """Compute the activation `name` of a value, without a gate, and its slope."""
     if name == "silu":
         sigmoid = torch.sigmoid(x)
         value = x * sigmoid
@@ -137,7 +137,7 @@ def _curve(x, name):
 
 
 def _activate(gate, up, activation: Activation, da=1.0):
-    """a and, of its gradient `da`, those of gate and up; all in the accumulation dtype.
+    """Compute a and, from its gradient `da`, the gradients of gate and up; all in the accumulation dtype.
 
     Where a clamp or relu is flat they are 0 whatever `da` is, NaN included, as autograd has it.
     """
@@ -176,7 +176,7 @@ def _activate_ungated(h, activation: Activation, da=1.0):
 
 
 def _activate_h(h, interleaved, activation: Activation, da=1.0):
-    """a and, of its gradient `da`, those of gate and up, or that of h, as `_join` takes them."""
+    """Compute a and, from its gradient `da`, the gradients of gate and up, or that of h, as `_join` takes them."""
     if activation.is_gated:
         gate, up = _split(h, interleaved)
         a, *gradients = _activate(gate, up, activation, da)

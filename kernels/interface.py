@@ -126,9 +126,19 @@ class Backend(Protocol):
         """Sort the pairs by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
 
     def round_rows(
-        self, scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding: str, tile: int, min_pairs: int,
-        num_pairs: int, weighting: Weighting, dtype: torch.dtype,
-    ) -> Rounded:  # fmt: skip
+        self,
+        scores_TE,
+        ranking_TE,
+        top_k_index_TK,
+        valid_T,
+        uniform_E,
+        rounding: str,
+        tile: int,
+        min_pairs: int,
+        num_pairs: int,
+        weighting: Weighting,
+        dtype: torch.dtype,
+    ) -> Rounded:
         """Round the rows of every expert (token rounding)."""
 
     def round_rows_backward(self, dweight_P, scores_TE, expert_P, rows: Rows, weighting: Weighting) -> torch.Tensor:
@@ -143,9 +153,17 @@ class Backend(Protocol):
         gives."""
 
     def up(
-        self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,
-        want_a: bool, lora: LoraTerm | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        self,
+        x_TH,
+        gate_up_E2IH,
+        bias_E2I,
+        rows: Rows,
+        activation: Activation,
+        interleaved: bool,
+        want_h: bool,
+        want_a: bool,
+        lora: LoraTerm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Compute h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. lora: (u, B1)."""
 
     def down(self, a_RI, down_EHI, bias_EH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:
@@ -158,32 +176,65 @@ class Backend(Protocol):
         """Transpose a packed FP8 weight for the products of backward, into memory of its own."""
 
     def scaled_up(
-        self, x: ScaledRows, gate_up: PackedOperand, rows: Rows, activation: Activation, dtype: torch.dtype,
-        want_h: bool, want_a: bool, want_scaled: bool, lora: LoraTerm | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
+        self,
+        x: ScaledRows,
+        gate_up: PackedOperand,
+        rows: Rows,
+        activation: Activation,
+        dtype: torch.dtype,
+        want_h: bool,
+        want_a: bool,
+        want_scaled: bool,
+        lora: LoraTerm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:
         """Compute `up` with FP8 products (scaled.py) of a packed FP8 weight, gates before ups, without bias: h_R2I and
         a_RI in `dtype`, and a in FP8 for `scaled_down`. a comes from the rounded h. want_a: only beside want_scaled."""
 
     def scaled_down(
-        self, a: ScaledRows, down: PackedOperand | ScaledWeight, rows: Rows, dtype: torch.dtype,
+        self,
+        a: ScaledRows,
+        down: PackedOperand | ScaledWeight,
+        rows: Rows,
+        dtype: torch.dtype,
         lora: LoraTerm | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Compute `down` with FP8 products: y_RH in `dtype`. Or `up_backward_input`: dx_RH, of what
         `scaled_down_backward` gave and gate_up `transposed`."""
 
     def scaled_down_backward(
-        self, dout: ScaledRows, down: ScaledWeight, h_R2I, weight_P, rows: Rows, activation: Activation, want_dh: bool,
-        want_a: bool, want_dw: bool, want_scaled: bool, lora: LoraTerm | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
+        self,
+        dout: ScaledRows,
+        down: ScaledWeight,
+        h_R2I,
+        weight_P,
+        rows: Rows,
+        activation: Activation,
+        want_dh: bool,
+        want_a: bool,
+        want_dw: bool,
+        want_scaled: bool,
+        lora: LoraTerm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:
         """Compute `down_backward` with FP8 products, of `transposed` down; and dh in FP8 (scaled.scale_halves of dh)."""
 
     def combine(self, y_RH, weight_P, rows: Rows, num_tokens: int) -> torch.Tensor:
         """Sum every token's rows, times their weights unless those are None: out_TH."""
 
     def down_backward(
-        self, dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows: Rows, activation: Activation, interleaved: bool,
-        want_dh: bool, want_a: bool, want_dw: bool, lora: LoraTerm | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        self,
+        dout_TH,
+        down_EHI,
+        bias_EH,
+        h_R2I,
+        weight_P,
+        rows: Rows,
+        activation: Activation,
+        interleaved: bool,
+        want_dh: bool,
+        want_a: bool,
+        want_dw: bool,
+        lora: LoraTerm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Compute dh_R2I, a' = w a [R, I] and dw_P. lora: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
 
     def up_backward_input(self, dh_R2I, gate_up_E2IH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:

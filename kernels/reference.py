@@ -13,7 +13,7 @@ from .activation import is_gated
 
 
 def gated_activation(gate, up, name="swiglu", alpha=1.702, limit=7.0):
-    """a = act(gate, up), elementwise; names as in `interface.Activation`."""
+    """Compute a = act(gate, up), elementwise; names as in `interface.Activation`."""
     if name == "swiglu":
         return F.silu(gate) * up
     if name == "geglu":
@@ -33,7 +33,7 @@ def gated_activation(gate, up, name="swiglu", alpha=1.702, limit=7.0):
 
 
 def ungated_activation(h, name):
-    """a = act(h), elementwise; names as in `interface.Activation`."""
+    """Compute a = act(h), elementwise; names as in `interface.Activation`."""
     if name == "silu":
         return F.silu(h)
     if name == "gelu":
@@ -52,8 +52,21 @@ def split_gate_up(h, interleaved) -> tuple[torch.Tensor, torch.Tensor]:
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
 
 
-def moe_experts(x_TH, gate_up_E2IH, down_EHI, expert_P, token_P, weight_P, *, gate_up_bias_E2I=None,
-                down_bias_EH=None, interleaved=False, activation="swiglu", alpha=1.702, limit=7.0):  # fmt: skip
+def moe_experts(
+    x_TH,
+    gate_up_E2IH,
+    down_EHI,
+    expert_P,
+    token_P,
+    weight_P,
+    *,
+    gate_up_bias_E2I=None,
+    down_bias_EH=None,
+    interleaved=False,
+    activation="swiglu",
+    alpha=1.702,
+    limit=7.0,
+):
     """out_t = sum_e w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e); experts outside 0..E-1 contribute nothing.
 
     Without a gate in the activation, gate_up and its bias have I rows for 2I."""

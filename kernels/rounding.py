@@ -50,7 +50,7 @@ def _rounded_counts(f_E, tile, rounding, uniform_E=None, gained_E=None, lost_E=N
 
 
 def top_k_mask(scores_TE, top_k_index_TK):
-    """The model's own top-k as mask_TE, bool."""
+    """Return the model's own top-k as mask_TE, bool."""
     return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, top_k_index_TK.long(), True)
 
 
@@ -97,7 +97,7 @@ def pairs_of_mask(mask_TE, num_pairs):
 
 
 def _divisor(chosen, epsilon: float):
-    """The sum of a token's chosen scores, in the last dimension, + epsilon; 1 + epsilon where that sum is 0."""
+    """Sum a token's chosen scores, in the last dimension, + epsilon; 1 + epsilon where that sum is 0."""
     total = chosen.sum(-1, keepdim=True)
     return torch.where(total > 0, total, 1.0) + epsilon
 
@@ -114,7 +114,8 @@ def set_weights(scores_TE, mask_TE, normalised: bool, epsilon: float, scale: flo
 
 
 def set_weights_gradient(gradient_TE, scores_TE, mask_TE, normalised: bool, epsilon: float, scale: float):
-    """The gradient of `scores_TE`, where `gradient_TE` is that of `set_weights` on the mask and zero elsewhere."""
+    """Compute the gradient of `scores_TE`, where `gradient_TE` is that of `set_weights` on the mask and zero
+    elsewhere."""
     gradient_TE = gradient_TE * scale
     if not normalised:
         return gradient_TE

@@ -39,15 +39,15 @@ MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of 
 
 @functools.cache
 def _compiled():
-    """Imports the kernels when the first is launched, not before."""
+    """Import the kernels when the first is launched, not before."""
     from . import compiled
 
     return compiled
 
 
 def _fits(rows, sizes, gathered, *others) -> bool:
-    """Whether the Hopper kernels take these operands, of these sizes H, I or 2I; `gathered`, whose rows an index names,
-    may be None."""
+    """Tell whether the Hopper kernels take these operands, of these sizes H, I or 2I; `gathered`, whose rows an index
+    names, may be None."""
     if not rows.token.shape[0] or not supports_sizes(*sizes):
         return False
     if gathered is not None and gathered.numel() >= MAX_ELEMENTS:
@@ -57,19 +57,19 @@ def _fits(rows, sizes, gathered, *others) -> bool:
 
 
 def _has_few(rows) -> bool:
-    """Whether experts have so few rows that dispatch cuts tiles of 64: gathering 128 costs more than it brings."""
+    """Tell whether experts have so few rows that dispatch cuts tiles of 64: gathering 128 costs more than it brings."""
     return tile_rows(rows.token.numel(), rows.offsets.numel() - 1) < TILE
 
 
 def _dense(weight) -> bool:
-    """Whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
+    """Tell whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
     _, height, width = weight.shape
     forms = (height * width, width, 1), (height * width, 1, height)
     return any(all(n == 1 or s == form for n, s, form in zip(weight.shape, weight.stride(), one)) for one in forms)
 
 
 def _lora_fits(lora, weight) -> bool:
-    """Whether the Hopper kernels take an interface.LoraTerm, or None, beside this weight [E, N, K]."""
+    """Tell whether the Hopper kernels take an interface.LoraTerm, or None, beside this weight [E, N, K]."""
     if lora is None:
         return True
     rows, factor = lora
@@ -80,7 +80,7 @@ def _lora_fits(lora, weight) -> bool:
 
 
 def _operands(lora):
-    """An adapter's rows and factor, None without one."""
+    """Return an adapter's rows and factor, None without one."""
     return (None, None) if lora is None else tuple(lora)
 
 
@@ -95,13 +95,13 @@ def _schedule(rows, tensor):
 
 @functools.cache
 def _for_tiles(compile_kernel, tiles, *parameters):
-    """The kernel of each of the tiles: all at once, so that another number of rows compiles nothing."""
+    """Compile the kernel for each of the tiles: all at once, so that another number of rows compiles nothing."""
     return [compile_kernel(*parameters, tile) for tile in tiles]
 
 
 @functools.cache
 def _first(compile_kernel, *parameters):
-    """The kernel of `up`, with which a step begins. Where the cache is empty, the step's other kernels compile
+    """Compile the kernel of `up`, with which a step begins. Where the cache is empty, the step's other kernels compile
     meanwhile."""
     from .cache import compile_ahead
 
@@ -130,9 +130,19 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, inner) if want_a else None
     kernel = _first(
-        _compiled().gemm_up, x_TH.dtype, hidden, inner, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h,
-        want_a, activation, interleaved, _rank(lora), tile("gemm_up", width),
-    )  # fmt: skip
+        _compiled().gemm_up,
+        x_TH.dtype,
+        hidden,
+        inner,
+        gate_up_E2IH.stride(2) == 1,
+        bias_E2I is not None,
+        want_h,
+        want_a,
+        activation,
+        interleaved,
+        _rank(lora),
+        tile("gemm_up", width),
+    )
     _run_on_its_device(
         kernel, x_TH, gate_up_E2IH, bias_E2I, *_operands(lora), h_R2I, a_RI, rows.token, *_schedule(rows, x_TH)
     )
@@ -180,7 +190,7 @@ def up_backward_input(dh_R2I, gate_up_E2IH, rows, lora=None):
 
 
 def _scaled_fits(source, packed, rows, sizes, dtype) -> bool:
-    """Whether the FP8 kernels take these operands; H and I of an FP8 weight are multiples of 16."""
+    """Tell whether the FP8 kernels take these operands; H and I of an FP8 weight are multiples of 16."""
     if not rows.token.shape[0] or not supports_sizes(*sizes) or dtype != torch.bfloat16:
         return False
     return source.codes.numel() < 2 * MAX_ELEMENTS and (source.codes.data_ptr() | packed.codes.data_ptr()) % 16 == 0
@@ -205,9 +215,18 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
         outputs = _pairs(scaled_a.codes), scaled_a.scales
     kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(lora))
     _run_on_its_device(
-        kernel, _pairs(x.codes), _pairs(gate_up.codes), x.scales, block_scales(gate_up), *_operands(lora), h_R2I, a_RI,
-        *outputs, rows.token, *_schedule(rows, x.codes),
-    )  # fmt: skip
+        kernel,
+        _pairs(x.codes),
+        _pairs(gate_up.codes),
+        x.scales,
+        block_scales(gate_up),
+        *_operands(lora),
+        h_R2I,
+        a_RI,
+        *outputs,
+        rows.token,
+        *_schedule(rows, x.codes),
+    )
     return h_R2I, a_RI, scaled_a
 
 
@@ -218,9 +237,16 @@ def scaled_down(a, down, rows, dtype, lora=None):
     y_RH = a.scales.new_empty(len(a.codes), hidden, dtype=dtype)
     kernel = _compiled().gemm_fp8_down(hidden, inner, _rank(lora))
     _run_on_its_device(
-        kernel, _pairs(a.codes), _pairs(down.codes), a.scales, block_scales(down), *_operands(lora), y_RH, rows.token,
+        kernel,
+        _pairs(a.codes),
+        _pairs(down.codes),
+        a.scales,
+        block_scales(down),
+        *_operands(lora),
+        y_RH,
+        rows.token,
         *_schedule(rows, a.codes),
-    )  # fmt: skip
+    )
     return y_RH
 
 
@@ -245,9 +271,22 @@ def scaled_down_backward(
         hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(lora)
     )
     _run_on_its_device(
-        kernel, _pairs(dout.codes), _pairs(down.codes), dout.scales, block_scales(down), *_operands(lora), h_R2I,
-        weight_P, dh_R2I, a_RI, *outputs, parts, rows.pair, rows.token, *_schedule(rows, dout.codes),
-    )  # fmt: skip
+        kernel,
+        _pairs(dout.codes),
+        _pairs(down.codes),
+        dout.scales,
+        block_scales(down),
+        *_operands(lora),
+        h_R2I,
+        weight_P,
+        dh_R2I,
+        a_RI,
+        *outputs,
+        parts,
+        rows.pair,
+        rows.token,
+        *_schedule(rows, dout.codes),
+    )
     return dh_R2I, a_RI, triton.routing_gradient(parts, h_R2I, None, rows) if want_dw else None, scaled_dh
 
 
@@ -267,13 +306,32 @@ def down_backward(
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     parts = weight_P.new_empty(num_parts, num_pairs) if want_dw else None
     kernel = _compiled().gemm_down_backward(
-        dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
-        interleaved, _rank(lora), chosen,
-    )  # fmt: skip
+        dout_TH.dtype,
+        hidden,
+        inner,
+        down_EHI.stride(1) == 1,
+        want_dh,
+        want_a,
+        want_dw,
+        activation,
+        interleaved,
+        _rank(lora),
+        chosen,
+    )
     _run_on_its_device(
-        kernel, dout_TH, weight_EIH, *_operands(lora), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
+        kernel,
+        dout_TH,
+        weight_EIH,
+        *_operands(lora),
+        h_R2I,
+        weight_P,
+        dh_R2I,
+        a_RI,
+        parts,
+        rows.pair,
+        rows.token,
         *_schedule(rows, dout_TH),
-    )  # fmt: skip
+    )
     return dh_R2I, a_RI, triton.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
 
 

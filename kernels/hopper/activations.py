@@ -55,8 +55,8 @@ def _where(condition, x):
 
 
 def activate(gate, up, name: str, alpha: float, limit: float, da=1.0):
-    """a of scalars and, of its gradient `da`, those of gate and up; what is not used costs nothing. Where a clamp or relu
-    is flat they are 0 whatever `da` is."""
+    """Compute a of scalars and, from its gradient `da`, the gradients of gate and up; what is not used costs nothing.
+    Where a clamp or relu is flat they are 0 whatever `da` is."""
     if const_expr(name in ("clamped_swiglu", "clamped_silu")):
         alpha, shift = (alpha, 1.0) if const_expr(name == "clamped_swiglu") else (1.0, 0.0)
         clamped_gate = _clamp(gate, limit)

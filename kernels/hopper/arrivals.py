@@ -1,4 +1,4 @@
-"""How many arrivals each barrier of a kernel gets in a phase, counted while the kernel is compiled.
+"""Arrive counts of a kernel's barriers in a phase, counted while the kernel is compiled.
 
 Barriers are initialised before the roles are traced that arrive at them. A wrong arrive count hangs, or has a stage read
 before it is there; here it fails the compile.
@@ -19,16 +19,18 @@ class Arrivals:
         self.begin("no role", 0)
 
     def begin(self, role: str, warps: int, groups: int = 1):
-        """groups: of the role's warps, which take turns at the work tiles."""
+        """Begin counting for a role; groups: of the role's warps, which take turns at the work tiles."""
         self.role, self.warps, self.groups = role, warps, groups
 
     def count(self, name: str, arrivals: int, by: str | None = None):
-        """A phase of `name` gets so many from the role, or from some of it; the most, where that depends on the tile."""
+        """Count the arrivals that a phase of `name` gets from the role, or from some of it; the maximum, where it
+        depends on the tile."""
         key = name, by or self.role
         self.counted[key] = max(arrivals, self.counted.get(key, 0))
 
     def arrive(self, name: str, barriers, index=0, times=1, max_times: int | None = None, groups: int | None = None):
-        """A thread of every warp of a group arrives at barriers[index], `times` at once: up to `max_times` if it varies.
+        """Let a thread of every warp of a group arrive at barriers[index], `times` at once: up to `max_times` if it
+        varies.
 
         groups: where not those of the role, how many have a barrier each.
         """

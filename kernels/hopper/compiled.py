@@ -38,7 +38,7 @@ def _weight(dtype, rows, depth, depth_contiguous):
 
 
 def _extra(dtype, pairs, rows_of_weight, rank, depth_contiguous):
-    """The rows and the factor of an adapter of this rank, which is 0 without one."""
+    """Make the rows and the factor of an adapter of this rank, which is 0 without one."""
     if not rank:
         return None, None
     return _tensor(dtype, (pairs, rank)), _weight(dtype, rows_of_weight, rank, depth_contiguous)
@@ -74,8 +74,19 @@ def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bi
 
 
 @cached
-def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want_h: bool, want_a: bool, activation,
-       interleaved: bool, rank: int, tile: Tile):  # fmt: skip
+def gemm_up(
+    dtype,
+    hidden: int,
+    inner: int,
+    hidden_contiguous: bool,
+    bias: bool,
+    want_h: bool,
+    want_a: bool,
+    activation,
+    interleaved: bool,
+    rank: int,
+    tile: Tile,
+):
     """GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], or without a gate [E, inner, hidden]."""
     kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
     return cute.compile(
@@ -94,8 +105,19 @@ def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool,
 
 
 @cached
-def gemm_down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool,
-                       want_dw: bool, activation, interleaved: bool, rank: int, tile: Tile):  # fmt: skip
+def gemm_down_backward(
+    dtype,
+    hidden: int,
+    inner: int,
+    hidden_contiguous: bool,
+    want_dh: bool,
+    want_a: bool,
+    want_dw: bool,
+    activation,
+    interleaved: bool,
+    rank: int,
+    tile: Tile,
+):
     """GemmDownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner], [R, inner] without a gate."""
     kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
     return cute.compile(
@@ -179,8 +201,9 @@ def gemm_fp8_down(hidden: int, inner: int, rank: int):
 
 
 @cached
-def gemm_fp8_down_backward(hidden: int, inner: int, want_dh: bool, want_a: bool, want_dw: bool, want_scaled: bool,
-                           activation, rank: int):  # fmt: skip
+def gemm_fp8_down_backward(
+    hidden: int, inner: int, want_dh: bool, want_a: bool, want_dw: bool, want_scaled: bool, activation, rank: int
+):
     """GemmFp8DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], pairs of e4m3 values; h [R, 2 inner]."""
     pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
     return cute.compile(
@@ -206,6 +229,6 @@ def gemm_fp8_down_backward(hidden: int, inner: int, want_dh: bool, want_a: bool,
 
 
 def compile_share() -> None:
-    """In a process that `cache.compile_ahead` began: compile the kernels that come pickled on its standard input."""
+    """Compile the kernels that come pickled on standard input, in a process that `cache.compile_ahead` began."""
     for name, parameters in pickle.load(sys.stdin.buffer):
         globals()[name](*parameters)

@@ -44,8 +44,8 @@ TABLE: dict[str, dict[Tile, float]] = {
 
 @functools.cache
 def tile(kernel: str, width: int) -> Tile:
-    """The tile of a kernel whose product has `width` columns (2I for `gemm_up`): the one that takes the least time for
-    the columns it computes, those past the last included."""
+    """Choose the tile of a kernel whose product has `width` columns (2I for `gemm_up`): the one that takes the least
+    time for the columns it computes, those past the last included."""
     speeds = TABLE[kernel]
     return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
 
@@ -61,21 +61,21 @@ SHORT_MEAN_ROWS = range(161, 321)
 
 @functools.cache
 def gemm_down_tiles(columns: int, depth: int) -> tuple[Tile, Tile, Tile]:
-    """The tiles of gemm_down: in general, where experts have about 128 rows, and where they have many."""
+    """Return the tiles of gemm_down: in general, where experts have about 128 rows, and where they have many."""
     narrow = tile("gemm_down", columns)._replace(static=depth <= MAX_STATIC_DEPTH)
     wide = depth >= MIN_WIDE_DEPTH and columns % WIDE.columns == 0
     return narrow, TALL, WIDE if wide else narrow
 
 
 def row_bucket(num_rows: int, num_experts: int) -> int:
-    """Which of `gemm_down_tiles`."""
+    """Return the index of the tile among `gemm_down_tiles`."""
     mean_rows = -(-num_rows // num_experts)
     return 2 if mean_rows >= MIN_WIDE_MEAN_ROWS else int(mean_rows in TALL_MEAN_ROWS)
 
 
 @functools.cache
 def gemm_wgrad_tiles(width: int) -> tuple[Tile, Tile]:
-    """The tiles of gemm_wgrad for `width` columns: in general, and where its sums are short (`is_short`)."""
+    """Return the tiles of gemm_wgrad for `width` columns: in general, and where its sums are short (`is_short`)."""
     return tile("gemm_wgrad", width), SHORT
 
 
@@ -85,5 +85,5 @@ def is_short(num_rows: int, num_experts: int) -> bool:
 
 @functools.cache
 def supports_sizes(*sizes: int) -> bool:
-    """Whether the Hopper kernels take operands of these sizes (H, I, 2I)."""
+    """Tell whether the Hopper kernels take operands of these sizes (H, I, 2I)."""
     return all(size % ALIGNMENT == 0 and size > MIN_SIZE for size in sizes)

@@ -48,13 +48,13 @@ class EpilogueWarpsKernel(VarlenMKernel):
         self.Storage = storage(self.dtype, self.layouts, self.stages, 4, spare)
 
     def residual_of(self, shared):
-        """The residuals of the tile in shared memory, or None."""
+        """Return the residuals of the tile in shared memory, or None."""
         if not self.has_residual:
             return None
         return Residual(shared.epilogue.iterator.toint() + 2 * self.epi_tiles * EPI_TILE_BYTES, self.truncated)
 
     def read_product(self, into, shared, half, epi_tile, row, vector):
-        """The 8 values number `vector` of a row of an epi tile, in fp32."""
+        """Read the 8 values number `vector` of a row of an epi tile, in fp32."""
         rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         first = shared.epilogue.iterator.toint() + (half * self.epi_tiles + epi_tile) * EPI_TILE_BYTES
@@ -109,7 +109,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
 
     @cute.jit
     def run_consumer(self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, bias):
-        """A consumer's role: its half of every tile of the product (+ bias), into shared memory."""
+        """Run a consumer: write its half of every tile of the product (+ bias) into shared memory."""
         shared.arrivals.begin("consumers", CONSUMER_WARPS)
         half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
@@ -149,7 +149,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
 
     @cute.jit
     def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, out: cutlass.Constexpr, computed):
-        """An epilogue warp's role: the first one stores the tile by TMA, all of them fill the tensor `computed`."""
+        """Run an epilogue warp: the first one stores the tile by TMA, all of them fill the tensor `computed`."""
         shared.arrivals.begin("epilogue", self.num_epilogue_warps)
         tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
         tile_phase = Int32(0)
@@ -175,7 +175,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
         cute.arch.cp_async_bulk_wait_group(0)
 
     def epilogue_half_tile(self, shared, computed, first, end, column_tile, half, epilogue_warp):
-        """An epilogue warp's part of what is computed from half a tile, for kernels that compute with the product."""
+        """Compute an epilogue warp's part of half a tile, in kernels that compute with the product."""
         raise NotImplementedError(f"{type(self).__name__} computes nothing from the product")
 
     def store_half_tile(self, epi_tiles, out, first, end, column_tile, half):

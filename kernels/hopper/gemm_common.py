@@ -99,12 +99,12 @@ class Output:
 
 
 def load_atom(tensor, smem_layout, box):
-    """A TMA load of `box` from `tensor` into one stage of `smem_layout`."""
+    """Make a TMA load of `box` from `tensor` into one stage of `smem_layout`."""
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, smem_layout, box)
 
 
 def output(tensor, smem_layout, box) -> Output:
-    """A TMA store of `box` to `tensor` from one stage of `smem_layout`."""
+    """Make a TMA store of `box` to `tensor` from one stage of `smem_layout`."""
     return Output(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, box))
 
 
@@ -129,29 +129,30 @@ class MainloopPipeline:
 
     @property
     def end(self):
-        """Where the pipeline's barriers end, and those of the tile scheduler begin."""
+        """Index behind the pipeline's barriers, where those of the tile scheduler begin."""
         return self.full + 2 * self.stages
 
     def announce(self, stage, tma_bytes):
-        """By the first producer warp: TMA will bring so many bytes."""
+        """Announce the bytes that TMA will bring; called by the first producer warp."""
         self.arrivals.count("full", 1, "the first producer warp")
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, tma_bytes)
 
     def arrive_when_copied(self, stage):
-        """By a gathering thread: arrive when its copies have landed."""
+        """Arrive when this thread's copies have landed; called by a gathering thread."""
         self.arrivals.count("full", 32 * self.arrivals.warps, "gathering threads")
         cute.arch.cp_async_mbarrier_arrive_noinc(self.full + stage)
 
     def wait_full(self, stage, phase):
-        """By a consumer: until the stage is filled. Threads write gathered rows through the generic proxy, and wgmma
-        reads through the async one: the fence puts these in order (PTX ISA, section Async proxy)."""
+        """Wait until the stage is filled; called by a consumer. Threads write gathered rows through the generic proxy,
+        and wgmma reads through the async one: the fence puts these in order (PTX ISA, section Async proxy)."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
         if self.arrivals.counts["full"] > 1:
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def release(self, stage, times=1, max_times=None):
-        """By a consumer's warps: the stage may be filled again. times, max_times: see Arrivals.arrive."""
+        """Release the stage, which may be filled again; called by a consumer's warps. times, max_times: see
+        Arrivals.arrive."""
         self.arrivals.arrive("empty", self.empty, stage, times, max_times)
 
 
@@ -182,7 +183,7 @@ class Shared:
 
     @property
     def extra_barriers(self):
-        """Where the barriers begin that only some kernels have."""
+        """Index of the first barrier that only some kernels have."""
         return self.scheduler.full + 2 * SCHEDULER_STAGES
 
     @property
@@ -241,7 +242,7 @@ def _initialise_barriers(barriers, counts: cutlass.Constexpr, atoms):
 
 @cute.jit
 def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
-    """The next stage of the pipeline; the phase flips when it wraps."""
+    """Return the next stage of the pipeline; the phase flips when it wraps."""
     stage += 1
     if stage == stages:
         stage = Int32(0)
@@ -257,14 +258,13 @@ def look_up_tokens(tokens, token: cute.Tensor, first: Int32, end: Int32, step: c
 
 
 def tiles_and_counter(table, last):
-    """(the row tiles there are [n, 3], the scheduler's counter) of Rows.tiles, whose row `last` is (counter, n,
-    unused)."""
+    """Return the row tiles [n, 3] and the scheduler's counter of Rows.tiles, whose row `last` is (counter, n, unused)."""
     tiles = cute.make_tensor(table.iterator, cute.make_layout((table[last, 1], 3), stride=(3, 1)))
     return tiles, table.iterator + last * 3
 
 
 def global_vector(tensor, offset):
-    """The VECTOR elements at an element offset of a tensor: 16 bytes."""
+    """View the VECTOR elements at an element offset of a tensor: 16 bytes."""
     pointer = cute.make_ptr(
         tensor.element_type, (tensor.iterator + offset).toint(), cute.AddressSpace.gmem, assumed_align=16
     )
@@ -272,7 +272,8 @@ def global_vector(tensor, offset):
 
 
 def shared_vector(dtype, first, row, vector):
-    """The 16 bytes number `vector` of a row of 128 bytes in swizzled shared memory whose row 0 is at address `first`.
+    """View the 16 bytes number `vector` of a row of 128 bytes in swizzled shared memory whose row 0 is at address
+    `first`.
 
     The same place as in the swizzled layouts above, at a fraction of the instructions.
     """
@@ -301,11 +302,11 @@ class EpilogueStore:
         return cute.size(self.registers)
 
     def retile(self, accumulator):
-        """The accumulator in the order of epi tiles: values i * size .. (i + 1) * size belong to the i-th."""
+        """View the accumulator in the order of epi tiles: values i * size .. (i + 1) * size belong to the i-th."""
         return self.copy.retile(accumulator)
 
     def stage(self, epi_tile: int):
-        """Where this warpgroup's epi tile lies among those of all warpgroups."""
+        """Return the index of this warpgroup's epi tile among those of all warpgroups."""
         return self.consumer * self.stages + epi_tile
 
     def wait(self):
@@ -324,7 +325,7 @@ class EpilogueStore:
             residual.write(self.stage(epi_tile), values, cute.arch.thread_idx()[0] % 128)
 
     def publish(self):
-        """What was written becomes visible to TMA."""
+        """Make visible to TMA what was written."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=1 + self.consumer, number_of_threads=128)
 
@@ -337,7 +338,7 @@ def _wait_for_stores(is_storing_warp, consumer: Int32):
 
 
 def epilogue_store(tiled_mma, smem, dtype, thread, consumer, stages: int, column_major: bool = False) -> EpilogueStore:
-    """The store of one consumer warpgroup (0 or 1); `smem` is the epi tiles of all, `thread` 0 .. 127."""
+    """Make the store of one consumer warpgroup (0 or 1); `smem` is the epi tiles of all, `thread` 0 .. 127."""
     op = cute.make_copy_atom(warp.StMatrix8x8x16bOp(column_major, 4), dtype)
     copy = cute.make_tiled_copy_S(op, cute.make_tiled_copy_C_atom(op, tiled_mma))
     thread_copy = copy.get_slice(thread)

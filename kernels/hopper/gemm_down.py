@@ -44,9 +44,19 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def __call__(
-        self, source: cute.Tensor, weight: cute.Tensor, bias, rank_rows, factor, out: cute.Tensor, token: cute.Tensor,
-        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        source: cute.Tensor,
+        weight: cute.Tensor,
+        bias,
+        rank_rows,
+        factor,
+        out: cute.Tensor,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
         operands = self.set_up_operands(source, weight)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()
@@ -73,8 +83,8 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
 
 @dataclass(frozen=True)
 class RowStore:
-    """Where a consumer stores rows, and what by: the (row, column) of every value of its accumulators, the epi tiles in
-    shared memory, the bias or None."""
+    """Destination and means of a consumer's store of rows: the (row, column) of every value of its accumulators, the
+    epi tiles in shared memory, the bias or None."""
 
     store: EpilogueStore
     coordinates: cute.Tensor
@@ -84,8 +94,8 @@ class RowStore:
 
 
 class PingpongGemmDownKernel(CooperativeGemmDownKernel):
-    """The same GEMM without epilogue warps: each consumer computes all 128 rows of every other tile, and stores them
-    while the other one multiplies.
+    """GEMM of gemm_down without epilogue warps: each consumer computes all 128 rows of every other tile, and stores
+    them while the other one multiplies.
 
     Two extra barriers, `order[c]`, make the consumers alternate:
 
@@ -165,7 +175,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
     def run_pingpong_consumer(
         self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, consumer, out: cutlass.Constexpr, bias
     ):
-        """The role of a consumer, 0 or 1: every other tile."""
+        """Run consumer 0 or 1: it computes every other tile."""
         shared.arrivals.begin("consumers", CONSUMER_WARPS, groups=2)
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(mma.whole, shared, half, self.columns) for half in range(2)

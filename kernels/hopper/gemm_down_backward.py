@@ -19,8 +19,8 @@ from .mainloop import Mma
 
 @dataclass(frozen=True)
 class RowTensors:
-    """What the epilogue warps read of every row: h [R, 2I], routing_weight [P], pair [R]; and what they write, or None:
-    dh [R, 2I], a [R, I], parts [column tiles, R] of dw."""
+    """Tensors that the epilogue warps read for every row: h [R, 2I], routing_weight [P], pair [R]; and those that they
+    write, or None: dh [R, 2I], a [R, I], parts [column tiles, R] of dw."""
 
     h: cute.Tensor
     routing_weight: cute.Tensor
@@ -48,10 +48,23 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def __call__(
-        self, dout: cute.Tensor, weight: cute.Tensor, rank_rows, factor, h: cute.Tensor, routing_weight: cute.Tensor,
-        dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32,
+        self,
+        dout: cute.Tensor,
+        weight: cute.Tensor,
+        rank_rows,
+        factor,
+        h: cute.Tensor,
+        routing_weight: cute.Tensor,
+        dh,
+        a,
+        parts,
+        pair: cute.Tensor,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        blocks: Int32,
         stream: cuda.CUstream,
-    ):  # fmt: skip
+    ):
         operands = self.set_up_operands(dout, weight)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue(computed_with=True)
@@ -76,7 +89,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, tensors: cutlass.Constexpr):
-        """An epilogue warp's role: every third group of WARP_ROWS rows, over all the tile's columns."""
+        """Run an epilogue warp: it computes every third group of WARP_ROWS rows, over all the tile's columns."""
         shared.arrivals.begin("epilogue", self.num_epilogue_warps)
         tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
         lane = cute.arch.lane_idx()
@@ -112,7 +125,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def load(self, into, tensors: cutlass.Constexpr, row: Int32, end: Int32, column_tile: Int32):
-        """This thread's vectors of h in a row, up to row `end`; returns the row's routing weight."""
+        """Load this thread's vectors of h in a row, up to row `end`; return the row's routing weight."""
         h, routing_weight, pair = tensors.h, tensors.routing_weight, tensors.pair
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         inner = h.shape[1] // self.sides
@@ -129,19 +142,20 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         return weight
 
     def first_column(self, column_tile, epi_tile):
-        """The first column of this thread's vector of da in an epi tile."""
+        """Return the first column of this thread's vector of da in an epi tile."""
         first = (column_tile * self.epi_tiles + epi_tile) * EPI_TILE_N
         return first + cute.arch.lane_idx() % (EPI_TILE_N // VECTOR) * VECTOR
 
     def vector_of_h(self, h, row, column, side):
-        """The gate or the up vector of h at a column of da; interleaved, the first or second half of both; without a
-        gate, side 0, the one there is."""
+        """Return the gate or the up vector of h at a column of da; interleaved, the first or second half of both;
+        without a gate, side 0, the one there is."""
         width = h.shape[1]
         side_column = 2 * column + VECTOR * side if self.interleaved else column + width // 2 * side
         return global_vector(h, Int64(row) * width + side_column)
 
     def places(self, v, epi_tile):
-        """Where a thread's h of an epi tile has the gate and the up of the v-th column, or without a gate that column."""
+        """Return the places of the gate and the up of the v-th column in a thread's h of an epi tile, or without a
+        gate that column's."""
         places = (v,) if self.sides == 1 else (2 * v, 2 * v + 1) if self.interleaved else (v, VECTOR + v)
         return [i + self.sides * VECTOR * epi_tile for i in places]
 
@@ -194,7 +208,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def write(self, dh, a, dh_values, a_values, row: Int32, column: Int32, epi_tile: cutlass.Constexpr):
-        """A vector of a' and two of dh, unless they are past the last column."""
+        """Store a vector of a' and two of dh, unless they are past the last column."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         if const_expr(dh is not None):
             if column < dh.shape[1] // self.sides:

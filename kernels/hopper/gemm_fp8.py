@@ -72,7 +72,8 @@ class GroupScales:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Where a is stored: values [R, I / 2], each of them two e4m3, scales [R, I / 128]; and a [R, I] itself, or None."""
+    """Tensors that a is stored in: values [R, I / 2], each of them two e4m3, scales [R, I / 128]; and a [R, I] itself,
+    or None."""
 
     values: cute.Tensor
     scales: cute.Tensor
@@ -80,7 +81,8 @@ class QuantizedRows:
 
 
 def quantize_row(packed, values, smallest: float):
-    """A group of which each of eight threads has 16 values in fp32: into the words `packed`, and returns its scale."""
+    """Quantize a group, of which each of eight threads has 16 values in fp32, into the words `packed`; return its
+    scale."""
     largest = Float32(smallest)
     for value in values:
         largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
@@ -100,7 +102,7 @@ def group_layout(extent: int, stages: int):
 
 
 def wave_fragments(mma, a, b, half):
-    """A consumer's operands: A, and B of every wave."""
+    """Return a consumer's operands: A, and B of every wave."""
     thread_mma, depth = mma.get_slice(0), cute.size(a, mode=[1])
     fragment_a = mma.make_fragment_A(thread_mma.partition_A(cute.local_tile(a, (WARPGROUP_M, depth), (half, 0, None))))
     fragments_b = [
@@ -111,7 +113,7 @@ def wave_fragments(mma, a, b, half):
 
 
 def as_fp8(tensor, layout):
-    """An operand's shared memory with the values that it holds."""
+    """View an operand's shared memory as the e4m3 values that it holds."""
     return cute.make_tensor(cute.recast_ptr(tensor.iterator, layout.inner, FP8), layout.outer)
 
 
@@ -128,12 +130,12 @@ class Turns:
         cute.arch.mbarrier_wait(self.barriers + self.consumer, (wave + 1 - self.consumer) % 2)
 
     def pass_on(self):
-        """A wave is issued."""
+        """Pass the turn on when a wave is issued."""
         self.arrivals.arrive("turn", self.barriers + 1 - self.consumer, groups=2)
 
 
 class GroupScaledKernel(EpilogueWarpsKernel):
-    """What the GEMMs with scaled groups share: the consumers' part. Operands come as pairs of values of 16 bits.
+    """Consumers of the GEMMs with scaled groups. Operands come as pairs of values of 16 bits.
 
     Where `in_turns`, two more extra barriers, `turn[c]`, make the consumers issue their waves in turn, so that one adds
     to its sums while the other multiplies:
@@ -156,14 +158,14 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         return operands
 
     def half_tile_params(self, pipeline, stage, phase, has_rows) -> MainloopParams:
-        """The groups that are multiplied, and those that are released unread."""
+        """Return the groups that are multiplied, and those that are released unread."""
         k_tiles = has_rows * self.k_tiles
         return MainloopParams(pipeline, stage, phase, k_tiles=k_tiles, unused=self.k_tiles - k_tiles)
 
     @property
     def extra_k_blocks(self) -> int:
-        """How many k blocks of each stage of an adapter are multiplied: of several stages all, which are zero past the
-        rank."""
+        """Count the k blocks of each stage of an adapter that are multiplied: of several stages all, which are zero
+        past the rank."""
         return self.tail_k_blocks if self.whole_k_tiles == self.k_tiles else TILE_K // K_BLOCK
 
     @property
@@ -174,19 +176,20 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         return GroupMma(group, consumer_mma(STORED, True, True, WAVE))
 
     def scale_rows(self, scales, row, end):
-        """The scales of a thread's two rows of the tile, `row` and eight below; past the end those of the last row."""
+        """Return the scales of a thread's two rows of the tile, `row` and eight below; past the end those of the last
+        row."""
         rows = [cutlass.max(cutlass.min(row + i, end - 1), 0) for i in (0, 8)]
         return [scales.token[row] for row in rows] if self.gather else rows
 
     def weight_block(self, wave, column_tile, blocks: int):
-        """The row of the weight's scales that a wave of the tile has."""
+        """Return the row of the weight's scales for a wave of the tile."""
         if self.halves == 2:
             return column_tile + wave * (blocks // 2)
         return cutlass.min(2 * column_tile + wave, blocks - 1)
 
     @cute.jit
     def run_consumer(self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, scales: cutlass.Constexpr):
-        """A consumer's role: its half of every tile of the product, into shared memory."""
+        """Run a consumer: write its half of every tile of the product into shared memory."""
         shared.arrivals.begin("consumers", CONSUMER_WARPS)
         half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         thread = cute.arch.thread_idx()[0] % 128
@@ -323,7 +326,8 @@ def add_extra(
     phase: Int32,
     turns: cutlass.Constexpr,
 ):
-    """sums += so many k blocks of an adapter's stage, whose operands have 16 bits. Returns the next stage and phase."""
+    """Add so many k blocks of an adapter's stage, whose operands have 16 bits, to `sums`. Return the next stage and
+    phase."""
     pipeline.wait_full(stage, phase)
     for wave in cutlass.range_constexpr(len(sums)):
         multiply_wave(mma, partial, fragments, k_blocks, wave, stage, turns)
@@ -342,7 +346,7 @@ def release_unread(
     waves: cutlass.Constexpr,
     turns: cutlass.Constexpr,
 ):
-    """Of a half tile without rows: its stages, and its turns. Returns the pipeline's next stage and phase."""
+    """Release the stages, and take the turns, of a half tile without rows. Return the pipeline's next stage and phase."""
     for _ in cutlass.range(stages, unroll=1):
         cute.arch.mbarrier_wait(pipeline.full + stage, phase)
         pipeline.release(stage)
@@ -355,7 +359,7 @@ def release_unread(
 
 
 class GatheringKernel(GroupScaledKernel):
-    """For gathered rows, with epilogue warps that compute."""
+    """Kernel for gathered rows, with epilogue warps that compute."""
 
     in_turns = True
     registers = 88, 208
@@ -378,10 +382,23 @@ class GemmFp8UpKernel(GatheringKernel):
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, gate_up: cute.Tensor, x_scales: cute.Tensor, weight_scales: cute.Tensor, rank_rows, factor,
-        h, a, scaled_a, a_scales, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32,
+        self,
+        x: cute.Tensor,
+        gate_up: cute.Tensor,
+        x_scales: cute.Tensor,
+        weight_scales: cute.Tensor,
+        rank_rows,
+        factor,
+        h,
+        a,
+        scaled_a,
+        a_scales,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        blocks: Int32,
         stream: cuda.CUstream,
-    ):  # fmt: skip
+    ):
         operands = self.set_up_operands(x, gate_up)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()
@@ -423,7 +440,7 @@ class GemmFp8UpKernel(GatheringKernel):
         half: cutlass.Constexpr,
         epilogue_warp,
     ):
-        """a of half a tile: a warp takes four rows at a time, eight threads a row, and a thread 16 columns."""
+        """Compute a of half a tile: a warp takes four rows at a time, eight threads a row, and a thread 16 columns."""
         lane = cute.arch.lane_idx()
         part, num_values = lane % 8, 2 * VECTOR
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
@@ -465,9 +482,20 @@ class GemmFp8DownKernel(GroupScaledKernel):
 
     @cute.jit
     def __call__(
-        self, a: cute.Tensor, down: cute.Tensor, a_scales: cute.Tensor, weight_scales: cute.Tensor, rank_rows, factor,
-        out: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        a: cute.Tensor,
+        down: cute.Tensor,
+        a_scales: cute.Tensor,
+        weight_scales: cute.Tensor,
+        rank_rows,
+        factor,
+        out: cute.Tensor,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
         operands = self.set_up_operands(a, down)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()

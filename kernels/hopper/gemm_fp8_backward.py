@@ -34,8 +34,8 @@ VECTORS = 2  # of a group's columns that a thread has
 
 @dataclass(frozen=True)
 class Written:
-    """What the epilogue warps read and write, and where they store dh in e4m3, or None: values [R, I'], pairs, the gate's
-    half and then the up's, I' being I in whole groups; scales [R, I' / 64]."""
+    """Tensors that the epilogue warps read and write, and those for dh in e4m3, or None: values [R, I'], pairs, the
+    gate's half and then the up's, I' being I in whole groups; scales [R, I' / 64]."""
 
     rows: RowTensors
     scaled: QuantizedRows | None
@@ -57,10 +57,27 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
 
     @cute.jit
     def __call__(
-        self, dout: cute.Tensor, weight: cute.Tensor, dout_scales: cute.Tensor, weight_scales: cute.Tensor, rank_rows,
-        factor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, scaled_dh, dh_scales, parts, pair: cute.Tensor,
-        token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        dout: cute.Tensor,
+        weight: cute.Tensor,
+        dout_scales: cute.Tensor,
+        weight_scales: cute.Tensor,
+        rank_rows,
+        factor,
+        h: cute.Tensor,
+        routing_weight: cute.Tensor,
+        dh,
+        a,
+        scaled_dh,
+        dh_scales,
+        parts,
+        pair: cute.Tensor,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
         operands = self.set_up_operands(dout, weight)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()
@@ -154,10 +171,17 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
 
     @cute.jit
     def turn_into_dh(
-        self, values, da, routed: Float32, i: cutlass.Constexpr, tensors: cutlass.Constexpr, row: Int32, is_row,
+        self,
+        values,
+        da,
+        routed: Float32,
+        i: cutlass.Constexpr,
+        tensors: cutlass.Constexpr,
+        row: Int32,
+        is_row,
         column: Int32,
-    ):  # fmt: skip
-        """A vector of gates and one of ups into their gradients; writes these and a', and returns their part of dw."""
+    ):
+        """Turn a vector of gates and one of ups into their gradients; write these and a', and return their part of dw."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         partial, width = Float32(0.0), tensors.h.shape[1] // 2
         a_values = cute.make_rmem_tensor(VECTOR, self.dtype)
@@ -181,7 +205,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
 
     @cute.jit
     def write_scaled(self, to: cutlass.Constexpr, values, row: Int32, is_row, column: Int32, side: cutlass.Constexpr):
-        """A thread's part of a group of dh in e4m3, and the group's scale."""
+        """Store a thread's part of a group of dh in e4m3, and the group's scale."""
         num_pairs = to.values.shape[1]
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         packed = cute.make_rmem_tensor(VECTOR, self.dtype)

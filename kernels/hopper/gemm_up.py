@@ -31,9 +31,20 @@ class GemmUpKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, gate_up: cute.Tensor, bias, rank_rows, factor, h, a, token: cute.Tensor, table: cute.Tensor,
-        last: Int32, blocks: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        x: cute.Tensor,
+        gate_up: cute.Tensor,
+        bias,
+        rank_rows,
+        factor,
+        h,
+        a,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
         operands = self.set_up_operands(x, gate_up)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue(computed_with=a is not None)
@@ -71,7 +82,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
         half: cutlass.Constexpr,
         epilogue_warp,
     ):
-        """a of half a tile: an epilogue warp takes every second unit of WARP_ROWS rows and EPI_TILE_N columns."""
+        """Compute a of half a tile: an epilogue warp takes every second unit of WARP_ROWS rows and EPI_TILE_N columns."""
         lane = cute.arch.lane_idx()
         vector, width = lane % (EPI_TILE_N // VECTOR), a.shape[1]
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
@@ -98,7 +109,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
                 cute.copy(copy, out, global_vector(a, Int64(first + row) * width + column))
 
     def activate(self, left, right, v: int):
-        """The v-th value of a vector of a, from two vectors of h, or from the first alone."""
+        """Compute the v-th value of a vector of a, from two vectors of h, or from the first alone."""
         if not self.is_gated:
             return activate_ungated(left[v], self.activation.name)[0]
         return activate(*gate_and_up(left, right, v, self.interleaved), *self.activation)[0]

@@ -60,7 +60,7 @@ SLAB_BYTES = TILE_K * 128  # of 64 columns of the gathered side, which lie toget
 
 @dataclass(frozen=True)
 class HalfStore:
-    """Where a consumer stores half a tile, and what by: the epi tiles in shared memory, and `out`."""
+    """Destination and means of a consumer's store of half a tile: the epi tiles in shared memory, and `out`."""
 
     store: EpilogueStore
     epi_tiles: cute.Tensor
@@ -81,7 +81,7 @@ class PendingStore:
 
 @dataclass(frozen=True)
 class HalvesParams:
-    """What `multiply_halves` takes beside the operands; stage and phase are where it begins."""
+    """Arguments of `multiply_halves` beside the operands; stage and phase are where it begins."""
 
     pipeline: MainloopPipeline
     stage: Int32
@@ -107,9 +107,17 @@ class GemmWgradKernel:
 
     @cute.jit
     def __call__(
-        self, gathered: cute.Tensor, direct: cute.Tensor, out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor,
-        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        gathered: cute.Tensor,
+        direct: cute.Tensor,
+        out: cute.Tensor,
+        token: cute.Tensor,
+        offsets: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
         _, height, width = out.shape
         self.column_major = out.stride[1] == 1
         self.row_tiles, self.column_tiles = math.ceil(height / WGRAD_TILE_M), math.ceil(width / self.columns)
@@ -169,7 +177,7 @@ class GemmWgradKernel:
 
     @cute.jit
     def run_consumer(self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, consumer, out: cutlass.Constexpr):
-        """The role of a consumer, 0 or 1: its 128 rows of every tile.
+        """Run consumer 0 or 1: it computes its 128 rows of every tile.
 
         The lower half is stored after the first MMAs of the next tile's upper half: until then TMA reads what was
         stored of the upper half.
@@ -210,7 +218,7 @@ class GemmWgradKernel:
 
     @cute.jit
     def multiply_halves(self, tiled_mma, accumulators, fragments_a, fragment_b, params: cutlass.Constexpr):
-        """The products of `k_blocks` k blocks of 16 rows; the last tile's lower half is stored after the first of
+        """Add the products of `k_blocks` k blocks of 16 rows; the last tile's lower half is stored after the first of
         them."""
         pipeline, stage, phase, k_blocks = params.pipeline, params.stage, params.phase, params.k_blocks
         in_stage = cute.size(fragment_b, mode=[2])
@@ -282,7 +290,8 @@ class GemmWgradKernel:
 
     @cute.jit
     def find_work_tile(self, offsets: cute.Tensor, index: Int32):
-        """The work tile of an index, which may be -1, as a WorkTile's fields: an expert's tiles follow one another."""
+        """Find the work tile of an index, which may be -1, as a WorkTile's fields: an expert's tiles follow one
+        another."""
         expert, start, end, tile = NO_WORK
         if index >= 0:
             per_expert = self.row_tiles * self.column_tiles
@@ -300,7 +309,7 @@ class GemmWgradKernel:
         token: cute.Tensor,
         expert_offsets: cute.Tensor,
     ):
-        """The producer warps' role: the direct side by TMA, the other by 16-byte copies of token[r]'s columns.
+        """Run the producer warps: load the direct side by TMA, the other by 16-byte copies of token[r]'s columns.
 
         As in varlen_m.py the next work tile is found while stages of this one are waited for. A stage's tokens are looked
         up a stage earlier. A work tile without rows has no stages and takes one step.

@@ -35,7 +35,7 @@ class Narrow:
 
 @dataclass(frozen=True)
 class MainloopParams:
-    """What `multiply` takes beside the operands: the pipeline, and the stage and phase where it begins.
+    """Arguments of `multiply` beside the operands: the pipeline, and the stage and phase where it begins.
 
     k_tiles: how many stages are multiplied. tail_k_blocks: how many k blocks of one more stage are: a number, where
     `has_tail`, or an Int32. unused: how many further stages are released unread. order_barrier: every warp arrives there
@@ -56,7 +56,7 @@ class MainloopParams:
 
 
 def consumer_mma(dtype, k_major_a: bool, k_major_b: bool, columns: int):
-    """One warpgroup's MMA: WARPGROUP_M x columns in one instruction."""
+    """Make one warpgroup's MMA: WARPGROUP_M x columns in one instruction."""
     return sm90.make_trivial_tiled_mma(
         dtype, dtype, major_mode(k_major_a), major_mode(k_major_b), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, columns)
     )
@@ -68,7 +68,7 @@ def columns_of_last_tile(width: int, columns: int) -> int:
 
 
 def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
-    """A consumer warpgroup's operands, and its accumulator, which the MMA adds to."""
+    """Return a consumer warpgroup's operands, and its accumulator, which the MMA adds to."""
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     thread_mma = tiled_mma.get_slice(0)
     fragment_a = tiled_mma.make_fragment_A(
@@ -80,7 +80,7 @@ def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
 
 
 def narrow_tile(narrow_mma, shared: Shared, columns: int) -> Narrow | None:
-    """What a consumer needs for a narrower last tile, or None."""
+    """Return the operands and the MMA that a consumer needs for a narrower last tile, or None."""
     if narrow_mma is None:
         return None
     narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -112,7 +112,7 @@ def issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage: Int3
 
 @cute.jit
 def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, stage: Int32, phase: Int32, arrivals):
-    """When the MMAs of a stage have been issued: wait for those of the stage before, and release that one.
+    """Commit the issued MMAs of a stage: wait for those of the stage before, and release that one.
 
     Returns the stage committed, which is now the one before, and the pipeline's next stage with its phase.
     """

@@ -1,4 +1,4 @@
-"""What rounding a product to bf16 loses on its way to the epilogue warps: four bits a value, in shared memory beside it.
+"""Residuals of products rounded to bf16, for the epilogue warps: four bits a value, in shared memory beside it.
 
 The activation is computed from the product, not from its rounding, as an epilogue in the consumers' registers would. The
 epilogue warps read 16 bits a value (epilogue.py) and the four bits below them. Together they are off by at most 1.28 *
@@ -52,13 +52,13 @@ class Residual:
         return 1 + 2.0 ** -(12 if self.truncated else 11) / (2 * math.log(2))
 
     def pack(self, registers, values):
-        """The upper 16 bits of the product's values, two to a word of `registers`."""
+        """Pack the upper 16 bits of the product's values, two to a word of `registers`."""
         words = cute.recast_tensor(registers, Int32)
         for i in range(cute.size(words)):
             words[i] = permute_bytes(*(values(2 * i + c).bitcast(Int32) for c in range(2)), 0x7632)
 
     def write(self, epi_tile, values, thread):
-        """A consumer thread's residuals of an epi tile; `values` as in EpilogueStore.write."""
+        """Write a consumer thread's residuals of an epi tile; `values` as in EpilogueStore.write."""
         row, place = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 4
         swapped = thread % 32 // 16  # else rows would share banks
         for below in range(2):
@@ -70,7 +70,7 @@ class Residual:
                 _word(address)[0] = self.word(bits)
 
     def word(self, bits):
-        """The residuals of eight products as fp32 bits, [vector][column of the pair]."""
+        """Pack the residuals of eight products as fp32 bits, [vector][column of the pair]."""
         if self.truncated:  # byte j: vector j, its first column in the lower half
             pairs = [[permute_bytes(bits[j][c], bits[j + 1][c], 0x0051) for j in (0, 2)] for c in range(2)]
             first, second = (permute_bytes(*pair, 0x5410) for pair in pairs)
@@ -82,7 +82,7 @@ class Residual:
         return word
 
     def read(self, epi_tile, row, vector):
-        """By a thread of an epilogue warp: the words of a vector of 8 columns of a row."""
+        """Read the words of a vector of 8 columns of a row; called by a thread of an epilogue warp."""
         address = self.first + epi_tile * RESIDUAL_BYTES + row * ROW_BYTES + (vector // VECTORS ^ row // 4 % 2) * 16
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
         words = cute.make_rmem_tensor(4, Int32)
@@ -91,7 +91,7 @@ class Residual:
         return words
 
     def value(self, rounded, words, v: int, vector):
-        """The v-th product of a vector from its 16 bits, in `rounded`, and its residual, in `words`."""
+        """Restore the v-th product of a vector from its 16 bits, in `rounded`, and its residual, in `words`."""
         pair = cute.recast_tensor(rounded, Int32)[v // 2]
         upper = pair << 16 if v % 2 == 0 else pair & _bits(0xFFFF0000)
         word, j = words[v // 2], vector % VECTORS

@@ -66,11 +66,12 @@ class TileScheduler:
         return self.full + SCHEDULER_STAGES
 
     def initial_index(self):
-        """The index of a block's first work tile, -1 where there is none."""
+        """Return the index of a block's first work tile, -1 where there is none."""
         return _index_or_none(cute.arch.block_idx()[0], self.num_work_tiles)
 
     def prefetch_dynamic(self):
-        """By warp 0 when it begins a work tile: the index of its next one, for `broadcast`; nothing waits for it."""
+        """Take the index of the next work tile, for `broadcast`; called by warp 0 when it begins a work tile, and
+        nothing waits for it."""
         return _next_dynamic(self.counter, self.num_work_tiles)
 
     def prefetch(self, index, tile_count):
@@ -80,17 +81,17 @@ class TileScheduler:
         return self.prefetch_dynamic()
 
     def broadcast(self, index):
-        """What `prefetch` returned, in every lane; -1 where there is no more work."""
+        """Return the result of `prefetch` in every lane; -1 where there is no more work."""
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(index, 0))
 
     def share(self, warp, work_tile, tile_count):
-        """By the producer warps: warp 0 shares its work tile, the others receive it. Returns it."""
+        """Share warp 0's work tile with the other producer warps, which receive it. Return it."""
         self.arrivals.count("scheduler.full", 1)
         self.arrivals.count("scheduler.empty", self.arrivals.warps - 1)
         return _share(self.slots, self.full, self.empty, warp, *work_tile, tile_count)
 
     def receive(self, tile_count) -> WorkTile:
-        """By every other warp."""
+        """Receive the work tile; called by every other warp."""
         self.arrivals.count("scheduler.empty", self.arrivals.warps)
         return WorkTile(*_receive(self.slots, self.full, self.empty, tile_count))
 
@@ -105,7 +106,7 @@ def rasterize(index, num_rows, num_columns: int, group_rows: int):
 
 
 def arrive_counts(num_reading_warps: int):
-    """The arrive counts of a scheduler's barriers by name; `num_reading_warps`: those beside warp 0."""
+    """Return the arrive counts of a scheduler's barriers by name; `num_reading_warps`: those beside warp 0."""
     return {"scheduler.full": 1, "scheduler.empty": num_reading_warps}
 
 

@@ -1,4 +1,4 @@
-"""Which compiled kernels a layer asks for, and which of its functions run on Triton; by sizes and layout alone."""
+"""Compiled kernels that a layer asks for, and its functions that run on Triton; by sizes and layout alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOWN_BACKWARD = ((True, True, True), (True, False, True), (True, True, False), (
 
 
 def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
-    """The functions of ../interface.py that run on Triton because of H = hidden or I = inner."""
+    """Name the functions of ../interface.py that run on Triton because of H = hidden or I = inner."""
     small, large = supports_sizes(hidden, inner), supports_sizes(hidden, activation.width(inner))
     needs = {
         "up": small,
@@ -30,8 +30,8 @@ def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
 def training_step_kernels(
     dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, rank, tile
 ):
-    """What a training step asks for after gemm_up with these parameters; without h no step follows. Experts with an
-    adapter of `rank` > 0 are frozen, and both of their products are taken to have one."""
+    """List the kernels that a training step asks for after gemm_up with these parameters; without h no step follows.
+    Experts with an adapter of `rank` > 0 are frozen, and both of their products are taken to have one."""
     if not want_h:
         return []
     skipped = ("gemm_up", "gemm_wgrad") if rank else ("gemm_up",)
@@ -54,9 +54,9 @@ def variants(
     bias: bool,
     rank: int = 0,
 ) -> list[tuple[str, tuple]]:
-    """(function of compiled.py, its parameters) for forward, backward and frozen parts of layers with H = hidden and
-    I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without, with adapters of
-    `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""
+    """List (function of compiled.py, its parameters) for forward, backward and frozen parts of layers with H = hidden
+    and I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without, with
+    adapters of `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""
     width = activation.width(inner)
     kernels = []
     if supports_sizes(hidden, inner):

@@ -43,7 +43,7 @@ def varlen_h(h, in_order: bool):
 
 
 def varlen_epi_tiles(tensor, first, end, *side):
-    """The rows first .. first + WARPGROUP_M, up to `end`, of the TMA view of `varlen_rows` (or of one `side` of
+    """View the rows first .. first + WARPGROUP_M, up to `end`, of the TMA view of `varlen_rows` (or of one `side` of
     `varlen_halves`), as (WARPGROUP_M, EPI_TILE_N, number of epi tiles)."""
     rows = cute.domain_offset((MAX_ROWS - (end - first), 0), tensor[(None, None, *side, end)])
     return cute.local_tile(rows, (WARPGROUP_M, EPI_TILE_N), (0, None))
@@ -63,5 +63,5 @@ def varlen_columns(tensor):
 
 
 def expert_columns(tensor, first, end):
-    """The rows first .. end of `varlen_columns` (or of its TMA view), as (columns, rows)."""
+    """View the rows first .. end of `varlen_columns` (or of its TMA view), as (columns, rows)."""
     return cute.domain_offset((0, MAX_ROWS - (end - first)), tensor[None, None, MAX_ROWS, end])

@@ -1,4 +1,4 @@
-"""What the GEMMs over rows sorted by expert share (varlen-M): operands, the order of work tiles, and the producer.
+"""Base of the GEMMs over rows sorted by expert (varlen-M): operands, the order of work tiles, and the producer.
 
 A work tile is 128 rows of one expert times a column tile. Exceptions: up to 192 rows in a tall GEMM, and 64 in the last
 wave of a gathering one. A group of row tiles passes over all columns together, so that both operands of the tiles in
@@ -53,13 +53,13 @@ class Gather:
         return TILE_M // self.rows_per_pass
 
     def target(self, i: int, targets_in_stage):
-        """Where the i-th pass copies to."""
+        """Return the place that the i-th pass copies to."""
         lap, place = divmod(i, len(targets_in_stage))
         return targets_in_stage[place] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
 
 
 def extra_atoms(extra: Operands | None):
-    """The TMA loads of an adapter's operands, if there is one."""
+    """Return the TMA loads of an adapter's operands, if there is one."""
     return () if extra is None else (extra.atom_a, extra.atom_b)
 
 
@@ -81,7 +81,7 @@ class VarlenMKernel:
         self.epi_tiles = self.epi_stages = self.columns // EPI_TILE_N
 
     def set_up_operands(self, source, weight) -> Operands:
-        """The operands, and their layouts and MMAs; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
+        """Set up the operands, their layouts and MMAs; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
         k_major = weight.stride[2] == 1
         per_half = weight.shape[1] // self.halves
         self.column_tiles = math.ceil(per_half / (self.columns // self.halves))
@@ -99,9 +99,9 @@ class VarlenMKernel:
         return Operands(atom_a, tensor_a, *self.weight_atom(weight))
 
     def set_up_extra(self, rows, factor) -> Operands | None:
-        """An adapter's operands, or None without one: rows [P, J] in the order of the rows, factor [E, N, J] in the order
-        of the weight. They are more depth: [source | rows] @ [weight | factor]^T, and their stages follow those of source
-        and weight. The last stage's k blocks are computed as far as there are any of the J columns."""
+        """Set up an adapter's operands, or None without one: rows [P, J] in the order of the rows, factor [E, N, J] in
+        the order of the weight. They are more depth: [source | rows] @ [weight | factor]^T, and their stages follow
+        those of source and weight. The last stage's k blocks are computed as far as there are any of the J columns."""
         if rows is None:
             return None
         rank = rows.shape[1]
@@ -136,7 +136,7 @@ class VarlenMKernel:
         return load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
 
     def tile_params(self, pipeline, stage, phase, order_barrier=None, arrivals=()) -> MainloopParams:
-        """What `multiply` takes for a whole tile."""
+        """Return the arguments of `multiply` for a whole tile."""
         return MainloopParams(
             pipeline,
             stage,
@@ -149,7 +149,7 @@ class VarlenMKernel:
         )
 
     def half_tile_params(self, pipeline, stage, phase, has_rows) -> MainloopParams:
-        """What `multiply` takes for half a tile, whose stages are released unread unless it `has_rows`."""
+        """Return the arguments of `multiply` for half a tile, whose stages are released unread unless it `has_rows`."""
         k_tiles = has_rows * self.whole_k_tiles
         unused = self.k_tiles - k_tiles
         if self.extra_k_tiles:
@@ -178,7 +178,7 @@ class VarlenMKernel:
 
     @cute.jit
     def find_work_tile(self, tiles: cute.Tensor, index: Int32):
-        """The work tile of an index, which may be -1; as a WorkTile's fields."""
+        """Find the work tile of an index, which may be -1; as a WorkTile's fields."""
         expert, first, end, column_tile = NO_WORK
         if index >= 0:
             if const_expr(self.gather):
@@ -219,7 +219,7 @@ class VarlenMKernel:
         token: cute.Tensor,
         tiles: cute.Tensor,
     ):
-        """The producer warps' role: fill the pipeline for every work tile of this block.
+        """Run the producer warps: fill the pipeline for every work tile of this block.
 
         The next work tile is found, and its tokens are looked up, while stages of this one are waited for. What is loaded
         for that is used a stage later at the earliest, so that nothing waits for it.
@@ -279,9 +279,18 @@ class VarlenMKernel:
 
     @cute.jit
     def produce_extra(
-        self, extra: cutlass.Constexpr, shared: cutlass.Constexpr, warp, expert: Int32, first: Int32, end: Int32,
-        column_tile: Int32, has_bottom, stage: Int32, phase: Int32,
-    ):  # fmt: skip
+        self,
+        extra: cutlass.Constexpr,
+        shared: cutlass.Constexpr,
+        warp,
+        expert: Int32,
+        first: Int32,
+        end: Int32,
+        column_tile: Int32,
+        has_bottom,
+        stage: Int32,
+        phase: Int32,
+    ):
         """Fill the stages of the extra depth, which is loaded by TMA also where the source is gathered: the gathering
         threads only arrive. Returns the pipeline's next stage and phase."""
         full, empty = shared.pipeline.full, shared.pipeline.empty
@@ -298,7 +307,7 @@ class VarlenMKernel:
         return stage, phase
 
     def set_up_gather(self, shared, warp) -> Gather:
-        """What a producer thread copies; meaningless where rows are not gathered."""
+        """Set up a producer thread's copies; meaningless where rows are not gathered."""
         lane = cute.arch.lane_idx()
         vector, lane_row = lane % 8, lane // 8
         rows_per_pass = self.gather_warps * GATHER_ROWS
@@ -311,7 +320,7 @@ class VarlenMKernel:
         return Gather(first_row, vector, rows_per_pass, targets, tokens, offsets)
 
     def partition_a(self, atom_a, tensor_a, shared, first, end, has_bottom):
-        """The (shared, global) sides of the TMA loads of every 64 rows of A, and the bytes of a stage."""
+        """Return the (shared, global) sides of the TMA loads of every 64 rows of A, and the bytes of a stage."""
         rows_a = cute.domain_offset((first, 0), tensor_a)
         halves = [
             partition(
@@ -361,7 +370,7 @@ class VarlenMKernel:
                 copy_async(gather.target(i, targets), address + gather.offsets[i].to(Int64), size)
 
     def store_of(self, tiled_mma, shared, consumer):
-        """A consumer's store, and the (row, column) of every value of its accumulators."""
+        """Make a consumer's store, and the (row, column) of every value of its accumulators."""
         thread = cute.arch.thread_idx()[0] % 128
         store = epilogue_store(tiled_mma, shared.epilogue, self.dtype, thread, consumer, self.epi_stages)
         coordinates = cute.make_identity_tensor((WARPGROUP_M, self.columns))

@@ -20,8 +20,8 @@ from .gemm_down_backward import down_backward as down_backward
 from .gemm_down_backward import routing_gradient as routing_gradient
 from .gemm_down_backward import scaled_down_backward as scaled_down_backward
 from .gemm_rank import lora_a_gradient as lora_a_gradient
-from .gemm_rank import lora_b_backward as lora_b_backward
 from .gemm_rank import lora_shrink as lora_shrink
+from .gemm_rank_backward import lora_b_backward as lora_b_backward
 from .gemm_up import scaled_up as scaled_up
 from .gemm_up import up as up
 from .gemm_wgrad import down_gradient as down_gradient

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _curve(x, NAME: tl.constexpr):
-    """The activation NAME of a value, without a gate, and its slope."""
+    """Compute the activation NAME of a value, without a gate, and its slope."""
     if NAME == "silu":
         sigmoid = tl.sigmoid(x)
         value = x * sigmoid
@@ -35,8 +35,8 @@ def _tanh(x):
 
 @triton.jit
 def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """a and, of its gradient `da`, those of gate and up, in fp32; names and formulas as in interface.Activation. Where a
-    clamp or relu is flat they are 0 whatever `da` is. NaN goes through all of them."""
+    """Compute a and, from its gradient `da`, the gradients of gate and up, in fp32; names and formulas as in
+    interface.Activation. Where a clamp or relu is flat they are 0 whatever `da` is. NaN goes through all of them."""
     if NAME == "clamped_swiglu" or NAME == "clamped_silu":
         alpha: tl.constexpr = ALPHA if NAME == "clamped_swiglu" else 1.0
         shift: tl.constexpr = 1.0 if NAME == "clamped_swiglu" else 0.0

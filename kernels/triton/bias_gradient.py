@@ -13,9 +13,17 @@ PROGRAMS_WANTED = 1024  # enough small programs to fill any GPU several times ov
 
 @triton.jit
 def bias_gradient_kernel(
-    source, routing_weight, sums, token, pair, offsets,
-    N: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    source,
+    routing_weight,
+    sums,
+    token,
+    pair,
+    offsets,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """sums[s, e] = the s-th share of expert e's rows, summed; with weights the rows are gathered by token."""
     expert = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -14,10 +14,20 @@ THREAD_BYTES = 32  # of a row, where there are COLUMNS
 
 @triton.jit
 def combine_kernel(
-    y, weight, out, offsets, token_offsets, token_rows, pair,
-    H: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS_PER_STEP: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A token's programs run side by side; rows are added one by one, so that no value changes threads."""
+    y,
+    weight,
+    out,
+    offsets,
+    token_offsets,
+    token_rows,
+    pair,
+    H: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    ROWS_PER_STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add each token's weighted rows one by one, so that no value changes threads; a token's programs run side by
+    side."""
     column_blocks: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     token = tl.program_id(0) // column_blocks
     column = tl.program_id(0) % column_blocks * COLUMNS + tl.arange(0, COLUMNS)

@@ -65,8 +65,8 @@ class GradientBlocks(NamedTuple):
 
 
 class PackedBlocks(NamedTuple):
-    """Of a product that reads packed weights: the weight's rows that a program takes, 16 or 32 a warp; warps; the most
-    registers of a thread (None: as many as the compiler takes)."""
+    """Blocks of a product that reads packed weights: the weight's rows that a program takes, 16 or 32 a warp; warps;
+    the maximum of registers of a thread (None: as many as the compiler takes)."""
 
     height: int
     warps: int
@@ -193,7 +193,7 @@ def num_sms(device: torch.device) -> int:
 
 @functools.cache
 def gpu_kind(device: torch.device) -> str:
-    """Which entries of the table a device reads: by the shared memory that a block can have there."""
+    """Choose the entries of the table that a device reads, by the shared memory that a block can have there."""
     if device.type != "cuda":
         return "interpreter"
     major, minor = torch.cuda.get_device_capability(device)
@@ -204,7 +204,7 @@ def gpu_kind(device: torch.device) -> str:
 
 @functools.cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the GPU has FP8 products and conversions."""
+    """Tell whether the GPU has FP8 products and conversions."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -214,7 +214,7 @@ def as_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 def is_interpreted(device: torch.device) -> bool:
-    """Whether kernels for the device run in Triton's interpreter, which has no PTX."""
+    """Tell whether kernels for the device run in Triton's interpreter, which has no PTX."""
     return gpu_kind(device) == "interpreter"
 
 
@@ -226,18 +226,18 @@ def bucket(num_pairs: int, num_experts: int) -> str:
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:
-    """The row tile of dispatch and of every kernel over sorted rows."""
+    """Return the row tile of dispatch and of every kernel over sorted rows."""
     return SMALLEST_TILE if bucket(num_pairs, num_experts) == "few" else TILE
 
 
 def reads_packed(format: str, dtype: torch.dtype, rows) -> bool:
-    """Whether up and down read weights packed in this format; the compiled kernels do in bf16."""
+    """Tell whether up and down read weights packed in this format; the compiled kernels do in bf16."""
     is_taken = dtype == torch.bfloat16 or is_interpreted(rows.token.device)
     return is_taken and rows.token.numel() <= PACKED[format] * (rows.offsets.numel() - 1)
 
 
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
-    """The most row tiles there can be: every expert may have one that is not full. What kernels are launched over."""
+    """Return the maximum of row tiles, over which kernels are launched: every expert may have one that is not full."""
     return min(cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
 
 
@@ -256,11 +256,11 @@ def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str, a
 
 
 def blocks_for(kernel: str, like: torch.Tensor, num_pairs: int, num_experts: int, aligned: bool = True):
-    """The table's entry for a kernel whose operands are like this one; aligned: to 16 bytes, all of them."""
+    """Look up the table's entry for a kernel whose operands are like this one; aligned: to 16 bytes, all of them."""
     return _entry(kernel, like.device, like.dtype.itemsize, bucket(num_pairs, num_experts), aligned)
 
 
 def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> PackedBlocks:
-    """The table's entry for a product that reads weights packed in this format."""
+    """Look up the table's entry for a product that reads weights packed in this format."""
     is_few = num_pairs <= FEW_PACKED * num_experts
     return _entry(f"packed_{format}", tensor.device, tensor.element_size(), "few" if is_few else "some")

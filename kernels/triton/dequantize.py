@@ -24,11 +24,21 @@ WORDS, STEPS = 32 * WARPS, 4  # words of a step, one for every thread; steps of 
 
 @triton.jit
 def dequantize_nf4_kernel(
-    words, scales, state, out, offsets,
-    WORDS_PER_EXPERT: tl.constexpr, WORDS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-    VALUE_MAP: tl.constexpr, SCALE_OFFSET: tl.constexpr, SCALE_SCALES: tl.constexpr, SCALES_PER_SCALE: tl.constexpr,
-):  # fmt: skip
-    """STEPS * WORDS words of one expert, the first value of a byte in its high half."""
+    words,
+    scales,
+    state,
+    out,
+    offsets,
+    WORDS_PER_EXPERT: tl.constexpr,
+    WORDS_PER_SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    VALUE_MAP: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    SCALE_SCALES: tl.constexpr,
+    SCALES_PER_SCALE: tl.constexpr,
+):
+    """Dequantize STEPS * WORDS words of one expert, the first value of a byte in its high half."""
     programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
     expert = tl.program_id(0) // programs
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
@@ -74,7 +84,7 @@ def dequantize_mxfp4_kernel(
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """STEPS * WORDS words of one expert, the first value of a byte in its low half."""
+    """Dequantize STEPS * WORDS words of one expert, the first value of a byte in its low half."""
     programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
     expert = tl.program_id(0) // programs
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
@@ -105,7 +115,7 @@ def dequantize_mxfp4_kernel(
 
 @triton.jit
 def e4m3_value(code):
-    """The fp32 value of an E4M3 code: its exponent and mantissa stand where those of a tiny fp32 do."""
+    """Convert an E4M3 code to fp32: its exponent and mantissa stand where those of a tiny fp32 do."""
     bits = (code & 0x7F) << 20 | (code & 0x80) << 24
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -113,7 +123,7 @@ def e4m3_value(code):
 
 @triton.jit
 def fp8_scale_row(row, N: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr, FP8_BLOCK: tl.constexpr):
-    """Which row of an expert's scales, [PARTS, blocks, KINDS] as one dimension, is that of a row of the weight."""
+    """Find the row of an expert's scales, [PARTS, blocks, KINDS] as one dimension, for a row of the weight."""
     ROWS: tl.constexpr = N // PARTS
     BLOCKS: tl.constexpr = (ROWS // KINDS + FP8_BLOCK - 1) // FP8_BLOCK
     return (row // ROWS * BLOCKS + row % ROWS // KINDS // FP8_BLOCK) * KINDS + row % KINDS
@@ -121,7 +131,7 @@ def fp8_scale_row(row, N: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr
 
 @triton.jit
 def fp8_scale_value(scale):
-    """A scale of FP8 in fp32: of a byte 2^(scale - 127)."""
+    """Convert a scale of FP8 to fp32: a byte to 2^(scale - 127)."""
     if scale.dtype == tl.float32:
         return scale
     else:
@@ -131,11 +141,21 @@ def fp8_scale_value(scale):
 
 @triton.jit
 def dequantize_fp8_kernel(
-    words, scales, out, offsets,
-    WORDS_PER_EXPERT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALES_PER_EXPERT: tl.constexpr,
-    PARTS: tl.constexpr, KINDS: tl.constexpr, FP8_BLOCK: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """STEPS * WORDS pairs of words of one expert, each four codes."""
+    words,
+    scales,
+    out,
+    offsets,
+    WORDS_PER_EXPERT: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALES_PER_EXPERT: tl.constexpr,
+    PARTS: tl.constexpr,
+    KINDS: tl.constexpr,
+    FP8_BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Dequantize STEPS * WORDS pairs of words of one expert, each four codes."""
     programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
     expert = tl.program_id(0) // programs
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
@@ -165,11 +185,21 @@ def dequantize_fp8_kernel(
 
 @triton.jit
 def dequantize_nvfp4_kernel(
-    words, scales, state, out, offsets,
-    WORDS_PER_EXPERT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
-    WORDS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """STEPS * WORDS words of one expert, the first value of a byte in its low half."""
+    words,
+    scales,
+    state,
+    out,
+    offsets,
+    WORDS_PER_EXPERT: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    KINDS: tl.constexpr,
+    WORDS_PER_SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Dequantize STEPS * WORDS words of one expert, the first value of a byte in its low half."""
     programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
     expert = tl.program_id(0) // programs
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):

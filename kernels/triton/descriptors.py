@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def is_aligned(tensor, strides):
-    """Whether its address and these strides are multiples of 16 bytes."""
+    """Tell whether the tensor's address and these strides are multiples of 16 bytes."""
     size = tensor.element_size()
     return tensor.data_ptr() % 16 == 0 and not any(stride * size % 16 for stride in strides)
 
@@ -36,7 +36,7 @@ def weight_descriptor(weight_ENK, columns, depth):
 
 
 def gate_up_descriptor(weight_E2IH, columns, depth, interleaved):
-    """The gate rows and the up rows of `columns` columns of I, for `depth` of H.
+    """Describe the gate rows and the up rows of `columns` columns of I, for `depth` of H.
 
     Interleaved: as weight_descriptor, 2 * columns rows. Concatenated: [1, 2, columns, depth] of the view [E, 2, I, H],
     so that a load clips at I; stored transposed, None.

@@ -64,21 +64,21 @@ def write_tiles(
 
 @triton.jit
 def _experts_of(expert, pair, num_pairs, NUM_EXPERTS: tl.constexpr):
-    """Of pairs; E for a pair that is dropped."""
+    """Load the experts of pairs; E for a pair that is dropped."""
     found = tl.load(expert + pair, mask=pair < num_pairs, other=0).to(tl.int64)
     return tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found).to(tl.int32)
 
 
 @triton.jit
 def _write_rows(row, pair, owner, is_pair, is_row, token_of_row, pair_of_row, num_pairs, num_tokens):
-    """The pair and the token of each row."""
+    """Write the pair and the token of each row."""
     tl.store(token_of_row + row, tl.where(is_row, owner, num_tokens), mask=is_pair)
     tl.store(pair_of_row + row, tl.where(is_row, pair, num_pairs), mask=is_pair)
 
 
 @triton.jit
 def _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k):
-    """Of top-k, where pair p is token p // top_k's."""
+    """Write each token's rows under top-k, where pair p is token p // top_k's."""
     tl.store(token_rows + pair, row, mask=is_pair)
     tl.store(token_offsets + pair // top_k, pair, mask=is_pair & (pair % top_k == 0))
 
@@ -92,9 +92,17 @@ def scratch_parts(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def dispatch_count_kernel(
-    expert, token, scratch, token_counts, num_pairs, num_blocks, num_tokens,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    expert,
+    token,
+    scratch,
+    token_counts,
+    num_pairs,
+    num_blocks,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the pairs."""
     keys, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
@@ -118,10 +126,20 @@ def dispatch_count_kernel(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def dispatch_scan_kernel(
-    scratch, offsets, token_counts, token_offsets, cursors, num_blocks, num_tokens,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, WIDE: tl.constexpr,
+    scratch,
+    offsets,
+    token_counts,
+    token_offsets,
+    cursors,
+    num_blocks,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+    WIDE: tl.constexpr,
     CHECKED: tl.constexpr,
-):  # fmt: skip
+):
     """Exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
     _, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     which = tl.program_id(0)
@@ -156,11 +174,27 @@ def dispatch_scan_kernel(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def dispatch_place_kernel(
-    scratch, token, cursors, row_of_slot,
-    offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
-    num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
-):  # fmt: skip
+    scratch,
+    token,
+    cursors,
+    row_of_slot,
+    offsets,
+    token_of_row,
+    pair_of_row,
+    token_offsets,
+    token_rows,
+    tiles,
+    num_pairs,
+    num_blocks,
+    num_tokens,
+    num_row_tiles,
+    top_k,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
     keys, counts, _ = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     if block < num_blocks:
@@ -198,11 +232,26 @@ def dispatch_place_kernel(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def dispatch_few_kernel(
-    expert, offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
-    num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    TILE_ROWS: tl.constexpr, CHECKED: tl.constexpr,
-):  # fmt: skip
+    expert,
+    offsets,
+    token_of_row,
+    pair_of_row,
+    token_offsets,
+    token_rows,
+    tiles,
+    num_pairs,
+    num_blocks,
+    num_tokens,
+    num_row_tiles,
+    top_k,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
     """All of top-k's dispatch, of up to PAIRS pairs. A pair's row is the number of pairs that come before it."""
     block = tl.program_id(0)
     if block < num_blocks:
@@ -239,7 +288,7 @@ def dispatch_few_kernel(
 def dispatch_order_kernel(
     row_of_slot, token_offsets, token_rows, num_tokens, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Puts each token's rows into the order of their pairs."""
+    """Put each token's rows into the order of their pairs."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     start = tl.load(token_offsets + token, mask=token < num_tokens, other=0)[:, None]
     end = tl.load(token_offsets + token + 1, mask=token < num_tokens, other=0)[:, None]
@@ -291,9 +340,14 @@ def _dispatch(arguments):
     if is_few:
         constants = num_experts, bins, FEW_PAIRS, FEW_BLOCK, FEW_CHUNK, rows_of_tile, not sentinels
         launch_kernel(
-            dispatch_few_kernel, (num_blocks + num_experts + 1,), (expert_P, *rows), numbers, constants, num_warps=4,
+            dispatch_few_kernel,
+            (num_blocks + num_experts + 1,),
+            (expert_P, *rows),
+            numbers,
+            constants,
+            num_warps=4,
             **checked,
-        )  # fmt: skip
+        )
         return list(rows)
     token_counts = cursors = row_of_slot = None
     token_blocks = 0
@@ -303,24 +357,41 @@ def _dispatch(arguments):
         cursors, row_of_slot = new(num_tokens), new(num_pairs, dtype=torch.int64)
         token_blocks = cdiv(num_tokens + 1, SCAN)
     launch_kernel(
-        dispatch_count_kernel, (num_blocks,), (expert_P, token_P, scratch, token_counts),
-        (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
-        num_warps=4, debug=token_P is not None, sanitize_overflow=False,
-    )  # fmt: skip
+        dispatch_count_kernel,
+        (num_blocks,),
+        (expert_P, token_P, scratch, token_counts),
+        (num_pairs, num_blocks, num_tokens),
+        (num_experts, bins, BLOCK),
+        num_warps=4,
+        debug=token_P is not None,
+        sanitize_overflow=False,
+    )
     launch_kernel(
-        dispatch_scan_kernel, (num_experts + 1 + token_blocks,),
-        (scratch, rows.offsets, token_counts, rows.token_offsets, cursors), (num_blocks, num_tokens),
-        (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels), num_warps=8, **checked,
-    )  # fmt: skip
+        dispatch_scan_kernel,
+        (num_experts + 1 + token_blocks,),
+        (scratch, rows.offsets, token_counts, rows.token_offsets, cursors),
+        (num_blocks, num_tokens),
+        (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels),
+        num_warps=8,
+        **checked,
+    )
     launch_kernel(
-        dispatch_place_kernel, (num_blocks + num_experts + 1,), (scratch, token_P, cursors, row_of_slot, *rows),
-        numbers, (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
-    )  # fmt: skip
+        dispatch_place_kernel,
+        (num_blocks + num_experts + 1,),
+        (scratch, token_P, cursors, row_of_slot, *rows),
+        numbers,
+        (num_experts, bins, BLOCK, CHUNK, rows_of_tile),
+        num_warps=4,
+    )
     if token_P is not None:
         launch_kernel(
-            dispatch_order_kernel, (cdiv(num_tokens, 16),), (row_of_slot, rows.token_offsets, rows.token_rows),
-            (num_tokens,), (16, 16), num_warps=4,
-        )  # fmt: skip
+            dispatch_order_kernel,
+            (cdiv(num_tokens, 16),),
+            (row_of_slot, rows.token_offsets, rows.token_rows),
+            (num_tokens,),
+            (16, 16),
+            num_warps=4,
+        )
     return list(rows)
 
 

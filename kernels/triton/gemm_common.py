@@ -1,4 +1,4 @@
-"""What the grouped GEMMs over rows sorted by expert share.
+"""Pieces of the grouped GEMMs over rows sorted by expert.
 
 A tile of the tile table times a tile of columns at a time. Rows past a tile's end are computed from whatever lies there,
 never stored, and touch no other row. Weight columns past the end are read as zero.
@@ -60,9 +60,20 @@ def _multipliable(tile):
 
 @triton.jit
 def add_lora(
-    product, shrunk, factor, expert, row, end, column, is_column, J: tl.constexpr, STRIDE_E: tl.constexpr,
-    STRIDE_N: tl.constexpr, STRIDE_J: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    product,
+    shrunk,
+    factor,
+    expert,
+    row,
+    end,
+    column,
+    is_column,
+    J: tl.constexpr,
+    STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_J: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """product + shrunk[row] @ factor[expert]^T, shrunk [P, J], factor [E, N, J]; product itself without an adapter.
 
     After the main loop, whose shared memory is free again then.
@@ -83,9 +94,21 @@ def add_lora(
 
 @triton.jit
 def pointer_product(
-    a_pointers, b_pointers, a_scales, a_row, b_scales, b_row, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    a_pointers,
+    b_pointers,
+    a_scales,
+    a_row,
+    b_scales,
+    b_row,
+    is_column,
+    A_STEP: tl.constexpr,
+    B_STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row. With scales, of which
     a_row and b_row are the rows, DEPTH values are a group in FP8 (../scaled.py), and each group's sum is added times both
     its scales."""
@@ -113,9 +136,20 @@ def pointer_product(
 
 @triton.jit
 def described_product(
-    a, first_row, b, expert, first_column, GATHERED: tl.constexpr, PAIRS: tl.constexpr, DEPTH_LAST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    a,
+    first_row,
+    b,
+    expert,
+    first_column,
+    GATHERED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DEPTH_LAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """`pointer_product` with `b` a descriptor of weights (PAIRS: of both halves of gate_up), and `a` pointers to gathered
     rows or a descriptor of rows."""
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -138,7 +172,7 @@ def described_product(
 
 @triton.jit
 def real_row_tiles(tiles, num_row_tiles):
-    """How many of the tile table's entries are row tiles: the rest of it says -1."""
+    """Count the row tiles among the tile table's entries: the rest of it says -1."""
     count = 0
     for first in range(0, num_row_tiles, 256):
         tile = first + tl.arange(0, 256)
@@ -148,12 +182,13 @@ def real_row_tiles(tiles, num_row_tiles):
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile's left and right half; on tensor-core layouts no value moves between threads."""
+    """Split a tile into its left and right half; on tensor-core layouts no value moves between threads."""
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 def precision(dtype):
-    """Of products in this dtype. Three tf32 products stand in for one of fp32; bf16 and fp16 have one way."""
+    """Choose the precision of products in this dtype. Three tf32 products stand in for one of fp32; bf16 and fp16 have
+    one way."""
     return "tf32x3" if dtype.itemsize == 4 else "tf32"
 
 
@@ -163,7 +198,7 @@ def language_dtype(dtype):
 
 
 class GemmPlan(NamedTuple):
-    """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take."""
+    """Launch of a kernel over sorted rows: its blocks, the programs, the arguments all of them take."""
 
     blocks: Blocks
     rows: int
@@ -210,7 +245,7 @@ def scaled_output(is_wanted, like, num_rows, columns):
 
 
 def lora_operands(lora):
-    """The tensors and the constants of `add_lora`, of an interface.LoraTerm or None."""
+    """Return the tensors and the constants of `add_lora`, of an interface.LoraTerm or None."""
     if lora is None:
         return (None, None), (0, 0, 0, 0)
     return tuple(lora), (lora.shrunk_PJ.shape[1], *lora.factor_ENJ.stride())

@@ -29,34 +29,90 @@ from .launch import launch_kernel
 
 @triton.jit
 def _down_tile(
-    expert, first, end, column_tile, source, weight, bias, shrunk, factor, out, source_scales, weight_scales,
-    N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
-    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    expert,
+    first,
+    end,
+    column_tile,
+    source,
+    weight,
+    bias,
+    shrunk,
+    factor,
+    out,
+    source_scales,
+    weight_scales,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr,
+    BIAS_STRIDE_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    J: tl.constexpr,
+    FACTOR_STRIDE_E: tl.constexpr,
+    FACTOR_STRIDE_N: tl.constexpr,
+    FACTOR_STRIDE_J: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     row = first + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     if DESCRIBED:
         product = described_product(
-            source, first, weight, expert, column_tile * COLUMNS, False, False, STRIDE_K == 1,
-            ROWS, COLUMNS, K, DEPTH, PRECISION,
-        )  # fmt: skip
+            source,
+            first,
+            weight,
+            expert,
+            column_tile * COLUMNS,
+            False,
+            False,
+            STRIDE_K == 1,
+            ROWS,
+            COLUMNS,
+            K,
+            DEPTH,
+            PRECISION,
+        )
     else:
         depth = tl.arange(0, DEPTH)
         source_row = tl.minimum(row, end - 1)
         product = pointer_product(
             source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
-            weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
+            weight
+            + expert.to(tl.int64) * STRIDE_E
+            + column[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
-            source_scales, source_row,
-            weight_scales, expert * tl.cdiv(N, GROUP) + tl.minimum(column, N - 1) // GROUP,
-            column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
-        )  # fmt: skip
+            source_scales,
+            source_row,
+            weight_scales,
+            expert * tl.cdiv(N, GROUP) + tl.minimum(column, N - 1) // GROUP,
+            column < N,
+            1,
+            STRIDE_K,
+            ROWS,
+            COLUMNS,
+            K,
+            DEPTH,
+            PRECISION,
+        )
     product = add_lora(
-        product, shrunk, factor, expert, row, end, column, column < N,
-        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
-    )  # fmt: skip
+        product,
+        shrunk,
+        factor,
+        expert,
+        row,
+        end,
+        column,
+        column < N,
+        J,
+        FACTOR_STRIDE_E,
+        FACTOR_STRIDE_N,
+        FACTOR_STRIDE_J,
+        PRECISION,
+    )
     if bias is not None:
         bias_column = bias + expert.to(tl.int64) * BIAS_STRIDE_E + column * BIAS_STRIDE_N
         product += tl.load(bias_column, mask=column < N, other=0.0).to(tl.float32)[None, :]
@@ -69,13 +125,35 @@ def _down_tile(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_down_kernel(
-    source, weight, bias, shrunk, factor, out, source_scales, weight_scales, tiles, num_row_tiles,
-    N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
-    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RASTER: tl.constexpr, PARTS: tl.constexpr,
+    source,
+    weight,
+    bias,
+    shrunk,
+    factor,
+    out,
+    source_scales,
+    weight_scales,
+    tiles,
+    num_row_tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr,
+    BIAS_STRIDE_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    J: tl.constexpr,
+    FACTOR_STRIDE_E: tl.constexpr,
+    FACTOR_STRIDE_N: tl.constexpr,
+    FACTOR_STRIDE_J: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    RASTER: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """out[r] = source[r] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E, N, J]. With
     scales source and weight are in FP8."""
     if DESCRIBED:
@@ -87,20 +165,70 @@ def gemm_down_kernel(
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), RASTER)
             expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
             _down_tile(
-                expert, first, end, column_tile, source, weight, bias, shrunk, factor, out, source_scales, weight_scales,
-                N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
-                DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
-            )  # fmt: skip
+                expert,
+                first,
+                end,
+                column_tile,
+                source,
+                weight,
+                bias,
+                shrunk,
+                factor,
+                out,
+                source_scales,
+                weight_scales,
+                N,
+                K,
+                STRIDE_E,
+                STRIDE_N,
+                STRIDE_K,
+                BIAS_STRIDE_E,
+                BIAS_STRIDE_N,
+                DESCRIBED,
+                J,
+                FACTOR_STRIDE_E,
+                FACTOR_STRIDE_N,
+                FACTOR_STRIDE_J,
+                ROWS,
+                COLUMNS,
+                DEPTH,
+                PRECISION,
+            )
     else:
         tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(N, COLUMNS), RASTER)
         expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
         if expert < 0:
             return
         _down_tile(
-            expert, first, end, column_tile, source, weight, bias, shrunk, factor, out, source_scales, weight_scales,
-            N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
-            DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
-        )  # fmt: skip
+            expert,
+            first,
+            end,
+            column_tile,
+            source,
+            weight,
+            bias,
+            shrunk,
+            factor,
+            out,
+            source_scales,
+            weight_scales,
+            N,
+            K,
+            STRIDE_E,
+            STRIDE_N,
+            STRIDE_K,
+            BIAS_STRIDE_E,
+            BIAS_STRIDE_N,
+            DESCRIBED,
+            J,
+            FACTOR_STRIDE_E,
+            FACTOR_STRIDE_N,
+            FACTOR_STRIDE_J,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            PRECISION,
+        )
 
 
 def _product(kernel, source_RK, weight_ENK, bias_EN, rows, lora, dtype=None, scales=(None, None)):
@@ -116,14 +244,29 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows, lora, dtype=None, sca
         described = None not in operands
         lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
-            gemm_down_kernel, plan.grid(persistent=described),
-            (*(operands if described else (source_RK, weight_ENK)), bias_EN, *lora_tensors, out_RN, *scales,
-             rows.tiles),
+            gemm_down_kernel,
+            plan.grid(persistent=described),
+            (
+                *(operands if described else (source_RK, weight_ENK)),
+                bias_EN,
+                *lora_tensors,
+                out_RN,
+                *scales,
+                rows.tiles,
+            ),
             (plan.row_tiles,),
-            (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *lora_constants, *plan.tile,
-             precision(out_RN.dtype)),
+            (
+                columns,
+                length,
+                *weight_ENK.stride(),
+                *bias_strides(bias_EN),
+                described,
+                *lora_constants,
+                *plan.tile,
+                precision(out_RN.dtype),
+            ),
             **plan.options,
-        )  # fmt: skip
+        )
     return out_RN
 
 

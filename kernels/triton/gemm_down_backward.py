@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from ..packed.fp8 import FP8_BLOCK
-from ..scaled import SMALLEST_GRADIENT, block_scales
-from .activations import activate, activate_ungated
+from ..scaled import block_scales
 from .config import as_e4m3, max_row_tiles, tile_rows
 from .descriptors import weight_descriptor
+from .down_backward_tile import backward_pieces
 from .gemm_common import (
     GROUP,
     T_DEPENDENT,
@@ -18,7 +18,6 @@ from .gemm_common import (
     bias_strides,
     described_product,
     gemm_plan,
-    halves,
     lora_operands,
     pointer_product,
     precision,
@@ -27,103 +26,52 @@ from .gemm_common import (
     swizzle,
 )
 from .launch import cdiv, launch_kernel
-from .scale_rows import quantized
-
-SMALLEST = tl.constexpr(SMALLEST_GRADIENT)
-
-
-@triton.jit
-def _store_scaled(values, codes, scales, row, is_row, first_column, SIDE: tl.constexpr, I: tl.constexpr):
-    """A group of dh in FP8 as scaled.scale_halves has it: of gates (SIDE 0), or of ups."""
-    GROUPS: tl.constexpr = (I + GROUP - 1) // GROUP
-    code, scale = quantized(values.to(tl.float32), SMALLEST, codes.dtype.element_ty)
-    group = SIDE * GROUPS + first_column // GROUP
-    place = row * (2 * GROUPS * GROUP) + group * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(codes + place, code, mask=is_row)
-    tl.store(scales + row * (2 * GROUPS) + group, scale[:, None], mask=is_row)
-
-
-@triton.jit
-def _backward_piece(
-    da, h, dh, a, codes, scales, routed, row, is_row, first_column,
-    I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dh and a of some columns, stored; returns these columns' part of <da, act(h)> (`da` is 0 where not wanted).
-    INTERLEAVED is None where the activation has no gate."""
-    column = first_column + tl.arange(0, COLUMNS)
-    is_stored = is_row & (column < I)[None, :]
-    GATED: tl.constexpr = INTERLEAVED is not None
-    h_start = row * (2 * I if GATED else I)
-    if not GATED:
-        h_tile = tl.load(h + h_start + column[None, :], mask=is_stored, other=0.0)
-        activated, dh_tile = activate_ungated(h_tile.to(tl.float32), routed * da, NAME)
-    elif INTERLEAVED:
-        wide = 2 * first_column + tl.arange(0, 2 * COLUMNS)
-        is_wide = is_row & (wide < 2 * I)[None, :]
-        h_tile = tl.load(h + h_start + wide[None, :], mask=is_wide, other=0.0)
-        gate, up = tl.split(tl.reshape(h_tile, (ROWS, COLUMNS, 2)))
-    else:
-        gate = tl.load(h + h_start + column[None, :], mask=is_stored, other=0.0)
-        up = tl.load(h + h_start + column[None, :] + I, mask=is_stored, other=0.0)
-    if GATED:
-        activated, dgate, dup = activate(gate.to(tl.float32), up.to(tl.float32), routed * da, NAME, ALPHA, LIMIT)
-        dgate = dgate.to(h.dtype.element_ty)
-        dup = dup.to(h.dtype.element_ty)
-    if a is not None:
-        tl.store(a + row * I + column[None, :], (routed * activated).to(a.dtype.element_ty), mask=is_stored)
-    if dh is not None and not GATED:
-        tl.store(dh + h_start + column[None, :], dh_tile.to(dh.dtype.element_ty), mask=is_stored)
-    elif dh is not None:
-        if INTERLEAVED:
-            joined = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
-            tl.store(dh + h_start + wide[None, :], joined, mask=is_wide)
-        else:
-            tl.store(dh + h_start + column[None, :], dgate, mask=is_stored)
-            tl.store(dh + h_start + column[None, :] + I, dup, mask=is_stored)
-    if codes is not None:
-        _store_scaled(dgate, codes, scales, row, is_row, first_column, 0, I)
-        _store_scaled(dup, codes, scales, row, is_row, first_column, 1, I)
-    return tl.sum(da * activated, axis=1)
-
-
-@triton.jit
-def _backward_pieces(
-    da, h, dh, a, codes, scales, routed, row, is_row, first_column,
-    I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    """`_backward_piece` on PIECE columns at a time: whole tiles of da, h, dh and a do not fit in registers together."""
-    if COLUMNS <= PIECE:
-        dw = _backward_piece(
-            da, h, dh, a, codes, scales, routed, row, is_row, first_column,
-            I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS,
-        )  # fmt: skip
-    else:
-        HALF: tl.constexpr = COLUMNS // 2
-        left, right = halves(da, ROWS, COLUMNS)
-        dw = _backward_pieces(
-            left, h, dh, a, codes, scales, routed, row, is_row, first_column,
-            I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE,
-        )  # fmt: skip
-        dw += _backward_pieces(
-            right, h, dh, a, codes, scales, routed, row, is_row, first_column + HALF,
-            I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE,
-        )  # fmt: skip
-    return dw
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_down_backward_kernel(
-    dout, weight, shrunk, factor, h, routing_weight, dh, a, dw_parts, token, pair, dout_scales, weight_scales, codes,
-    scales, tiles, num_row_tiles, num_rows,
-    H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
-    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RASTER: tl.constexpr, PARTS: tl.constexpr,
-    PIECE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """With dout_scales dout, weight and `codes`, in which dh goes, are in FP8; a piece is a group then."""
+    dout,
+    weight,
+    shrunk,
+    factor,
+    h,
+    routing_weight,
+    dh,
+    a,
+    dw_parts,
+    token,
+    pair,
+    dout_scales,
+    weight_scales,
+    codes,
+    scales,
+    tiles,
+    num_row_tiles,
+    num_rows,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    STRIDE_E: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_I: tl.constexpr,
+    J: tl.constexpr,
+    FACTOR_STRIDE_E: tl.constexpr,
+    FACTOR_STRIDE_N: tl.constexpr,
+    FACTOR_STRIDE_J: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NAME: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    RASTER: tl.constexpr,
+    PARTS: tl.constexpr,
+    PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute dh, a' and parts of dw of a tile. With dout_scales dout, weight and `codes`, in which dh goes, are in
+    FP8; a piece is a group then."""
     tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
     expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
     if expert < 0:
@@ -138,40 +86,100 @@ def gemm_down_backward_kernel(
         dout_pointers = dout + source[:, None] * H + depth[None, :]
         if DESCRIBED:
             da = described_product(
-                dout_pointers, 0, weight, expert, first_column, True, False, STRIDE_H == 1,
-                ROWS, COLUMNS, H, DEPTH, PRECISION,
-            )  # fmt: skip
+                dout_pointers,
+                0,
+                weight,
+                expert,
+                first_column,
+                True,
+                False,
+                STRIDE_H == 1,
+                ROWS,
+                COLUMNS,
+                H,
+                DEPTH,
+                PRECISION,
+            )
         else:
             da = pointer_product(
                 dout_pointers,
-                weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_I
+                weight
+                + expert.to(tl.int64) * STRIDE_E
+                + column[None, :].to(tl.int64) * STRIDE_I
                 + depth[:, None] * STRIDE_H,
-                dout_scales, source,
-                weight_scales, expert * tl.cdiv(I, GROUP) + tl.minimum(column, I - 1) // GROUP,
-                column < I, 1, STRIDE_H, ROWS, COLUMNS, H, DEPTH, PRECISION,
-            )  # fmt: skip
+                dout_scales,
+                source,
+                weight_scales,
+                expert * tl.cdiv(I, GROUP) + tl.minimum(column, I - 1) // GROUP,
+                column < I,
+                1,
+                STRIDE_H,
+                ROWS,
+                COLUMNS,
+                H,
+                DEPTH,
+                PRECISION,
+            )
         da = add_lora(
-            da, shrunk, factor, expert, row, end, column, column < I,
-            J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
-        )  # fmt: skip
+            da,
+            shrunk,
+            factor,
+            expert,
+            row,
+            end,
+            column,
+            column < I,
+            J,
+            FACTOR_STRIDE_E,
+            FACTOR_STRIDE_N,
+            FACTOR_STRIDE_J,
+            PRECISION,
+        )
     else:
         da = tl.zeros((ROWS, COLUMNS), tl.float32)
 
     routed = tl.load(routing_weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)[:, None]
-    dw = _backward_pieces(
-        da, h, dh, a, codes, scales, routed, row.to(tl.int64)[:, None], is_row[:, None], first_column,
-        I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS, PIECE,
-    )  # fmt: skip
+    dw = backward_pieces(
+        da,
+        h,
+        dh,
+        a,
+        codes,
+        scales,
+        routed,
+        row.to(tl.int64)[:, None],
+        is_row[:, None],
+        first_column,
+        I,
+        INTERLEAVED,
+        NAME,
+        ALPHA,
+        LIMIT,
+        ROWS,
+        COLUMNS,
+        PIECE,
+    )
     if dw_parts is not None:
         tl.store(dw_parts + column_tile.to(tl.int64) * num_rows + row, dw, mask=is_row)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def routing_gradient_kernel(
-    dw_parts, dout, bias, dw, token, pair, tiles, num_rows,
-    H: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    dw_parts,
+    dout,
+    bias,
+    dw,
+    token,
+    pair,
+    tiles,
+    num_rows,
+    H: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr,
+    BIAS_STRIDE_H: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """dw of a row: the parts of its column tiles in their order, + <dout, bias of its expert>."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + tile * 3).to(tl.int64)
@@ -211,14 +219,40 @@ def down_backward(
         described = weight is not None
         lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
-            gemm_down_backward_kernel, plan.grid(persistent=False),
-            (dout_TH, weight if described else down_EHI, *lora_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
-             rows.token, rows.pair, None, None, None, None, rows.tiles),
+            gemm_down_backward_kernel,
+            plan.grid(persistent=False),
+            (
+                dout_TH,
+                weight if described else down_EHI,
+                *lora_tensors,
+                h_R2I,
+                weight_P,
+                dh_R2I,
+                a_RI,
+                parts,
+                rows.token,
+                rows.pair,
+                None,
+                None,
+                None,
+                None,
+                rows.tiles,
+            ),
             (plan.row_tiles, num_rows),
-            (hidden, inner, *down_EHI.stride(), *lora_constants, order, *activation, described, *plan.tile,
-             plan.blocks.piece if order is False else plan.blocks.piece // 2, precision(dout_TH.dtype)),
+            (
+                hidden,
+                inner,
+                *down_EHI.stride(),
+                *lora_constants,
+                order,
+                *activation,
+                described,
+                *plan.tile,
+                plan.blocks.piece if order is False else plan.blocks.piece // 2,
+                precision(dout_TH.dtype),
+            ),
             **plan.options,
-        )  # fmt: skip
+        )
     if not want_dw:
         return dh_R2I, a_RI, None
     return dh_R2I, a_RI, weight_P.new_zeros(0) if parts is None else routing_gradient(parts, dout_TH, bias_EH, rows)
@@ -237,14 +271,40 @@ def scaled_down_backward(
         plan = gemm_plan("down_backward", dout.codes, down.codes, rows, inner)
         lora_tensors, lora_constants = lora_operands(lora)
         launch_kernel(
-            gemm_down_backward_kernel, plan.grid(persistent=False),
-            (as_e4m3(dout.codes), as_e4m3(down.codes), *lora_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token,
-             rows.pair, dout.scales, block_scales(down), codes, scales, rows.tiles),
+            gemm_down_backward_kernel,
+            plan.grid(persistent=False),
+            (
+                as_e4m3(dout.codes),
+                as_e4m3(down.codes),
+                *lora_tensors,
+                h_R2I,
+                weight_P,
+                dh_R2I,
+                a_RI,
+                parts,
+                rows.token,
+                rows.pair,
+                dout.scales,
+                block_scales(down),
+                codes,
+                scales,
+                rows.tiles,
+            ),
             (plan.row_tiles, num_rows),
-            (hidden, inner, *down.codes.transpose(1, 2).stride(), *lora_constants, False, *activation, False,
-             *plan.tile, plan.blocks.columns, precision(h_R2I.dtype)),
+            (
+                hidden,
+                inner,
+                *down.codes.transpose(1, 2).stride(),
+                *lora_constants,
+                False,
+                *activation,
+                False,
+                *plan.tile,
+                plan.blocks.columns,
+                precision(h_R2I.dtype),
+            ),
             **plan.options,
-        )  # fmt: skip
+        )
     return dh_R2I, a_RI, routing_gradient(parts, h_R2I, None, rows) if want_dw else None, dh
 
 

@@ -14,9 +14,20 @@ from .launch import cdiv, launch_kernel
 
 @triton.jit
 def _add_rows(
-    product, direct, gathered, token, first, end, m, n,
-    M: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    product,
+    direct,
+    gathered,
+    token,
+    first,
+    end,
+    m,
+    n,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """product + gathered[token[r]]^T direct[r] over DEPTH rows from `first`, through pointers."""
     row = first + tl.arange(0, DEPTH)
     is_left = (m < M)[None, :]
@@ -36,7 +47,7 @@ def _add_rows(
 def _add_described_rows(
     product, direct, gathered, token, first, m, first_n, M: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """The same over DEPTH rows that the expert has, with `direct` a descriptor, whose loads know no mask."""
+    """Add the product of DEPTH rows that the expert has, with `direct` a descriptor, whose loads know no mask."""
     source = tl.load(token + first + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
     left = tl.load(gathered + source * M + m[None, :], mask=(m < M)[None, :], other=0.0)
     right = direct.load([first, first_n])
@@ -45,11 +56,24 @@ def _add_described_rows(
 
 @triton.jit
 def gemm_wgrad_kernel(
-    direct, described, gathered, out, token, offsets,
-    M: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PEEL: tl.constexpr,
+    direct,
+    described,
+    gathered,
+    out,
+    token,
+    offsets,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STRIDE_E: tl.constexpr,
+    STRIDE_M: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PEEL: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """out[e] = sum over the rows r of e of gathered[token[r]]^T direct[r]. `described`: a tensor descriptor of `direct`
     that its full depths are read through, or None."""
     HIGH: tl.constexpr = (M + HEIGHT - 1) // HEIGHT
@@ -92,12 +116,24 @@ def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):
         row_descriptor(direct_RN, blocks.depth, blocks.width) if blocks.descriptors and rows.token.numel() else None
     )
     launch_kernel(
-        gemm_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
-        (direct_RN, described, gathered_TM, gradient, rows.token, rows.offsets), (),
-        (height, width, *gradient.transpose(1, 2).stride(), blocks.height, blocks.width, blocks.depth, blocks.group,
-         blocks.peel, precision(direct_RN.dtype)),
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+        gemm_wgrad_kernel,
+        (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
+        (direct_RN, described, gathered_TM, gradient, rows.token, rows.offsets),
+        (),
+        (
+            height,
+            width,
+            *gradient.transpose(1, 2).stride(),
+            blocks.height,
+            blocks.width,
+            blocks.depth,
+            blocks.group,
+            blocks.peel,
+            precision(direct_RN.dtype),
+        ),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
     return gradient
 
 

@@ -43,12 +43,12 @@ _compiling = _Compiling()
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. triton.cdiv is for use inside kernels too, and slow on the host."""
+    """Divide a by b, rounded up. triton.cdiv is for use inside kernels too, and slow on the host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n >= 1."""
+    """Return the smallest power of two that is at least n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -78,7 +78,7 @@ def _is_profiled() -> bool:
 
 
 def _record(recorder: Recorder, launchable, kernel, grid, device, tensors, numbers, constants, options):
-    """The launch as a line of a tape."""
+    """Record the launch as a line of a tape."""
 
     def operand(tensor, of_tensor):
         if type(tensor) is not TensorDescriptor:
@@ -93,8 +93,17 @@ def _record(recorder: Recorder, launchable, kernel, grid, device, tensors, numbe
     recorder.guards.add(_is_profiled)
     stream = recorder.once(driver.active.get_current_stream, device)
     pointers = (operand(tensor, recorder.pointer) for tensor in tensors)
-    recorder.call(run, *_programs(grid), stream, *map(recorder.constant, (function, metadata)), None, None, None,
-                  *pointers, *rest)  # fmt: skip
+    recorder.call(
+        run,
+        *_programs(grid),
+        stream,
+        *map(recorder.constant, (function, metadata)),
+        None,
+        None,
+        None,
+        *pointers,
+        *rest,
+    )
 
 
 def _programs(grid):
@@ -102,7 +111,7 @@ def _programs(grid):
 
 
 def _launch(kernel, grid, device, tensors, numbers, constants, options):
-    """Launches on the current device, and gives what the next launch of its kind needs; None where only Triton can."""
+    """Launch on the current device, and return what the next launch of its kind needs; None where only Triton can."""
     pointers, kinds, bits = [], [], 0
     for tensor in tensors:
         if type(tensor) is TensorDescriptor:

@@ -180,7 +180,7 @@ _FOUR_PAIRS = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
 @triton.jit
 def nf4_table(state, INTERPRETED: tl.constexpr):
-    """The table of a program. Every thread must come here, once."""
+    """Load the table of a program. Every thread must come here, once."""
     if INTERPRETED:
         return 0
     address = state.to(tl.int64)
@@ -236,7 +236,7 @@ def _values_of_pairs(pairs):
 
 @triton.jit
 def nf4_values(word, table, state, PERMUTED: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The values [A, B, 4, 8] of words [A, B, 4], of a code book divided by NF4_FACTOR."""
+    """Return the values [A, B, 4, 8] of words [A, B, 4], of a code book divided by NF4_FACTOR."""
     if INTERPRETED:
         place = 4 * (tl.arange(0, 8) ^ 1)
         code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
@@ -254,7 +254,8 @@ def nf4_values(word, table, state, PERMUTED: tl.constexpr, DTYPE: tl.constexpr, 
 
 @triton.jit
 def mxfp4_values(word, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The values [A, B, 4, 8] of words [A, B, 4] with a `half_scale` for each, in the order 0, 4, 1, 5, 2, 6, 3, 7."""
+    """Return the values [A, B, 4, 8] of words [A, B, 4] with a `half_scale` for each, in the order 0, 4, 1, 5, 2, 6,
+    3, 7."""
     if INTERPRETED:
         digit = tl.arange(0, 8)
         place = 4 * (digit // 2 + digit % 2 * 4)
@@ -270,7 +271,7 @@ def mxfp4_values(word, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def fp8_values(low, high, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The values [A, B, 4, 8] of words [A, B, 4] and those after them."""
+    """Return the values [A, B, 4, 8] of words [A, B, 4] and those after them."""
     if INTERPRETED:
         words = tl.join(low, high).to(tl.uint32)
         code = (words[:, :, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, None, :].to(tl.uint32)) & 255

@@ -48,9 +48,20 @@ def reorder_in_turn(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr)
 
 @triton.jit
 def reorder_kernel(
-    source_0, out_0, source_1, out_1, source_2, out_2, source_3, out_3, JOB_0: tl.constexpr, JOB_1: tl.constexpr,
-    JOB_2: tl.constexpr, JOB_3: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
+    source_0,
+    out_0,
+    source_1,
+    out_1,
+    source_2,
+    out_2,
+    source_3,
+    out_3,
+    JOB_0: tl.constexpr,
+    JOB_1: tl.constexpr,
+    JOB_2: tl.constexpr,
+    JOB_3: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
     """`_reorder_tile` of every tile of every job."""
     tile = tl.program_id(0)
     tile = reorder_in_turn(source_0, out_0, tile, JOB_0, ENTRIES)
@@ -60,7 +71,8 @@ def reorder_kernel(
 
 
 def reorder_job(source_shape, source_strides, out_shape, out_strides):
-    """A job's constants: E, N, R, J, strides of the source and of the result, RANK_LAST, experts of a tile, tiles."""
+    """Return a job's constants: E, N, R, J, strides of the source and of the result, RANK_LAST, experts of a tile,
+    tiles."""
     num_experts, size, rank = source_shape
     padded = out_shape[2]
     experts = min(next_power_of_2(num_experts), EXPERTS)

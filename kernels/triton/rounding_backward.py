@@ -13,11 +13,21 @@ TOKENS, ENTRIES = 32, 16
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def rounding_gradient_kernel(
-    dweights, scores, dscores, expert_of_row, token_offsets, token_rows, num_tokens,
-    NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr,
-    NORMALISED: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
-    """Writes dscores where a token goes to an expert; it holds zeros elsewhere."""
+    dweights,
+    scores,
+    dscores,
+    expert_of_row,
+    token_offsets,
+    token_rows,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    EPSILON: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Write dscores where a token goes to an expert; it holds zeros elsewhere."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     start = tl.load(token_offsets + token, mask=token < num_tokens, other=0)
     end = tl.load(token_offsets + token + 1, mask=token < num_tokens, other=0)
@@ -53,8 +63,18 @@ def round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting):
     dscores_TE = torch.zeros(scores_TE.shape, dtype=scores_TE.dtype, device=scores_TE.device)
     if expert_P.numel():
         launch_kernel(
-            rounding_gradient_kernel, (cdiv(num_tokens, TOKENS),),
-            (dweight_P.contiguous(), scores_TE.contiguous(), dscores_TE, expert_P, rows.token_offsets, rows.token_rows),
-            (num_tokens,), (num_experts, TOKENS, ENTRIES, *weighting), num_warps=4,
-        )  # fmt: skip
+            rounding_gradient_kernel,
+            (cdiv(num_tokens, TOKENS),),
+            (
+                dweight_P.contiguous(),
+                scores_TE.contiguous(),
+                dscores_TE,
+                expert_P,
+                rows.token_offsets,
+                rows.token_rows,
+            ),
+            (num_tokens,),
+            (num_experts, TOKENS, ENTRIES, *weighting),
+            num_warps=4,
+        )
     return dscores_TE

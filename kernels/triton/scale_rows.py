@@ -17,7 +17,7 @@ TRANSPOSED = 128  # rows, and columns, that a program transposes
 
 @triton.jit
 def _e4m3(values, DTYPE: tl.constexpr):
-    """The nearest e4m3 values of values up to 448: as that type, or as bytes where a GPU has no such conversion."""
+    """Round values up to 448 to the nearest e4m3: as that type, or as bytes where a GPU has no such conversion."""
     if tl.uint8 == DTYPE:
         bits = values.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
@@ -68,9 +68,14 @@ def scale_rows(x_MK: torch.Tensor, smallest: float = SMALLEST) -> ScaledRows:
 
 @triton.jit
 def transpose_kernel(
-    codes, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUT_ROWS: tl.constexpr, PARTS: tl.constexpr,
+    codes,
+    out,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OUT_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
-):  # fmt: skip
+):
     """ROWS, OUT_ROWS: of one of a weight's parts."""
     expert = (tl.program_id(2) // PARTS).to(tl.int64)
     part = tl.program_id(2) % PARTS

@@ -76,7 +76,7 @@ def fp8_down(H=2048, I=768, *, rank=0):
 
 
 def fp8_down_backward(H=2048, I=768, *, want=(True, True, True, True), act=SWIGLU, rank=0):
-    """With an adapter of rank 16 six values are spilled."""
+    """Compile gemm_fp8_backward; with an adapter of rank 16 six values are spilled."""
     return "gemm_fp8_down_backward", (H, I, *want, act, rank)
 
 
@@ -153,10 +153,23 @@ for function in (up, down, down_backward, wgrad):
     for chosen in TABLE[kernel]:
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
 REPRESENTATIVE = (
-    "down, fp16, odd sizes", "wide down, fp16, bias", "tall down, transposed weight, rank 104", "up, fp16, odd sizes",
-    "up, interleaved, bias, transposed", "fp8 up, odd sizes, rank 16", "fp8 down, rank 104", "fp8 down_backward, odd sizes", "fp8 down_backward, frozen experts", "down_backward, fp16, odd sizes", "down_backward, interleaved",
-    "down_backward, transposed, rank 104", "up, relu2, bias, rank 64", "down_backward, relu2, odd sizes", "wgrad, stored across, many rows of tiles", "gemm_wgrad, 128x4",
-)  # fmt: skip
+    "down, fp16, odd sizes",
+    "wide down, fp16, bias",
+    "tall down, transposed weight, rank 104",
+    "up, fp16, odd sizes",
+    "up, interleaved, bias, transposed",
+    "fp8 up, odd sizes, rank 16",
+    "fp8 down, rank 104",
+    "fp8 down_backward, odd sizes",
+    "fp8 down_backward, frozen experts",
+    "down_backward, fp16, odd sizes",
+    "down_backward, interleaved",
+    "down_backward, transposed, rank 104",
+    "up, relu2, bias, rank 64",
+    "down_backward, relu2, odd sizes",
+    "wgrad, stored across, many rows of tiles",
+    "gemm_wgrad, 128x4",
+)
 
 
 def main(names):

@@ -195,7 +195,7 @@ def scaled_products(few_rows, rank):
 
 
 def others():
-    """The same of the functions that do not multiply, at 16384 tokens of 128 experts."""
+    """List the launches of the functions that do not multiply, at 16384 tokens of 128 experts."""
     num_tokens, num_experts, top_k = 16384, 128, 8
     num_pairs = num_tokens * top_k
     rows = rows_of(num_pairs, num_tokens, num_experts)
@@ -225,7 +225,7 @@ def others():
 
 
 def packed_weight(name, num_experts, height, width, order="whole", kind=0):
-    """A packed weight of any values, of the dtypes that come at place `kind` where there are several."""
+    """Make a packed weight of any values, of the dtypes that come at place `kind` where there are several."""
     shapes = FORMATS[name].shapes((num_experts, height, width), order)
     dtypes = (FORMATS[name].dtypes(part) for part in shapes._fields)
     return [
@@ -277,7 +277,7 @@ def launches_of(call):
 
 
 def compile_launch(target, kernel, tensors, numbers, constants, options):
-    """The kernel as Triton would compile it for these arguments on a GPU of that target."""
+    """Compile the kernel as Triton would for these arguments on a GPU of that target."""
     signature, constexprs, attributes = {}, {}, {}
     for index, (name, value) in enumerate(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True)):
         if index >= len(tensors) + len(numbers) or value is None:

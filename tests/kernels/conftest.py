@@ -165,7 +165,7 @@ def device():
 
 @pytest.fixture(params=["hopper", "triton"])
 def backend(request):
-    """The name of a backend for GPUs; on other GPUs than Hopper the test is skipped for Hopper's."""
+    """Name a backend for GPUs; on other GPUs than Hopper the test is skipped for Hopper's."""
     if request.param == "hopper" and backends.choose(torch.device("cuda"), torch.bfloat16).name != "hopper":
         pytest.skip("needs a Hopper GPU")
     return request.param
@@ -173,7 +173,7 @@ def backend(request):
 
 @pytest.fixture
 def hopper():
-    """The Hopper backend; a GEMM that falls back to Triton fails the test."""
+    """Return the Hopper backend; a GEMM that falls back to Triton fails the test."""
     from sonicmoe_hf.kernels import hopper, triton
 
     with mock.patch.multiple(triton, **dict.fromkeys(GEMMS, mock.Mock(side_effect=AssertionError("fell back")))):

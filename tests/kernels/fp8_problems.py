@@ -30,8 +30,8 @@ def adapters_of(widths, rank, num_rows, num_experts, sizes, device):
 
 
 def step_of(x, weights, routing, rank, std_of_b, scale, dout, save):
-    """A function of a backend and of `compute`: out of a layer with adapters of this rank, or none, and the gradients of
-    x, of the routing weights and of the adapters."""
+    """Make a function of a backend and of `compute`: out of a layer with adapters of this rank, or none, and the
+    gradients of x, of the routing weights and of the adapters."""
     leaves, adapters = [x, routing[1]], {}
     for name, weight in zip(("gate_up_adapter", "down_adapter"), weights if rank else ()):
         num_experts, size_out, size_in = weight.shape
@@ -50,7 +50,8 @@ def step_of(x, weights, routing, rank, std_of_b, scale, dout, save):
 def check(
     x: ScaledRows, gate_up: PackedOperand, down: PackedOperand, rows, adapters=(None, None), kernels=hopper
 ) -> dict[str, float]:
-    """The errors of up and down beside the same arithmetic in PyTorch; asserts that they are no more than roundings are.
+    """Compare up and down with the same arithmetic in PyTorch; assert that their errors are no more than roundings
+    are.
 
     h and y are rounded to bf16, and the tensor cores add the values of a group with fewer bits than fp32: half as much
     again. a: what e4m3 loses, and h's rounding, which e4m3 hides.

@@ -13,7 +13,7 @@ _mapped = []  # memory outlives its tensors
 
 
 def guard(tensor):
-    """A copy of `tensor` whose last element is the last before the unreadable page; None stays None."""
+    """Copy `tensor` so that its last element is the last before the unreadable page; None stays None."""
     if tensor is None or not tensor.numel():
         return tensor
     shape, strides = tensor.shape, tensor.stride()
@@ -30,7 +30,8 @@ def guard(tensor):
 
 
 def exit_code_of(function, *arguments):
-    """Of a process that calls `function` with its allocations guarded; -11 for a segmentation fault."""
+    """Return the exit code of a process that calls `function` with its allocations guarded; -11 for a segmentation
+    fault."""
 
     def run():
         with allocations_as(guard, "zeros"):

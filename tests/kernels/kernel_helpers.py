@@ -1,4 +1,4 @@
-"""What several tests of kernels need: comparisons, what a GPU is to do or not, scripts in processes of their own."""
+"""Helpers of several tests of kernels: comparisons, what a GPU is to do or not, scripts in processes of their own."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sonicmoe_hf.checkpoints.comparing import relative_error
 
 
 def errors(results, expected) -> dict[str, float]:
-    """The relative error of every named tensor."""
+    """Compute the relative error of every named tensor."""
     return {name: relative_error(results[name], expected[name]) for name in expected}
 
 
 def same_bits(results, expected) -> bool:
-    """Whether every named tensor is equal to the expected one, bit by bit but for the sign of zeros."""
+    """Tell whether every named tensor is equal to the expected one, bit by bit but for the sign of zeros."""
     return all(torch.equal(results[name], expected[name]) for name in expected)
 
 
 def num_launches(call) -> int:
-    """How many kernels a call launches once they are compiled."""
+    """Count the kernels that a call launches once they are compiled."""
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
@@ -32,7 +32,7 @@ def num_launches(call) -> int:
 
 
 def check_nothing_synchronises(call):
-    """The second time: the first may compile."""
+    """Call twice and check the second time, because the first may compile."""
     call()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -42,7 +42,7 @@ def check_nothing_synchronises(call):
 
 
 def check_replay(step):
-    """A captured `step` gives the bits of others, by name, when it is replayed."""
+    """Check that a captured `step` gives the bits of others, by name, when it is replayed."""
     expected = step()
     assert same_bits(step(), expected)
     graph, results = recorded(step)
@@ -54,7 +54,8 @@ def check_replay(step):
 
 
 def script_output(script, *arguments, environment=None) -> list[list[str]]:
-    """The lines of a script's output that have fields, split at "|"; in a process that does not interpret Triton."""
+    """Run a script and return its output's lines that have fields, split at "|"; in a process that does not interpret
+    Triton."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(script), *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, env=variables | (environment or {}))

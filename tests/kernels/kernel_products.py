@@ -56,16 +56,25 @@ class Operands(NamedTuple):
     interleaved: bool = False
 
     def packed(self, kernels):
-        """The adapters as kernels take them."""
+        """Pack the adapters as kernels take them."""
         a1, b1, a2, b2 = self.factors
         return packed_adapter(a1, b1, SCALE, self.gate_up, kernels), packed_adapter(a2, b2, SCALE, self.down, kernels)
 
 
 def operands(
-    T, H, I, E, num_pairs, layout="concatenated", rank=0, device="cpu", dtype=torch.float32, bias=True,
+    T,
+    H,
+    I,
+    E,
+    num_pairs,
+    layout="concatenated",
+    rank=0,
+    device="cpu",
+    dtype=torch.float32,
+    bias=True,
     activation=Operands._field_defaults["activation"],
-):  # fmt: skip
-    """The weights are stored as the layout has them."""
+):
+    """Make operands whose weights are stored as the layout has them."""
     tensors, dout = layer(T, H, I, E, num_pairs, dtype, device, bias, activation.name)
     if LAYOUTS[layout][0]:
         tensors |= {name: stored(tensors[name], layout).transpose(1, 2) for name in ("gate_up", "down")}
@@ -75,8 +84,8 @@ def operands(
 
 
 def products(kernels, rows, t: Operands, at=None):
-    """What every function of a backend gives, by name; `at` are another backend's results, from which the next function
-    goes on, so that errors do not pile up."""
+    """Compute what every function of a backend returns, by name; `at` are another backend's results, from which the
+    next function goes on, so that errors do not pile up."""
     found, gated = {}, (rows, t.activation, t.interleaved)
 
     def result(name, tensor):
@@ -120,7 +129,8 @@ def products(kernels, rows, t: Operands, at=None):
 
 
 def check_products(device, layout, shape, kind, rank=0):
-    """The Triton kernels' `products` are the eager backend's; an expert of a "list" has no rows. Returns what was found."""
+    """Check that the Triton kernels' `products` are the eager backend's; an expert of a "list" has no rows. Return
+    what was found."""
     T, H, I, E, K = SHAPES[shape]
     ids = routing_ids(T, E, K, kind, device, empty=(1,) if kind == "list" else ())
     t = operands(T, H, I, E, ids[0].numel(), layout, rank, device)

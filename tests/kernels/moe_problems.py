@@ -22,7 +22,7 @@ INPUTS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
 
 
 def stored(logical, layout):
-    """A logical [E, 2I, H] or [E, H, I] tensor as `layout` stores it; values of a concatenated layout stay in place."""
+    """Store a logical [E, 2I, H] or [E, H, I] tensor as `layout` does; values of a concatenated layout stay in place."""
     return logical.transpose(1, 2).contiguous() if LAYOUTS[layout][0] else logical
 
 
@@ -97,7 +97,7 @@ def adapter(num_experts, rank, size_in, size_out, device):
 
 
 def packed_adapter(a, b, scale, weight_EON, kernels=eager):
-    """A projection of this weight whose adapter is in the form that kernels take."""
+    """Make a projection of this weight whose adapter is in the form that kernels take."""
     (packed,) = pack([Projection(weight_EON, a=a, b=b, scale=scale)], False, weight_EON.dtype, kernels)
     return packed
 
@@ -106,9 +106,22 @@ class AdaptedLayer:
     """A layer of frozen experts, packed in a format or not, with adapters of a rank of both weights, or none."""
 
     def __init__(
-        self, rank, layout, T, H, I, E=16, K=4, device="cuda", dtype=torch.bfloat16, format=None, empty=(0, 7),
-        bias=True, scales=(0.5, 2.0), activation="swiglu",
-    ):  # fmt: skip
+        self,
+        rank,
+        layout,
+        T,
+        H,
+        I,
+        E=16,
+        K=4,
+        device="cuda",
+        dtype=torch.bfloat16,
+        format=None,
+        empty=(0, 7),
+        bias=True,
+        scales=(0.5, 2.0),
+        activation="swiglu",
+    ):
         self.layout, self.scales, self.activation = layout, scales, activation
         self.expert, _ = routing_ids(T, E, K, "top_k", device, empty)
         tensors, self.dout = layer(T, H, I, E, T * K, dtype, device, bias, activation)
@@ -122,7 +135,7 @@ class AdaptedLayer:
         self.factors = dict(zip(("a1", "b1", "a2", "b2"), (f for s in sizes for f in adapter(E, rank, *s, device))))
 
     def leaves(self, dtype=torch.bfloat16):
-        """What has gradients, by name: x in this dtype, the routing weights and the factors."""
+        """Return the tensors that have gradients, by name: x in this dtype, the routing weights and the factors."""
         leaves = {"x": self.x.to(dtype), "weight": self.weight, **self.factors}
         return {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
 
@@ -154,7 +167,7 @@ class AdaptedLayer:
 
 
 def forward_of(expert, backend):
-    """A layer with these experts for its tokens, as a function of its tensors."""
+    """Make a layer with these experts for its tokens, as a function of its tensors."""
 
     def forward(x, gate_up, down, weight, gate_up_bias, down_bias):
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -164,8 +177,8 @@ def forward_of(expert, backend):
 
 
 def check_contracts(tensors, dout, ids, num_experts, backend, sentinels):
-    """By torch's own checks: no result of an op shares memory with an input or another result, and the fakes tell sizes
-    and strides."""
+    """Check with torch's own tests: no result of an op shares memory with an input or another result, and the fakes
+    tell sizes and strides."""
     ops, (expert, token), num_tokens = torch.ops.sonicmoe_hf, ids, len(tensors["x"])
     projections = (Projection(tensors[name], bias=tensors[f"{name}_bias"]) for name in ("gate_up", "down"))
     inputs = leaves_of(Inputs(tensors["x"], *projections, tensors["weight"].view(expert.shape)))
@@ -183,16 +196,25 @@ def check_contracts(tensors, dout, ids, num_experts, backend, sentinels):
 
 
 def by_reference(tensors, dout, ids, layout, activation, dtype=torch.float64):
-    """What `run` gives, from the loops in reference.py and autograd, on the CPU in this dtype."""
+    """Compute what `run` returns, by the loops in reference.py and autograd, on the CPU in this dtype."""
     expert, token = (None if part is None else part.cpu() for part in ids)
     token = torch.arange(len(expert)).repeat_interleave(expert.shape[1]) if token is None else token
     leaves = {name: t.detach().cpu().to(dtype).requires_grad_() for name, t in tensors.items()}
     act = Activation(activation)
     out = reference.moe_experts(
-        leaves["x"], leaves["gate_up"], leaves["down"], expert.reshape(-1), token, leaves["weight"],
-        gate_up_bias_E2I=leaves.get("gate_up_bias"), down_bias_EH=leaves.get("down_bias"),
-        interleaved=LAYOUTS[layout][1], activation=act.name, alpha=act.alpha, limit=act.limit,
-    )  # fmt: skip
+        leaves["x"],
+        leaves["gate_up"],
+        leaves["down"],
+        expert.reshape(-1),
+        token,
+        leaves["weight"],
+        gate_up_bias_E2I=leaves.get("gate_up_bias"),
+        down_bias_EH=leaves.get("down_bias"),
+        interleaved=LAYOUTS[layout][1],
+        activation=act.name,
+        alpha=act.alpha,
+        limit=act.limit,
+    )
     gradients = torch.autograd.grad(out, list(leaves.values()), dout.cpu().to(dtype))
     return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
 
@@ -202,8 +224,9 @@ def upcast(tensors, dtype=torch.float32):
 
 
 def rounded_once(tensors, dout, ids, layout, activation):
-    """What `run` gives, computed in fp32 with every stored tensor (h, a, y, out; dh, a', dx's rows, dx and the weights'
-    gradients) rounded to the inputs' dtype once: nothing that stores them in that dtype can be closer to fp32."""
+    """Compute what `run` returns in fp32 with every stored tensor (h, a, y, out; dh, a', dx's rows, dx and the
+    weights' gradients) rounded to the inputs' dtype once: nothing that stores them in that dtype can be closer to
+    fp32."""
     dtype, (expert, token) = tensors["x"].dtype, ids
     act, interleaved = Activation(activation), LAYOUTS[layout][1]
     t, dout = upcast(tensors), dout.float()

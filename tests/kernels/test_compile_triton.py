@@ -35,7 +35,7 @@ def check_compiled(*arguments):
 
 
 def test_representative_kernels_compile():
-    """For Ada with every version of Triton that we support, as each has another language."""
+    """Compile for Ada with every version of Triton that we support, as each has another language."""
     check_compiled("representative", 89)
 
 

@@ -33,7 +33,7 @@ def kernels(request, monkeypatch):
 
 
 def on(kernels, device):
-    """Where a backend's problems are, and their rows."""
+    """Return where a backend's problems are, and their rows."""
     if kernels is hopper:
         return torch.device("cpu"), rows_of(COUNTS, T)
     expert, token = (ids.to(device) for ids in pairs_of(COUNTS, T))
@@ -63,7 +63,8 @@ def test_up_and_down(kernels, device, H, I, rank):
 
 @pytest.mark.parametrize(("H", "I", "rank"), rest_pinned([(336, 384, 72), (336, 144, 0), (256, 144, 16)]))
 def test_backward(kernels, device, H, I, rank):
-    """The same sizes, and a last tile with one group; dout in sizes of gradients, below what values are taken to be."""
+    """Run the backward on the same sizes, and a last tile with one group; dout in sizes of gradients, below what
+    values are taken to be."""
     device, rows = on(kernels, device)
     P = rows.token.numel()
     dout = torch.randn(T, H, device=device) * torch.logspace(-14, -9, H, device=device)
@@ -76,7 +77,7 @@ def test_backward(kernels, device, H, I, rank):
 
 
 def sum_of_parts(parts, like, bias, rows):
-    """What the Triton kernel gives of a row: parts in their order, at its pair."""
+    """Sum what the Triton kernel gives of a row: parts in their order, at its pair."""
     num_rows = int(rows.offsets[-1])
     dw_P = torch.zeros(parts.shape[1])
     dw_P[rows.pair[:num_rows].long()] = parts[:, :num_rows].sum(0)

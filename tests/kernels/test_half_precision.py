@@ -20,7 +20,7 @@ BAR = 1.02
 
 
 def over_the_bar(found, exact, best):
-    """The names of the results that are further from `exact` than BAR times `best`, with the ratio."""
+    """Name the results that are further from `exact` than BAR times `best`, with the ratio."""
     lost, least = (errors(results, {name: exact[name] for name in best}) for results in (found, best))
     return {name: lost[name] / least[name] for name in best if lost[name] > BAR * least[name]}
 

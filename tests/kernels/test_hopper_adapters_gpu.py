@@ -129,7 +129,8 @@ def test_an_adapter_of_zeros_leaves_every_bit(hopper, rank):
 
 
 def test_few_rows_per_expert_and_other_orders_fall_back():
-    """Where experts have few rows up and down_backward run on Triton; a factor in another order than the weight's does."""
+    """Fall back in up and down_backward where experts have few rows, and for a factor in another order than the
+    weight's."""
     from sonicmoe_hf.kernels import hopper
 
     problem = Problem(hopper, 16, "concatenated", T=100)

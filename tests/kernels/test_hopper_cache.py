@@ -40,7 +40,7 @@ def test_a_kernel_is_found_on_disk_and_a_damaged_one_is_made_again(tmp_path, mon
     name, parameters = SMALL_KERNEL
 
     def get():
-        """Whether it was compiled, past what this process has in memory."""
+        """Tell whether it was compiled, past what this process has in memory."""
         before = save.call_count
         assert callable(getattr(compiled, name).__wrapped__(*parameters))
         return save.call_count > before

@@ -1,4 +1,4 @@
-"""Which Hopper kernels are compiled ahead of their first use, by which process, and what is said meanwhile. Needs no GPU."""
+"""Hopper kernels compiled ahead of their first use: which, by which process, and what is said meanwhile. Needs no GPU."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ PYTHON = sys.executable
 
 
 def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
-    """The kernels that the backend's functions ask for, on a CPU with nothing compiled nor launched."""
+    """List the kernels that the backend's functions ask for, on a CPU with nothing compiled nor launched."""
     found = []
 
     def note(name):
@@ -102,7 +102,7 @@ def small_gradients():
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """A process that no launcher started, with three CPUs and an empty cache."""
+    """Make a process that no launcher started, with three CPUs and an empty cache."""
     for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
@@ -111,7 +111,7 @@ def alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def begun(monkeypatch, alone):
-    """What stands for beginning other processes."""
+    """Replace Popen by a mock that fails, so that no other process begins."""
     monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock(side_effect=OSError))
     return begun
 

@@ -212,7 +212,8 @@ def test_a_cuda_graph_replayed_with_different_routing(hopper):
 
 
 def gpt_oss_problem(T=3000, H=256, I=192, E=8, K=2):
-    """Transformers' experts in fp32 at realistic magnitudes (h of order one to ten, limits that bite), x and a routing."""
+    """Make Transformers' experts in fp32 at realistic magnitudes (h of order one to ten, limits that bite), x and a
+    routing."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -238,8 +239,8 @@ def out_and_gradients(experts, implementation, x, index, weights, dout):
 
 
 def test_gpt_oss_experts_equal_transformers_eager(hopper):
-    """As close to Transformers' own eager experts in fp32 as those are in bf16: the tensors and weights rounded to bf16
-    cost most of it, and a slope that a rounding of h moves across a limit the rest."""
+    """Compare with Transformers' own eager experts in fp32: ours are as close as those are in bf16. The tensors and
+    weights rounded to bf16 cost most of it, and a slope that a rounding of h moves across a limit the rest."""
     experts, x, index, weights, dout = gpt_oss_problem()
     expected = out_and_gradients(experts, "eager", x, index, weights, dout)
     half = experts.bfloat16()

@@ -1,5 +1,5 @@
-"""What the Hopper backend does on the host: which calls go to its kernels and which fall back to Triton, and what the
-compiled kernels are called with. Nothing is compiled or launched."""
+"""Host side of the Hopper backend: which calls go to its kernels and which fall back to Triton, and what the compiled
+kernels are called with. Nothing is compiled or launched."""
 
 import operator
 from types import SimpleNamespace
@@ -34,27 +34,34 @@ def rows_of(num_pairs):
 
 
 def operands(P=P, H=H, I=I, **replaced):
-    """By name, those of every function, for so many pairs and of these sizes; `replaced` takes the place of some."""
+    """Make the operands of every function by name, for so many pairs and of these sizes; `replaced` takes the place of
+    some."""
     named = {
-        "x": of(T, H), "gate_up": of(E, 2 * I, H), "gate_up_bias": of(E, 2 * I), "down": of(E, H, I),
-        "down_bias": of(E, H), "a": of(P, I), "h": of(P, 2 * I), "dout": of(T, H), "rows": rows_of(P),
-        "weight": of(P, dtype=torch.float32), "lora": None,
-    }  # fmt: skip
+        "x": of(T, H),
+        "gate_up": of(E, 2 * I, H),
+        "gate_up_bias": of(E, 2 * I),
+        "down": of(E, H, I),
+        "down_bias": of(E, H),
+        "a": of(P, I),
+        "h": of(P, 2 * I),
+        "dout": of(T, H),
+        "rows": rows_of(P),
+        "weight": of(P, dtype=torch.float32),
+        "lora": None,
+    }
     return SimpleNamespace(**(named | replaced))
 
 
 def arguments_of(function, t):
-    """Of the functions of a backend (interface.py)."""
+    """Return the arguments of a function of a backend (interface.py)."""
     return {
         "up": (t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.lora),
         "down": (t.a, t.down, t.down_bias, t.rows, t.lora),
         "up_backward_input": (t.h, t.gate_up, t.rows, t.lora),
-        "down_backward": (
-            t.dout, t.down, t.down_bias, t.h, t.weight, t.rows, SWIGLU, False, True, True, True, t.lora
-        ),
+        "down_backward": (t.dout, t.down, t.down_bias, t.h, t.weight, t.rows, SWIGLU, False, True, True, True, t.lora),
         "gate_up_gradient": (t.h, t.x, t.rows, t.gate_up),
         "down_gradient": (t.dout, t.a, t.rows, t.down),
-    }[function]  # fmt: skip
+    }[function]
 
 
 def call(function, t):
@@ -63,7 +70,7 @@ def call(function, t):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(function of compiled.py, its parameters, what the kernel is called with) of every launch."""
+    """Record (function of compiled.py, its parameters, what the kernel is called with) of every launch."""
     launches = []
 
     def compiling(name):
@@ -78,7 +85,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def triton(monkeypatch):
-    """The Triton backend, whose functions note that they were called."""
+    """Replace the Triton backend by one whose functions note that they were called."""
     functions = mock.Mock()
     functions.routing_gradient.side_effect = lambda parts, *_: parts
     monkeypatch.setattr(hopper, "triton", functions)
@@ -86,7 +93,7 @@ def triton(monkeypatch):
 
 
 def same(found, expected):
-    """Whether two lists of arguments are the same numbers and the same tensors, which may be other views."""
+    """Tell whether two lists of arguments are the same numbers and the same tensors, which may be other views."""
 
     def told(value):
         if isinstance(value, torch.Tensor):
@@ -97,7 +104,7 @@ def same(found, expected):
 
 
 def falls_back(function, t, launched, triton):
-    """Whether Triton alone computes it, from the same arguments."""
+    """Tell whether Triton alone computes it, from the same arguments."""
     launched.clear()
     fallback = getattr(triton, function)
     fallback.reset_mock()
@@ -132,12 +139,12 @@ EVERY_OPERAND = [(function, name) for function, names in OPERANDS.items() for na
 
 
 def off_alignment(tensor):
-    """The same tensor, eight bytes further on."""
+    """Copy a tensor eight bytes further on."""
     return of(tensor.numel() + 4)[4:].view(tensor.shape)
 
 
 def with_gaps(tensor):
-    """The same shape as part of a wider tensor."""
+    """Copy a tensor into part of a wider one."""
     return of(*tensor.shape[:-1], tensor.shape[-1] + 8)[..., : tensor.shape[-1]]
 
 
@@ -149,7 +156,8 @@ def test_operands_off_alignment_or_in_fp32_fall_back(launched, triton, function,
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_weights_with_gaps_fall_back(launched, triton, function):
-    """Of a weight gradient, what it shall look like; transposed weights have none."""
+    """Make gaps in the weight, or for a weight gradient in the tensor that it shall look like; transposed weights have
+    none."""
     name = "gate_up" if function in ("up", "up_backward_input", "gate_up_gradient") else "down"
     weight = getattr(operands(), name)
     assert falls_back(function, operands(**{name: with_gaps(weight)}), launched, triton)
@@ -271,11 +279,12 @@ def test_a_factor_off_alignment_and_a_rank_that_is_no_multiple_of_eight_fall_bac
 
 
 def test_what_the_kernels_are_called_with(launched, triton):
-    """In the order of the functions in compiled.py; the row of `tiles` with the scheduler's state, and the blocks, are last."""
+    """Check the launches in the order of the functions in compiled.py; the row of `tiles` with the scheduler's state,
+    and the blocks, are last."""
     t = operands()
 
     def check_launch(kernel, expected_parameters, *expected):
-        """Returns the tile."""
+        """Check the launch that was recorded last. Return the tile."""
         name, (dtype, *parameters, tile), arguments = launched.pop()
         assert (name, dtype, tuple(parameters)) == (kernel, torch.bfloat16, expected_parameters)
         assert same(arguments, (*expected, t.rows.tiles, 8, SMS))

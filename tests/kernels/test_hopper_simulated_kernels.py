@@ -49,14 +49,15 @@ def extra(rank, num_pairs, num_experts, columns, dtype, transposed):
 
 
 def wide(value):
-    """In fp32."""
+    """Convert to fp32."""
     if isinstance(value, LoraTerm):
         return LoraTerm(*(tensor.float() for tensor in value))
     return value.float() if isinstance(value, torch.Tensor) else value
 
 
 def check_rows(found, expected, rows, roundings=1):
-    """As near to fp32 as that many roundings are, but for the order of sums; nothing is written past the rows there are.
+    """Check that results are as near to fp32 as that many roundings are, but for the order of sums; nothing is written
+    past the rows there are.
 
     In fp16 what is computed with the product has two: rounding_error.py spares bf16 alone the product's own.
     """
@@ -67,7 +68,7 @@ def check_rows(found, expected, rows, roundings=1):
 
 
 def check_scheduler(rows):
-    """What the next launch relies on."""
+    """Check the scheduler's state that the next launch relies on."""
     assert rows.scheduler_state[0] == 0
 
 
@@ -112,7 +113,7 @@ def test_up(monkeypatch, tile, dtype, interleaved, transposed, rank, name, want)
     ],
 )
 def test_down_backward(monkeypatch, I, dtype, interleaved, transposed, rank, name):
-    """With I = 72 there are four work tiles for three blocks, so that the last one is cut."""
+    """Test I = 72 too, which makes four work tiles for three blocks, so that the last one is cut."""
     use_simulator(monkeypatch, blocks=3 if I == 72 else 2)
     counts = FEWER if dtype == BF16 else COUNTS
     H, E = 72, len(counts)

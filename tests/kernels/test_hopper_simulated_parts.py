@@ -34,7 +34,7 @@ def on_gpu(tensor):
 
 
 def random_tiles(draw):
-    """(the rows that there are by expert, the table of row tiles)"""
+    """Draw (the rows that there are by expert, the table of row tiles)."""
     counts = [draw.choice(COUNTS_OF_ROWS) for _ in range(draw.choice((1, 2, 5, 40)))]
     tiles, first = [], 0
     for expert, count in enumerate(counts):
@@ -44,7 +44,7 @@ def random_tiles(draw):
 
 
 def take_work_tiles(kernel, scheduler_class, counter, tiles, gpu, draw, done):
-    """A block of one thread, which takes as long as it likes for a work tile."""
+    """Run a block of one thread, which takes as long as it likes for a work tile."""
     scheduler = scheduler_class(counter, kernel.num_work_tiles(tiles), None, None, kernel.static, None)
     index, tile_count = scheduler.initial_index(), 1
     work_tile = yield from kernel.find_unmerged(tiles, scheduler, index)
@@ -59,7 +59,7 @@ def take_work_tiles(kernel, scheduler_class, counter, tiles, gpu, draw, done):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_and_column_is_in_one_work_tile(kind):
-    """For any counts of rows, number of blocks and speed of each; and the counter is zero again."""
+    """Draw counts of rows, number of blocks and speed of each; the counter is zero again in the end."""
     gather, tile_rows, static, group = KINDS[kind]
     scheduling, varlen_m = source.module("tile_scheduler"), source.module("varlen_m")
     for seed in range(40):
@@ -97,7 +97,7 @@ def test_every_tile_of_a_weight_gradient_is_one_work_tile(row_tiles, column_tile
 
 @pytest.mark.parametrize("name", GATED)
 def test_an_activation_and_its_slopes_are_eager_s(name):
-    """In fp64 both; at and beyond a clamp's limits, at zero and for NaN as well. 1e-9: erf and exp2 differ by less."""
+    """Compare in fp64, at and beyond a clamp's limits, at zero and for NaN as well. 1e-9: erf and exp2 differ by less."""
     act = Activation(name, 1.3, 2.0)
     draw = random.Random(0)
     special = (0.0, -0.0, 2.0, -2.0, 2.5, -2.5, 40.0, -40.0, math.nan)
@@ -112,7 +112,7 @@ def test_an_activation_and_its_slopes_are_eager_s(name):
 
 @pytest.mark.parametrize("name", UNGATED)
 def test_an_activation_without_a_gate_and_its_slope_are_eager_s(name):
-    """As above."""
+    """Compare in fp64 to 1e-9, as with a gate."""
     draw = random.Random(0)
     cases = [(draw.gauss(0, 3), draw.gauss(0, 3)) for _ in range(100)]
     cases += [(h, da) for h in (0.0, -0.0, 2.5, -2.5, 40.0, -40.0, math.nan) for da in (1.5, math.nan)]

@@ -25,7 +25,7 @@ def while_compiling(function):
 
 
 def layouts_by_name():
-    """Each as the DSL has it and as the simulator does."""
+    """Yield each layout as the DSL has it and as the simulator does."""
     simulated, kind = source.module("gemm_common"), cutlass.BFloat16
     for extent in (64, 128, 192, 256):
         for k_major in (True, False):

@@ -1,4 +1,5 @@
-"""What launching in little host time must not change, on a GPU: alignment, compilation, profilers, and the ops' contracts."""
+"""Launching in little host time on a GPU, and what it must not change: alignment, compilation, profilers, and the ops'
+contracts."""
 
 from unittest import mock
 
@@ -19,7 +20,7 @@ OURS = torch.ops.sonicmoe_hf
 
 
 def shifted(tensor):
-    """A copy whose address is no multiple of 16."""
+    """Copy to an address that is no multiple of 16."""
     return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
 
 
@@ -52,7 +53,7 @@ def test_a_kernel_that_triton_would_compile_for_a_number_is_refused():
 
 
 def test_operands_off_the_multiples_of_16_bytes(backend):
-    """The same sums, perhaps in another order: bf16 roundings apart, 2^-9 each."""
+    """Allow for the same sums in another order: bf16 roundings apart, 2^-9 each."""
     tensors, dout, ids = problem(2000, bias=True)
     aligned = run(tensors, dout, ids, "concatenated", "swiglu", backend)
     off = {name: shifted(tensor) for name, tensor in tensors.items()}

@@ -25,7 +25,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
 def problem(name, T, H, I, E, K, kind, device, dtype, interleaved=False, activation="swiglu"):
-    """A layer's tensors with gate_up and down packed, the same with what these stand for, and rows by both backends."""
+    """Make a layer's tensors with gate_up and down packed, the same with what these stand for, and rows by both
+    backends."""
     ids = routing_ids(T, E, K, kind, device, empty=(1,))
     tensors, _ = layer(T, H, I, E, ids[0].numel(), dtype, device, activation=activation)
     halves = "interleaved" if interleaved else "concatenated"
@@ -154,7 +155,7 @@ def bf16_bits(value):
 
 
 def run_ptx(text, inputs, shared=None, thread=0, threads=32):
-    """The registers after the instructions of one thread; `shared` is the memory of all, by address."""
+    """Run the instructions of one thread and return its registers; `shared` is the memory of all, by address."""
     registers = {"%tid.x": thread, "%laneid": thread % 32, "%ntid.x": threads, "pairs": 1024} | inputs
 
     def value(name):

@@ -1,4 +1,4 @@
-"""What the kernels use of Triton and of the CuTe DSL beyond their public API is still there. Each is used in one module,
+"""Private APIs of Triton and of the CuTe DSL that the kernels use are still there. Each is used in one module,
 kernels/triton/launch.py and kernels/hopper/ptx.py; a failure here names what a new version has taken away."""
 
 import importlib
@@ -65,7 +65,7 @@ def test_a_triton_function_tells_its_parameters_and_the_hooks_their_listeners():
 
 
 def test_a_compiled_cute_kernel_can_be_exported():
-    """What cache.py keeps on disk: an object file with the TVM FFI's symbols alone."""
+    """Export what cache.py keeps on disk: an object file with the TVM FFI's symbols alone."""
     pytest.importorskip("cutlass")
     pytest.importorskip("triton")
     from sonicmoe_hf.kernels.hopper import compiled

@@ -215,7 +215,7 @@ def test_only_the_experts_asked_for_are_expanded(name):
 
 
 def every_value(name, order, device):
-    """A packed weight with every code, and where a byte is a scale every scale, that is finite."""
+    """Make a packed weight with every code, and where a byte is a scale every scale, that is finite."""
     # MXFP4: an expert's blocks end within a program; FP8: blocks are cut off on both sides
     shape = {"mxfp4": (3, 2, 257 * 32), "fp8": (3, 264, 144), "nvfp4": (3, 34, 192)}.get(name, (3, 33, 192))
     packed = FORMATS[name].quantize(torch.randn(shape, device=device), order)

@@ -39,7 +39,8 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
 
 @pytest.mark.parametrize("layout, rank", [("concatenated", 20), ("transposed_concatenated", 3)])
 def test_a_layer_without_gates_agrees_with_the_eager_backend(device, layout, rank):
-    """In fp64, with adapters, as tests/layer compares it with merged weights: output and the gradients of what is trained."""
+    """Compare output and the gradients of what is trained in fp64, with adapters, as tests/layer does with merged
+    weights."""
     problem = AdaptedLayer(
         rank, layout, 20, 24, 20, 3, 1, device, torch.float64, empty=(2,), bias=False, activation="relu2"
     )

@@ -37,7 +37,7 @@ def test_it_rounds_by_the_definition(rounding, num_experts, tile, count):
 @pytest.mark.parametrize("rounding", ["nearest", "nearest_score"])
 @pytest.mark.parametrize("kind", ["probabilities", "few levels"])
 def test_many_tokens(kind, rounding):
-    """As many as registers hold, and more."""
+    """Round as many tokens as registers hold, and more."""
     for num_tokens in (5003, 40000):
         check_against_definition(kernels, "cuda", matrix(kind, num_tokens, 7, 2), rounding, 128)
 

@@ -18,8 +18,8 @@ E, K = 5, 2
 
 
 def broken(tensors, ids, where, value):
-    """The layer with `value` in one element of the tensor `where`, or, for "expert", in all of one expert's weights; the
-    element is one that a routed pair meets."""
+    """Make the layer with `value` in one element of the tensor `where`, or, for "expert", in all of one expert's
+    weights; the element is one that a routed pair meets."""
     tensors = {name: t.clone() for name, t in tensors.items()}
     expert = int(ids[0].flatten()[0])
     if where == "expert":

@@ -99,7 +99,7 @@ def test_a_tape_gives_the_bits_of_the_call_for_other_values(device, name, monkey
 
 
 def launch(kernel, *tensors):
-    """As kernels are launched, which no operation of torch is."""
+    """Launch and record as kernels do, which no operation of torch does."""
     recorder = tape.recording()
     if recorder is None:
         return kernel(*tensors)
@@ -120,7 +120,7 @@ def doubled(tensors):
 
 
 def is_recorded(taped, make):
-    """Whether calls with such arguments have a tape; each gives what the function gives."""
+    """Tell whether calls with such arguments have a tape; each gives what the function gives."""
     for _ in range(2):
         arguments = make()
         expected = taped.function(list(arguments))
@@ -190,7 +190,7 @@ def test_a_tape_is_not_run_for_tensors_off_16_bytes_and_runs_for_ones_that_share
 
 
 def test_parts_of_one_tensor_are_told_apart():
-    """As the tensors of Rows may be, and weights in one flat buffer."""
+    """Record parts of one tensor, as those of Rows may be, and weights in one flat buffer."""
 
     def function(tensors):
         a, b = tensors

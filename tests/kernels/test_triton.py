@@ -76,7 +76,7 @@ def test_dispatch_of_no_pairs_has_no_rows(device):
 
 @pytest.fixture
 def asserting(monkeypatch):
-    """The interpreter checks device-side assertions, as compiled kernels do that ask for it."""
+    """Let the interpreter check device-side assertions, as compiled kernels do that ask for it."""
     from triton.runtime.interpreter import interpreter_builder
 
     if torch.cuda.is_available():
@@ -107,7 +107,7 @@ def test_dispatch_asserts_that_tokens_of_pairs_with_an_expert_are_there(assertin
 
 
 def test_pairs_without_tokens_have_rows_of_no_token(device):
-    """What a rank of expert parallelism may have: no tokens, and pairs that are all of other ranks."""
+    """Dispatch what a rank of expert parallelism may have: no tokens, and pairs that are all of other ranks."""
     expert_P, token_P = torch.tensor([-1, 5, 4], device=device), torch.zeros(3, dtype=torch.long, device=device)
     rows = kernels.dispatch(expert_P, token_P, 0, 4, True)
     assert rows.offsets.tolist() == [0] * 5 and rows.token_offsets.tolist() == [0]

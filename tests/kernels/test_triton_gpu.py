@@ -30,7 +30,7 @@ ALLOWED_OF_SQUARES_IN_FP16_ON_HOPPER, ALLOWED_OF_RELU = 1.6, 1.5
 
 
 def allowed_factor(backend, dtype, activation):
-    """How many times the errors of `rounded_once` a backend may have."""
+    """Return how many times the errors of `rounded_once` a backend may have."""
     if activation == "relu":
         return ALLOWED_OF_RELU
     if (backend, dtype) != ("hopper", torch.float16):
@@ -82,7 +82,7 @@ def test_no_tokens(backend):
 
 @pytest.fixture
 def alone(backend, request):
-    """The backend; a GEMM of Hopper's that falls back to Triton fails the test."""
+    """Return the backend; a GEMM of Hopper's that falls back to Triton fails the test."""
     if backend == "hopper":
         request.getfixturevalue("hopper")
     return backend
@@ -153,7 +153,8 @@ def test_fp32_is_about_exact(layout):
 
 
 def check_last_tokens(H, I, backend):
-    """Of so many that R * H or R * 2I is 2.3e9: an int32 offset would wrap. Compared with those tokens alone."""
+    """Check the last of so many tokens that R * H or R * 2I is 2.3e9: an int32 offset would wrap. Compare with those
+    tokens alone."""
     T, E, K = 141_000, 16, 8
     tensors, dout, (expert, _) = problem(T, H, I, E, K)
     found = run(tensors, dout, (expert, None), "concatenated", "swiglu", backend)
@@ -229,7 +230,7 @@ def test_two_cuda_graphs_replayed_with_different_routing():
 
 
 def fails_a_device_assertion(expert, token, num_tokens, sentinels):
-    """What dispatch of these ids, expressions of torch, says in a process that it ends."""
+    """Return what dispatch of these ids, expressions of torch, says in a process that it ends."""
     code = f"""
         import torch
         from sonicmoe_hf.kernels import triton as kernels

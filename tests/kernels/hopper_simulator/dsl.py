@@ -81,7 +81,7 @@ def _make_ptr(kind, address, space, assumed_align=1):
 
 
 def _local_tile(tensor, tile, coordinate):
-    """The tile at a coordinate; where that is None, a mode of all tiles is left behind the tile's own."""
+    """Take the tile at a coordinate; where that is None, a mode of all tiles is left behind the tile's own."""
     moves, own, rest = [], [], []
     for i, (mode, step, extent) in enumerate(tensor.modes):
         at = coordinate[i]
@@ -110,7 +110,7 @@ def _tma_partition(atom, coordinate, layout, shared, tensor):
 
 
 class TiledCopy:
-    """Of accumulators to an epi tile of 64 x 64: stmatrix, whose 128 threads write what they hold."""
+    """Copy of accumulators to an epi tile of 64 x 64: stmatrix, whose 128 threads write what they hold."""
 
     def get_slice(self, thread):
         return SimpleNamespace(
@@ -162,7 +162,7 @@ def _size(value, mode=None):
 
 
 def _tile_to_shape(atom, shape, order):
-    """Of fp8, two values are one: the layout is that of 16 bits."""
+    """Lay an atom out over a shape; two fp8 values are one, so the layout is that of 16 bits."""
     k_major, kind = atom
     rows, columns, stages = shape
     return SwizzledLayout(k_major, (rows, columns // 2 if kind is Float8 else columns, stages), order)
@@ -243,29 +243,64 @@ nvgpu = _module(
     CopyUniversalOp=lambda: "universal",
 )
 cute = _module(
-    "cutlass.cute", arch=arch, nvgpu=nvgpu, jit=lambda function: function, struct=struct, compile=compile_kernel,
+    "cutlass.cute",
+    arch=arch,
+    nvgpu=nvgpu,
+    jit=lambda function: function,
+    struct=struct,
+    compile=compile_kernel,
     kernel=lambda function: lambda *arguments: Launch(function, arguments),
-    Tensor=object, Pointer=object, CopyAtom=object, TiledMma=object, TiledCopy=object, ComposedLayout=object,
-    AddressSpace=SimpleNamespace(smem="smem", gmem="gmem"), math=SimpleNamespace(erf=math.erf),
-    make_layout=_make_layout, make_tensor=_make_tensor, make_ptr=_make_ptr, make_rmem_tensor=_make_rmem_tensor,
-    make_identity_tensor=lambda shape: SimpleNamespace(shape=shape), local_tile=_local_tile, copy=_copy, gemm=threads.gemm,
-    domain_offset=lambda amounts, tensor: tensor.moved(amounts), group_modes=lambda tensor, *_: Box(tensor),
+    Tensor=object,
+    Pointer=object,
+    CopyAtom=object,
+    TiledMma=object,
+    TiledCopy=object,
+    ComposedLayout=object,
+    AddressSpace=SimpleNamespace(smem="smem", gmem="gmem"),
+    math=SimpleNamespace(erf=math.erf),
+    make_layout=_make_layout,
+    make_tensor=_make_tensor,
+    make_ptr=_make_ptr,
+    make_rmem_tensor=_make_rmem_tensor,
+    make_identity_tensor=lambda shape: SimpleNamespace(shape=shape),
+    local_tile=_local_tile,
+    copy=_copy,
+    gemm=threads.gemm,
+    domain_offset=lambda amounts, tensor: tensor.moved(amounts),
+    group_modes=lambda tensor, *_: Box(tensor),
     make_copy_atom=lambda op, kind, num_bits_per_copy=None: Atom(op),
-    make_tiled_copy_C_atom=lambda atom, mma: mma, make_tiled_copy_S=lambda atom, mma: TiledCopy(),
-    recast_tensor=lambda tensor, kind: Words(tensor), size=_size, shape=lambda tensor: tensor.shape,
-    cosize=lambda layout: layout.cosize, slice_=lambda layout, index: layout,
+    make_tiled_copy_C_atom=lambda atom, mma: mma,
+    make_tiled_copy_S=lambda atom, mma: TiledCopy(),
+    recast_tensor=lambda tensor, kind: Words(tensor),
+    size=_size,
+    shape=lambda tensor: tensor.shape,
+    cosize=lambda layout: layout.cosize,
+    slice_=lambda layout, index: layout,
     select=lambda layout, mode: Layout(*(tuple(part[i] for i in mode) for part in (layout.shape, layout.stride))),
-    tile_to_shape=_tile_to_shape, recast_ptr=lambda pointer, swizzle, kind: pointer, sym_int=Symbol,
-    runtime=SimpleNamespace(
-        make_fake_compact_tensor=Fake, make_fake_stream=lambda use_tvm_ffi_env_stream: "stream"
-    ),
-)  # fmt: skip
+    tile_to_shape=_tile_to_shape,
+    recast_ptr=lambda pointer, swizzle, kind: pointer,
+    sym_int=Symbol,
+    runtime=SimpleNamespace(make_fake_compact_tensor=Fake, make_fake_stream=lambda use_tvm_ffi_env_stream: "stream"),
+)
 cutlass = _module(
-    "cutlass", cute=cute, Float32=Float32, Int32=Int32, Int64=Int64, Uint32=Uint32, BFloat16=BFloat16,
-    Float16=Float16, Float8E4M3FN=Float8, Boolean=Boolean, Constexpr=object, const_expr=lambda value: value,
-    range=lambda *bounds, unroll=None: range(*bounds), range_constexpr=range, min=min, max=max,
+    "cutlass",
+    cute=cute,
+    Float32=Float32,
+    Int32=Int32,
+    Int64=Int64,
+    Uint32=Uint32,
+    BFloat16=BFloat16,
+    Float16=Float16,
+    Float8E4M3FN=Float8,
+    Boolean=Boolean,
+    Constexpr=object,
+    const_expr=lambda value: value,
+    range=lambda *bounds, unroll=None: range(*bounds),
+    range_constexpr=range,
+    min=min,
+    max=max,
     select_=lambda condition, a, b: a if condition else b,
-)  # fmt: skip
+)
 MODULES = {
     "cutlass": cutlass,
     "cutlass.cute": cute,
@@ -297,7 +332,7 @@ ptx = _module("ptx", copy_async=threads.copy_async, permute_bytes=_permute_bytes
 
 
 def import_module(name, fromlist):
-    """What `import name` and `from name import ...` give: for `import a.b as c` Python itself walks from a."""
+    """Import as `import name` and `from name import ...` do: for `import a.b as c` Python itself walks from a."""
     if fromlist or name in ("cutlass",):
         return MODULES[name]
     root = _module(name.partition(".")[0])

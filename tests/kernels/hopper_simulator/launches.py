@@ -72,13 +72,13 @@ class Launch:
 
 
 class Fake:
-    """What a compiled kernel accepts as an argument."""
+    """Argument that a compiled kernel accepts."""
 
     def __init__(self, kind, shape, stride_order, assumed_align):
         self.kind, self.shape, self.order, self.align = kind, shape, stride_order, assumed_align
 
     def permuted(self, tensor):
-        """With the contiguous dimension last."""
+        """View a tensor with the contiguous dimension last."""
         return tensor.permute(sorted(range(tensor.ndim), key=lambda i: -self.order[i]))
 
     def check(self, tensor, sizes):

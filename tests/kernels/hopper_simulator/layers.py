@@ -13,7 +13,7 @@ from . import launches, source
 
 
 def use_simulator(monkeypatch, blocks=2):
-    """The functions of kernels/hopper/__init__.py launch the simulated kernels, on a GPU of so many SMs."""
+    """Let the functions of kernels/hopper/__init__.py launch the simulated kernels, on a GPU of so many SMs."""
     monkeypatch.setattr(launches, "seeds", itertools.count())  # a test's schedules do not depend on other tests
     monkeypatch.setattr(hopper, "_compiled", lambda: source.module("compiled"))
     monkeypatch.setattr(hopper, "_first", lambda compile_kernel, *parameters: compile_kernel(*parameters))
@@ -29,7 +29,7 @@ def pairs_of(counts, num_tokens, spare=3):
 
 
 def rows_of(counts, num_tokens, spare=3):
-    """The rows of `pairs_of`, with the table of row tiles."""
+    """Make the rows of `pairs_of`, with the table of row tiles."""
     expert, token = pairs_of(counts, num_tokens, spare)
     rows = eager.dispatch(expert, token, num_tokens, len(counts), True)
     tiles = []

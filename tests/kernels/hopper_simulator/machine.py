@@ -22,7 +22,7 @@ REDRAWN = 1 / 300  # of the steps after which other warps are slow
 
 
 class SimulationError(Exception):
-    """What would hang, read or write what it must not, or is undefined on a GPU."""
+    """Error of a kernel that would hang, reads or writes what it must not, or does what is undefined on a GPU."""
 
 
 class Memory:
@@ -46,7 +46,7 @@ class Memory:
         return address
 
     def places(self, addresses, width: int):
-        """Indices into of_width[width]."""
+        """Return indices into of_width[width]."""
         start = addresses - self.base
         if start.size and not (start.min() >= 0 and start.max() < len(self.bytes)):
             raise SimulationError("an address outside memory")

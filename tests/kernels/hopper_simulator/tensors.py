@@ -1,4 +1,4 @@
-"""What the stand-in for the DSL computes with: kinds of numbers, layouts, tensors in memory, and registers."""
+"""Values that the stand-in for the DSL computes with: kinds of numbers, layouts, tensors in memory, and registers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Kind:
         return self.convert(value)
 
     def __or__(self, other):
-        """An annotation, as `Int32 | None`."""
+        """Make an annotation, as `Int32 | None`."""
         return object
 
     __ror__ = __or__
@@ -82,7 +82,7 @@ FLOAT, WORD = struct.Struct("<f"), struct.Struct("<I")
 
 
 def bits_of(value: float) -> int:
-    """Of the nearest fp32."""
+    """Return the bits of the nearest fp32."""
     try:
         return WORD.unpack(FLOAT.pack(value))[0]
     except OverflowError:
@@ -112,7 +112,7 @@ decode_half = {
 
 
 def decoded(raw, kind):
-    """Stored values as numbers; of Float8 twice as many in the last dimension."""
+    """Decode stored values as numbers; Float8 has twice as many in the last dimension."""
     if kind is Float8:
         codes = torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8))
         return codes.view(torch.float8_e4m3fn).float().numpy()
@@ -271,7 +271,7 @@ class Tensor:
         return start + width * steps, inside
 
     def shared_places(self):
-        """Indices of all elements into 16-bit shared memory."""
+        """Return indices of all elements into 16-bit shared memory."""
         key = self.pointer.address, self.origin, self.modes
         if key not in self.base.cache:
             addresses, inside = self.box()

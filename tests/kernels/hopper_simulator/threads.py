@@ -37,7 +37,8 @@ def mbarrier_init_fence():
 
 
 def mbarrier_arrive(pointer, arrive_count=1):
-    """By an elected lane for the others too, whose accesses to shared memory must have been ordered before."""
+    """Arrive at a barrier, by an elected lane for the others too, whose accesses to shared memory must have been
+    ordered before."""
     thread = state.thread
     if thread.follows_unordered:
         raise SimulationError(f"{thread} arrives for lanes whose accesses may come later: no sync_warp")
@@ -119,7 +120,7 @@ def arrive_when_copied(pointer):
 
 
 class Atom:
-    """How `copy` copies; of TMA with the box that the descriptor was made for."""
+    """Kind of copy that `copy` makes; of TMA with the box that the descriptor was made for."""
 
     def __init__(self, kind, box=None):
         self.kind, self.box = kind, box

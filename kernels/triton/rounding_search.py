@@ -1,0 +1,149 @@
+"""The search for an expert's highest keys, by which rounding.py selects tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WORD = tl.constexpr(32)  # tokens in a word
+NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every score: not to be chosen
+NO_LIMIT = tl.constexpr((1 << 31) - 1)  # above them
+
+
+@triton.jit
+def order_key(score):
+    """fp32 scores as int32 that order as they do; -0.0 and 0.0 tie. NaNs are above or below all else, by their sign."""
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((bits & 0x7FFFFFFF) == 0, 0, key)
+
+
+@triton.jit
+def pack(bits, AXIS: tl.constexpr):
+    """32 truth values along an axis as a word."""
+    lane = tl.arange(0, WORD)
+    return tl.sum(bits.to(tl.int32) << (lane[None, :] if AXIS == 1 else lane[:, None]), axis=AXIS)
+
+
+@triton.jit
+def count_bits(word):
+    """Count the bits of each word that are set."""
+    word = word.to(tl.uint32, bitcast=True)
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def count_below(word, lane):
+    """Count the set bits of a word before the bit `lane`."""
+    one = tl.full([], 1, tl.uint32)
+    return count_bits(word.to(tl.uint32, bitcast=True) & ((one << lane.to(tl.uint32)) - 1))
+
+
+@triton.jit
+def load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr):
+    """(keys, whether top-k chose the expert) of the tokens of WORDS words, [WORDS, 32]."""
+    word = first + tl.arange(0, WORDS)
+    is_word = word < num_words
+    packed = tl.load(top_words + word * NUM_EXPERTS + expert, mask=is_word, other=0)
+    lane = tl.arange(0, WORD)[None, :]
+    at = (expert.to(tl.int64) * num_words + word)[:, None] * WORD + lane
+    return tl.load(keys + at, mask=is_word[:, None], other=NO_KEY), ((packed[:, None] >> lane) & 1) != 0
+
+
+@triton.jit
+def load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr):
+    """Load the keys of one class, top-k's tokens (from_top = 1) or the others (0); NO_KEY for the rest."""
+    key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
+    return tl.where(top.to(tl.int32) == from_top, key, NO_KEY)
+
+
+@triton.jit
+def search(
+    keys,
+    top_words,
+    held_key,
+    held_top,
+    from_top,
+    wanted,
+    count,
+    expert,
+    num_words,
+    NUM_EXPERTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Search the `wanted` highest of a class of `count` tokens: those with keys >= high, and the first `rest` with key
+    low = high - 1; high = low if all of those are in."""
+    held = tl.where(held_top.to(tl.int32) == from_top, held_key, NO_KEY)
+    low, high = tl.full([], NO_LIMIT, tl.int64), tl.full([], NO_KEY, tl.int64)
+    for first in range(0, WORDS if HELD else num_words, WORDS):
+        key = held
+        if not HELD:
+            key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
+        low = tl.minimum(low, tl.min(tl.where(key > NO_KEY, key, NO_LIMIT)).to(tl.int64))
+        high = tl.maximum(high, tl.max(key).to(tl.int64) + 1)
+    above, found = 0, count  # how many keys are >= high, and >= low
+    if wanted == 0:
+        low = high
+    while (high - low > 1) & (found != wanted):
+        middle = low + (high - low) // 2
+        more = 0
+        for first in range(0, WORDS if HELD else num_words, WORDS):
+            key = held
+            if not HELD:
+                key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
+            more += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        if more >= wanted:
+            low = middle
+            found = more
+        else:
+            high = middle
+            above = more
+    if found == wanted:
+        high = low
+    return low.to(tl.int32), high.to(tl.int32), wanted - above
+
+
+@triton.jit
+def choose(key, low, high, rest, seen):
+    """(which tokens of a chunk are among the highest that `search` found, tokens with key `low` seen so far)."""
+    chosen = key >= high
+    if high > low:
+        ties = pack(key == low, 1)
+        count = count_bits(ties)
+        place = (seen + tl.cumsum(count) - count)[:, None] + count_below(ties[:, None], tl.arange(0, WORD)[None, :])
+        chosen = chosen | ((key == low) & (place < rest))
+        seen += tl.sum(count)
+    return chosen, seen
+
+
+@triton.jit
+def mass(
+    keys,
+    top_words,
+    from_top,
+    low,
+    high,
+    rest,
+    of_chosen,
+    expert,
+    num_words,
+    NUM_EXPERTS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Sum in fp64 of a class's scores, of those that `search` found or of those that it left out."""
+    total, seen = tl.zeros([], tl.float64), 0
+    for first in range(0, num_words, WORDS):
+        key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
+        chosen, seen = choose(key, low, high, rest, seen)
+        score = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True).to(tl.float64)
+        total += tl.sum(tl.where((key > NO_KEY) & (chosen == of_chosen), score, 0.0))
+    return total
+
+
+@triton.jit
+def nearest_multiple(count, TILE: tl.constexpr):
+    """Ties go down."""
+    return (2 * count + TILE - 1) // (2 * TILE) * TILE
