@@ -11,15 +11,15 @@ from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gathered, gradients, mean_of_ranks
-from helpers.ranks import WORLD, Ranks
+from helpers.ranks import WORLD
 from helpers.training import POLICY, TILE, Watch, counting
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
-from sonicmoe_hf.expert_parallel import collectives, kept_rows
-from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, use_way
+from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
 from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
@@ -55,14 +55,6 @@ def step(model, inputs):
     loss = model(**inputs).loss
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}
-
-
-def largest(rank):
-    return collectives.max_over_ranks([rank, 3, 5 - rank], torch.distributed.group.WORLD)
-
-
-def test_ranks_agree_on_the_maximum_of_each_number(ranks):
-    assert ranks.run(largest) == [[1, 3, 5]] * WORLD
 
 
 # ranks that share a batch
@@ -174,134 +166,6 @@ def test_under_autocast_tokens_travel_in_its_dtype(ranks, tmp_path):
         assert_all_close(found, {"loss": own_loss, **expected}, 2e-2, "bf16: partial sums of experts are rounded")
 
 
-# ranks without tokens
-
-
-def replayed_step(rank, folder):
-    """Both ranks' tokens all want the first rank's experts."""
-    model = load(folder, APART)
-    found = []
-    for way in WAYS:
-        with use_way(way), sonicmoe_hf.replay_routing(model, torch.tensor([0, 2]).expand(2, 96, 2)):
-            found.append(step(model, batch(**OWN_BATCH[rank])))
-    return found
-
-
-def test_a_rank_whose_experts_nobody_wants_takes_part(ranks, tmp_path):
-    model = saved_and_patched(tmp_path)
-    with sonicmoe_hf.replay_routing(model, [torch.tensor([0, 2]).expand(2, 96, 2)] * WORLD):
-        losses, expected = mean_of_ranks(model)
-    assert not expected["model.layers.0.mlp.experts.down_proj"][4:].any()
-    for own_loss, found in zip(losses, ranks.run(replayed_step, str(tmp_path))):
-        for actual in found:
-            assert_all_close(actual, {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
-
-
-def pairs(num_tokens, is_list):
-    """Tokens, and experts for them: two for each token, or any number; and weights."""
-    generator = torch.Generator().manual_seed(num_tokens)
-    mask_TE = torch.rand(num_tokens, 8, generator=generator) < 0.4
-    token, expert = mask_TE.nonzero(as_tuple=True)
-    if not is_list:
-        token, expert = None, torch.rand(num_tokens, 8, generator=generator).topk(2).indices
-    x, weights = (torch.randn(size, generator=generator) for size in ((num_tokens, 32), expert.shape))
-    return x.requires_grad_(), expert, weights.requires_grad_(), token
-
-
-def experts_step(experts, num_tokens, is_list):
-    x, expert, weights, token = pairs(num_tokens, is_list)
-    out = experts(x, Routing(expert, weights, token) if is_list else expert, weights)
-    out.square().sum().backward()
-    own = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    experts_own = {name: gathered(parameter.grad) for name, parameter in experts.named_parameters()}
-    experts.zero_grad()
-    return own, experts_own
-
-
-NUM_TOKENS = [(13, 0), (0, 5), (7, 9), (0, 0)]  # of each rank
-
-
-def experts_steps(rank, folder, num_tokens):
-    world = len(num_tokens[0])
-    experts = next(find_layers(load(folder, {"fsdp_size": world, "ep_size": world}))).experts
-    found = []
-    for way in WAYS:
-        for is_list in (False, True):
-            with use_way(way):
-                found += [experts_step(experts, sizes[rank], is_list) for sizes in num_tokens]
-    return found
-
-
-@pytest.mark.parametrize(
-    "num_tokens", [NUM_TOKENS, pytest.param([(13, 0, 5, 7, 9, 2, 1, 30)], marks=pytest.mark.slow)], ids=len
-)
-def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks, num_tokens, tmp_path):
-    model = saved_and_patched(tmp_path, "gpt_oss")
-    experts = next(find_layers(model)).experts
-    world = len(num_tokens[0])
-    if world != WORLD:
-        ranks = Ranks(tmp_path, world)
-    results = ranks.run(experts_steps, str(tmp_path), num_tokens)
-    if world != WORLD:
-        ranks.close()
-    cases = [(is_list, sizes) for _ in WAYS for is_list in (False, True) for sizes in num_tokens]
-    for number, (is_list, sizes) in enumerate(cases):
-        expected = [experts_step(experts, size, is_list) for size in sizes]
-        total = {name: sum(one[name] for _, one in expected) / world for name in expected[0][1]}
-        for rank in range(world):
-            own, experts_own = results[rank][number]
-            assert_all_close(own, expected[rank][0], 1e-5, PARTIAL_SUMS)
-            assert_all_close(experts_own, total, 1e-5, PARTIAL_SUMS)
-
-
-# ways
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_tokens", "top_k", "way"),
-    [
-        (2, 2**20, 1, "gathering"),
-        (4, 16384, 8, "gathering"),
-        (8, 8192, 8, "gathering"),
-        (8, 16384, 8, "all_to_all"),  # experts would reserve rows for 131,072 tokens
-        (8, 8192, 4, "all_to_all"),  # a token needs 3 of 7 other ranks
-        (16, 512, 8, "all_to_all"),
-        (8, 0, 8, "all_to_all"),
-    ],
-)
-def test_the_way_is_chosen_by_ranks_tokens_and_experts_a_token(num_ranks, num_tokens, top_k, way):
-    assert choose_way(num_ranks, MaxSizes(num_tokens, num_tokens * top_k, 0), token_bytes=4096) == way
-
-
-def step_with_cut_rows(rank, folder):
-    """Steps without checkpointing and with it, and (rows there was room for, rows kept) of what was cut in forward."""
-    model, cuts, cut = load(folder, APART), [], kept_rows.Kept.cut
-
-    def noted(kept):
-        cut(kept)
-        cuts.append((kept.room, len(kept.tensor)))
-
-    with mock.patch.object(kept_rows, "MIN_BYTES", 0), mock.patch.object(kept_rows.Kept, "cut", noted):
-        found = [step(model, batch(**OWN_BATCH[rank]))]
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return [*found, step(model, batch(**OWN_BATCH[rank]))], cuts
-
-
-def test_of_gathered_tokens_backward_keeps_the_rows_of_a_ranks_own_experts(ranks, tmp_path):
-    model = build("qwen3_moe", num_hidden_layers=4)
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model)
-    losses, expected = mean_of_ranks(model)
-    results = ranks.run(step_with_cut_rows, str(tmp_path))
-    for loss, (steps, _) in zip(losses, results, strict=True):
-        for found in steps:
-            assert_all_close(found, {"loss": loss, **expected}, 1e-5, PARTIAL_SUMS)
-    (_, first), (_, second) = results
-    assert len(first) == len(second) == 2  # h of all layers but the last two; checkpointing keeps none
-    for (room, rows), (same_room, other_rows) in zip(first, second):
-        assert room == same_room == rows + other_rows == 2 * WORLD * 96
-
-
 # adapters of the experts
 
 
@@ -380,6 +244,17 @@ def test_the_example_trains_and_saves_a_whole_model(ranks, tmp_path):
 
 
 # refusals
+
+
+def pairs(num_tokens, is_list):
+    """Tokens, and experts for them: two for each token, or any number; and weights."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    mask_TE = torch.rand(num_tokens, 8, generator=generator) < 0.4
+    token, expert = mask_TE.nonzero(as_tuple=True)
+    if not is_list:
+        token, expert = None, torch.rand(num_tokens, 8, generator=generator).topk(2).indices
+    x, weights = (torch.randn(size, generator=generator) for size in ((num_tokens, 32), expert.shape))
+    return x.requires_grad_(), expert, weights.requires_grad_(), token
 
 
 def refusals(rank, folder):

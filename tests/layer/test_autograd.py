@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers.models import assert_all_close, batch, build
+from helpers.one_layer import NAMES, Watching, output_and_gradients, problem, run
 from helpers.training import POLICY
-from test_moe_experts import NAMES, Watching, output_and_gradients, problem, run
 from torch.func import grad, jvp, vjp, vmap
 
 import sonicmoe_hf

@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, relative_error
+from helpers.one_layer import NAMES, OF_ONE_KIND, Watching, expected, output_and_gradients, problem, run
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonicmoe_hf.kernels import eager, reference
+from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Weighting
 from sonicmoe_hf.kernels.tape import leaves_of
 from sonicmoe_hf.layer import moe_experts as functional
@@ -20,78 +20,7 @@ from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.experts_op import Inputs, Options
 from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
 from sonicmoe_hf.layer.projection import Projection
-from sonicmoe_hf.layer.routing import Routing, TokenRounding, round_tokens, rounded_routing
-
-OF_ONE_KIND = ("concatenated", "transposed_concatenated")  # layouts for activations without a gate
-NAMES = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
-
-
-def problem(
-    T=7,
-    H=6,
-    I=5,
-    E=4,
-    K=2,
-    layout="concatenated",
-    bias=True,
-    dtype=torch.float64,
-    grad=True,
-    idle=1,
-    activation=None,
-):
-    """Inputs of O(1) pre-activations; the last `idle` experts get no rows."""
-    transposed, width = LAYOUTS[layout][0], (activation or Activation()).width(I)
-    gate_up = torch.randn(E, width, H, dtype=torch.float64) * H**-0.5 * 1.5
-    down = torch.randn(E, H, I, dtype=torch.float64) * I**-0.5
-    inputs = {
-        "x": torch.randn(T, H, dtype=torch.float64),
-        "gate_up": gate_up.transpose(1, 2).contiguous() if transposed else gate_up,
-        "down": down.transpose(1, 2).contiguous() if transposed else down,
-        "weights": torch.rand(T, K, dtype=torch.float64) + 0.1,
-    }
-    if bias:
-        inputs["gate_up_bias"] = torch.randn(E, width, dtype=torch.float64)
-        inputs["down_bias"] = torch.randn(E, H, dtype=torch.float64)
-    inputs = {name: tensor.to(dtype).requires_grad_(grad) for name, tensor in inputs.items()}
-    index = torch.stack([torch.randperm(E - idle)[:K] for _ in range(T)]) if T else torch.zeros(0, K, dtype=torch.long)
-    return inputs, index
-
-
-def run(inputs, index, *, token_index=None, sentinels=False, **options):
-    routing = Routing(index, inputs["weights"], token_index, sentinels=sentinels)
-    biases = {name: inputs.get(name) for name in ("gate_up_bias", "down_bias")}
-    return moe_experts(inputs["x"], inputs["gate_up"], inputs["down"], routing, **biases, **options)
-
-
-def expected(inputs, index, *, token_index=None, layout="concatenated", activation=None):
-    transposed, interleaved = LAYOUTS[layout]
-    activation = activation or Activation()
-    T, K = inputs["x"].shape[0], index.shape[-1]
-    token = torch.arange(T).repeat_interleave(K) if token_index is None else token_index
-    gate_up, down = (w.transpose(1, 2) if transposed else w for w in (inputs["gate_up"], inputs["down"]))
-    return reference.moe_experts(
-        inputs["x"],
-        gate_up,
-        down,
-        index.reshape(-1),
-        token,
-        inputs["weights"].reshape(-1),
-        gate_up_bias_E2I=inputs.get("gate_up_bias"),
-        down_bias_EH=inputs.get("down_bias"),
-        interleaved=interleaved,
-        activation=activation.name,
-        alpha=activation.alpha,
-        limit=activation.limit,
-    )
-
-
-def output_and_gradients(function, inputs, *args, **options):
-    """Output, and gradients of a fixed random projection of it, by name."""
-    out = function(inputs, *args, **options)
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
-    gradients = torch.autograd.grad((out * direction).sum(), list(inputs.values()), allow_unused=True)
-    named = {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(inputs.items(), gradients)}
-    return {"out": out.detach(), **named}
+from sonicmoe_hf.layer.routing import TokenRounding, round_tokens, rounded_routing
 
 
 @pytest.mark.parametrize(
@@ -346,19 +275,6 @@ def test_it_compiles_whole_and_gives_the_same_bits(save):
     )
     actual = output_and_gradients(lambda i: compiled(*i.values()), inputs)
     assert_all_close(actual, output_and_gradients(run, inputs, index), 0.0, "the same kernels on the same inputs")
-
-
-class Watching(TorchDispatchMode):
-    """Notes the names of our ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "sonicmoe_hf":
-            self.seen.append(func.name().removeprefix("sonicmoe_hf::"))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("save", ["preactivation", "input"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, relative_error
-from test_moe_experts import OF_ONE_KIND, Watching, expected, output_and_gradients, problem
+from helpers.one_layer import OF_ONE_KIND, Watching, expected, output_and_gradients, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -13,14 +13,10 @@ from helpers.checkpoints import edit_tensors, tensors_in
 from helpers.marks import rest_pinned
 from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
-from helpers.parallel import gradients
-from helpers.streamed import host_weights, small, streamed
+from helpers.streamed import adapted, host_weights, small, streamed
 from peft import prepare_model_for_kbit_training
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, core_model_loading
-from transformers.distributed import DistributedConfig
 
 from sonicmoe_hf import (
     PackedWeight,
@@ -32,7 +28,6 @@ from sonicmoe_hf import (
     unpatch_model,
 )
 from sonicmoe_hf.layer.experts_module import weight_names
-from sonicmoe_hf.patching import loading
 from sonicmoe_hf.streaming import memory, placement
 from sonicmoe_hf.streaming.memory import as_bytes, free_on_host, spread
 from sonicmoe_hf.streaming.placement import Placement, bytes_of, expert_layers
@@ -235,7 +230,7 @@ def test_an_unpatched_model_says_that_its_experts_are_on_the_host(late_copies):
 
 def test_merging_in_memory_is_an_error_before_anything_is_merged(late_copies):
     with pytest.raises(UnsupportedModelError, match="sonicmoe-hf merge BASE ADAPTER DST"):
-        with_adapters(0).merge_and_unload()
+        adapted(streamed(0)).merge_and_unload()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -326,31 +321,6 @@ def test_auto_leaves_a_part_of_the_card(monkeypatch):
     assert given == (20 + 2 - 4 - 2 - 6) * 2**30
 
 
-def test_ranks_that_share_or_shard_experts_are_an_error(late_copies, tmp_path):
-    small().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="experts_memory takes experts that ranks neither share nor shard"):
-        from_pretrained(tmp_path, experts_memory=0, distributed_config=DistributedConfig(tp_size=2))
-    model = small()
-    for _, experts in expert_layers(model):
-        experts._is_expert_parallel = True
-    with pytest.raises(UnsupportedExpertsError, match="shared by ranks"):
-        patch_model(model, experts_memory=0)
-
-
-def test_zero_3_is_an_error(late_copies, monkeypatch, tmp_path):
-    model = small()
-    model.model.layers[1].mlp.experts.down_proj.ds_id = 7  # as deepspeed.zero.Init leaves it
-    with pytest.raises(
-        UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts is shared by ranks \(DeepSpeed's ZeRO-3\)"
-    ):
-        patch_model(model, experts_memory=0)
-    assert not host_weights(model)
-    small().save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(UnsupportedModelError, match="DeepSpeed's ZeRO-3"):
-        from_pretrained(tmp_path, experts_memory=0)
-
-
 def test_experts_that_went_to_host_memory_are_not_packed_there(late_copies):
     model = streamed()
     expected = logits(model)
@@ -369,36 +339,3 @@ def test_experts_on_the_meta_device_are_an_error(late_copies):
 def test_a_device_without_copies_is_an_error():
     with pytest.raises(ValueError, match="brings experts to CUDA GPUs, not to meta"):
         Placement(small(), 0, device="meta")
-
-
-# ranks
-
-
-def with_adapters(experts_memory):
-    return with_lora(streamed(experts_memory), ["mlp.experts.down_proj"], target_modules=["q_proj"])
-
-
-def under_ddp(rank):
-    found = []
-    for experts_memory in (None, 0):
-        model = with_adapters(experts_memory)
-        loss_and_gradients(DistributedDataParallel(model), batch(seed=rank))
-        found.append(gradients(model))
-    return found
-
-
-def test_ddp_replicates_experts_in_host_memory(ranks):
-    for resident, host in ranks.run(under_ddp):
-        assert resident.keys() == host.keys() and all(torch.equal(resident[name], host[name]) for name in resident)
-
-
-def under_fsdp2(rank):
-    model = with_adapters(0)
-    try:
-        fully_shard(model.get_base_model().model.layers[0])
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_fsdp2_of_experts_in_host_memory_is_an_error(ranks):
-    assert all("FSDP" in error and "replicate them by DDP" in error for error in ranks.run(under_fsdp2))
