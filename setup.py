@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: how an editable install finds the folders that lie beside sonicmoe_hf/."""
+"""Setup beside pyproject.toml, which cannot say how an editable install finds the folders beside sonicmoe_hf/."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the log of the GPU tests, results/gpu_tests.txt, says of commits that no GPU has tested.
+"""The log of the GPU tests, results/gpu_tests.txt, and the commits that no GPU has tested.
 
     python benchmarks/gpu_tests.py             # compares it with git's history; exits with 1 where it is out of date
     python benchmarks/gpu_tests.py --write     # brings it up to date

@@ -1,4 +1,4 @@
-"""What `make docs` does beside MkDocs: README.md is the first page, and files that pages link to come along.
+"""Hooks of `make docs` into MkDocs: README.md is the first page, and files that pages link to come along.
 
 A file outside docs/ lies under repository/ in the site. A folder or another document becomes a link to the repository.
 What does not exist stays as it is, and MkDocs ends the build for it.

@@ -37,7 +37,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _afresh():
-    """With the same numbers, and no tape of what another test made of the kernels."""
+    """Start with the same random numbers, and no tape of what another test made of the kernels."""
     torch.manual_seed(0)
     tapes.forget()
 
@@ -53,7 +53,7 @@ def ranks(tmp_path_factory):
 
 
 class Messages(logging.Handler):
-    """What sonicmoe_hf and the Trainer log."""
+    """Messages that sonicmoe_hf and the Trainer log."""
 
     def __init__(self):
         super().__init__()

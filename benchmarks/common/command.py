@@ -43,7 +43,7 @@ class Command(argparse.ArgumentParser):
             self.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=f"checks the script: {small}")
 
     def parse_args(self, arguments=None, obstacle: Callable[[argparse.Namespace], str | None] = lambda options: None):
-        """As argparse has it. obstacle: what is wrong with options that do not go together, if anything.
+        """Parse the arguments as argparse does. obstacle: the error about options that do not go together, if any.
 
         Raises:
             SystemExit: the options are wrong, or a GPU is asked for that is not there.

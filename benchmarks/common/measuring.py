@@ -1,4 +1,4 @@
-"""What the benchmarks of a layer measure: a step, its memory, its first call, and its errors against fp32."""
+"""Measurements of one layer: a step, its memory, its first call, and its errors against fp32."""
 
 from __future__ import annotations
 

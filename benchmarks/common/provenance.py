@@ -1,4 +1,4 @@
-"""What produced a figure: the commit, and the versions of the packages that take part."""
+"""Provenance of a figure: the commit, and the versions of the packages that take part."""
 
 from __future__ import annotations
 

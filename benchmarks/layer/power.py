@@ -1,4 +1,4 @@
-"""What holds the GPU's clock while each Hopper GEMM repeats: power, clock, and the reason that the driver names.
+"""Power and clock of the GPU while each Hopper GEMM repeats, and the driver's reason for holding the clock.
 
     python -m benchmarks.layer.power [--shape T,H,I,E,K ...]     # writes results/power.csv
 

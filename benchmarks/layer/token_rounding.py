@@ -1,4 +1,4 @@
-"""What token rounding gains and costs on a GPU, routing included: top-k against every rounding, in one interleaved run.
+"""Token rounding's gain and cost on a GPU, routing included: top-k against every rounding, in one interleaved run.
 
     python -m benchmarks.layer.token_rounding [--shape T,H,I,E,K ...] [--backend triton] [--csv FILE]
 

@@ -46,7 +46,7 @@ def compare(table: dict[tuple[str, int], list[dict]], column: str = "held_out_lo
 
 
 def compare_tiles(table: dict[tuple[str, int], list[dict]]) -> Comparison:
-    """As `compare`, with nearest and balanced taken for one method: what the tile costs, by more runs."""
+    """Compare as `compare` does, with nearest and balanced taken for one method: the tile's cost, from more runs."""
     merged: dict[tuple[str, int], list[dict]] = {}
     for (method, tile), runs in table.items():
         merged.setdefault((" or ".join(SWEPT) if method in SWEPT else method, tile), []).extend(runs)

@@ -1,4 +1,4 @@
-"""What balances experts, and what does it cost? The small model of token_rounding_quality.py, by balancing method.
+"""Balancing methods compared: the load and the loss of the small model of token_rounding_quality.py with each.
 
     python -m benchmarks.quality.load_balance --preset gpu --seeds 0 1       # 27 M parameters, on a GPU
     python -m benchmarks.quality.load_balance --preset cpu --seeds 0         # 3.7 M

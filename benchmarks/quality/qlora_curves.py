@@ -123,7 +123,7 @@ def with_adapters(base, seed, rank, experts="bf16", **options):
 
 
 def parser_of(description: str | None, csv: str, start_steps: int, steps: int, seeds: int, held_out: int) -> Command:
-    """With these defaults."""
+    """Make the parser of the command line, with these defaults."""
     parser = Command(description, csv, needs_gpu=False)
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files; default: the standard library's sources")
     parser.add_argument("--start-steps", type=int, default=start_steps, help="of full training, of the base")

@@ -21,7 +21,7 @@ Measure = Callable[[Preset, Run, quality_corpus.Corpus, torch.device, bool], dic
 
 
 def parser_of(description: str | None, csv: str, seeds: list[int]) -> Command:
-    """With the options that both scripts have; `seeds` by default."""
+    """Make the parser with the options that both scripts have; `seeds` is the default of its option."""
     parser = Command(description, csv, needs_gpu=False)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=list(PRESETS), default="gpu" if on_gpu else "cpu")

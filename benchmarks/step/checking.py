@@ -1,4 +1,4 @@
-"""What a training step computes, checked on a tiny model before it is timed: gradients beside those in fp32."""
+"""A check of a training step on a tiny model before it is timed: gradients beside those in fp32."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _gradients(model: nn.Module, tokens: torch.Tensor, autocast: bool) -> dict[str, torch.Tensor]:
-    """Of everything that is trained, by name; adapters begin with the same values in each model, none of them zero."""
+    """Compute the gradients of all that is trained, by name; adapters begin with the same non-zero values in each
+    model."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

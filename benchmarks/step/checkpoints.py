@@ -1,4 +1,4 @@
-"""What conversion costs, and what a native checkpoint saves: seconds, peak memory, load time, on random weights.
+"""Costs of conversion and gains of a native checkpoint: seconds, peak memory, load time, on random weights.
 
     python -m benchmarks.step.checkpoints [--folder /tmp/checkpoints] [--layers 5] [--shard-size 500MB]
 
@@ -65,7 +65,7 @@ def make(config, folder: Path, shard_size: str) -> None:
 
 
 def gigabytes(folder: Path) -> list[float]:
-    """Of each of a checkpoint's files."""
+    """Return the size of each of a checkpoint's files."""
     return [path.stat().st_size / 1e9 for path in folder.glob("*.safetensors")]
 
 

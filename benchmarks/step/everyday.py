@@ -46,7 +46,7 @@ WARMUP, MICRO_BATCHES, ROWS, MAX_TOKENS = 4, 4, 2, 16384
 
 
 class Kernels(NamedTuple):
-    """What the GPU did in a step: ms in which it was busy, and of each kernel's name the ms and the launches."""
+    """The GPU's work in a step: ms in which it was busy, and of each kernel's name the ms and the launches."""
 
     busy_ms: float
     ms: collections.Counter

@@ -114,7 +114,7 @@ MODELS = {
 
 
 class Contender(NamedTuple):
-    """Its experts_implementation; "ours" is patch_model with this routing and experts_compute."""
+    """A contender: its experts_implementation, of which "ours" is patch_model with this routing and experts_compute."""
 
     implementation: str
     routing: sonicmoe_hf.TokenRounding | None = None
@@ -187,7 +187,8 @@ def kernel_functions(modeling: ModuleType) -> dict[str, FunctionType]:
 
 
 def kernels_of(name: str) -> list[str]:
-    """Who computes the model's linear attention or Mamba layers: packages, or torch for those that are not here."""
+    """Name what computes the model's linear attention or Mamba layers: packages, or torch for those that are not
+    installed."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(MODELS[name].model_type))]
     found = {}
     for function in kernel_functions(sys.modules[model.__module__]).values():
@@ -221,8 +222,9 @@ class SpreadLoad:
 
 
 def spread_load(model) -> None:
-    """Let the rows per expert be those of a balanced model. With random weights they are not: of Qwen3-30B-A3B's 128
-    experts, 16 get 92 to 97% of the rows from the second layer on, and the busiest nearly every token."""
+    """Give the experts the rows that they have in a balanced model. With random weights they differ: of
+    Qwen3-30B-A3B's 128 experts, 16 get 92 to 97% of the rows from the second layer on, and the busiest nearly every
+    token."""
     hook = SpreadLoad()
     for layer in find_layers(model):
         layer.router.register_forward_pre_hook(hook)
@@ -275,6 +277,6 @@ def apply_settings(name: str, model, options: argparse.Namespace) -> None:
 
 
 def settings_of(name: str, options: argparse.Namespace) -> list[str]:
-    """Those of `add_settings` that were chosen for the model, as the CSVs name them."""
+    """Return the options of `add_settings` that were chosen for the model, as the CSVs name them."""
     liger = "Liger" if MODELS[name].model_type in LIGER else "Liger's loss"
     return [liger] * options.liger + ["spread load"] * options.spread_load

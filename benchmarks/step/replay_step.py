@@ -1,4 +1,4 @@
-"""What record_routing and replay_routing add to a training step of Qwen3-30B-A3B: GPU and wall time, all in one process.
+"""The cost of record_routing and replay_routing in a training step of Qwen3-30B-A3B: GPU and wall time, in one process.
 
     python -m benchmarks.step.replay_step
     python -m benchmarks.step.replay_step --device cpu --tiny --tokens 64 --rounds 2 --steps 1     # checks the script

@@ -1,4 +1,4 @@
-"""Where the time of a training step is: GPU and host time of its parts, from a trace of torch's profiler.
+"""Parts of a training step: the GPU and host time of each, from a trace of torch's profiler.
 
 Module hooks mark each part of forward. A kernel belongs to the innermost mark around its launch; in backward, to that of
 the forward operation which made the autograd node that launched it. The experts' kernels are split by name into grouped
@@ -207,7 +207,7 @@ def _kernel_times(complete: list[dict], threads: dict[int, _Thread], steps: int)
 
 
 def _part_of_experts(kernel: str) -> str:
-    """Which part of the experts a kernel of this name computes."""
+    """Name the part of the experts that a kernel of this name computes."""
     if kernel.startswith("combine_kernel"):  # ours: the weighted sum of each token's rows, forward and backward
         return COMBINE
     return PRODUCTS if any(name in kernel for name in PRODUCT_NAMES) else EXPERTS

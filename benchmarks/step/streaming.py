@@ -39,7 +39,7 @@ SETTINGS = {"all on the GPU": EVERYTHING, "4 GiB on the GPU": "4GiB", "none on t
 
 
 def run_of(name: str, options) -> Run:
-    """Of a model with packed experts and all its layers."""
+    """Return the run of a model with packed experts and all its layers."""
     layers = TINY_LAYERS if options.tiny else MODELS[name].layers
     run = Run(name, layers, 0, "LoRA", experts=MODELS[name].packed, checkpointing=True)
     return run._replace(rank=8, targets=WHOLE_ATTENTION)

@@ -183,7 +183,7 @@ def options_of(arguments=None):
 
 
 def obstacle(options) -> str | None:
-    """Which options do not go together."""
+    """Say which options do not go together."""
     if options.profile and (options.checkpointing or options.compile or options.fsdp):
         return "--profile tells parts apart only without --checkpointing, --compile and --fsdp"
     if options.fsdp and set(options.mode or ["full"]) != {"full"}:

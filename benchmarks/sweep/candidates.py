@@ -1,5 +1,5 @@
-"""What the sweeps have in common: candidates are compiled in processes of their own first, take turns, and are compared
-with the first of them."""
+"""Candidates of the sweeps: they are compiled in processes of their own first, take turns, and are compared with the
+first of them."""
 
 from __future__ import annotations
 

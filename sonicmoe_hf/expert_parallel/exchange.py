@@ -93,7 +93,7 @@ def use_way(way: str | None) -> Iterator[None]:
 
 
 def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:
-    """Have the ranks' experts compute with this rank's tokens: [T, H]. All ranks of the group call it.
+    """Compute this rank's tokens with the experts of all ranks: [T, H]. All ranks of the group call it.
 
     Args:
         routing: with ids of all experts of the layer.

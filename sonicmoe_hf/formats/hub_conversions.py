@@ -144,7 +144,7 @@ def dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, param
 
 
 def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> list:
-    """Transformers' conversions of a model, with which experts stay packed and the rest becomes dense."""
+    """Return Transformers' conversions of a model, changed so that experts stay packed and the rest becomes dense."""
     return [
         *([WeightRenaming(*SHORT_NAMES)] if isinstance(format, HubFP8) else []),
         *(_of_experts(converter, hf_quantizer, format) for converter in conversions),

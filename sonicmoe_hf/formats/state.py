@@ -46,7 +46,7 @@ def hold_packed(module: nn.Module, name: str, weight: PackedWeight | nn.Paramete
 
 
 def use_stored_names(module: nn.Module) -> None:
-    """Have the module's state dicts hold what its packed weights store, under `stored_names`."""
+    """Make the module's state dicts hold what its packed weights store, under `stored_names`."""
     if not hasattr(module, attributes.HAS_STORED_NAMES):
         setattr(module, attributes.HAS_STORED_NAMES, True)
         module.register_state_dict_post_hook(_write_stored)

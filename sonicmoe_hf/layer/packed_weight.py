@@ -126,7 +126,8 @@ class PackedWeight(torch.Tensor):
         return sum(part.nbytes for part in self.packed if part is not None)
 
     def element_size(self) -> float:  # type: ignore[override]
-        """The bytes stored for each entry, less than one: model.get_memory_footprint() multiplies them by numel()."""
+        """Return the bytes stored for each entry, less than one: model.get_memory_footprint() multiplies them by
+        numel()."""
         return self.nbytes / self.numel()
 
     def _ordinary(self, packed: Quantized) -> torch.Tensor:

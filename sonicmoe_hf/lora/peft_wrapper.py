@@ -43,7 +43,7 @@ _said: set[str] = set()
 
 
 class _Checked(NamedTuple):
-    """What was found out about a wrapper and its experts, and what that depends on.
+    """The result of checking a wrapper and its experts, and what it depends on.
 
     obstacle: why we leave the adapter to PEFT, or None; parallelism: ours, or None.
     """
@@ -127,7 +127,7 @@ def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
 
 
 def _weight(linears: Any, adapter: str) -> Any:
-    """Of a Linear, without Module.__getattr__, which takes ten times as long."""
+    """Return the weight of a Linear without Module.__getattr__, which takes ten times as long."""
     linear = linears._modules[adapter]
     parameters = linear._parameters
     if "weight" not in parameters:
@@ -208,8 +208,8 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
 
 
 def _check_merge_allowed(self) -> None:
-    """In place of BaseTuner's, which merging in memory calls first: else all but the experts would be merged by the time
-    that their error comes."""
+    """Refuse a merge in memory before it begins, as BaseTuner's method does: else all but the experts would be merged by
+    the time that their error comes."""
     for module in self.model.modules():
         if isinstance(module, ParamWrapper) and not set(module.lora_A).isdisjoint(module.active_adapters):
             experts: Any = module.get_base_layer()

@@ -55,7 +55,7 @@ def below_autograd(overload, keyset):
 
 
 def replace_call(overload, function: Callable) -> Callable:
-    """Have calls of the OpOverload call `function` in place of the dispatcher, which is returned. An OpOverload's hash is
+    """Make the OpOverload call `function` in place of the dispatcher, and return the dispatcher. An OpOverload's hash is
     that of what it calls, so nothing may have kept it yet."""
     dispatch, overload._op = overload._op, function
     return dispatch

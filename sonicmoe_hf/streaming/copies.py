@@ -60,7 +60,7 @@ class Copies:
             target.copy_(source)
 
     def wait(self, done: Any) -> None:
-        """Let the next work of the stream that computes now begin once `done` is reached."""
+        """Delay the next work of the stream that computes now until `done` is reached."""
 
     def timeline(self) -> Hashable:
         """Identify the stream that computes now."""

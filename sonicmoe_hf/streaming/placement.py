@@ -210,7 +210,7 @@ class LoadingPlacement:
 
 
 def keep_stored_names(experts: nn.Module) -> None:
-    """Have state dicts hold dense weights that live in host memory as the tensors that they are."""
+    """Make state dicts hold dense weights that live in host memory as the tensors that they are."""
     if not hasattr(experts, attributes.HAS_HOST_HOOK):
         setattr(experts, attributes.HAS_HOST_HOOK, True)
         experts.register_state_dict_post_hook(_write_dense)

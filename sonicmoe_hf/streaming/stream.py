@@ -199,7 +199,7 @@ class ExpertsStream:
                 buffer.threads.discard(thread)
 
     def forget(self, layer: HostLayer) -> None:
-        """Have the layer copied again, because its bytes on the host are about to change."""
+        """Discard the layer's copy, because its bytes on the host are about to change."""
         self.copies.finish()
         with self._lock:
             for buffer in self._buffers:

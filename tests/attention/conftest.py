@@ -15,7 +15,8 @@ def kernels(request, monkeypatch):
 
 
 class Place(NamedTuple):
-    """Where attention is computed: both ways in fp64, for a few tokens; or by a GPU in bf16, for several tiles of them."""
+    """A place where attention is computed: both ways in fp64, for a few tokens; or a GPU in bf16, for several tiles of
+    them."""
 
     kernels: str
 

@@ -109,7 +109,7 @@ def test_gradient_checkpointing(kernels, use_reentrant):
 
 
 def test_a_checkpointing_policy_can_keep_the_attention(kernels, monkeypatch):
-    """So that its forward runs once: a policy sees it as one op."""
+    """Attention's forward runs once then, because a policy sees it as one op."""
     model, batch = build(), inputs("left")
     layers, forward, runs, kept = len(model.model.layers), flash.forward, [], set()
     monkeypatch.setattr(flash, "forward", lambda *args: runs.append(args) or forward(*args))
@@ -257,7 +257,7 @@ def test_logits_with_a_cache_that_is_filled_in_pieces(kernels, model_type, kind)
 
 
 def test_a_static_cache_without_a_mask(kernels):
-    """Its empty places are no keys."""
+    """Empty places of the cache are no keys."""
     model, ids = build().eval(), inputs()["input_ids"]
     with torch.no_grad():
         whole = model(input_ids=ids).logits

@@ -37,7 +37,7 @@ def test_the_result_and_every_gradient_are_the_formula_s(kernels, case):
 
 
 def test_a_causal_model_that_is_told_to_see_both_ways_sees_as_far_as_transformers_masks(kernels):
-    """Which include the distance sliding_window; models that are never causal add 1 to theirs."""
+    """Masks include the distance sliding_window; models that are never causal add 1 to theirs."""
     inputs = tensors(2, 9, 9, 4, 2, 8, 8)
     compare(compute(inputs, sliding_window=3, is_causal=False), inputs, causal(9, 9, 4, False))
 
@@ -202,7 +202,7 @@ def test_under_autocast_it_computes_in_autocast_s_dtype(kernels):
 
 
 def test_autocast_leaves_fp64_as_it_is():
-    """As torch's own operators do."""
+    """Autocast does so with torch's own operators too."""
     inputs = tensors(1, 5, 5, 4, 2, 8, 8)
     expected = compute(inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -211,7 +211,7 @@ def test_autocast_leaves_fp64_as_it_is():
 
 
 def test_a_boolean_mask_says_which_keys_are_seen():
-    """As for SDPA, which Transformers makes boolean masks for; its eager attention adds them as 0 and 1."""
+    """Transformers makes boolean masks for SDPA; its eager attention adds them as 0 and 1."""
     inputs = tensors(2, 6, 6, 4, 4, 8, 8)
     sees = (torch.rand(2, 1, 6, 6) < 0.5) | torch.eye(6, dtype=torch.bool)
     seen = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -torch.inf)
@@ -269,7 +269,7 @@ def test_rows_that_hold_one_sequence_each_are_not_packed():
 
 
 def test_positions_that_changed_in_place_or_are_of_another_batch_are_looked_at_again():
-    """What was found out about a tensor is kept for the model's other layers alone."""
+    """Results about a tensor are kept for the model's other layers alone."""
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     assert starts_of(positions, 1).tolist() == [0, 3, 5]
     assert starts_of(positions, 2).tolist() == [0, 3, 5, 8, 10]

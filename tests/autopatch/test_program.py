@@ -174,7 +174,7 @@ def test_settings_reach_children_of_this_environment_and_nobody_else(tmp_path, l
     "theirs", ["print('theirs')", "import transformers.modeling_utils", "raise LookupError('of theirs')"]
 )
 def test_models_are_patched_whatever_the_other_sitecustomize_does(theirs, tmp_path, launch_own, fake_transformers):
-    """Where it raises an error, Python prints that and goes on."""
+    """Python prints an error that the other one raises, and goes on."""
     write(tmp_path, "theirs/sitecustomize.py", theirs)
     by_itself = launch(sys.executable, "-c", "", cwd=tmp_path, env=fake_transformers)
     done = launch_own("-c", ARE_PATCHED, env=fake_transformers)

@@ -140,7 +140,7 @@ def test_a_model_is_patched_after_it_was_loaded_not_while(make_session, tmp_path
 
 
 def test_models_without_weights_are_not_spoken_of(make_session, capsys):
-    """Of the shell of a model, as accelerate's init_empty_weights builds, nothing is computed."""
+    """Shells of models, as accelerate's init_empty_weights builds them, compute nothing."""
     session = make_session()
     with torch.device("meta"):
         shell = build()

@@ -28,7 +28,7 @@ TINY = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def corpus_file(tmp_path_factory):
-    """Of our own tests, as if they were two packages."""
+    """Make a corpus of our own tests, as if they were two packages."""
     folder = tmp_path_factory.mktemp("corpus")
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     packages = [

@@ -136,7 +136,7 @@ def test_a_place_that_cannot_be_written_is_not_taken_for_another_conversion(hub)
 
 @pytest.fixture
 def interruptible():
-    """A test run that a shell started in the background ignores SIGINT."""
+    """Make SIGINT interrupt: a test run that a shell started in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -150,7 +150,7 @@ def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monk
 
 
 def _process(src, dst):
-    """A forked process that converts: started, it is at work at once."""
+    """Fork a process that converts: started, it is at work at once."""
     options = {"max_shard_size": SHARDS}
     process = multiprocessing.get_context("fork").Process(target=convert_checkpoint, args=(src, dst), kwargs=options)
     process.start()

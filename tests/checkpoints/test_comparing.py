@@ -1,4 +1,4 @@
-"""How tensors are compared: what every tolerance of the tests rests on."""
+"""The comparison of tensors, on which every tolerance of the tests rests."""
 
 import torch
 

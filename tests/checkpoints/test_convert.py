@@ -39,7 +39,7 @@ def load(folder, **options):
 
 
 def assert_comes_back(folder, **options):
-    """The checkpoint folder/hub through the native layout, folder/native: every bit of its tensors, and its config."""
+    """Convert folder/hub to the native layout, folder/native, and back: every bit of its tensors, and its config."""
     convert_checkpoint(folder / "hub", folder / "native", **options)
     convert_checkpoint(folder / "native", folder / "back", "hub", verify=True)
     assert same_bits(tensors_in(folder / "back"), tensors_in(folder / "hub"))

@@ -1,4 +1,4 @@
-"""What conversion never does: guess, mix up, or leave half a checkpoint behind."""
+"""Damaged checkpoints: conversion never guesses, mixes up, or leaves half a checkpoint behind."""
 
 import json
 import os

@@ -35,12 +35,12 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture
 def folders(tmp_path):
-    """Of a small Qwen3-MoE: the hub's layout and the native one."""
+    """Write a small Qwen3-MoE: in the hub's layout and in the native one."""
     return save_both(build("qwen3_moe"), tmp_path)
 
 
 def from_scratch(family, **changes):
-    """A native model with random weights, from its config alone."""
+    """Build a native model with random weights, from its config alone."""
     entries = CONFIGS[family](**changes).to_dict()
     for key in ("model_type", "architectures", "transformers_version"):
         entries.pop(key)

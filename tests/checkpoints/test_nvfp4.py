@@ -33,7 +33,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture(params=["config.json", "hf_quant_config.json"])
 def declared(checkpoint, request):
-    """The checkpoint, declared in config.json, or beside it as older exports are."""
+    """Declare the checkpoint in config.json, or beside it as older exports do."""
     if request.param != "config.json":
         edit_config(checkpoint[0], quantization_config=None)
         quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}

@@ -41,7 +41,7 @@ def test_version_names_the_packages_that_matter(capsys):
 
 
 def test_help_lists_the_commands_without_importing_torch():
-    """Which takes seconds, as Transformers does."""
+    """Importing torch takes seconds, as does Transformers."""
     code = "import sys, sonicmoe_hf_command as command; command.main(); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=ROOT)
     printed, _, modules = done.stdout.rpartition("[")

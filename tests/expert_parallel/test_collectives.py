@@ -1,4 +1,4 @@
-"""What ranks agree on between hosts, in one process of a group of its own."""
+"""Agreement of ranks between hosts, in one process of a group of its own."""
 
 import torch.distributed as dist
 

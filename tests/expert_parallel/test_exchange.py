@@ -114,7 +114,8 @@ def test_the_way_is_chosen_by_ranks_tokens_and_experts_a_token(num_ranks, num_to
 
 
 def step_with_cut_rows(rank, folder):
-    """Steps without checkpointing and with it, and (rows there was room for, rows kept) of what was cut in forward."""
+    """Run steps without checkpointing and with it; also return (rows there was room for, rows kept) of what was cut in
+    forward."""
     model, cuts, cut = load(folder, APART), [], kept_rows.Kept.cut
 
     def noted(kept):

@@ -35,7 +35,8 @@ RANK = 3
 
 
 def adapted(model, sizes):
-    """With adapters on experts, and on attention that tensor parallelism does not split, in which PEFT draws both factors."""
+    """Add adapters to experts, and to attention that tensor parallelism does not split, in which PEFT draws both
+    factors."""
     torch.manual_seed(5)
     modules = [] if sizes == SHARED else ["q_proj", "v_proj"]
     return get_peft_model(model, sonicmoe_hf.lora_config(model, RANK, init_lora_weights=False, target_modules=modules))
@@ -50,7 +51,7 @@ def held_factors(model):
 
 
 def own_factors(name, whole, rank):
-    """What of one rank's factors two ranks hold."""
+    """Return the part of one rank's factors that one of two ranks holds."""
     if "lora_A" in name:
         return whole.view(8, RANK, -1)[4 * rank : 4 * rank + 4].flatten(0, 1)
     return whole.view(-1, RANK, 8)[..., 4 * rank : 4 * rank + 4].flatten(1)
@@ -118,7 +119,7 @@ def logged(trainer):
 
 
 def trained(rank, folder):
-    """What two runs log, one of four steps and one of its last two, and whether they end alike."""
+    """Return the logs of two runs, one of four steps and one of its last two, and whether they end alike."""
     ends, logs = [], []
     for resume in (None, f"{folder}/run/checkpoint-2"):
         model = with_lora(
@@ -196,7 +197,7 @@ def qlora_example():
 
 
 def trained_by_qlora(rank, folder, *options):
-    """The held-out losses of examples/qlora.py."""
+    """Return the held-out losses of examples/qlora.py."""
     with contextlib.redirect_stdout(io.StringIO()):
         losses = qlora_example().main([*TINY, *options, "--output", folder])
     dist.barrier()
@@ -204,7 +205,8 @@ def trained_by_qlora(rank, folder, *options):
 
 
 def trained_at_random(rank, folder, model, *options):
-    """What of the experts a rank holds in a run of examples/qlora.py with random weights, and whether it has a loss."""
+    """Return the experts that a rank holds in a run of examples/qlora.py with random weights, and whether it has a
+    loss."""
     qlora = qlora_example()
     make, models = qlora.random_packed_model, []
     qlora.random_packed_model = lambda *given, **named: models.append(make(*given, **named)) or models[-1]

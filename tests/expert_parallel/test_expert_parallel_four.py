@@ -70,7 +70,7 @@ def test_four_ranks_get_the_mean_gradients(ranks, tmp_path):
 
 
 def packed_logits(rank, folder, format):
-    """Of a model whose experts four ranks pack, and of what they saved of it."""
+    """Compute logits of a model whose experts four ranks pack, and of what they saved of it."""
     model = load(f"{folder}/hub", APART, experts_quantization=format)
     model.save_pretrained(f"{folder}/{format}")
     torch.distributed.barrier()
@@ -97,7 +97,7 @@ def test_four_ranks_pack_save_and_reload_every_format(ranks, format, tmp_path):
 
 
 def packed_steps(rank, folder):
-    """Of packed experts, which four ranks share or two ranks twice, with adapters on them and on attention."""
+    """Run steps of packed experts, which four ranks share or two ranks twice, with adapters on them and on attention."""
     found = []
     for sizes in (APART, TWICE):
         model = with_lora(load(folder, sizes, POLICY, experts_quantization="nf4"), target_modules=["q_proj", "v_proj"])

@@ -30,7 +30,7 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 
 
 def held_logits(model, rank, sizes, routing=None):
-    """This rank's logits in training, with tokens brought in every way, and the values of its packed weights."""
+    """Return this rank's logits in training, with tokens brought in every way, and the values of its packed weights."""
     held = packed_in(model)
     assert len(held) == 4 and all(len(weight) == len(weight.codes) == 4 for weight in held.values())
     found = []

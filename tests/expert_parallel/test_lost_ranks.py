@@ -44,7 +44,7 @@ def train(rank, folder, run, lost_by):
 
 
 def start(folder, run, lost_by=None):
-    """The ranks' processes."""
+    """Start the ranks' processes."""
     processes = [forkserver().Process(target=train, args=(rank, folder, run, lost_by)) for rank in range(WORLD)]
     for process in processes:
         process.start()
@@ -52,7 +52,7 @@ def start(folder, run, lost_by=None):
 
 
 def finished(processes, seconds):
-    """The exit codes, None of those that have not ended in time."""
+    """Return the exit codes, None of those that have not ended in time."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(end - time.monotonic(), 0))
@@ -61,7 +61,7 @@ def finished(processes, seconds):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder with the base model, and the adapter of a run in which no rank is lost."""
+    """Make a folder with the base model, and the adapter of a run in which no rank is lost."""
     folder = tmp_path_factory.mktemp("whole")
     build("qwen3_moe", **SIZES).save_pretrained(folder / "base")
     assert finished(start(folder, "whole"), 300) == [0] * WORLD

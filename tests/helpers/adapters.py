@@ -13,7 +13,7 @@ UNGATED_EXPERTS = ["mixer.experts.up_proj", "mixer.experts.down_proj"]  # of nem
 
 
 def random_factors(model, seed=3):
-    """Other factors for every expert, B not zero, so that every gradient is there from the first step."""
+    """Draw other factors for every expert, B not zero, so that every gradient is there from the first step."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -65,7 +65,7 @@ class Architecture(NamedTuple):
 
 @cache
 def architectures() -> list[Architecture]:
-    """Of every folder of transformers.models, the experts classes that use_experts_implementation decorates."""
+    """Return, of every folder of transformers.models, the experts classes that use_experts_implementation decorates."""
     found = []
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         lines = path.read_text().splitlines() if path.stem == f"modeling_{path.parent.name}" else []

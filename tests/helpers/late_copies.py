@@ -20,7 +20,7 @@ class Hazard(AssertionError):
 
 
 class Event:
-    """What had been done in each stream where it was set."""
+    """An event, with what had been done in each stream where it was set."""
 
     def __init__(self):
         self.reached = None

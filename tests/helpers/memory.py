@@ -1,4 +1,4 @@
-"""What is in memory while something runs."""
+"""Memory in use while something runs."""
 
 import multiprocessing
 import os
@@ -58,5 +58,5 @@ def peak_of_a_process(run):
 
 
 def bytes_in(folder):
-    """Of a checkpoint's weights on disk."""
+    """Return the bytes of a checkpoint's weights on disk."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

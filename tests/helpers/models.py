@@ -196,7 +196,7 @@ def batch(rows: int = 4, length: int = 24, padding: bool = False, seed: int = 0)
 
 
 def logits_of(model):
-    """Of `batch`, in evaluation."""
+    """Return the logits of `batch`, in evaluation."""
     with torch.no_grad():
         return model.eval()(input_ids=batch()["input_ids"]).logits
 

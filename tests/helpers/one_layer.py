@@ -25,7 +25,7 @@ def problem(
     idle=1,
     activation=None,
 ):
-    """Inputs of O(1) pre-activations; the last `idle` experts get no rows."""
+    """Draw inputs of O(1) pre-activations; the last `idle` experts get no rows."""
     transposed, width = LAYOUTS[layout][0], (activation or Activation()).width(I)
     gate_up = torch.randn(E, width, H, dtype=torch.float64) * H**-0.5 * 1.5
     down = torch.randn(E, H, I, dtype=torch.float64) * I**-0.5

@@ -1,4 +1,4 @@
-"""What programs of others train in a moment: a model in a folder, with its tokenizer, and datasets."""
+"""Inputs that programs of others train on in a moment: a model in a folder, with its tokenizer, and datasets."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the tests of resumed and best models share: training with checkpoints, and comparing weights bit for bit."""
+"""Helpers of the tests of resumed and best models: training with checkpoints, and comparing weights bit for bit."""
 
 import torch
 from helpers.training import TILE, trained
@@ -40,7 +40,7 @@ def train(model, folder, checkpoint=None, callbacks=None, attach=True, **options
 
 
 def shard_checkpoints(model):
-    """Have the Trainer write this model's checkpoints in many files with an index."""
+    """Make the Trainer write this model's checkpoints in many files with an index."""
     save = model.save_pretrained
     model.save_pretrained = lambda *args, **kwargs: save(*args, **{**kwargs, "max_shard_size": "30KB"})
     return model

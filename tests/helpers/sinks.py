@@ -19,7 +19,7 @@ TOLERANCE = {
 
 
 class Attention(nn.Module):
-    """What the attention function asks of a module."""
+    """A module with what the attention function asks of one."""
 
     class config:
         model_type = "gpt_oss"
@@ -57,7 +57,7 @@ def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torc
 
 
 def scale_of(q):
-    """In fp64 another than is taken where none is given."""
+    """Return a scale: in fp64 another than is taken where none is given."""
     return 0.3 if q.dtype == torch.float64 else q.shape[-1] ** -0.5
 
 
@@ -68,7 +68,7 @@ def compute(inputs, mask=None, module=None, **options):
 
 
 def gradients(out, inputs, seen=1):
-    """For a fixed gradient of `out`, where that is `seen`; the same numbers whatever its dtype."""
+    """Compute gradients for a fixed gradient of `out`, where that is `seen`; the same numbers whatever its dtype."""
     torch.manual_seed(1)
     gradient = torch.randn(out.shape, device=out.device).bfloat16().to(out) * seen
     return torch.autograd.grad(out, [x for x in inputs if x is not None], gradient.to(out.dtype))

@@ -200,7 +200,7 @@ def _model_type(folder: str) -> str:
 
 
 def families_here() -> list[str]:
-    """Those that the installed Transformers has, as CHANGES builds them."""
+    """Return the families that the installed Transformers has, as CHANGES builds them."""
     without = set() if Version(transformers.__version__) >= Version("5.23") else LATER
     return [folder for folder in SMALL_FAMILIES if _model_type(folder) in CONFIG_MAPPING and folder not in without]
 

@@ -9,7 +9,7 @@ TAPED = {
 
 
 def of_a_layer():
-    """Of those modules that something has imported."""
+    """Return the tapes of those modules that something has imported."""
     return [getattr(sys.modules[name], each) for name, own in TAPED.items() if name in sys.modules for each in own]
 
 

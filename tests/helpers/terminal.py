@@ -126,7 +126,7 @@ def sessions() -> list[Session]:
 
 
 def assert_prints_what_is_shown(session: Session) -> None:
-    """Its command, run in the present folder; losses are in fp32, whose sums a CPU may order in another way."""
+    """Run the session's command in the present folder; losses are in fp32, whose sums a CPU may order in another way."""
     printed, shown = (re.split(NUMBER, text) for text in (output_of(session.command), session.output))
     assert printed[::2] == shown[::2], f"{session.document}: PYTHONPATH=.:tests python -m helpers.terminal"
     assert list(map(float, printed[1::2])) == pytest.approx(list(map(float, shown[1::2])), rel=1e-2)

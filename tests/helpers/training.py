@@ -1,4 +1,4 @@
-"""What the tests of training share: watching what reaches the experts, token rounding counted by hand, data sets."""
+"""Helpers of the tests of training: watching what reaches the experts, token rounding counted by hand, data sets."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 
 
 
 def start_counting(model) -> None:
-    """Have the routers of a patched model count their loads from zero, as ExpertLoadCallback does in its steps."""
+    """Make the routers of a patched model count their loads from zero, as ExpertLoadCallback does in its steps."""
     clear_counts(model)
     routing_state(model).counting = True
 
@@ -42,7 +42,7 @@ class Watch:
         self.calls.append((self.note(), index if isinstance(index, Routing) else None))
 
     def rounded(self) -> list[bool]:
-        """For every call so far, whether it was rounded; the notes start afresh."""
+        """Return for every call so far whether it was rounded; the notes start afresh."""
         calls, self.calls = self.calls, []
         return [routing is not None for _, routing in calls]
 
@@ -133,7 +133,7 @@ def trained(model, folder, callbacks=(), attach=True, checkpoint=None, **options
 
 
 def logs_of(trainer) -> list[dict]:
-    """Of its training steps, without evaluation and the summary at the end."""
+    """Return the logs of its training steps, without evaluation and the summary at the end."""
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
@@ -161,7 +161,7 @@ class OutOfMemory(RuntimeError):
 
 
 def fail_in(module, error):
-    """Have this module's forward raise `error`; the handle of the hook that does."""
+    """Make this module's forward raise `error`; return the handle of the hook that does."""
 
     def fail(*args):
         raise error

@@ -16,7 +16,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog, and the dog does not mi
 
 
 def word_tokenizer():
-    """Of the words w0 (padding), w1, w2 (the end), ..., each a token of its number."""
+    """Make a tokenizer of the words w0 (padding), w1, w2 (the end), ..., each a token of its number."""
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w3")

@@ -1,4 +1,4 @@
-"""Which gradients a backward computes, and what cannot be differentiated."""
+"""Gradients that a backward computes, and what cannot be differentiated."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ COMPUTED_BY = {  # gradient: the kernels' functions that only it needs
 
 @pytest.fixture
 def called(monkeypatch):
-    """The names of those functions, as they are called."""
+    """Record the names of those functions, as they are called."""
     names = []
     for name in set().union(*COMPUTED_BY.values()):
         function = getattr(eager, name)
@@ -108,7 +108,7 @@ INPUTS, INDEX = problem(grad=False)
 
 
 def _out(x):
-    """The function of one tensor."""
+    """Compute the function of one tensor."""
     return run({**INPUTS, "x": x}, INDEX)
 
 

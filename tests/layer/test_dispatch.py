@@ -9,7 +9,8 @@ from sonicmoe_hf.layer.dispatch import dispatch
 
 
 def assert_rows_describe(rows, expert_P, token_P, num_tokens, num_experts):
-    """The definition, by loops: rows are the real pairs sorted by expert, stably; each token finds its rows again."""
+    """Compare with the definition, by loops: rows are the real pairs sorted by expert, stably; each token finds its
+    rows again."""
     pairs = [p for e in range(num_experts) for p, expert in enumerate(expert_P) if expert == e]
     offsets, R, P = rows.offsets.tolist(), len(pairs), len(expert_P)
     assert offsets == [sum(0 <= expert_P[p] < e for p in pairs) for e in range(num_experts + 1)]

@@ -48,7 +48,7 @@ def step(x, packed, routing, adapters=(None, None), dout=None, checkpointed=Fals
 
 
 def quantized_row(row):
-    """A row of 128 columns or fewer of a group, as its values in FP8, in plain words."""
+    """Return a row of 128 columns or fewer of a group, as its values in FP8, in plain words."""
     scale = max(row.abs().max().item(), 1e-10) / 448
     return from_e4m3(to_e4m3(row / scale)) * scale
 
@@ -82,7 +82,8 @@ def test_out_is_what_the_served_formula_gives_token_by_token():
 
 
 def test_gradients_are_what_the_formula_gives_token_by_token():
-    """Of dout quantized, and of dh quantized with the groups of gate and up counted apart; adapters' of neither."""
+    """Products take dout quantized, and dh quantized with the groups of gate and up counted apart; adapters' take
+    neither."""
     x, packed, (expert, weights), adapters = problem(torch.float32)
     dout = torch.randn(T, H)
     _, *found = step(x, packed, (expert, weights), adapters, dout, compute="fp8")

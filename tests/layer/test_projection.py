@@ -19,7 +19,7 @@ T, H, I, E, K = 7, 6, 5, 4, 2
 
 
 def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
-    """Inputs of `problem` and factors as PEFT stores them, of other values for every expert."""
+    """Return inputs of `problem` and factors as PEFT stores them, of other values for every expert."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner, num_experts = inputs["x"].shape[1], min(inputs["down"].shape[1:]), len(inputs["down"])
 
@@ -36,7 +36,7 @@ def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
 
 
 def low_rank(inputs, name, scale=0.5):
-    """The adapter of one weight, in views of what `with_factors` made."""
+    """Return the adapter of one weight, in views of what `with_factors` made."""
     a, b, num_experts = inputs.get(f"{name}_a"), inputs.get(f"{name}_b"), len(inputs["down"])
     if a is None:
         return None
@@ -44,7 +44,7 @@ def low_rank(inputs, name, scale=0.5):
 
 
 def as_stored(inputs, name, scale=0.5):
-    """The same, as PEFT stores it."""
+    """Return the adapter of one weight as PEFT stores it."""
     return LowRank(inputs[f"{name}_a"], inputs[f"{name}_b"], scale) if f"{name}_a" in inputs else None
 
 
@@ -63,7 +63,7 @@ def run(inputs, index, low_rank=low_rank, **options):
 
 
 def merged(inputs, index, layout="concatenated", activation=None):
-    """The reference with W + scale * BA in the place of each weight."""
+    """Compute the reference with W + scale * BA in the place of each weight."""
     whole = dict(inputs)
     for name in ("gate_up", "down"):
         adapter = low_rank(inputs, name)

@@ -173,7 +173,7 @@ def _stack(manager_class, model, module: str, num_experts: int) -> None:
 
 
 def merged_by_vllm(weights: dict, loras: dict) -> dict:
-    """The hub's matrices with B A added, each where the module's name in vLLM says."""
+    """Return the hub's matrices with B A added, each where the module's name in vLLM says."""
     from helpers.served import split_experts
 
     products = {}

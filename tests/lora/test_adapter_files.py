@@ -19,7 +19,7 @@ PREFIX = "base_model.model."
 
 @pytest.fixture
 def adapter(tmp_path):
-    """An adapter of all experts and two linear layers, beside its base."""
+    """Write an adapter of all experts and two linear layers, beside its base."""
     adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter")
     return tmp_path / "adapter"
 
@@ -30,7 +30,7 @@ def merged(adapter, name):
 
 
 def assert_read_as(expected, adapter):
-    """Merging gives the tensors `expected`, and converting what has a meaning of its own no more."""
+    """Check that merging gives the tensors `expected`, and converting what has a meaning of its own no more."""
     assert same_bits(merged(adapter, "merged"), expected)
     convert_adapter(adapter, adapter.parent / "converted", "hub")
     assert same_bits(merged(adapter.parent / "converted", "merged converted"), expected)

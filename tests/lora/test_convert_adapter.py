@@ -29,14 +29,15 @@ load = AutoModelForCausalLM.from_pretrained
 
 
 def adapted_in(layout, family, folder, parameters=None, **options):
-    """The model in both layouts in `folder`, with an adapter on this one there; PEFT's model."""
+    """Save the model in both layouts in `folder`, with an adapter on this one there; return PEFT's model."""
     save_both(build(family), folder)
     parameters = PARAMETERS[layout] if parameters is None else parameters
     return adapt(load(folder / layout), folder / "adapter", parameters, **options)
 
 
 def assert_serves_and_merges(adapted, tmp_path):
-    """The converted adapter, of a native base, computes what it was converted from, and comes back to the hub's layout."""
+    """Check that the converted adapter, of a native base, computes what it was converted from, and comes back to the
+    hub's layout."""
     native = tmp_path / "native"
     model = PeftModel.from_pretrained(load(native), tmp_path / "converted")
     assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, SUMS

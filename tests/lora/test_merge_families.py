@@ -34,7 +34,7 @@ def load(folder, cls):
 
 
 def train_one_step(model):
-    """Its LoRA adapter after a step that makes B other than zero."""
+    """Return its LoRA adapter after a step that makes B other than zero."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model(input_ids=IDS).logits.square().mean().backward()
@@ -49,14 +49,14 @@ def adapt(model, folder):
 
 
 def saved(family, folder):
-    """A small model in `folder`/base."""
+    """Save a small model in `folder`/base."""
     model = small_model(family)
     model.save_pretrained(folder / "base")
     return model
 
 
 def adapt_and_merge(folder, cls, **options):
-    """The adapter and the merged checkpoint, in `folder`, of the base there; and what PEFT merges."""
+    """Write the adapter and the merged checkpoint, in `folder`, of the base there; return what PEFT merges."""
     by_peft = adapt(load(folder / "base", cls), folder / "adapter")
     merge_adapter(folder / "base", folder / "adapter", folder / "merged", **options)
     return by_peft
@@ -105,7 +105,7 @@ def test_an_adapter_of_the_text_model_is_merged_into_the_whole_one(tmp_path):
 
 
 def test_experts_that_a_file_has_transposed_stay_transposed(tmp_path):
-    """As the first checkpoints of Qwen3-VL-MoE have them; Transformers turns them where the shape asks for it."""
+    """The first checkpoints of Qwen3-VL-MoE have them so; Transformers turns them where the shape asks for it."""
     model = saved("qwen3_vl_moe", tmp_path)
     stored = {
         name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
@@ -138,7 +138,7 @@ def test_a_tied_checkpoint_may_store_the_head_alone(layout, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "minimax_m2", "glm4_moe", "qwen3_5_moe"])
 def test_an_fp8_base_stays_fp8_where_nothing_changed_it(family, tmp_path):
-    """With 128 x 128 blocks, of which these matrices have a part of one; what was dense in the files stays so."""
+    """Blocks are 128 x 128, of which these matrices have a part of one; what was dense in the files stays so."""
     model = saved(family, tmp_path)
     in_float8, dense = to_fp8(tmp_path / "base")
     expected = adapt(load(tmp_path / "dense", type(model)), tmp_path / "adapter")
@@ -199,7 +199,7 @@ def test_a_base_that_lacks_weights_is_refused_by_their_names(lost, match, tmp_pa
 
 @pytest.fixture
 def nemotron(tmp_path):
-    """(base, adapter) of experts without a gate."""
+    """Return (base, adapter) of experts without a gate."""
     adapt(saved("nemotron_h", tmp_path), tmp_path / "adapter")
     return tmp_path / "base", tmp_path / "adapter"
 

@@ -33,7 +33,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
 
 
 def small(family):
-    """A model with one layer that has experts."""
+    """Build a model with one layer that has experts."""
     layers = {"deepseek_v3": {}, "nemotron_h": {"layers_block_type": ["full_attention", "moe"]}}
     return build(family, **layers.get(family, ONE_LAYER))
 
@@ -49,7 +49,7 @@ def fused_gradients(model, inputs=None):
 
 
 def learning_besides(model):
-    """The router and the embedding learn too: their gradients pass through every product of the experts."""
+    """Train the router and the embedding too: their gradients pass through every product of the experts."""
     for name, parameter in model.named_parameters():
         if name.endswith((".gate.weight", "router.weight", "embed_tokens.weight", "embeddings.weight")):
             parameter.requires_grad_(True)
@@ -82,7 +82,7 @@ def test_native_experts_compute_their_adapters_as_merged_weights(family, tmp_pat
 
 
 def with_peft_alone(model):
-    """This model with PEFT's own method, which forms W + BA, on each wrapper."""
+    """Give this model PEFT's own method, which forms W + BA, on each wrapper."""
     for module in model.modules():
         if isinstance(module, ParamWrapper):
             module.forward = peft_adapters._PEFTS_FORWARD.__get__(module)

@@ -60,7 +60,8 @@ def products_of(adapter, family):
 
 
 def assert_served_is(expected, base, adapter, family):
-    """The base's tensors with the adapter's products, each added where its name says, are these of a checkpoint."""
+    """Check that the base's tensors with the adapter's products, each added where its name says, are these of a
+    checkpoint."""
     weights, products = split_experts(tensors_in(base), family), products_of(adapter, family)
     assert products.keys() <= weights.keys()
     merged = {name: weight + products[name] if name in products else weight for name, weight in weights.items()}
@@ -68,7 +69,8 @@ def assert_served_is(expected, base, adapter, family):
 
 
 def there_and_back(folder, engine="vllm", **options):
-    """The tensors of folder/adapter after conversion for the engine, in folder/vllm or folder/sglang, and back from there."""
+    """Return the tensors of folder/adapter after conversion for the engine, in folder/vllm or folder/sglang, and back
+    from there."""
     convert_adapter(folder / "adapter", folder / engine, engine, trained_on=folder / "base", **options)
     convert_adapter(folder / engine, folder / f"{engine} back", "hub", trained_on=folder / "base")
     return tensors_in(folder / f"{engine} back")
@@ -172,7 +174,7 @@ def test_experts_of_several_ranks_and_scales_become_one_weight_with_the_same_pro
 
 
 def test_an_adapter_as_it_begins_training_comes_back_whole(tmp_path):
-    """Its B is zero, and its A is not: what is trained on must not be left out."""
+    """B is zero then, and A is not: what is trained on must not be left out."""
     config = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], target_parameters=EXPERTS)
     get_peft_model(base("qwen3_moe", tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
     assert same_bits(there_and_back(tmp_path), tensors_in(tmp_path / "adapter"))
@@ -256,7 +258,8 @@ def test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter
 
 
 def test_sglang_gets_a_pair_for_each_expert_and_all_layers_that_it_fuses(tmp_path):
-    """Its loader looks q_proj, k_proj and v_proj up together, and the scale is alpha / r whatever the config says."""
+    """SGLang's loader looks q_proj, k_proj and v_proj up together, and the scale is alpha / r whatever the config
+    says."""
     for name, modules in (("gpt_oss", ["q_proj"]), ("deepseek_v3", ["kv_a_proj_with_mqa"])):
         model = base(name, tmp_path / name)
         adapted = adapt(model, tmp_path / f"{name} adapter", target_modules=modules, **UNEVEN)

@@ -65,7 +65,8 @@ def test_a_router_is_refused_for_every_family_with_both_ways_to_merge(name, tmp_
 
 
 def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path):
-    """Its MLA makes W_UK and W_UV of the base's kv_b_proj as it loads, and no adapter reaches them; SGLang corrects."""
+    """VLLM's MLA makes W_UK and W_UV of the base's kv_b_proj as it loads, and no adapter reaches them; SGLang
+    corrects."""
     modules = ["kv_b_proj", "o_proj"]
     adapt(base("deepseek_v3", tmp_path / "base"), tmp_path / "adapter", target_modules=modules)
     match = (

@@ -58,8 +58,8 @@ def answer(port, path, body=None):
 
 @contextmanager
 def served(log):
-    """The port of a server of the models that it is asked for, which `sonicmoe-hf run` gives way to: started in a process
-    of its own and stopped at the end."""
+    """Start a server of the models that it is asked for, which `sonicmoe-hf run` gives way to, in a process of its
+    own; yield its port, and stop it at the end."""
     port, arguments = free_port(), ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
     script = log.with_name("serve.py")
     script.write_text(SERVE)
@@ -88,7 +88,8 @@ def served(log):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The hub's checkpoint with a tokenizer, and the same with an adapter merged: in fp32, and its experts in FP8."""
+    """Write the hub's checkpoint with a tokenizer, and the same with an adapter merged: in fp32, and its experts in
+    FP8."""
     folder = tmp_path_factory.mktemp("served")
     make(folder / "base", "qwen3_moe", dtype=torch.float32, **WHOLE_BLOCKS)
     word_tokenizer().save_pretrained(folder / "base")

@@ -73,7 +73,8 @@ def packed(model):
     ],
 )
 def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, routing):
-    """With adapters and checkpointing too, at which Dynamo gives a layer up whole where anything outside is written."""
+    """Adapters and checkpointing are included, at which Dynamo gives a layer up whole where anything outside is
+    written."""
     torch._dynamo.reset()
     counters.clear()
     # NF4 takes blocks of 64 columns
@@ -139,8 +140,8 @@ def compile_model(model):
     rest_pinned([("before", compile_layers), ("between", compile_layers), ("unpatched", compile_model)]),
 )
 def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_off(order, compiled):
-    """Of their code Dynamo would use what fits, and by default it does not ask whether modules have hooks. The other model
-    is compiled before ours or between two calls of it, or is ours, unpatched."""
+    """Dynamo would use what fits of their code, and by default it does not ask whether modules have hooks. The other
+    model is compiled before ours or between two calls of it, or is ours, unpatched."""
     torch._dynamo.reset()
     torch._dynamo.config.skip_nnmodule_hook_guards = True  # as a new process finds it
     model, inputs = build("qwen3_moe", "sonicmoe_hf", use_cache=False, **ONE_LAYER), batch()

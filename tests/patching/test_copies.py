@@ -40,7 +40,7 @@ ORDERS = ["patched, then PEFT", "PEFT, then patched"]
 
 
 def saving(model, *modules):
-    """A PEFT model that trains copies of these modules beside adapters of the attention that change nothing."""
+    """Return a PEFT model that trains copies of these modules beside adapters of the attention that change nothing."""
     return get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=list(modules)))
 
 
@@ -54,7 +54,7 @@ def patched_and_saving(order, modules, family="qwen3_moe"):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The experts modules that our function computed."""
+    """Record the experts modules that our function computed."""
     noted, forward = [], ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
     noting = lambda experts, *args, **kwargs: noted.append(experts) or forward(experts, *args, **kwargs)  # noqa: E731
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, noting)
@@ -207,7 +207,7 @@ def test_models_built_from_one_config_object_are_patched_and_unpatched_by_themse
     first, second, plain = (AutoModelForCausalLM.from_config(config, experts_implementation="eager") for _ in range(3))
 
     def ours():
-        """Which of the models our experts compute."""
+        """Return the models whose experts ours compute."""
         found = []
         for model in (first, second, plain):
             computed.clear()

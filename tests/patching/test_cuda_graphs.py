@@ -40,8 +40,8 @@ class Graphs:
         ]
 
     def obstacles(self):
-        """What Inductor does not capture: tensors on the CPU, operations that it knows cannot be, and inputs that are
-        written to and may be elsewhere at the next call."""
+        """Yield what Inductor does not capture: tensors on the CPU, operations that it knows cannot be, and inputs
+        that are written to and may be elsewhere at the next call."""
         for graph in self.graphs:
             for node in graph.graph.nodes:
                 values = node.meta.get("val")
@@ -55,7 +55,7 @@ class Graphs:
 
 
 def traced(monkeypatch, model, padding=False, inputs=None):
-    """The graphs of a training step, of a model and inputs on a device that is not the CPU."""
+    """Trace the graphs of a training step, of a model and inputs on a device that is not the CPU."""
     torch._dynamo.reset()
     counters.clear()
     choice = backends.Choice("triton", "in place of a GPU")
@@ -71,7 +71,7 @@ def traced(monkeypatch, model, padding=False, inputs=None):
 
 
 def full(routing=None, family="qwen3_moe"):
-    """A model with one layer of each kind: compiling is what takes the time here."""
+    """Build a model with one layer of each kind: compiling is what takes the time here."""
     sizes = {**SIZES, "num_hidden_layers": 1} if family == "qwen3_moe" else {"use_cache": False}
     return patched(family, routing, **sizes)
 
@@ -171,7 +171,7 @@ ON_GPU = {"use_cpu": False, "bf16": True, "max_steps": 6, "eval_strategy": "step
 
 
 def trained(case, folder, compiled):
-    """The losses of training and evaluation."""
+    """Return the losses of training and evaluation."""
     from peft import get_peft_model
 
     torch._dynamo.reset()

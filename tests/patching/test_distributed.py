@@ -100,7 +100,7 @@ KEEPS_COMPUTED_DTYPE = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
 
 
 def in_precision(model, precision):
-    """What mixed precision computes with: parameters in `precision`, buffers as they are."""
+    """Return a model as mixed precision computes with it: parameters in `precision`, buffers as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision)
         if KEEPS_COMPUTED_DTYPE:
@@ -194,7 +194,7 @@ def test_ranks_that_exchange_tokens_of_different_batches_get_the_mean_gradients(
 
 
 def refusals(rank, folder, kind):
-    """What a user is told, in each of the ways to ask for token rounding."""
+    """Return what a user is told, in each of the ways to ask for token rounding."""
     model = load_parallel(folder, kind)
     with pytest.raises(sonicmoe_hf.UnsupportedModelError) as by_patching:
         sonicmoe_hf.patch_model(model, POLICY)
@@ -217,7 +217,7 @@ def test_token_rounding_under_parallelism_of_the_experts_raises_and_names_the_re
 
 
 def adapted_in_parallel(rank, folder, kind, targets):
-    """What a user is told who adapts experts that are split over ranks, before anything runs."""
+    """Return what a user is told who adapts experts that are split over ranks, before anything runs."""
     model = load_parallel(folder, kind, experts_implementation="sonicmoe_hf")
     with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
         with_lora(model, targets)(**batch())  # PEFT before 0.21 asks nobody when it makes adapters

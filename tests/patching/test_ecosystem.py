@@ -47,7 +47,7 @@ def test_lora_on_attention_alone_computes_no_gradient_of_expert_weights(monkeypa
 
 
 def train_by_trl(model, folder, config, **options):
-    """The trainer, whether each training call was rounded, and the logs of six steps."""
+    """Return the trainer, whether each training call was rounded, and the logs of six steps."""
     rows = [{"text": " ".join(f"w{3 + (i * j) % 40}" for j in range(1, 16 + i % 9))} for i in range(48)]
     config = {"max_length": 32, "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, **config}
     callbacks = [TokenRoundingCallback(tile=TILE)]
@@ -136,7 +136,7 @@ def test_training_with_a_device_map_rounds_tokens(tmp_path):
 
 
 def with_quantized_experts(model):
-    """The experts that Transformers' quantizers put in, on the meta device: their kernels need a GPU."""
+    """Put in the experts that Transformers' quantizers put in, on the meta device: their kernels need a GPU."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
     from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
@@ -152,7 +152,7 @@ def with_quantized_experts(model):
 
 
 def with_hub_kernels(model):
-    """What use_kernels=True does to a model, without the hub."""
+    """Change a model as use_kernels=True does, without the hub."""
     model._use_kernels = True
     assert model.use_kernels
     return model
@@ -160,7 +160,7 @@ def with_hub_kernels(model):
 
 @pytest.fixture
 def kernels_package(monkeypatch):
-    """What the `kernels` package does to gpt-oss's block class."""
+    """Change gpt-oss's block class as the `kernels` package does."""
     monkeypatch.setattr(GptOssMLP, "kernel_layer_name", "MegaBlocksMoeMLP", raising=False)
 
 
@@ -173,7 +173,7 @@ def kernels_package(monkeypatch):
     ],
 )
 def test_experts_that_others_replaced_are_refused_with_the_remedy(family, change, remedy, kernels_package):
-    """By patch_model; and before the first forward of a model that was patched while it was built."""
+    """Patch_model refuses them, as does the first forward of a model that was patched while it was built."""
     model = change(build(family))
     assert change is with_hub_kernels or not any(layer.accelerated for layer in sonicmoe_hf.supports(model))
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=remedy):

@@ -117,7 +117,7 @@ def test_a_model_in_bf16_errs_no_more_than_eager_bf16(family):
 
 
 def experts_like(**changes):
-    """A small decorated experts module, changed."""
+    """Build a small decorated experts module, changed."""
     experts = next(m for m in build("qwen3_moe").modules() if hasattr(type(m), "_apply_gate"))
     for name, value in changes.items():
         setattr(experts, name, value)

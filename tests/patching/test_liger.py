@@ -140,7 +140,7 @@ def test_experts_that_liger_replaces_again_and_again_are_ours_at_the_next_call()
 
 
 def small(family):
-    """A model with experts of one of the families that Liger knows."""
+    """Build a model with experts of one of the families that Liger knows."""
     of_images = {"text_config": SIZES, "vision_config": OF_VISION}
     config = AutoConfig.for_model(family, **(of_images if family in OF_IMAGES else SIZES))
     auto_class = AutoModelForImageTextToText if family in OF_IMAGES else AutoModelForCausalLM

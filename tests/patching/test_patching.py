@@ -24,7 +24,7 @@ from sonicmoe_hf.routing.model import router_hooks, routing_state
 
 
 def states(model):
-    """The settings that the hooks of the models inside `model` use, by identity."""
+    """Return the settings that the hooks of the models inside `model` use, by identity."""
     return {
         id(hook.__self__.state)
         for module in model.modules()
@@ -168,7 +168,7 @@ def test_another_implementation_under_token_rounding_raises_and_is_named():
 
 
 def replicated(module):
-    """As DataParallel does it on a GPU; its replicas' weights are no parameters."""
+    """Copy the module as DataParallel does on a GPU; its replicas' weights are no parameters."""
     replica = module._replicate_for_data_parallel()
     for name, child in module.named_children():
         replica._modules[name] = replicated(child)

@@ -1,4 +1,4 @@
-"""What a step of a patched model costs in Python: at small batches a GPU waits for it."""
+"""Python calls in a step of a patched model: at small batches a GPU waits for them."""
 
 import sys
 from pathlib import Path

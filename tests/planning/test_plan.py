@@ -103,7 +103,7 @@ def test_layers_in_host_memory_leave_those_that_stay_and_two_buffers():
 
 
 def test_commands_run_from_anywhere(hub, tmp_path, capsys, monkeypatch):
-    """With examples/ of the checkout, or with the package's."""
+    """Commands name examples/ of the checkout, or the package's."""
     arguments = hub / "Qwen" / "Qwen3-30B-A3B", "--gpus", 8, "--gpu-memory", "1000GB"
     _, here = plan_json(capsys, *arguments)
     monkeypatch.chdir(tmp_path)

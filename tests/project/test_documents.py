@@ -1,4 +1,4 @@
-"""What the documents show runs: their commands and their Python."""
+"""Documents whose commands and Python run as they are shown."""
 
 import importlib.util
 import os
@@ -203,7 +203,7 @@ def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, m
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    """With a tiny model and short rows in place of the hub's, and two steps in place of a thousand."""
+    """A tiny model and short rows stand in for the hub's, and two steps for a thousand."""
     folder = tmp_path / "tiny"
     corpus.train_tokenizer([TEXT], 300).save_pretrained(folder)
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**TINY_SIZES)).save_pretrained(folder)

@@ -39,7 +39,7 @@ FEW_STEPS = {"max_steps=1000,": "max_steps=2, use_cpu=True, disable_tqdm=True,",
 
 
 def loaded(name, subset=None, *, split, streaming=False):
-    """In the place of `datasets.load_dataset`."""
+    """Replace `datasets.load_dataset`."""
     rows = datasets.Dataset.from_dict(DATASETS[name])
     return rows.to_iterable_dataset() if streaming else rows
 

@@ -1,4 +1,5 @@
-"""What importing sonicmoe_hf changes in other packages: nothing for models that are not ours, and it can be undone."""
+"""Changes that importing sonicmoe_hf makes in other packages: none for models that are not ours, and all can be
+undone."""
 
 import ast
 import inspect

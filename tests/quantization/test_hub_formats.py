@@ -259,7 +259,7 @@ LINEAR = "model.layers.1.self_attn.o_proj.weight"
 
 
 def without(part):
-    """A function that removes the tensors that have this in their names."""
+    """Make a function that removes the tensors that have this in their names."""
     return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
 
 
@@ -296,7 +296,8 @@ def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while
 
 
 def in_fp4(tensors):
-    """(a DeepSeek-V4 checkpoint's tensors, experts in FP4 and linear layers in FP8, the dense ones that they stand for)."""
+    """Return (a DeepSeek-V4 checkpoint's tensors, experts in FP4 and linear layers in FP8, the dense ones that they
+    stand for)."""
     stored, dense = dict(tensors), dict(tensors)
     dequantize = Fp8Dequantize(None)._dequantize_one
     for name, tensor in tensors.items():
@@ -313,7 +314,8 @@ def in_fp4(tensors):
 
 @pytest.fixture
 def deepseek_v4(tmp_path):
-    """The folder of a small DeepSeek-V4 checkpoint as the hub's are, and of the dense one that it stands for."""
+    """Write a small DeepSeek-V4 checkpoint as the hub's are, and the dense one that it stands for; return their
+    folders."""
     torch.manual_seed(0)
     config = DeepseekV4Config(
         vocab_size=64, hidden_size=96, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

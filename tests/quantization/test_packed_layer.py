@@ -84,7 +84,7 @@ def test_one_weight_may_be_packed_alone(name, layout, packed):
 
 
 def test_it_computes_in_the_dtype_of_down_where_that_alone_is_packed():
-    """In bf16, to which x and the dense gate_up are cast."""
+    """Down is in bf16, to which x and the dense gate_up are cast."""
     (gate_up, down), (leaves, index) = packed_weights("nf4", "concatenated", torch.bfloat16), inputs()
     dense = gate_up.dequantize().float()
     found = moe_experts(leaves[0].float(), dense, down, (index, leaves[1]))

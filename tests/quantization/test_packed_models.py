@@ -43,7 +43,7 @@ def small(family, **changes):
 
 
 def dequantized(model):
-    """A copy that holds the dense weights that the packed ones stand for, in the order they are expanded to."""
+    """Copy a model with the dense weights that the packed ones stand for, in the order they are expanded to."""
     model = copy.deepcopy(model)
     for module in model.modules():
         for name, weight in list(module._parameters.items()):

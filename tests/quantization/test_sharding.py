@@ -36,7 +36,7 @@ with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' 
 
 
 def zero(stage):
-    """A config under which weights are gathered for a module's turn and freed after it, small ones too."""
+    """Make a config under which weights are gathered for a module's turn and freed after it, small ones too."""
     at_once = dict.fromkeys(("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters"), 0)
     return {
         "train_micro_batch_size_per_gpu": 4,
@@ -122,7 +122,7 @@ def test_zero_gives_the_unsharded_models_loss_and_gradients(
 
 @mock.patch.dict(os.environ)
 def trained(rank, folder, checkpoint, options, wrapper):
-    """The logs of a Trainer on these ranks, whose callback patches the model once the Trainer has prepared it."""
+    """Return the logs of a Trainer on these ranks, whose callback patches the model once the Trainer has prepared it."""
     args = arguments(folder, max_steps=3, learning_rate=0.05, **options)
     if "deepspeed" in options:
         import_deepspeed()
@@ -272,7 +272,7 @@ def test_the_trainer_rounds_and_counts_with_fsdp1_as_with_ddp(ranks, tmp_path):
 
 
 def launch_environment(config):
-    """What `accelerate launch --config_file config` tells its processes."""
+    """Return the variables that `accelerate launch --config_file config` sets for its processes."""
     options, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(config), "-"]))
     environment = prepare_multi_gpu_env(options)
     return {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
@@ -280,7 +280,8 @@ def launch_environment(config):
 
 @mock.patch.dict(os.environ)
 def finetuned(rank, options, environment):
-    """The held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks; whether it prints."""
+    """Return the held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks; whether it
+    prints."""
     os.environ.update(environment)
     if "--deepspeed" in options:
         import_deepspeed()
@@ -339,7 +340,7 @@ def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_wi
 
 
 def written_by_qlora(rank, folder):
-    """The folders in which this rank wrote, how many lines it printed, and the held-out loss."""
+    """Return the folders in which this rank wrote, how many lines it printed, and the held-out loss."""
     qlora, written = load_example("qlora"), []
     qlora.load_texts = lambda arguments: standard_library()[0][:2]
     qlora.VOCAB_SIZE, merge, make = 300, sonicmoe_hf.merge_adapter, qlora.make_small_model

@@ -1,4 +1,4 @@
-"""Which call a router takes part in: calls inside calls, calls that checkpointing runs again, calls that are over."""
+"""The call that a router takes part in: calls inside calls, calls that checkpointing runs again, calls that are over."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ SAME = "the same computation"
 
 
 def loop_of_ones_own(model, inputs, kind):
-    """The loss of the model's parts, each layer checkpointed, without a call of the model."""
+    """Return the loss of the model's parts, each layer checkpointed, without a call of the model."""
     hidden = model.model.embed_tokens(inputs["input_ids"])
     positions = torch.arange(hidden.shape[1]).unsqueeze(0)
     embedded = model.model.rotary_emb(hidden, positions)
@@ -166,7 +166,7 @@ def test_checkpointing_around_a_whole_model_with_work_is_an_error_that_names_its
 
 
 class Offloaded(torch.autograd.Function):
-    """As trainers write it that move what they keep to the host."""
+    """An autograd function as trainers write it that move what they keep to the host."""
 
     @staticmethod
     def forward(ctx, function, hidden):

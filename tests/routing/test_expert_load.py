@@ -1,4 +1,4 @@
-"""What counting a router's load costs: every operation is a kernel's launch on a GPU, in every layer."""
+"""The cost of counting a router's load: every operation is a kernel's launch on a GPU, in every layer."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

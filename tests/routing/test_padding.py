@@ -1,4 +1,5 @@
-"""Which tokens count as padding: those of the mask's columns that are the call's own, for each router those it computes."""
+"""Tokens that count as padding: those of the mask's columns that are the call's own, for each router those it
+computes."""
 
 import logging
 

@@ -107,7 +107,7 @@ def test_of_replays_inside_each_other_the_innermost_counts():
 
 
 def called_twice():
-    """A model whose layers run on the sequence and on its reverse."""
+    """Build a model whose layers run on the sequence and on its reverse."""
     model = patched("qwen3_moe", use_cache=False)
 
     def forward(input_ids, attention_mask=None, labels=None):
@@ -119,7 +119,7 @@ def called_twice():
 
 
 def with_a_shared_block():
-    """A model of which two layers use the same experts."""
+    """Build a model of which two layers use the same experts."""
     model = build("qwen3_moe", use_cache=False)
     model.model.layers[1].mlp = model.model.layers[0].mlp
     sonicmoe_hf.patch_model(model)

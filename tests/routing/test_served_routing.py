@@ -52,7 +52,7 @@ def padded(begins):
 
 
 def weighted_sum(logits):
-    """A scalar whose gradient differs from token to token."""
+    """Return a scalar whose gradient differs from token to token."""
     generator = torch.Generator().manual_seed(5)
     return (logits * torch.randn(logits.shape, generator=generator)).sum()
 
@@ -111,7 +111,7 @@ def test_arrays_of_any_integers_lists_and_tensors_on_the_network_give_the_same(d
 
 
 def with_layers_of_zeros(array):
-    """As vLLM and SGLang return them: [.., decoder layers, ..], zeros where a layer has no experts."""
+    """Lay the array out as vLLM and SGLang return it: [.., decoder layers, ..], zeros where a layer has no experts."""
     zeros = numpy.zeros_like(array[:, :1])
     return numpy.concatenate([zeros, array[:, :1], zeros, array[:, 1:]], 1)
 
@@ -229,7 +229,7 @@ class OtherTopK(TorchFunctionMode):
 
 
 def mixed_experts(own_TK):
-    """A third of the tokens with experts at random, a third with one id or both below 0, the rest their own."""
+    """Give a third of the tokens experts at random, a third one id or both below 0, the rest their own."""
     generator = torch.Generator().manual_seed(1)
     given_TK = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)])
     given_TK[1::3] = -1

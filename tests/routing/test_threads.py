@@ -31,7 +31,7 @@ class Meeting:
 
 
 def meet_in_blocks(*models):
-    """Have two threads wait for each other in every block of these models, in forward and when it is recomputed."""
+    """Make two threads wait for each other in every block of these models, in forward and when it is recomputed."""
     meeting = Meeting(2)
     for model in models:
         for layer in model.model.layers:
@@ -39,7 +39,7 @@ def meet_in_blocks(*models):
 
 
 def in_threads(*functions):
-    """What each function returns, all run at the same time."""
+    """Run all functions at the same time, and return what each returns."""
     with ThreadPoolExecutor(len(functions)) as pool:
         return [future.result() for future in [pool.submit(function) for function in functions]]
 
@@ -94,7 +94,7 @@ def test_recording_and_replaying_in_one_thread_leave_other_threads_alone():
 
 
 def gradients_of(model, inputs):
-    """Of one forward and backward, without touching `.grad`, which threads share."""
+    """Return the gradients of one forward and backward, without touching `.grad`, which threads share."""
     out = model(**inputs)
     return dict(zip(dict(model.named_parameters()), torch.autograd.grad(out.loss, list(model.parameters()))))
 

@@ -1,4 +1,4 @@
-"""Where experts live: from files, from memory, by bytes; what such weights are to torch; errors that name the remedy."""
+"""Experts' places: from files, from memory, by bytes; what such weights are to torch; errors that name the remedy."""
 
 import copy
 import os

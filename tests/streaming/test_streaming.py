@@ -31,7 +31,7 @@ streamed = functools.partial(streamed_of, layers=LAYERS)
 
 
 def lived(model):
-    """What a training run gives: two steps of two batches each, an evaluation and a generation between them."""
+    """Return what a training run gives: two steps of two batches each, an evaluation and a generation between them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, given = torch.optim.SGD(trained, lr=0.1), []
     for step in range(2):
@@ -76,7 +76,7 @@ def test_every_format_and_layout_streams(late_copies, family, format):
 
 
 def numbered(engine, layers):
-    """The log with layers in place of buffers and addresses; one entry where one layer is read several times."""
+    """Return the log with layers in place of buffers and addresses; one entry where one layer is read several times."""
     number = {host.data_ptr(): place for place, layer in enumerate(layers) for host in layer._bytes.values()}
     held, steps = {}, []
     for kind, buffer, *source in engine.log:

@@ -28,7 +28,8 @@ TWO_MICRO_BATCHES = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_devi
 
 
 def by_hand(family, calls, mask):
-    """The balancing loss of a forward's layers, from their logits: Transformers' own function, one layer at a time."""
+    """Return the balancing loss of a forward's layers, from their logits: Transformers' own function, one layer at a
+    time."""
     losses = []
     for logits, index in calls:
         if family == "qwen3_moe":

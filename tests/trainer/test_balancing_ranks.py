@@ -67,7 +67,7 @@ def adapted():
 
 
 def backward_of_another_loss(rank):
-    """The model returns a loss, as it is given labels; training uses its logits."""
+    """Differentiate the logits of a model that also returns a loss, as it is given labels."""
     model = adapted()
     prepared = Accelerator(cpu=True).prepare(model)
     LoadBalancing(per_layer_loss=1.0).start(model)
@@ -80,7 +80,7 @@ def test_under_ddp_a_loss_computed_outside_the_model_is_an_error_by_name(ranks):
 
 
 class OfLogits(Trainer):
-    """Its loss is the mean square of the logits of labelled tokens over the whole step."""
+    """A trainer whose loss is the mean square of the logits of labelled tokens over the whole step."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = sum_of_squares(model(**inputs).logits, inputs["labels"]) / num_items_in_batch
@@ -120,7 +120,7 @@ def test_under_ddp_the_trainers_own_loss_scales_each_ranks_batch_by_its_tokens(r
 
 
 def steps_of_biases(rank):
-    """The biases after three steps, and as they are saved."""
+    """Return the biases after three steps, and as they are saved."""
     pretend_to_have_gpus()
     model = with_large_biases()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, auto_wrap_policy="transformer_based_wrap")

@@ -1,4 +1,4 @@
-"""What ExpertLoadCallback shows beside numbers: a picture, and histograms in TensorBoard and W&B."""
+"""Reports of ExpertLoadCallback beside numbers: a picture, and histograms in TensorBoard and W&B."""
 
 import importlib.util
 import sys

@@ -26,7 +26,7 @@ METRICS = {
 
 
 class Reporter(TrainerCallback):
-    """What a reporter registered with the Trainer receives."""
+    """A reporter registered with the Trainer, and what it receives."""
 
     def __init__(self):
         self.logs = []
@@ -36,7 +36,7 @@ class Reporter(TrainerCallback):
 
 
 def by_hand(logits, masks, tile):
-    """The metrics of one log, from the router logits {layer: [one per forward]} and the attention masks."""
+    """Return the metrics of one log, from the router logits {layer: [one per forward]} and the attention masks."""
     totals = dict.fromkeys(("added", "dropped", "avoided"), 0)
     rows = {}
     for name, forwards in logits.items():

@@ -38,8 +38,8 @@ from sonicmoe_hf.trainer.resume import check_experts_restored, restore
 
 
 def straight_and_resumed(make, folder, change=lambda checkpoint: None, **options):
-    """The run of one model, the run of another that resumes it after two steps, which ends with the same weights, and the
-    checkpoint in between, after `change`."""
+    """Return the run of one model, the run of another that resumes it after two steps, which ends with the same
+    weights, and the checkpoint in between, after `change`."""
     straight = train(make(seed=0), folder / "straight", **options)
     checkpoint = folder / "straight" / "checkpoint-2"
     change(checkpoint)

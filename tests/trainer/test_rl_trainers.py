@@ -45,7 +45,7 @@ def reward(completions, **kwargs):
 
 
 def loaded(folder):
-    """A model loaded from a folder: TRL loads the reference from there."""
+    """Load a model from a folder: TRL loads the reference from there."""
     model_of(sentence_tokenizer()).save_pretrained(folder / "model")
     return AutoModelForCausalLM.from_pretrained(folder / "model")
 
@@ -100,7 +100,7 @@ def test_a_rounding_set_by_patch_model_is_refused_by_the_load_callback(tmp_path)
 
 
 def test_rounding_makes_a_policy_differ_from_itself(tmp_path):
-    """What the error is about: DPO's first step, where policy and reference are one model, should have no rewards."""
+    """DPO's first step, where policy and reference are one model, should have no rewards: the error is about that."""
     rewards = {}
     for routing, callbacks in {"top_k": [], "rounding": [rounding(allow_policy_optimization=True)]}.items():
         trainer = make(DPOTrainer, DPOConfig, PREFERENCES, tmp_path, callbacks, config={"logging_steps": 1})
@@ -160,7 +160,7 @@ def test_names_decide_over_all_base_classes_and_ordinary_ones_are_let_through(tm
         pass
 
     class CustomDPOTrainer(Trainer):
-        """As LLaMA-Factory has it: its arguments are ordinary ones."""
+        """A DPOTrainer as LLaMA-Factory has it: its arguments are ordinary ones."""
 
     plain = [
         arguments(tmp_path),
@@ -216,7 +216,7 @@ def test_the_grpo_example_trains_with_the_experts_of_the_rollouts_policy(grpo_re
 
 @pytest.fixture
 def served_trainer(grpo_replay, tmp_path):
-    """The example's trainer, and its server, whose routers are others than the policy's."""
+    """Return the example's trainer, and its server, whose routers are others than the policy's."""
     model = loaded(tmp_path)
     sonicmoe_hf.patch_model(model)
     server = grpo_replay.StandInServer(model)

@@ -1,5 +1,5 @@
-"""What callbacks ask of routers lasts for a training step: errors and Ctrl-C leave nothing on, and routers that did not do
-it are an error."""
+"""Requests of callbacks to routers last for a training step: errors and Ctrl-C leave nothing on, and routers that did
+not do it are an error."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ REMEDY = "have the program set it to 0 or leave it out, or leave out --adapt-exp
 
 
 def add_experts(config: Any, model: nn.Module, rank: int) -> None:
-    """Have a `peft.LoraConfig` adapt the experts' weights of `model` too, at this rank and at the config's own scale.
+    """Make a `peft.LoraConfig` adapt the experts' weights of `model` too, at this rank and at the config's own scale.
 
     Raises:
         ValueError: it is a config of another kind, it adapts experts already, or it asks what PEFT cannot do with

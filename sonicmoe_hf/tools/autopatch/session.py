@@ -58,7 +58,7 @@ class Session:
         Trainer.train = attached_train  # type: ignore[method-assign, assignment]
 
     def _follow_adapters(self) -> None:
-        """Have `adapt` called with every adapter's config and the model that PEFT is about to apply it to."""
+        """Call `adapt` with every adapter's config and the model that PEFT is about to apply it to."""
         from peft.tuners.tuners_utils import BaseTuner
 
         inject: Any = BaseTuner.inject_adapter
@@ -121,7 +121,7 @@ class Session:
         self.reasons[model] = None
 
     def prepare(self, trainer: Any) -> None:
-        """Have a Trainer that begins to train log the experts' load and restore experts, where its model is patched.
+        """Make a Trainer that begins to train log the experts' load and restore experts, where its model is patched.
 
         Raises:
             ValueError: token rounding in a trainer of reinforcement learning or preference optimization.

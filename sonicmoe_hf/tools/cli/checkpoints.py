@@ -111,7 +111,7 @@ def merge(base: str, adapter: str, dst: str, **options) -> int:
 
 
 def _write(description: str, write, *arguments, verify: bool, **options) -> int:
-    """Have `write` make a checkpoint, under a bar; print what was written, in how many seconds, and the notices."""
+    """Call `write` to make a checkpoint, under a bar; print what was written, in how many seconds, and the notices."""
     from rich.console import Console
 
     start = time.perf_counter()

@@ -34,7 +34,7 @@ def session():
 
 
 def follow_models(modeling_utils):
-    """Have constructors and from_pretrained of Transformers' models call the session."""
+    """Make constructors and from_pretrained of Transformers' models call the session."""
     model = modeling_utils.PreTrainedModel
     built, load_model = model.post_init, vars(model)["from_pretrained"].__func__
 
