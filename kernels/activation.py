@@ -34,7 +34,7 @@ class Activation(NamedTuple):
         return is_gated(self.name)
 
     def inner(self, width: int) -> int:
-        """I of an up projection with `width` rows."""
+        """Return I of an up projection with `width` rows."""
         return width // 2 if self.is_gated else width
 
     def width(self, inner: int) -> int:

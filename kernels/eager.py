@@ -98,7 +98,7 @@ def round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting):
 
 
 def _spans(rows: Rows):
-    """(expert, slice of its rows) for every expert that has rows."""
+    """Return (expert, slice of its rows) for every expert that has rows."""
     offsets = rows.offsets.tolist()
     return [(e, slice(s, t)) for e, (s, t) in enumerate(itertools.pairwise(offsets)) if t > s]
 
@@ -165,7 +165,7 @@ def _activate(gate, up, activation: Activation, da=1.0):
 
 
 def _activate_ungated(h, activation: Activation, da=1.0):
-    """`_activate` of an activation without a gate: a, and the gradient of h."""
+    """Compute as `_activate` for an activation without a gate: a, and the gradient of h."""
     if activation.name in ("relu", "relu2"):
         value = torch.relu(h)
         if activation.name == "relu":
@@ -280,7 +280,7 @@ def down_backward(
 
 
 def _rows_backward(da_of, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw):
-    """dh, a' and dw of what gives da' of an expert's rows."""
+    """Compute dh, a' and dw of what gives da' of an expert's rows."""
     dtype = accumulation_dtype(h_R2I.dtype)
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(h_R2I.shape[0], activation.inner(h_R2I.shape[1])) if want_a else None

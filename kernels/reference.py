@@ -48,7 +48,7 @@ def ungated_activation(h, name):
 
 
 def split_gate_up(h, interleaved) -> tuple[torch.Tensor, torch.Tensor]:
-    """h [..., 2I] -> gate [..., I], up [..., I]."""
+    """Split h [..., 2I] -> gate [..., I], up [..., I]."""
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
 
 
@@ -67,7 +67,8 @@ def moe_experts(
     alpha=1.702,
     limit=7.0,
 ):
-    """out_t = sum_e w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e); experts outside 0..E-1 contribute nothing.
+    """Compute out_t = sum_e w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e); experts outside 0..E-1 contribute
+    nothing.
 
     Without a gate in the activation, gate_up and its bias have I rows for 2I."""
     dtype = torch.float64 if x_TH.dtype == torch.float64 else torch.float32

@@ -43,7 +43,7 @@ class ScaledWeight(NamedTuple):
 
 
 def empty_rows(like: ScaledRows, num_rows: int, columns: int) -> ScaledRows:
-    """Room for rows, on the device of others."""
+    """Allocate room for rows, on the device of others."""
     groups = -(-columns // FP8_BLOCK)
     return ScaledRows(like.codes.new_empty(num_rows, columns), like.scales.new_empty(num_rows, groups))
 

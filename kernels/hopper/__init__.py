@@ -89,7 +89,7 @@ def _rank(lora) -> int:
 
 
 def _schedule(rows, tensor):
-    """Rows.tiles, the row of it that is the scheduler's state, and the number of blocks: one for every SM."""
+    """Return Rows.tiles, the row of it that is the scheduler's state, and the number of blocks: one for every SM."""
     return rows.tiles, rows.tiles.shape[0] - 1, num_sms(tensor.device)
 
 
@@ -197,7 +197,7 @@ def _scaled_fits(source, packed, rows, sizes, dtype) -> bool:
 
 
 def _pairs(codes):
-    """e4m3 values as the kernels load them, two at a time."""
+    """View e4m3 values as the kernels load them, two at a time."""
     return codes.view(torch.bfloat16)
 
 
@@ -336,7 +336,7 @@ def down_backward(
 
 
 def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
-    """sum over rows of direct^T gathered[token], in the strides of `like_EMN`."""
+    """Compute the sum over rows of direct^T gathered[token], in the strides of `like_EMN`."""
     if not _fits(rows, like_EMN.shape[1:], gathered_TN, direct_RM) or not _dense(like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)

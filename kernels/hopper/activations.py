@@ -16,31 +16,31 @@ def _sigmoid(x):
 
 
 def _tanh(x):
-    """Off by 2e-7 at most, which bf16 and fp16 outputs do not show."""
+    """Compute tanh, off by 2e-7 at most, which bf16 and fp16 outputs do not show."""
     return 2 * _sigmoid(2 * x) - 1
 
 
 def _clamp(x, high: float, low: float | None = None):
-    """NaN stays NaN."""
+    """Clamp a value; NaN stays NaN."""
     x = cute.arch.fmin(x, Float32(high), nan=True)
     return x if low is None else cute.arch.fmax(x, Float32(low), nan=True)
 
 
 def _silu(x):
-    """(silu(x), its slope)."""
+    """Compute (silu(x), its slope)."""
     sigmoid = _sigmoid(x)
     value = x * sigmoid
     return value, sigmoid + value * (1 - sigmoid)
 
 
 def _gelu(x):
-    """(gelu(x), its slope), erf."""
+    """Compute (gelu(x), its slope), erf."""
     cdf = 0.5 + 0.5 * cute.math.erf(x * math.sqrt(0.5))
     return x * cdf, cdf + x * cute.arch.exp2(x * x * (-0.5 * LOG2_E)) * (1 / math.sqrt(2 * math.pi))
 
 
 def _gelu_tanh(x):
-    """(gelu(x), its slope), the tanh approximation: tanh(u) = 2 sigmoid(2u) - 1."""
+    """Compute (gelu(x), its slope), the tanh approximation: tanh(u) = 2 sigmoid(2u) - 1."""
     scale = math.sqrt(2 / math.pi)
     cdf = _sigmoid(2 * scale * (x + 0.044715 * x * x * x))
     return x * cdf, cdf + 2 * x * cdf * (1 - cdf) * scale * (1 + 3 * 0.044715 * x * x)
@@ -50,7 +50,7 @@ _CURVES = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
 
 def _where(condition, x):
-    """x, or 0."""
+    """Return x, or 0."""
     return Float32(cutlass.select_(condition, x, Float32(0.0)))
 
 
@@ -81,7 +81,7 @@ def activate(gate, up, name: str, alpha: float, limit: float, da=1.0):
 
 
 def activate_ungated(h, name: str, da=1.0):
-    """`activate` of an activation without a gate: a and, of its gradient `da`, that of h."""
+    """Compute as `activate` for an activation without a gate: a and, from its gradient `da`, that of h."""
     if const_expr(name in ("relu", "relu2")):
         above = (h > 0.0) | (h != h)
         value = _where(above, h)

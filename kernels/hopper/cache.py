@@ -159,7 +159,8 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
 
 
 def _wait_for(path: Path) -> None:
-    """Until the file is there, if another process is to write it, or that process has ended; one that hangs is ended."""
+    """Wait until the file is there, if another process is to write it, or that process has ended; one that hangs is
+    ended."""
     process, began, is_said = _coming.get(path), time.monotonic(), False
     while process is not None and process.poll() is None and not path.with_suffix(".sha256").exists():
         waited = time.monotonic() - began

@@ -45,7 +45,7 @@ def _extra(dtype, pairs, rows_of_weight, rank, depth_contiguous):
 
 
 def _tiles():
-    """Rows.tiles, the row of it that is the scheduler's state, the number of blocks."""
+    """Make Rows.tiles, the row of it that is the scheduler's state, the number of blocks."""
     return _indices(cute.sym_int(), 3), Int32(1), Int32(1)
 
 
@@ -55,7 +55,7 @@ def _stream():
 
 @cached
 def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, rank: int, tile: Tile):
-    """PingpongGemmDownKernel, or for wider tiles CooperativeGemmDownKernel: source [R, depth], weight [E,
+    """Compile PingpongGemmDownKernel, or for wider tiles CooperativeGemmDownKernel: source [R, depth], weight [E,
     rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     kernel = CooperativeGemmDownKernel if tile.columns > MAX_PINGPONG_COLUMNS else PingpongGemmDownKernel
@@ -87,7 +87,7 @@ def gemm_up(
     rank: int,
     tile: Tile,
 ):
-    """GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], or without a gate [E, inner, hidden]."""
+    """Compile GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], or without a gate [E, inner, hidden]."""
     kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
     return cute.compile(
         GemmUpKernel(kind, tile, activation, interleaved),
@@ -118,7 +118,8 @@ def gemm_down_backward(
     rank: int,
     tile: Tile,
 ):
-    """GemmDownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner], [R, inner] without a gate."""
+    """Compile GemmDownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner], [R, inner] without
+    a gate."""
     kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
     return cute.compile(
         GemmDownBackwardKernel(kind, tile, activation, interleaved),
@@ -140,7 +141,7 @@ def gemm_down_backward(
 
 @cached
 def gemm_wgrad(dtype, height: int, width: int, width_contiguous: bool, tile: Tile):
-    """GemmWgradKernel: gathered [T, width], direct [R, height] -> [E, height, width]."""
+    """Compile GemmWgradKernel: gathered [T, width], direct [R, height] -> [E, height, width]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
         GemmWgradKernel(kind, tile),
@@ -161,7 +162,8 @@ def _scales(*shape):
 
 @cached
 def gemm_fp8_up(hidden: int, inner: int, want_h: bool, want_a: bool, want_scaled: bool, activation, rank: int):
-    """GemmFp8UpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], pairs of e4m3 values. want_a: beside want_scaled."""
+    """Compile GemmFp8UpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], pairs of e4m3 values. want_a: beside
+    want_scaled."""
     pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
     return cute.compile(
         GemmFp8UpKernel(activation),
@@ -183,7 +185,7 @@ def gemm_fp8_up(hidden: int, inner: int, want_h: bool, want_a: bool, want_scaled
 
 @cached
 def gemm_fp8_down(hidden: int, inner: int, rank: int):
-    """GemmFp8DownKernel: a [R, inner], down [E, hidden, inner], pairs of e4m3 values."""
+    """Compile GemmFp8DownKernel: a [R, inner], down [E, hidden, inner], pairs of e4m3 values."""
     pairs, groups = cute.sym_int(), -(-inner // GROUP)
     return cute.compile(
         GemmFp8DownKernel(),
@@ -204,7 +206,8 @@ def gemm_fp8_down(hidden: int, inner: int, rank: int):
 def gemm_fp8_down_backward(
     hidden: int, inner: int, want_dh: bool, want_a: bool, want_dw: bool, want_scaled: bool, activation, rank: int
 ):
-    """GemmFp8DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], pairs of e4m3 values; h [R, 2 inner]."""
+    """Compile GemmFp8DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], pairs of e4m3 values; h [R, 2
+    inner]."""
     pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
     return cute.compile(
         GemmFp8DownBackwardKernel(activation, hidden),

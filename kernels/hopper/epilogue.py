@@ -40,7 +40,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
         self.num_epilogue_warps = 4 - self.gather_warps
 
     def set_up_epilogue(self, computed_with: bool = False):
-        """computed_with: the epilogue warps do more with the product than to store it."""
+        """Set up the epilogue; computed_with: the epilogue warps do more with the product than to store it."""
         self.layouts = Layouts(self.layout_a, self.layout_b, epilogue_layout(self.dtype, 2 * self.epi_tiles))
         self.extra_arrivals = {"tile_full": CONSUMER_WARPS // 2, "tile_empty": self.num_epilogue_warps}
         self.has_residual = computed_with and self.dtype is cutlass.BFloat16
@@ -80,7 +80,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
         layouts: cutlass.Constexpr,
         epilogue_arguments: cutlass.Constexpr,
     ):
-        """Every warp's role; `epilogue_arguments`: what `run_epilogue_warp` takes beside `shared` and the warp."""
+        """Run every warp's role; `epilogue_arguments`: what `run_epilogue_warp` takes beside `shared` and the warp."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tiles, counter = tiles_and_counter(table, last)

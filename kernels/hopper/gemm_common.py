@@ -52,7 +52,7 @@ def major_mode(k_major: bool):
 
 
 def operand_layout(dtype, extent: int, k_major: bool, stages: int):
-    """Swizzled shared memory of an operand: (extent, TILE_K, stages)."""
+    """Lay out the swizzled shared memory of an operand: (extent, TILE_K, stages)."""
     kind = LayoutEnum.ROW_MAJOR if k_major else LayoutEnum.COL_MAJOR
     atom = warpgroup.make_smem_layout_atom(
         sm90.get_smem_layout_atom(kind, dtype, TILE_K if k_major else extent), dtype
@@ -61,7 +61,7 @@ def operand_layout(dtype, extent: int, k_major: bool, stages: int):
 
 
 def epilogue_layout(dtype, stages: int, column_major: bool = False):
-    """Swizzled shared memory of `stages` epi tiles: (WARPGROUP_M, EPI_TILE_N, stages)."""
+    """Lay out the swizzled shared memory of `stages` epi tiles: (WARPGROUP_M, EPI_TILE_N, stages)."""
     kind = LayoutEnum.COL_MAJOR if column_major else LayoutEnum.ROW_MAJOR
     atom = warpgroup.make_smem_layout_atom(sm90.get_smem_layout_atom(kind, dtype, EPI_TILE_N), dtype)
     return cute.tile_to_shape(atom, (WARPGROUP_M, EPI_TILE_N, stages), order=(1, 0, 2) if column_major else (0, 1, 2))
@@ -109,7 +109,7 @@ def output(tensor, smem_layout, box) -> Output:
 
 
 def partition(atom, smem, gmem):
-    """(shared [.., stage], global [.., box]) sides of a TMA copy; the first two modes of both are the box."""
+    """Return (shared [.., stage], global [.., box]) sides of a TMA copy; the first two modes of both are the box."""
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
     )
@@ -129,7 +129,7 @@ class MainloopPipeline:
 
     @property
     def end(self):
-        """Index behind the pipeline's barriers, where those of the tile scheduler begin."""
+        """Return the index behind the pipeline's barriers, where those of the tile scheduler begin."""
         return self.full + 2 * self.stages
 
     def announce(self, stage, tma_bytes):
@@ -157,7 +157,8 @@ class MainloopPipeline:
 
 
 def storage(dtype, layouts: Layouts, stages: int, extra_barriers: int, spare: int = 0):
-    """Shared memory: barriers, shared work tiles, the stages of A and B, epi tiles, and `spare` elements behind those."""
+    """Declare shared memory: barriers, shared work tiles, the stages of A and B, epi tiles, and `spare` elements
+    behind those."""
 
     @cute.struct
     class Storage:
@@ -183,7 +184,7 @@ class Shared:
 
     @property
     def extra_barriers(self):
-        """Index of the first barrier that only some kernels have."""
+        """Return the index of the first barrier that only some kernels have."""
         return self.scheduler.full + 2 * SCHEDULER_STAGES
 
     @property
@@ -252,7 +253,7 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
 
 @cute.jit
 def look_up_tokens(tokens, token: cute.Tensor, first: Int32, end: Int32, step: cutlass.Constexpr):
-    """tokens: of every `step`-th row from `first`, a thread's own; past the end the last row is repeated."""
+    """Look up the tokens of every `step`-th row from `first`, a thread's own; past the end the last row is repeated."""
     for i in cutlass.range_constexpr(cute.size(tokens)):
         tokens[i] = token[cutlass.max(cutlass.min(first + step * i, end - 1), 0)]
 
@@ -298,7 +299,7 @@ class EpilogueStore:
 
     @property
     def size(self) -> int:
-        """Values of a thread in an epi tile."""
+        """Count the values of a thread in an epi tile."""
         return cute.size(self.registers)
 
     def retile(self, accumulator):
@@ -310,11 +311,11 @@ class EpilogueStore:
         return self.consumer * self.stages + epi_tile
 
     def wait(self):
-        """Until TMA has read what was published before."""
+        """Wait until TMA has read what was published before."""
         _wait_for_stores(self.is_storing_warp, self.consumer)
 
     def write(self, epi_tile: int, values, residual=None):
-        """`size` fp32 values, a function of the index, to an epi tile; what rounding them loses to `residual`."""
+        """Write `size` fp32 values, a function of the index, to an epi tile; what rounding them loses to `residual`."""
         if residual is not None and residual.truncated:
             residual.pack(self.registers, values)
         else:

@@ -143,7 +143,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         layouts: cutlass.Constexpr,
         epilogue_arguments: cutlass.Constexpr,
     ):
-        """Every warp's role."""
+        """Run every warp's role."""
         out, _ = epilogue_arguments
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

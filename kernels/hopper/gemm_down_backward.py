@@ -160,7 +160,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         return [i + self.sides * VECTOR * epi_tile for i in places]
 
     def activate(self, h_values, da):
-        """act of gate and up, or of h, and their gradients."""
+        """Compute act of gate and up, or of h, and their gradients."""
         if self.sides == 1:
             return activate_ungated(*h_values, self.activation.name, da)
         return activate(*h_values, *self.activation, da)
@@ -178,7 +178,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         end: Int32,
         column_tile: Int32,
     ):
-        """dh, a' and dw of one row a thread, an epi tile of da's columns at a time."""
+        """Compute dh, a' and dw of one row a thread, an epi tile of da's columns at a time."""
         parts, width = tensors.parts, tensors.h.shape[1] // self.sides
         lane = cute.arch.lane_idx()
         da, a_values = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, self.dtype)

@@ -96,7 +96,7 @@ def quantize_row(packed, values, smallest: float):
 
 
 def group_layout(extent: int, stages: int):
-    """Swizzled shared memory of an operand as fp8: (extent, GROUP, stages)."""
+    """Lay out the swizzled shared memory of an operand as fp8: (extent, GROUP, stages)."""
     atom = warpgroup.make_smem_layout_atom(sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, FP8, GROUP), FP8)
     return cute.tile_to_shape(atom, (extent, GROUP, stages), order=(0, 1, 2))
 
@@ -126,7 +126,7 @@ class Turns:
     arrivals: Arrivals
 
     def wait(self, wave: int):
-        """Until the other consumer has issued its wave before; the very first of consumer 0 waits for none."""
+        """Wait until the other consumer has issued its wave before; the very first of consumer 0 waits for none."""
         cute.arch.mbarrier_wait(self.barriers + self.consumer, (wave + 1 - self.consumer) % 2)
 
     def pass_on(self):
@@ -260,7 +260,7 @@ def multiply_wave(
     stage: Int32,
     turns: cutlass.Constexpr,
 ):
-    """partial = A B^T of a wave's columns and so many k blocks of a stage; the other consumer's turn is next."""
+    """Compute partial = A B^T of a wave's columns and so many k blocks of a stage; the other consumer's turn is next."""
     fragment_a, fragments_b = fragments
     if const_expr(turns is not None):
         turns.wait(wave)
@@ -284,9 +284,9 @@ def multiply_groups(
     params: cutlass.Constexpr,
     turns: cutlass.Constexpr,
 ):
-    """sums[wave] = A B^T of that wave's columns: of every stage, which is a group, times the scales of its rows and of
-    its weight. scales: by group, of a thread's two rows, and of the weight: of the first wave in even threads, of the
-    second in odd ones. Returns the pipeline's next stage and phase.
+    """Compute sums[wave] = A B^T of that wave's columns: of every stage, which is a group, times the scales of its
+    rows and of its weight. scales: by group, of a thread's two rows, and of the weight: of the first wave in even
+    threads, of the second in odd ones. Returns the pipeline's next stage and phase.
 
     The next group's scales are loaded while this one is multiplied. ptxas would wait for what is the same in all threads
     of a warp at once, to have it in a uniform register: hence a wave's scale comes from the thread beside.

@@ -106,13 +106,14 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         self.run_warps(operands, extra, token, table, last, mma, scales, layouts, (None, written))
 
     def place_of_unit(self, unit, column_tile):
-        """(row of half a tile, first column) of a thread in a unit: four rows of one of a tile's two groups."""
+        """Return (row of half a tile, first column) of a thread in a unit: four rows of one of a tile's two groups."""
         lane = cute.arch.lane_idx()
         return unit // 2 * 4 + lane // 8, (column_tile * 2 + unit % 2) * GROUP + lane % 8 * (VECTORS * VECTOR)
 
     @cute.jit
     def load(self, into, tensors: cutlass.Constexpr, first: Int32, end: Int32, row: Int32, column: Int32):
-        """Gate and up of a thread's columns of a row, zeros past the last row or column; returns the routing weight."""
+        """Load gate and up of a thread's columns of a row, zeros past the last row or column; returns the routing
+        weight."""
         width, routed = tensors.h.shape[1] // 2, Float32(0.0)
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         into.fill(0.0)  # else what was there before would have to be kept
@@ -137,8 +138,8 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         half: cutlass.Constexpr,
         epilogue_warp,
     ):
-        """Half a tile: a warp takes four rows of a group of columns at a time, eight threads a row, and a thread 16
-        columns, whose h is loaded one such unit ahead."""
+        """Compute half a tile: a warp takes four rows of a group of columns at a time, eight threads a row, and a
+        thread 16 columns, whose h is loaded one such unit ahead."""
         lane, tensors = cute.arch.lane_idx(), to.rows
         part, width = lane % 8, tensors.h.shape[1] // 2
         h_now, h_next = (cute.make_rmem_tensor((VECTOR, VECTORS, 2), self.dtype) for _ in range(2))

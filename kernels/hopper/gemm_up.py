@@ -116,7 +116,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
 
 
 def gate_and_up(left, right, v: int, interleaved: bool):
-    """Gate and up of the v-th value of a vector of a, from two vectors of h."""
+    """Return gate and up of the v-th value of a vector of a, from two vectors of h."""
     if interleaved:
         pair = (left, right)[2 * v // VECTOR]
         return pair[2 * v % VECTOR], pair[2 * v % VECTOR + 1]

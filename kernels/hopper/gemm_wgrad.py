@@ -283,7 +283,7 @@ class GemmWgradKernel:
             cute.arch.cp_async_bulk_commit_group()
 
     def tile_coordinates(self, tile):
-        """(row, column) of an expert's tile."""
+        """Return (row, column) of an expert's tile."""
         if self.row_tiles <= MAX_ROW_TILES_WITHOUT_GROUPS:
             return tile % self.row_tiles, tile // self.row_tiles
         return rasterize(tile, self.row_tiles, self.column_tiles, GROUP)

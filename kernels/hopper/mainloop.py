@@ -63,7 +63,7 @@ def consumer_mma(dtype, k_major_a: bool, k_major_b: bool, columns: int):
 
 
 def columns_of_last_tile(width: int, columns: int) -> int:
-    """Columns of the last tile in whole epi tiles, where they are fewer than the other tiles'; otherwise 0."""
+    """Count the columns of the last tile in whole epi tiles, where they are fewer than the other tiles'; otherwise 0."""
     return -(-(width % columns) // EPI_TILE_N) * EPI_TILE_N % columns
 
 
@@ -91,7 +91,7 @@ def narrow_tile(narrow_mma, shared: Shared, columns: int) -> Narrow | None:
 
 @cute.jit
 def advance_by(stage: Int32, phase: Int32, count, stages: cutlass.Constexpr):
-    """`advance` by a number of stages."""
+    """Advance the pipeline by a number of stages."""
     stage += count
     laps = stage // stages
     return stage - laps * stages, phase ^ (laps & 1)
@@ -127,8 +127,8 @@ def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, sta
 
 @cute.jit
 def multiply(tiled_mma, accumulators, fragments_a, fragment_b, params: cutlass.Constexpr):
-    """accumulator = A B^T, summed over the stages that `params`, a MainloopParams, names, for each of a tuple of
-    accumulators and A's. Returns the pipeline's next stage and phase."""
+    """Compute accumulator = A B^T, summed over the stages that `params`, a MainloopParams, names, for each of a tuple
+    of accumulators and A's. Returns the pipeline's next stage and phase."""
     pipeline, stage, phase, k_tiles = params.pipeline, params.stage, params.phase, params.k_tiles
     unused, order_barrier, arrivals = params.unused, params.order_barrier, params.arrivals
     tail_k_blocks, has_tail, pending = params.tail_k_blocks, params.has_tail, params.pending
@@ -184,8 +184,8 @@ def multiply_tile(
     params: cutlass.Constexpr,
     mainloop: cutlass.Constexpr = multiply,
 ):
-    """`mainloop`, which takes `params` beside the operands, on a tile; on the last tile of the columns with narrower
-    instructions where there are any."""
+    """Run `mainloop`, which takes `params` beside the operands, on a tile; on the last tile of the columns with
+    narrower instructions where there are any."""
     if const_expr(narrow is None):
         stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, params)
     else:

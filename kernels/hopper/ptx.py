@@ -31,7 +31,7 @@ def copy_async(shared_address, address, size=None, *, loc=None, ip=None):
 
 @dsl_user_op
 def permute_bytes(low, high, selector: int, *, loc=None, ip=None) -> Int32:
-    """Four of the eight bytes of two words (prmt); a digit of the selector, from the last on, names one."""
+    """Select four of the eight bytes of two words (prmt); a digit of the selector, from the last on, names one."""
     operands = [Int32(word).ir_value(loc=loc, ip=ip) for word in (low, high, selector)]
     return Int32(
         llvm.inline_asm(
@@ -49,7 +49,7 @@ def permute_bytes(low, high, selector: int, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def pack_e4m3(first, second, third, fourth, *, loc=None, ip=None) -> Int32:
-    """Four fp32 values as the e4m3 bytes of a word, the first the lowest; to nearest, 448 for what is larger."""
+    """Pack four fp32 values as the e4m3 bytes of a word, the first the lowest; to nearest, 448 for what is larger."""
     return Int32(
         llvm.inline_asm(
             T.i32(),

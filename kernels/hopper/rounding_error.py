@@ -48,7 +48,8 @@ class Residual:
 
     @property
     def correction(self) -> float:
-        """1 + half a step over the mantissa, 1 / (2 ln 2) on average if mantissas are as frequent as their inverses."""
+        """Return 1 + half a step over the mantissa, 1 / (2 ln 2) on average if mantissas are as frequent as their
+        inverses."""
         return 1 + 2.0 ** -(12 if self.truncated else 11) / (2 * math.log(2))
 
     def pack(self, registers, values):

@@ -75,7 +75,7 @@ class TileScheduler:
         return _next_dynamic(self.counter, self.num_work_tiles)
 
     def prefetch(self, index, tile_count):
-        """`prefetch_dynamic`, or by the static schedule the index after `index`, which is the work tile begun."""
+        """Run `prefetch_dynamic`, or return by the static schedule the index after `index`, which is the work tile begun."""
         if self.static:
             return _next_static(self.counter, self.num_work_tiles, index, tile_count)
         return self.prefetch_dynamic()
@@ -97,7 +97,8 @@ class TileScheduler:
 
 
 def rasterize(index, num_rows, num_columns: int, group_rows: int):
-    """(row, column) of a tile among num_rows x num_columns, where `group_rows` rows at a time pass over all columns."""
+    """Return (row, column) of a tile among num_rows x num_columns, where `group_rows` rows at a time pass over all
+    columns."""
     group = index // (group_rows * num_columns)
     in_group = index - group * (group_rows * num_columns)
     rows = cutlass.min(num_rows - group * group_rows, group_rows)

@@ -14,7 +14,7 @@ WRAP = 1 << 34  # elements; MAX_ROWS * WRAP is 2 ** 64, where addresses begin ag
 
 
 def varlen_rows(tensor):
-    """[rows, columns] as (MAX_ROWS, columns, MAX_ROWS) whose first mode ends where we want.
+    """View [rows, columns] as (MAX_ROWS, columns, MAX_ROWS) whose first mode ends where we want.
 
     Element (MAX_ROWS - left + i, c, end) is row end - left + i of `tensor`. For i >= left it is out of bounds. The
     pointer starts MAX_ROWS rows early; no address before the tensor is accessed.
@@ -28,7 +28,7 @@ def varlen_rows(tensor):
 
 
 def varlen_halves(tensor):
-    """[rows, 2I] as (MAX_ROWS, I, 2, MAX_ROWS): `varlen_rows` of the gate half and of the up half."""
+    """View [rows, 2I] as (MAX_ROWS, I, 2, MAX_ROWS): `varlen_rows` of the gate half and of the up half."""
     whole = varlen_rows(tensor)
     rows, columns, ends = whole.shape
     stride = whole.stride[0]
@@ -38,7 +38,7 @@ def varlen_halves(tensor):
 
 
 def varlen_h(h, in_order: bool):
-    """h for TMA stores of one epi tile of its columns `in_order`, or of gate or up."""
+    """View h for TMA stores of one epi tile of its columns `in_order`, or of gate or up."""
     return varlen_rows(h) if in_order else varlen_halves(h)
 
 
@@ -50,7 +50,7 @@ def varlen_epi_tiles(tensor, first, end, *side):
 
 
 def varlen_columns(tensor):
-    """[rows, columns] as (columns, MAX_ROWS, x, x), for loads: the transpose of `varlen_rows`, pointer unmoved.
+    """View [rows, columns] as (columns, MAX_ROWS, x, x), for loads: the transpose of `varlen_rows`, pointer unmoved.
 
     TMA loads want a mapped pointer. So the MAX_ROWS rows are taken back by wrapping around the 64-bit address space:
     element (c, MAX_ROWS - left + i, MAX_ROWS, end) is row end - left + i.

@@ -117,12 +117,12 @@ class VarlenMKernel:
         return Mma(self.tiled_mma, self.narrow_mma)
 
     def row_atom(self, rows):
-        """TMA loads of 64 rows of a stage."""
+        """Make the TMA loads of 64 rows of a stage."""
         half_a = operand_layout(self.dtype, WARPGROUP_M, True, self.stages)
         return load_atom(rows, one_stage(half_a), (WARPGROUP_M, TILE_K))
 
     def weight_atom(self, weight):
-        """TMA loads of a stage of a weight [E, N, K], for gated kernels of half a stage."""
+        """Make the TMA loads of a stage of a weight [E, N, K], for gated kernels of half a stage."""
         experts, rows, depth = weight.shape
         stride_e, stride_n, stride_k = weight.stride
         per_half = rows // self.halves
@@ -165,8 +165,8 @@ class VarlenMKernel:
         )
 
     def whole_work_tiles(self, tiles):
-        """(how many work tiles are whole, how many more are cut into the halves of their rows). Where rows are gathered,
-        those of a last wave are cut that would leave most blocks without work."""
+        """Return (how many work tiles are whole, how many more are cut into the halves of their rows). Where rows are
+        gathered, those of a last wave are cut that would leave most blocks without work."""
         total, blocks = tiles.shape[0] * self.column_tiles, cute.arch.grid_dim()[0]
         over = total % blocks
         cut = over * Int32(2 * over <= blocks) if const_expr(self.gather) else Int32(0)
@@ -202,7 +202,7 @@ class VarlenMKernel:
 
     @cute.jit
     def find_unmerged(self, tiles: cute.Tensor, scheduler: cutlass.Constexpr, index: Int32):
-        """`find_work_tile`; where its rows are merged into another, that of the next index."""
+        """Run `find_work_tile`; where its rows are merged into another, that of the next index."""
         expert, first, end, column_tile = self.find_work_tile(tiles, index)
         if const_expr(self.rows > TILE_M):
             while expert == MERGED:
@@ -391,7 +391,8 @@ def add_bias(
     first: Int32,
     end: Int32,
 ):
-    """values[start .. start + count] += bias[expert, first + column], nothing past column `end` of the bias."""
+    """Add a bias: values[start .. start + count] += bias[expert, first + column], nothing past column `end` of the
+    bias."""
     for v in cutlass.range_constexpr(start, start + count):
         if const_expr(v // 2 % 2 == 0):  # the next two are of the same columns, eight rows below
             column = first + coordinates[v][1]

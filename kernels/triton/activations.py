@@ -27,7 +27,8 @@ def _curve(x, NAME: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """Near 0, where the difference of two numbers near 1 would lose fp32's last bits, a series: its next term is 5e-8."""
+    """Compute tanh. Near 0, where the difference of two numbers near 1 would lose fp32's last bits, it is a series:
+    its next term is 5e-8."""
     square = x * x
     near_zero = x * (1 + square * (0.13333333333333333 * square - 0.3333333333333333))
     return tl.where(tl.abs(x) < 0.1, near_zero, 2 * tl.sigmoid(2 * x) - 1)
@@ -68,7 +69,7 @@ def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
 
 @triton.jit
 def activate_ungated(h, da, NAME: tl.constexpr):
-    """`activate` of an activation without a gate: a and, of its gradient `da`, that of h."""
+    """Compute as `activate` for an activation without a gate: a and, from its gradient `da`, that of h."""
     if NAME == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h <= 0, 0.0, da)
     if NAME == "relu2":

@@ -24,7 +24,7 @@ def bias_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """sums[s, e] = the s-th share of expert e's rows, summed; with weights the rows are gathered by token."""
+    """Compute sums[s, e] = the s-th share of expert e's rows, summed; with weights the rows are gathered by token."""
     expert = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(offsets + expert)

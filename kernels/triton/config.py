@@ -94,8 +94,8 @@ def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, p
 
 
 def _of_fp8(stages):
-    """Not measured. A tile has a group of columns, which up and down_backward quantize, and 64 rows, because the sums of
-    one group are held beside those of all."""
+    """Choose the blocks of FP8 products, which are not measured. A tile has a group of columns, which up and
+    down_backward quantize, and 64 rows, because the sums of one group are held beside those of all."""
     blocks = Blocks(FP8_BLOCK, FP8_BLOCK, 8, stages, rows=SMALLEST_TILE)
     return {"up": {"many": blocks._replace(warps=16)}, "down": {"many": blocks}, "down_backward": {"many": blocks}}
 
@@ -187,7 +187,7 @@ TABLE = {
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Programs of a persistent kernel: one for every streaming multiprocessor, whose shared memory it fills."""
+    """Count the programs of a persistent kernel: one for every streaming multiprocessor, whose shared memory it fills."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -209,7 +209,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 def as_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """E4M3 codes as the kernels take them: of that type, or as bytes for a GPU that does not know it."""
+    """View E4M3 codes as the kernels take them: of that type, or as bytes for a GPU that does not know it."""
     return codes.view(torch.float8_e4m3fn) if multiplies_fp8(codes.device) else codes
 
 
@@ -219,7 +219,7 @@ def is_interpreted(device: torch.device) -> bool:
 
 
 def bucket(num_pairs: int, num_experts: int) -> str:
-    """ "few", "some" or "many" rows per expert."""
+    """Return "few", "some" or "many" rows per expert."""
     if num_pairs <= FEW * num_experts:
         return "few"
     return "some" if num_pairs <= SOME * num_experts else "many"

@@ -68,7 +68,7 @@ def dequantize_nf4_kernel(
 
 @triton.jit
 def _twice_e2m1(code):
-    """Twice the value of an E2M1 code: its exponent and mantissa stand where those of a tiny fp32 do."""
+    """Return twice the value of an E2M1 code: its exponent and mantissa stand where those of a tiny fp32 do."""
     bits = (code & 7) << 22 | (code & 8) << 28
     return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # 2^127
 
@@ -228,7 +228,7 @@ def dequantize_nvfp4_kernel(
 
 
 def words_of(codes):
-    """Codes as int32, copied where they do not start at a multiple of 16 bytes."""
+    """View codes as int32, copied where they do not start at a multiple of 16 bytes."""
     return (codes.clone() if codes.data_ptr() % 16 else codes).view(torch.int32)
 
 

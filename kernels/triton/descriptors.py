@@ -23,12 +23,13 @@ def _described(tensor, shape, strides, block):
 
 
 def row_descriptor(tensor_RN, rows, columns):
-    """[rows, columns] of [R, N]."""
+    """Describe [rows, columns] of [R, N]."""
     return _described(tensor_RN, list(tensor_RN.shape), list(tensor_RN.stride()), [rows, columns])
 
 
 def weight_descriptor(weight_ENK, columns, depth):
-    """[1, columns, depth] of a weight's logical view [E, N, K]; of one stored as [E, K, N], [1, depth, columns]."""
+    """Describe [1, columns, depth] of a weight's logical view [E, N, K]; of one stored as [E, K, N], [1, depth,
+    columns]."""
     block = [1, columns, depth]
     if weight_ENK.stride(2) != 1:
         weight_ENK, block = weight_ENK.transpose(1, 2), [1, depth, columns]

@@ -42,8 +42,8 @@ def write_tiles(
     BINS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Row tiles of expert `which`. For which = E: -1 in the rest of the `num_row_tiles` entries, and behind them the
-    state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
+    """Write the row tiles of expert `which`. For which = E: -1 in the rest of the `num_row_tiles` entries, and behind
+    them the state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
     bins = tl.arange(0, BINS)
     num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
     if which < NUM_EXPERTS:
@@ -85,7 +85,8 @@ def _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k):
 
 @triton.jit
 def scratch_parts(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one buffer."""
+    """Return keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one
+    buffer."""
     counts = scratch + num_blocks * BLOCK
     return scratch, counts, counts + (NUM_EXPERTS + 1) * num_blocks
 
@@ -103,7 +104,8 @@ def dispatch_count_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the pairs."""
+    """Write keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the
+    pairs."""
     keys, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
@@ -140,7 +142,7 @@ def dispatch_scan_kernel(
     WIDE: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """Exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
+    """Compute exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
     _, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     which = tl.program_id(0)
     running = 0
@@ -252,7 +254,7 @@ def dispatch_few_kernel(
     TILE_ROWS: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """All of top-k's dispatch, of up to PAIRS pairs. A pair's row is the number of pairs that come before it."""
+    """Do all of top-k's dispatch, of up to PAIRS pairs. A pair's row is the number of pairs that come before it."""
     block = tl.program_id(0)
     if block < num_blocks:
         pair = block * BLOCK + tl.arange(0, BLOCK)
@@ -317,7 +319,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
 
 
 def _dispatch(arguments):
-    """`dispatch` of a list, which is emptied; the fields of Rows."""
+    """Run `dispatch` of a list, which is emptied; return the fields of Rows."""
     expert_P, token_P, num_tokens, num_experts, sentinels = arguments
     arguments.clear()
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device

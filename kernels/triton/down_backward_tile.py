@@ -44,8 +44,8 @@ def _backward_piece(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dh and a of some columns, stored; returns these columns' part of <da, act(h)> (`da` is 0 where not wanted).
-    INTERLEAVED is None where the activation has no gate."""
+    """Compute dh and a of some columns, stored; returns these columns' part of <da, act(h)> (`da` is 0 where not
+    wanted). INTERLEAVED is None where the activation has no gate."""
     column = first_column + tl.arange(0, COLUMNS)
     is_stored = is_row & (column < I)[None, :]
     GATED: tl.constexpr = INTERLEAVED is not None
@@ -103,7 +103,8 @@ def backward_pieces(
     COLUMNS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """`_backward_piece` on PIECE columns at a time: whole tiles of da, h, dh and a do not fit in registers together."""
+    """Run `_backward_piece` on PIECE columns at a time: whole tiles of da, h, dh and a do not fit in registers
+    together."""
     if COLUMNS <= PIECE:
         dw = _backward_piece(
             da,

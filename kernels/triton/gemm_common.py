@@ -23,8 +23,8 @@ GROUP = tl.constexpr(FP8_BLOCK)
 
 @triton.jit
 def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """(row tile, column tile) of a program: GROUP row tiles pass over all columns together, so that both operands of
-    the tiles in flight stay in L2."""
+    """Return (row tile, column tile) of a program: GROUP row tiles pass over all columns together, so that both
+    operands of the tiles in flight stay in L2."""
     in_group = GROUP * NUM_COLUMN_TILES
     first = program // in_group * GROUP
     size = tl.minimum(num_row_tiles - first, GROUP)
@@ -34,7 +34,7 @@ def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.co
 
 @triton.jit
 def row_tile(tiles, tile, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """(expert, or -1, first row, end) of an entry of the tile table, or of a part of ROWS rows of one."""
+    """Return (expert, or -1, first row, end) of an entry of the tile table, or of a part of ROWS rows of one."""
     entry = tiles + tile // PARTS * 3
     first = tl.load(entry + 1) + tile % PARTS * ROWS
     end = tl.load(entry + 2)
@@ -43,14 +43,14 @@ def row_tile(tiles, tile, ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, row, LENGTH: tl.constexpr):
-    """Pointers to the first scale of rows of LENGTH values in FP8."""
+    """Return pointers to the first scale of rows of LENGTH values in FP8."""
     return scales + row.to(tl.int64) * ((LENGTH + GROUP - 1) // GROUP)
 
 
 @triton.jit
 def _multipliable(tile):
-    """Values as the tensor cores take them; bytes, which e4m3 values are where the GPU does not multiply these, in fp16:
-    their exponent and mantissa stand where those of small values do."""
+    """Convert values to what the tensor cores take; bytes, which e4m3 values are where the GPU does not multiply
+    these, in fp16: their exponent and mantissa stand where those of small values do."""
     if tile.dtype == tl.uint8:
         bits = (tile & 0x7F).to(tl.uint16) << 7 | (tile & 0x80).to(tl.uint16) << 8
         return tl.where((tile & 0x7F) == 0x7F, float("nan"), bits.to(tl.float16, bitcast=True) * 256.0)
@@ -74,7 +74,8 @@ def add_lora(
     STRIDE_J: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """product + shrunk[row] @ factor[expert]^T, shrunk [P, J], factor [E, N, J]; product itself without an adapter.
+    """Return product + shrunk[row] @ factor[expert]^T, shrunk [P, J], factor [E, N, J]; product itself without an
+    adapter.
 
     After the main loop, whose shared memory is free again then.
     """
@@ -109,9 +110,9 @@ def pointer_product(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row. With scales, of which
-    a_row and b_row are the rows, DEPTH values are a group in FP8 (../scaled.py), and each group's sum is added times both
-    its scales."""
+    """Compute [ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row. With scales, of
+    which a_row and b_row are the rows, DEPTH values are a group in FP8 (../scaled.py), and each group's sum is added
+    times both its scales."""
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     if a_scales is not None:
         a_scale, b_scale = scales_of(a_scales, a_row, LENGTH), scales_of(b_scales, b_row, LENGTH)
@@ -150,8 +151,8 @@ def described_product(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`pointer_product` with `b` a descriptor of weights (PAIRS: of both halves of gate_up), and `a` pointers to gathered
-    rows or a descriptor of rows."""
+    """Compute `pointer_product` with `b` a descriptor of weights (PAIRS: of both halves of gate_up), and `a` pointers
+    to gathered rows or a descriptor of rows."""
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, LENGTH, DEPTH):
         if not GATHERED:
@@ -193,7 +194,7 @@ def precision(dtype):
 
 
 def language_dtype(dtype):
-    """Triton's of PyTorch's."""
+    """Return Triton's dtype of PyTorch's."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
@@ -214,7 +215,7 @@ class GemmPlan(NamedTuple):
 
 
 def gemm_plan(kernel, tensor, weight, rows, num_columns) -> GemmPlan:
-    """tensor, weight: what it multiplies."""
+    """Plan the launch of a kernel that multiplies `tensor` and `weight`."""
     aligned = all(is_aligned(read, [s for s in read.stride() if s != 1]) for read in (tensor, weight))
     num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
     blocks = blocks_for(kernel, tensor, num_pairs, num_experts, aligned)
@@ -237,7 +238,8 @@ def bias_strides(bias):
 
 
 def scaled_output(is_wanted, like, num_rows, columns):
-    """Room for rows in FP8, and its codes and scales as the kernels take them; None for each if they are not wanted."""
+    """Allocate room for rows in FP8, and its codes and scales as the kernels take them; None for each if they are not
+    wanted."""
     if not is_wanted:
         return None, None, None
     rows = empty_rows(like, num_rows, columns)

@@ -154,8 +154,8 @@ def gemm_down_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[r] = source[r] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E, N, J]. With
-    scales source and weight are in FP8."""
+    """Compute out[r] = source[r] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E,
+    N, J]. With scales source and weight are in FP8."""
     if DESCRIBED:
         num_row_tiles = real_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
@@ -232,7 +232,7 @@ def gemm_down_kernel(
 
 
 def _product(kernel, source_RK, weight_ENK, bias_EN, rows, lora, dtype=None, scales=(None, None)):
-    """dtype: of the product, if that is not the operands'."""
+    """Multiply the rows of `source` by their experts' weights; dtype: of the product, if that is not the operands'."""
     num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns, dtype=dtype)
     if num_rows:

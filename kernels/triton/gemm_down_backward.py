@@ -180,7 +180,7 @@ def routing_gradient_kernel(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """dw of a row: the parts of its column tiles in their order, + <dout, bias of its expert>."""
+    """Compute dw of a row: the parts of its column tiles in their order, + <dout, bias of its expert>."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + tile * 3).to(tl.int64)
     if expert < 0:
@@ -309,7 +309,8 @@ def scaled_down_backward(
 
 
 def routing_gradient(parts, dout_TH, bias_EH, rows):
-    """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
+    """Compute dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped
+    pairs."""
     column_tiles, num_rows = parts.shape
     dw_P = parts.new_zeros(num_rows)
     if num_rows:

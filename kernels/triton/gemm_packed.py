@@ -57,8 +57,8 @@ def gemm_packed_kernel(
     WARPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """h[r] = x[token[r]] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]), of x[r] where token
-    is None; INTERLEAVED is None where the activation has no gate."""
+    """Compute h[r] = x[token[r]] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]), of x[r]
+    where token is None; INTERLEAVED is None where the activation has no gate."""
     GATED: tl.constexpr = INTERLEAVED is not None
     WIDTH: tl.constexpr = 2 * I if GATED else I
     PAIRS: tl.constexpr = None if not GATED else "interleaved" if INTERLEAVED else "concatenated"
@@ -159,7 +159,7 @@ def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, inter
 
 
 def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interleaved, want_h, want_a, lora=None):
-    """`up` with a packed weight."""
+    """Compute `up` with a packed weight."""
     num_rows, (_, width, _) = rows.token.numel(), FORMATS[gate_up.format].shape(Quantized(*gate_up[:3]))
     inner = activation.inner(width)
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
@@ -170,7 +170,7 @@ def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interlea
 
 
 def packed_down(a_RI, down: PackedOperand, bias_EH, rows, lora=None):
-    """`down` with a packed weight: what `up` does for h without a gate."""
+    """Compute `down` with a packed weight: what `up` does for h without a gate."""
     num_rows, (_, columns, _) = rows.token.numel(), FORMATS[down.format].shape(Quantized(*down[:3]))
     out_RN = a_RI.new_empty(num_rows, columns)
     _launch(a_RI, down, bias_EH, rows, None, out_RN, None, columns, None, Activation("relu"), lora)

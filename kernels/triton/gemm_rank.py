@@ -42,7 +42,7 @@ def _add_lora_shrink(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """product + wide[r]^T (weight[r] * shrunk[r]) over DEPTH rows from `first`."""
+    """Return product + wide[r]^T (weight[r] * shrunk[r]) over DEPTH rows from `first`."""
     row = first + tl.arange(0, DEPTH)
     is_wide = (m < M)[None, :]
     is_rank = (j < J)[None, :]
@@ -82,7 +82,8 @@ def gemm_rank_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """u, v: out[r] = scale * source[r] @ factor[e]^T, factor [E, J, K]; source[token[r]] unless `token` is None."""
+    """Compute u, v: out[r] = scale * source[r] @ factor[e]^T, factor [E, J, K]; source[token[r]] unless `token` is
+    None."""
     column_tiles: tl.constexpr = (J + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // column_tiles
     expert = tl.load(tiles + tile * 3)

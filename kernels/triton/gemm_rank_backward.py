@@ -45,9 +45,9 @@ def gemm_rank_backward_kernel(
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dB of WIDTH columns of `source`, and what these columns add to dshrunk (dv, du), from one read of them: dshrunk
-    [slices, P, J], to be summed, or dshrunk itself where one slice has every column. Experts of a slice come one after
-    the other, so that rows which several experts gather are read from L2."""
+    """Compute dB of WIDTH columns of `source`, and what these columns add to dshrunk (dv, du), from one read of them:
+    dshrunk [slices, P, J], to be summed, or dshrunk itself where one slice has every column. Experts of a slice come
+    one after the other, so that rows which several experts gather are read from L2."""
     expert = tl.program_id(0) % NUM_EXPERTS
     slice = tl.program_id(0) // NUM_EXPERTS
     start = tl.load(offsets + expert)
@@ -106,7 +106,7 @@ def finish_kernel(
     JOB: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """dB in its own order, unless `reordered` is None; and, unless `part` is, dshrunk[P, J] = scale * the sum of
+    """Write dB in its own order, unless `reordered` is None; and, unless `part` is, dshrunk[P, J] = scale * the sum of
     part[SLICES, P, J]; rows past R, which nothing was written to, are sums of what lies there."""
     tile = reorder_in_turn(gradient, reordered, tl.program_id(0), JOB, ENTRIES)
     if part is not None:  # noqa: SIM102  (known when it is compiled)

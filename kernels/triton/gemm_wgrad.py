@@ -28,7 +28,7 @@ def _add_rows(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """product + gathered[token[r]]^T direct[r] over DEPTH rows from `first`, through pointers."""
+    """Return product + gathered[token[r]]^T direct[r] over DEPTH rows from `first`, through pointers."""
     row = first + tl.arange(0, DEPTH)
     is_left = (m < M)[None, :]
     is_right = (n < N)[None, :]
@@ -74,8 +74,8 @@ def gemm_wgrad_kernel(
     PEEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[e] = sum over the rows r of e of gathered[token[r]]^T direct[r]. `described`: a tensor descriptor of `direct`
-    that its full depths are read through, or None."""
+    """Compute out[e] = sum over the rows r of e of gathered[token[r]]^T direct[r]. `described`: a tensor descriptor of
+    `direct` that its full depths are read through, or None."""
     HIGH: tl.constexpr = (M + HEIGHT - 1) // HEIGHT
     WIDE: tl.constexpr = (N + WIDTH - 1) // WIDTH
     expert = tl.program_id(0) // (HIGH * WIDE)
@@ -105,7 +105,7 @@ def gemm_wgrad_kernel(
 
 
 def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):
-    """sum over rows of direct^T gathered[token], in the strides of `like_ENM`.
+    """Compute the sum over rows of direct^T gathered[token], in the strides of `like_ENM`.
 
     The gathered side is the shorter side of a tile: threads spend instructions on what is gathered, and none on the rest.
     """

@@ -53,7 +53,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options) -> None:
-    """kernel[grid](*tensors, *numbers, *constants, **options), on the tensors' device, which need not be the current one.
+    """Launch kernel[grid](*tensors, *numbers, *constants, **options), on the tensors' device, which need not be the
+    current one.
 
     Args:
         kernel: a triton.jit function whose parameters come in this order. Triton compiles it for its tensors' dtypes and

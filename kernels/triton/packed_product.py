@@ -38,7 +38,7 @@ def _weight_row(place, tile, N: tl.constexpr, HEIGHT: tl.constexpr, PAIRS: tl.co
 
 @triton.jit
 def _by_warp(groups):
-    """Two or four tensors [8 WARPS, A] as one [WARPS, 8 GROUPS, A]: a warp's rows are those of all groups."""
+    """View two or four tensors [8 WARPS, A] as one [WARPS, 8 GROUPS, A]: a warp's rows are those of all groups."""
     WARPS: tl.constexpr = groups[0].shape[0] // 8
     A: tl.constexpr = groups[0].shape[1]
     if len(groups) == 2:
@@ -53,7 +53,7 @@ def _by_warp(groups):
 def _scale_codes(
     scales, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """uint8 [rows, COUNT], those of so many blocks from `start` on; 0 past the end."""
+    """Load uint8 [rows, COUNT], those of so many blocks from `start` on; 0 past the end."""
     block = start // BLOCK + tl.arange(0, COUNT)[None, :]
     pointers = scales + expert.to(tl.int64) * (N * (K // BLOCK)) + weight_row[:, None] * (K // BLOCK) + block
     return tl.load(pointers) if K % (COUNT * BLOCK) == 0 else tl.load(pointers, mask=block < K // BLOCK, other=0)
@@ -71,7 +71,7 @@ def _words(
     STEP: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """int32 [WARPS, 8 GROUPS, COUNT] of so many CODES each from `start` on; 0 past the end."""
+    """Load int32 [WARPS, 8 GROUPS, COUNT] of so many CODES each from `start` on; 0 past the end."""
     WIDTH: tl.constexpr = K // CODES
     place = start // CODES + tl.arange(0, COUNT)[None, :]
     groups = ()
@@ -83,7 +83,7 @@ def _words(
 
 @triton.jit
 def _x(pointers, start, each: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """x [WARPS, 8, 4, 8] from `start` on, of which a lane has 8 of every `each`; 0 past the end."""
+    """Load x [WARPS, 8, 4, 8] from `start` on, of which a lane has 8 of every `each`; 0 past the end."""
     column = tl.arange(0, 32)
     column = (start + column // 8 * each + column % 8)[None, :]
     x = tl.load(pointers + column) if K % (4 * BLOCK) == 0 else tl.load(pointers + column, mask=column < K, other=0.0)
@@ -105,7 +105,7 @@ def _add_nf4(
     K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """product + that of four blocks from `start` on: a lane has a fourth of each block, and the scale of one."""
+    """Return product + that of four blocks from `start` on: a lane has a fourth of each block, and the scale of one."""
     WARPS: tl.constexpr = product.shape[0]
     TALL: tl.constexpr = product.shape[1]
     offset = tl.load(state + _SCALE_OFFSET)
@@ -146,8 +146,8 @@ def _add_e2m1(
     FORMAT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """product + that of 128 columns from `start` on, a fourth of them a lane: a block of MXFP4, or two of NVFP4, without
-    the tensor's scale."""
+    """Return product + that of 128 columns from `start` on, a fourth of them a lane: a block of MXFP4, or two of
+    NVFP4, without the tensor's scale."""
     WARPS: tl.constexpr = product.shape[0]
     TALL: tl.constexpr = product.shape[1]
     groups = ()
@@ -196,7 +196,8 @@ def _add_fp8(
     KINDS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """product + that of a block of columns from `start` on: a lane has two times 16 of a row, and the row's scale."""
+    """Return product + that of a block of columns from `start` on: a lane has two times 16 of a row, and the row's
+    scale."""
     WARPS: tl.constexpr = product.shape[0]
     TALL: tl.constexpr = product.shape[1]
     BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
@@ -227,8 +228,8 @@ def _add_fp8(
 
 @triton.jit
 def _add_dot(product, values, x, AT_ONCE: tl.constexpr):
-    """product [W, A, 8] + values [W, A, 4, 8] @ x [W, 8, 4, 8]^T, where a lane gives tensor cores AT_ONCE of eight values
-    at a time."""
+    """Return product [W, A, 8] + values [W, A, 4, 8] @ x [W, 8, 4, 8]^T, where a lane gives tensor cores AT_ONCE of
+    eight values at a time."""
     W: tl.constexpr = values.shape[0]
     A: tl.constexpr = values.shape[1]
     values = tl.permute(tl.reshape(values, (W, A, 4, 8 // AT_ONCE, AT_ONCE)), (0, 1, 3, 2, 4))
@@ -256,7 +257,7 @@ def _packed_product(
     WARPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
+    """Compute weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
 
     A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, a group of four lanes has
     every eighth row. STEP columns are taken at a time; PARTS and KINDS are the weight's order (../packed).
@@ -292,7 +293,8 @@ def _add_lora(
     STRIDE_N: tl.constexpr,
     STRIDE_J: tl.constexpr,
 ):
-    """product + factor[expert] @ shrunk[row]^T, shrunk [P, J], factor [E, N, J]; product itself without an adapter."""
+    """Return product + factor[expert] @ shrunk[row]^T, shrunk [P, J], factor [E, N, J]; product itself without an
+    adapter."""
     if shrunk is not None:
         DEPTH: tl.constexpr = 16 if J <= 16 else 32
         factor_row = factor + expert.to(tl.int64) * STRIDE_E + weight_row[:, None] * STRIDE_N
@@ -337,7 +339,8 @@ def packed_linear(
     WARPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """weight[e] @ x[token[r]]^T (+ factor[e] @ shrunk[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first + 1, ...
+    """Compute weight[e] @ x[token[r]]^T (+ factor[e] @ shrunk[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first
+    + 1, ...
 
     PAIRS: the order of the weight's rows, as in `_weight_row`.
     """

@@ -40,7 +40,7 @@ def _bf16_bits(value: float) -> int:
 
 
 def _lookups() -> list[str]:
-    """PTX that leaves the bytes of four values in registers `low` and `high`, by `code` and `upper`."""
+    """Write PTX that leaves the bytes of four values in registers `low` and `high`, by `code` and `upper`."""
     bits = [_bf16_bits(value / NF4_FACTOR) for value in NF4_VALUES]
     lines = []
     for plane, shift in (("low", 0), ("high", 8)):
@@ -56,7 +56,8 @@ def _lookups() -> list[str]:
 
 
 def _pair_of_byte() -> str:
-    """PTX that leaves the two values of the byte in register `entry` in register `pair`, the first in its low half."""
+    """Write PTX that leaves the two values of the byte in register `entry` in register `pair`, the first in its low
+    half."""
     lines = [
         "and.b32 code, entry, 0x77;",  # a code's place in its half of the code book
         "shr.b32 upper, entry, 1;",
@@ -68,7 +69,8 @@ def _pair_of_byte() -> str:
 
 
 def _nf4_table() -> str:
-    """$0: the address in shared memory of the lane's words of the table; the scales' code book at $1 goes behind it."""
+    """Write PTX for $0: the address in shared memory of the lane's words of the table; the scales' code book at $1
+    goes behind it."""
     lines = [
         ".reg .b32 entry, code, upper, left, right, first, second, low, high, pair, lane, row, place, threads;",
         ".reg .b64 address;",
@@ -105,7 +107,7 @@ def _nf4_table() -> str:
 
 
 def _nf4_of_word() -> str:
-    """$0 .. $3: the values of word $4, by the table at $5."""
+    """Write PTX for $0 .. $3: the values of word $4, by the table at $5."""
     lines = [".reg .b32 byte, place;"]
     for i in range(4):
         lines += [
@@ -117,7 +119,7 @@ def _nf4_of_word() -> str:
 
 
 def _nf4_by_permutations() -> str:
-    """$0 .. $3: the values of word $4; $5 is not read."""
+    """Write PTX for $0 .. $3: the values of word $4; $5 is not read."""
     lines = [
         ".reg .b32 code, upper, bytes, left, right, first, second, low, high;",
         "and.b32 code, $4, 0x77777777;",
@@ -135,7 +137,8 @@ def _nf4_by_permutations() -> str:
 
 
 def _mxfp4_of_word() -> str:
-    """$0 .. $3: the values of the codes 0 and 4, 1 and 5, 2 and 6, 3 and 7 of word $4; $5: half of the scale, twice."""
+    """Write PTX for $0 .. $3: the values of the codes 0 and 4, 1 and 5, 2 and 6, 3 and 7 of word $4; $5: half of the
+    scale, twice."""
     lines = [
         ".reg .b32 later, pair, most, none;",
         "mov.b32 most, 0x7F007F00;",  # 2^127
@@ -155,7 +158,7 @@ def _mxfp4_of_word() -> str:
 
 
 def _fp8_of_words() -> str:
-    """$0 .. $3: the values of words $4 and $5, in their order."""
+    """Write PTX for $0 .. $3: the values of words $4 and $5, in their order."""
     lines = [
         ".reg .b32 pair, sign, most, none;",
         "mov.b32 most, 0x7B807B80;",  # 2^120
@@ -189,7 +192,7 @@ def nf4_table(state, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_of_code(code, table, state, INTERPRETED: tl.constexpr):
-    """Values of the code book of NF4's scales."""
+    """Return values of the code book of NF4's scales."""
     if INTERPRETED:
         return tl.load(state + _SCALE_MAP + code)
     place = (table & -128) + 32768 + code.to(tl.int32) * 4
@@ -200,7 +203,7 @@ def scale_of_code(code, table, state, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def gathered(pointer, index, INTERPRETED: tl.constexpr):
-    """fp32 values at indices, by the threads that have the indices; tl.load might choose others."""
+    """Gather fp32 values at indices, by the threads that have the indices; tl.load might choose others."""
     if INTERPRETED:
         return tl.load(pointer + index)
     address = (pointer + index).to(tl.int64)
@@ -211,14 +214,14 @@ def gathered(pointer, index, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def half_scale(scale):
-    """bf16 bits, twice, of 2^(scale - 128): never infinite, subnormal for the two smallest scales of MXFP4."""
+    """Return bf16 bits, twice, of 2^(scale - 128): never infinite, subnormal for the two smallest scales of MXFP4."""
     half = tl.where(scale > 1, (scale - 1) << 7, (scale + 1) << 5)
     return half | half << 16
 
 
 @triton.jit
 def half_e4m3_scale(code):
-    """bf16 bits, twice, of half of the values of E4M3 codes: exact."""
+    """Return bf16 bits, twice, of half of the values of E4M3 codes: exact."""
     code = code.to(tl.uint32)
     bits = (code & 0x7F) << 20 | (code & 0x80) << 24
     half = bits.to(tl.float32, bitcast=True) * 6.64613997892458e35  # 2^119
@@ -228,7 +231,7 @@ def half_e4m3_scale(code):
 
 @triton.jit
 def _values_of_pairs(pairs):
-    """bf16 [A, B, 4, 8] of four tensors [A, B, 4] of pairs, in their order."""
+    """Return bf16 [A, B, 4, 8] of four tensors [A, B, 4] of pairs, in their order."""
     joined = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
     values = tl.join((joined & 0xFFFF).to(tl.uint16), (joined >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
     return tl.reshape(values, (pairs[0].shape[0], pairs[0].shape[1], 4, 8))

@@ -14,8 +14,9 @@ JOBS = 4  # the most that a launch takes
 
 @triton.jit
 def _reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
-    """out[e, n, j] = source[e, n, j], and 0 for j >= R, of one tile; JOB is a `reorder_job`. Where experts lie closest on
-    one side, and j (RANK_LAST) or n on the other, a tile is read along the one and written along the other."""
+    """Compute out[e, n, j] = source[e, n, j], and 0 for j >= R, of one tile; JOB is a `reorder_job`. Where experts lie
+    closest on one side, and j (RANK_LAST) or n on the other, a tile is read along the one and written along the other.
+    """
     NUM_EXPERTS: tl.constexpr = JOB[0]
     N: tl.constexpr = JOB[1]
     R: tl.constexpr = JOB[2]
@@ -37,7 +38,7 @@ def _reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
 
 @triton.jit
 def reorder_in_turn(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
-    """`_reorder_tile`, if `tile` is one of this job's; the tile as the next job counts it. Without `out` no job."""
+    """Run `_reorder_tile`, if `tile` is one of this job's; return the tile as the next job counts it. Without `out` no job."""
     if out is not None:
         tiles: tl.constexpr = JOB[12]
         if (tile >= 0) & (tile < tiles):
@@ -62,7 +63,7 @@ def reorder_kernel(
     JOB_3: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """`_reorder_tile` of every tile of every job."""
+    """Run `_reorder_tile` of every tile of every job."""
     tile = tl.program_id(0)
     tile = reorder_in_turn(source_0, out_0, tile, JOB_0, ENTRIES)
     tile = reorder_in_turn(source_1, out_1, tile, JOB_1, ENTRIES)

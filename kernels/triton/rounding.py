@@ -53,8 +53,9 @@ def rounding_keys_kernel(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """keys [E, 32 W]: NO_KEY where the token is padding, or not top-k's and never to be added. top_words [W, E]: top-k's
-    choice. totals [E + 1], where wanted: the rows that top-k gives every expert, and the tokens, without padding."""
+    """Write keys [E, 32 W]: NO_KEY where the token is padding, or not top-k's and never to be added. top_words [W, E]:
+    top-k's choice. totals [E + 1], where wanted: the rows that top-k gives every expert, and the tokens, without
+    padding."""
     word = tl.program_id(0)
     lane = tl.arange(0, WORD)
     token, first_expert = word * WORD + lane, tl.program_id(1) * WORD
@@ -176,7 +177,8 @@ def rounding_select_kernel(
 def find_rows(
     selection, first_row, block, num_words, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """Tokens [TOKENS], experts [EXPERTS], whether a token goes to an expert, and as which row, [TOKENS, EXPERTS]."""
+    """Find the tokens [TOKENS], experts [EXPERTS], whether a token goes to an expert, and as which row, [TOKENS,
+    EXPERTS]."""
     lane = block * TOKENS % WORD + tl.arange(0, TOKENS)
     word = block * TOKENS // WORD
     expert = tl.arange(0, EXPERTS)
@@ -214,8 +216,8 @@ def rounding_place_kernel(
     EPSILON: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Programs first for blocks of tokens, then for every expert's tiles and what is left of their table, then for the
-    entries of the lists that no row has."""
+    """Place the rows. Programs are first for blocks of tokens, then for every expert's tiles and what is left of their
+    table, then for the entries of the lists that no row has."""
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)

@@ -12,7 +12,8 @@ NO_LIMIT = tl.constexpr((1 << 31) - 1)  # above them
 
 @triton.jit
 def order_key(score):
-    """fp32 scores as int32 that order as they do; -0.0 and 0.0 tie. NaNs are above or below all else, by their sign."""
+    """Convert fp32 scores to int32 that order as they do; -0.0 and 0.0 tie. NaNs are above or below all else, by their
+    sign."""
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where((bits & 0x7FFFFFFF) == 0, 0, key)
@@ -20,7 +21,7 @@ def order_key(score):
 
 @triton.jit
 def pack(bits, AXIS: tl.constexpr):
-    """32 truth values along an axis as a word."""
+    """Pack 32 truth values along an axis as a word."""
     lane = tl.arange(0, WORD)
     return tl.sum(bits.to(tl.int32) << (lane[None, :] if AXIS == 1 else lane[:, None]), axis=AXIS)
 
@@ -43,7 +44,7 @@ def count_below(word, lane):
 
 @triton.jit
 def load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr):
-    """(keys, whether top-k chose the expert) of the tokens of WORDS words, [WORDS, 32]."""
+    """Load (keys, whether top-k chose the expert) of the tokens of WORDS words, [WORDS, 32]."""
     word = first + tl.arange(0, WORDS)
     is_word = word < num_words
     packed = tl.load(top_words + word * NUM_EXPERTS + expert, mask=is_word, other=0)
@@ -108,7 +109,7 @@ def search(
 
 @triton.jit
 def choose(key, low, high, rest, seen):
-    """(which tokens of a chunk are among the highest that `search` found, tokens with key `low` seen so far)."""
+    """Return (which tokens of a chunk are among the highest that `search` found, tokens with key `low` seen so far)."""
     chosen = key >= high
     if high > low:
         ties = pack(key == low, 1)
@@ -145,5 +146,5 @@ def mass(
 
 @triton.jit
 def nearest_multiple(count, TILE: tl.constexpr):
-    """Ties go down."""
+    """Round to the nearest multiple; ties go down."""
     return (2 * count + TILE - 1) // (2 * TILE) * TILE

@@ -33,7 +33,7 @@ def _e4m3(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def quantized(values, smallest, DTYPE: tl.constexpr):
-    """(codes, scales) of groups [N, 128] in fp32."""
+    """Return (codes, scales) of groups [N, 128] in fp32."""
     largest = tl.maximum(tl.max(tl.abs(values), axis=1), smallest)
     inverse = 1.0 / largest * 448.0  # rounded as PyTorch does
     return _e4m3(values * inverse[:, None], DTYPE), largest / 448.0
@@ -55,7 +55,7 @@ def scale_rows_kernel(
 
 
 def scale_rows(x_MK: torch.Tensor, smallest: float = SMALLEST) -> ScaledRows:
-    """x_MK is contiguous."""
+    """Quantize x_MK, which is contiguous."""
     rows, columns = x_MK.shape
     groups = cdiv(columns, FP8_BLOCK)
     codes = torch.empty_like(x_MK, dtype=torch.uint8)
@@ -76,7 +76,7 @@ def transpose_kernel(
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """ROWS, OUT_ROWS: of one of a weight's parts."""
+    """Transpose codes by tiles. ROWS, OUT_ROWS: of one of a weight's parts."""
     expert = (tl.program_id(2) // PARTS).to(tl.int64)
     part = tl.program_id(2) % PARTS
     row, column = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1) * SIZE + tl.arange(0, SIZE)

@@ -110,7 +110,8 @@ REPRESENTATIVE_PACKED = {89: ("packed, rank 64",), 90: ("packed", "packed, cut s
 
 
 def products(variant: Variant):
-    """(name, call) of the backend's functions that multiply; the tensors have the sizes that matter, and any values."""
+    """Yield (name, call) of the backend's functions that multiply; the tensors have the sizes that matter, and any
+    values."""
     num_experts, num_pairs = 2, 64 if variant.few_rows else 600
     act = Activation(variant.activation)
     wide = act.width(INNER)
@@ -163,8 +164,8 @@ def products(variant: Variant):
 
 
 def scaled_products(few_rows, rank):
-    """(name, call) of the functions of layers with FP8 products; those of backward without what an adapter wants, or
-    with."""
+    """Yield (name, call) of the functions of layers with FP8 products; those of backward without what an adapter
+    wants, or with."""
     num_experts, num_pairs, act, extra = 2, 64 if few_rows else 600, Activation(), {}
     rows, routed = rows_of(num_pairs, num_pairs, num_experts), torch.empty(num_pairs)
     x, h = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (HIDDEN, 2 * INNER))
@@ -235,8 +236,8 @@ def packed_weight(name, num_experts, height, width, order="whole", kind=0):
 
 
 def packed_products(name, hidden, inner, rank, order, activation="swiglu"):
-    """(name, call) of up and down reading packed weights of 128 experts, at 64 tokens; FP8's scales are bytes where gates
-    and ups are interleaved."""
+    """Yield (name, call) of up and down reading packed weights of 128 experts, at 64 tokens; FP8's scales are bytes
+    where gates and ups are interleaved."""
     num_experts, num_pairs = 128, 512
     rows = rows_of(num_pairs, 64, num_experts)
     x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
@@ -262,7 +263,7 @@ def rows_of(num_pairs, num_tokens, num_experts):
 
 
 def launches_of(call):
-    """(kernel, tensors, numbers, constants, options) of every launch of a call; nothing is launched."""
+    """Return (kernel, tensors, numbers, constants, options) of every launch of a call; nothing is launched."""
     seen = []
 
     def record(kernel, grid, tensors, numbers=(), constants=(), **options):
@@ -310,7 +311,7 @@ def report(target, name, variant, compiled, with_instructions):
 
 
 def compiled_calls(target, calls):
-    """(name, compiled kernel) of every launch."""
+    """Yield (name, compiled kernel) of every launch."""
     for name, call in calls:
         for kernel, *arguments in launches_of(call):
             # the product of a function that launches several kernels goes by the function's name

@@ -15,8 +15,8 @@ GEMMS = ("up", "down", "down_backward", "up_backward_input", "gate_up_gradient",
 
 
 def patch_lang_of(interpreter):
-    """interpreter._patch_lang, which runs at every launch and again at every call of a function inside a kernel: what a launch
-    patches serves those too."""
+    """Replace interpreter._patch_lang, which runs at every launch and again at every call of a function inside a kernel:
+    what a launch patches serves those too."""
     from triton.language import core
 
     original, launches = interpreter._patch_lang, []
@@ -39,7 +39,7 @@ def patch_lang_of(interpreter):
 
 
 def np_dtype_of(interpreter):
-    """interpreter._get_np_dtype, which makes a table of all types at every call."""
+    """Replace interpreter._get_np_dtype, which makes a table of all types at every call."""
     original, known = interpreter._get_np_dtype, {}
 
     def get_np_dtype(dtype):
@@ -52,7 +52,7 @@ def np_dtype_of(interpreter):
 
 
 def init_of_block(core):
-    """block_type.__init__, which checks and writes out a shape; there are few."""
+    """Replace block_type.__init__, which checks and writes out a shape; there are few."""
     original, known = core.block_type.__init__, {}
 
     def init(self, element_ty, shape):
@@ -67,7 +67,7 @@ def init_of_block(core):
 
 
 def init_of_tensor(core):
-    """tensor.__init__, which makes constants of the sizes and a tuple of those."""
+    """Replace tensor.__init__, which makes constants of the sizes and a tuple of those."""
     original, known = core.tensor.__init__, {}
 
     def init(self, handle, type):
@@ -82,8 +82,9 @@ def init_of_tensor(core):
 
 
 def binary_op_of(interpreter):
-    """InterpreterBuilder.binary_op, whose comparisons are of Triton's type int1. The interpreter of Triton 3.9 gives them the
-    operands' type, so that a scalar comparison becomes a block of int32, which its loads refuse as a mask."""
+    """Make InterpreterBuilder.binary_op, whose comparisons are of Triton's type int1. The interpreter of Triton 3.9
+    gives them the operands' type, so that a scalar comparison becomes a block of int32, which its loads refuse as a
+    mask."""
     from triton.language import int1
 
     original = interpreter.InterpreterBuilder.binary_op
@@ -98,8 +99,8 @@ def binary_op_of(interpreter):
 
 
 def cast_of(interpreter):
-    """InterpreterBuilder.cast_impl, which rounds fp32 to the nearest bf16 or e4m3 value as a GPU does; the interpreter's own
-    truncates to bf16, and of e4m3 it gets ties, subnormal numbers and NaN wrong, both ways."""
+    """Make InterpreterBuilder.cast_impl, which rounds fp32 to the nearest bf16 or e4m3 value as a GPU does; the
+    interpreter's own truncates to bf16, and of e4m3 it gets ties, subnormal numbers and NaN wrong, both ways."""
     from triton.language import bfloat16, float8e4nv, float32
 
     original = interpreter.InterpreterBuilder.cast_impl
@@ -119,8 +120,8 @@ def cast_of(interpreter):
 
 
 def dot_of(interpreter):
-    """InterpreterBuilder.create_dot, which multiplies bf16 and e4m3 as numbers; the interpreter's own takes bf16's bits for
-    integers."""
+    """Make InterpreterBuilder.create_dot, which multiplies bf16 and e4m3 as numbers; the interpreter's own takes
+    bf16's bits for integers."""
     from triton.language import bfloat16, float8e4nv, float32
 
     original = interpreter.InterpreterBuilder.create_dot

@@ -16,7 +16,7 @@ SWIGLU = Activation()
 
 
 def adapters_of(widths, rank, num_rows, num_experts, sizes, device):
-    """LoraTerms for products of these widths, whose rows and factors are of these sizes, or None."""
+    """Make LoraTerms for products of these widths, whose rows and factors are of these sizes, or None."""
     if not rank:
         return None, None
     of_rows, of_factors = sizes
@@ -77,7 +77,7 @@ def check(
 def check_backward(
     dout: ScaledRows, gate_up: ScaledWeight, down: ScaledWeight, h, routed, rows, adapters=(None, None), kernels=hopper
 ):
-    """`check` of the products of backward, of transposed weights; adapters: of down, of gate_up.
+    """Run `check` of the products of backward, of transposed weights; adapters: of down, of gate_up.
 
     da' is rounded to bf16 beside what is stored, which makes twice its rounding at most. dh in FP8 is dh in bf16 scaled,
     up to a division that rounds otherwise: of bf16's few values many lie on the edge between two codes.
@@ -113,7 +113,7 @@ def check_backward(
 
 
 def gradients_of(shape):
-    """dout, as small as gradients are, h and the pairs' routing weights."""
+    """Draw dout, as small as gradients are, h and the pairs' routing weights."""
     generator = torch.Generator("cuda").manual_seed(1)
     dout = 1e-9 * torch.randn(shape.T, shape.H, generator=generator, device="cuda", dtype=BF16)
     h = torch.randn(shape.T * shape.K, 2 * shape.I, generator=generator, device="cuda", dtype=BF16)
@@ -121,7 +121,7 @@ def gradients_of(shape):
 
 
 def check_gradients(shape, gate_up, down, rows, adapters=(None, None), kernels=hopper):
-    """`check_backward`, repeated, and what comes before it."""
+    """Run `check_backward`, repeated, and what comes before it."""
     dout, h, routed = gradients_of(shape)
     weights = [transposed(*packed[:2]) for packed in (gate_up, down)]
     for packed, expected in zip((gate_up, down), weights):

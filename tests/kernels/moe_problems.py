@@ -27,10 +27,10 @@ def stored(logical, layout):
 
 
 def routing_ids(num_tokens, num_experts, top_k, kind, device="cpu", empty=()):
-    """(expert ids, tokens or None). kind: "top_k", "sentinels" (a third of the ids name no expert) or "list": a general
-    list in random order with tokens of many and of no experts, and dropped pairs that all name token 0, as token rounding
-    has them. Ids that name no expert are -1, as expert parallelism has them, or E and above. Experts in `empty` get no
-    rows."""
+    """Draw (expert ids, tokens or None). kind: "top_k", "sentinels" (a third of the ids name no expert) or "list": a
+    general list in random order with tokens of many and of no experts, and dropped pairs that all name token 0, as
+    token rounding has them. Ids that name no expert are -1, as expert parallelism has them, or E and above. Experts in
+    `empty` get no rows."""
 
     def dropped_from(experts, beyond):
         nobody = torch.where(torch.rand(experts.shape, device=device) < 0.5, -1, beyond)
@@ -52,7 +52,7 @@ def routing_ids(num_tokens, num_experts, top_k, kind, device="cpu", empty=()):
 
 
 def layer(num_tokens, hidden, inner, num_experts, num_pairs, dtype, device="cpu", bias=True, activation="swiglu"):
-    """Logical tensors of a layer by name, with dout; scaled so that h and y are of order one."""
+    """Draw the logical tensors of a layer by name, with dout; scaled so that h and y are of order one."""
     width = 2 * inner if is_gated(activation) else inner
 
     def normal(*size, std=1.0):
@@ -70,7 +70,7 @@ def layer(num_tokens, hidden, inner, num_experts, num_pairs, dtype, device="cpu"
 
 
 def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="preactivation"):
-    """out and the gradient of every input, by name; weight gradients in their logical shape."""
+    """Compute out and the gradient of every input, by name; weight gradients in their logical shape."""
     expert, token = ids
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     out = moe_experts(
@@ -90,7 +90,7 @@ def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="p
 
 
 def adapter(num_experts, rank, size_in, size_out, device):
-    """Factors as PEFT stores them: A with the expert slowest, B with the expert fastest."""
+    """Make factors as PEFT stores them: A with the expert slowest, B with the expert fastest."""
     a = torch.randn(rank * num_experts, size_in, device=device) * size_in**-0.5
     b = torch.randn(size_out, rank * num_experts, device=device) * rank**-0.5
     return a.view(num_experts, rank, size_in), b.view(size_out, rank, num_experts).permute(2, 0, 1)
@@ -140,7 +140,7 @@ class AdaptedLayer:
         return {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
 
     def out(self, backend, leaves, dense=False):
-        """dense: of packed weights the values that they stand for."""
+        """Compute the output. dense: of packed weights the values that they stand for."""
         x, weight, *factors = leaves.values()
         adapters = [LowRank(*factors[i : i + 2], scale) for i, scale in zip((0, 2), self.scales) if factors]
         weights = [
@@ -159,7 +159,7 @@ class AdaptedLayer:
         )
 
     def step(self, backend, dtype=torch.bfloat16, dense=False):
-        """out and the gradient of every leaf, by name."""
+        """Compute out and the gradient of every leaf, by name."""
         leaves = self.leaves(dtype)
         out = self.out(backend, leaves, dense)
         gradients = torch.autograd.grad(out, list(leaves.values()), self.dout.to(dtype))
@@ -258,7 +258,8 @@ def rounded_once(tensors, dout, ids, layout, activation):
 
 @contextlib.contextmanager
 def allocations_as(change, *others):
-    """Tensors that torch allocates without values, or by these other functions of it, are what `change` makes of them."""
+    """Replace the tensors that torch allocates without values, or by these other functions of it, by what `change`
+    makes of them."""
 
     def changed(allocate):
         return lambda *args, **kwargs: change(allocate(*args, **kwargs))
@@ -273,7 +274,7 @@ def allocations_as(change, *others):
 
 
 def poisoned():
-    """Memory that is allocated without a value holds NaN, and a number that is no index."""
+    """Fill memory that is allocated without a value with NaN, and with a number that is no index."""
 
     def poison(tensor):
         if tensor.is_floating_point():

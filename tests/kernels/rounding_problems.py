@@ -14,7 +14,7 @@ EVERYTHING_COUNTS = 0  # of `min_pairs`: padding never makes it fall back
 
 
 def matrix(kind, num_tokens, num_experts, top_k):
-    """(S, what to rank by, top-k's choice), fp32 and int64."""
+    """Draw (S, what to rank by, top-k's choice), fp32 and int64."""
     shape = num_tokens, num_experts
     scores = torch.randn(shape).softmax(-1)
     index = scores.topk(top_k, dim=1).indices
@@ -40,7 +40,7 @@ def matrix(kind, num_tokens, num_experts, top_k):
 
 
 def gradient_terms(dweight, scores, expert_P, rows, weighting):
-    """|minuend| + |subtrahend| of the gradient of every chosen pair's score, where weights are normalised."""
+    """Compute |minuend| + |subtrahend| of the gradient of every chosen pair's score, where weights are normalised."""
     pairs = expert_P < scores.shape[1]
     token, expert, dweight = rows.token[pairs].long(), expert_P[pairs].long(), dweight[pairs].abs()
     score = scores[token, expert]
@@ -50,7 +50,7 @@ def gradient_terms(dweight, scores, expert_P, rows, weighting):
 
 
 def check_against_definition(kernels, device, problem, rounding, tile, valid_T=None, min_pairs=EVERYTHING_COUNTS):
-    """round_rows and its backward equal the eager backend's on the CPU, poisoned buffers notwithstanding."""
+    """Check that round_rows and its backward equal the eager backend's on the CPU, poisoned buffers notwithstanding."""
     scores, ranking, index = problem
     (num_tokens, num_experts), top_k = scores.shape, index.shape[1]
     num_pairs = TokenRounding(rounding=rounding, tile=tile).max_rows(num_tokens, top_k, num_experts)

@@ -41,7 +41,7 @@ def on(kernels, device):
 
 
 def packed_weights(H, I, device):
-    """gate_up and down."""
+    """Make gate_up and down."""
     E = len(COUNTS)
     gate_up = torch.randn(E, 2 * I, H, device=device) * H**-0.5
     gate_up *= torch.logspace(-1, 1, 2 * I, device=device)[:, None]

@@ -59,7 +59,7 @@ class Problem:
         }
 
     def products(self, kernels, extras, convert=lambda tensor: tensor):
-        """Every product by name, up to the last row; `convert` is applied to all operands."""
+        """Compute every product by name, up to the last row; `convert` is applied to all operands."""
         x, gate_up, down, weight, dout, bias, down_bias = map(convert, self.operands[:7])
         of_h, of_a, of_dh = map(convert, (self.h, self.a, self.dh))
         extra = {name: LoraTerm(*map(convert, value)) if value else None for name, value in extras.items()}

@@ -110,7 +110,8 @@ class Kernel:
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch):
-    """Asks for a kernel as a new process would, in a cache that has it already; tells whether it was loaded."""
+    """Return a function that asks for a kernel as a new process would, in a cache that has it already, and tells
+    whether it was loaded."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "mine"))
     monkeypatch.setattr(cache.cute.runtime, "load_module", lambda *_, **__: {"kernel": "loaded"})
 

@@ -222,7 +222,8 @@ def function_with_lora(request):
 
 
 def adapter(function, rank=RANK):
-    """Rows and a factor in the order of the weight, which `down_backward` and `up_backward_input` read transposed."""
+    """Make rows and a factor in the order of the weight, which `down_backward` and `up_backward_input` read
+    transposed."""
     columns = WITH_EXTRA[function][0]
     if function in ("up_backward_input", "down_backward"):
         return LoraTerm(of(P, rank), of(E, rank, columns).mT)

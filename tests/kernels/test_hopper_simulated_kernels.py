@@ -36,7 +36,7 @@ def normal(*size, dtype, std=1.0):
 
 
 def weight(num_experts, columns, depth, dtype, transposed):
-    """[E, columns, depth], stored as [E, depth, columns] if transposed."""
+    """Make [E, columns, depth], stored as [E, depth, columns] if transposed."""
     if transposed:
         return normal(num_experts, depth, columns, dtype=dtype, std=depth**-0.5).transpose(1, 2)
     return normal(num_experts, columns, depth, dtype=dtype, std=depth**-0.5)

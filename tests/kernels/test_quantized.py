@@ -18,7 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def bitsandbytes_nf4(weight):
-    """bitsandbytes' codes and quantization state, and the same as ours stores them."""
+    """Return bitsandbytes' codes and quantization state, and the same as ours stores them."""
     from bitsandbytes.functional import quantize_4bit
 
     codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")

@@ -81,7 +81,7 @@ def test_stochastic_rounding_draws_the_numbers_of_the_definition():
 
 
 def step(tensors, dout, logits, index, policy, valid, backend):
-    """out and gradients of a rounded layer, from the router's logits on."""
+    """Compute out and gradients of a rounded layer, from the router's logits on."""
     leaves = {name: tensors[name].detach().requires_grad_() for name in ("x", "gate_up", "down")}
     leaves["logits"] = logits.detach().requires_grad_()
     routing, _ = rounded_routing(FAMILY, ROUTER, leaves["logits"], index, policy, valid)

@@ -55,9 +55,9 @@ def compare(backend, device, dtype, sizes, activation, where, value, layout="con
 
 
 def nans(tensors, dout, ids, layout, activation):
-    """name -> (where the eager backend has NaN, where it still has with pre-activations that are a little larger or smaller).
-    An infinity times a slope takes the slope's sign, and a sum of infinities is NaN where the signs differ; h rounded to
-    bf16 (2^-9) can be on the other side of a slope's zero."""
+    """Map name -> (where the eager backend has NaN, where it still has with pre-activations that are a little larger
+    or smaller). An infinity times a slope takes the slope's sign, and a sum of infinities is NaN where the signs
+    differ; h rounded to bf16 (2^-9) can be on the other side of a slope's zero."""
     runs = []
     for scale in (1, 1 + 2**-8, 1 - 2**-8):
         scaled = {name: tensors[name] * scale for name in ("x", "gate_up_bias")}
@@ -75,7 +75,8 @@ def test_eager(activation, where, value):
 
 
 def cases_for_triton():
-    """Without what cannot differ: the sign of an infinity that no activation meets, and what only adds to the output."""
+    """Yield the cases without what cannot differ: the sign of an infinity that no activation meets, and what only adds
+    to the output."""
     for activation in ("swiglu", "relu2", "clamped_swiglu", "reglu"):
         for where in (*INPUTS, "expert"):
             if where == "down_bias" and activation != "swiglu":

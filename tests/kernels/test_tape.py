@@ -40,7 +40,7 @@ def adapted(device, rank=5, layout="concatenated", **settings):
 
 
 def weights_alone(device):
-    """Gradients of some of the inputs, of which routing weights are none."""
+    """Compute gradients of some of the inputs, of which routing weights are none."""
     tensors, dout = layer(T, H, I, E, T * K, torch.bfloat16, device, bias=False)
     ids, _ = routing_ids(T, E, K, "top_k", device)
     leaf = tensors["down"].requires_grad_()
@@ -55,7 +55,7 @@ def weights_alone(device):
 
 
 def in_fp8(device):
-    """Products of FP8 experts, quantized by 128 columns."""
+    """Compute products of FP8 experts, quantized by 128 columns."""
     tensors, dout = layer(T, 128, 128, E, T * K, torch.bfloat16, device, bias=False)
     ids, _ = routing_ids(T, E, K, "top_k", device)
     orders = {"gate_up": "concatenated", "down": "whole"}

@@ -175,7 +175,7 @@ def _module(name, **members):
 
 
 def _nan_or(function):
-    """fmin or fmax: of NaN and a number the number, unless `nan` is True."""
+    """Return fmin or fmax: of NaN and a number the number, unless `nan` is True."""
 
     def chosen(a, b, nan=False):
         if a != a or b != b:

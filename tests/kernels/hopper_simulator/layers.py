@@ -22,7 +22,7 @@ def use_simulator(monkeypatch, blocks=2):
 
 
 def pairs_of(counts, num_tokens, spare=3):
-    """(experts, tokens) of pairs: so many of each expert, whose tokens are random, and so many dropped ones."""
+    """Draw (experts, tokens) of pairs: so many of each expert, whose tokens are random, and so many dropped ones."""
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     expert = torch.cat((expert, torch.full((spare,), len(counts))))[torch.randperm(sum(counts) + spare)]
     return expert, torch.randint(num_tokens, expert.shape)

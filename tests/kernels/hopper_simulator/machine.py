@@ -55,7 +55,7 @@ class Memory:
         return start // width
 
     def place(self, address: int, width: int) -> int:
-        """`places` of one address."""
+        """Run `places` of one address."""
         start = address - self.base
         if not 0 <= start < len(self.bytes) or start % width or not self.is_allocated[start // 2]:
             raise SimulationError(f"an access to address {start}, outside all tensors or off alignment")
@@ -201,7 +201,7 @@ class Machine:
         heapq.heappush(self.ready, (6 * draw, draw, event))
 
     def wait(self, barrier: Barrier, parity: int):
-        """Until the barrier's phase of this parity has ended; the lanes of a warp poll together."""
+        """Wait until the barrier's phase of this parity has ended; the lanes of a warp poll together."""
         meeting, is_last = yield from self._come(("warp", self.current.warp.index), (barrier, parity), self.lanes)
         if is_last:
             thread = self.current

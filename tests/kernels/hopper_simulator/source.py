@@ -52,7 +52,7 @@ def trees() -> dict[str, ast.Module]:
 
 @functools.cache
 def names_that_wait() -> frozenset[str]:
-    """Functions that call one that may wait, and so on."""
+    """Find the functions that call one that may wait, and so on."""
     functions = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     names = WAITING | PARAMETERS
     while more := {
@@ -91,7 +91,7 @@ class Rewriter(ast.NodeTransformer):
 
 @functools.cache
 def module(name: str) -> types.ModuleType:
-    """kernels/hopper/<name>.py."""
+    """Load kernels/hopper/<name>.py."""
     if name in REPLACED:
         return REPLACED[name]
     found = types.ModuleType(f"{PACKAGE}.{name}")

@@ -253,7 +253,7 @@ class Tensor:
         return memory, memory.place(address, kind.bytes), kind
 
     def box(self):
-        """(addresses, which of them lie inside) of all elements, by (first mode, second mode)."""
+        """Return (addresses, which of them lie inside) of all elements, by (first mode, second mode)."""
         (m0, s0, n0), (m1, s1, n1) = self.modes
         ranges = [self.origin[m0] + s0 * np.arange(n0), self.origin[m1] + s1 * np.arange(n1)]
         inside = (ranges[0] < self.base.shape[m0])[:, None] & (ranges[1] < self.base.shape[m1])
@@ -281,7 +281,7 @@ class Tensor:
         return self.base.cache[key]
 
     def read_vector(self):
-        """All elements, which are 16 bytes."""
+        """Read all elements, which are 16 bytes."""
         memory, places = self._vector()
         return memory[places]
 
@@ -383,6 +383,6 @@ class Accumulator:
 
 
 def coordinates_of(thread: int, columns: int):
-    """(row, column) of a thread's accumulators of 64 x `columns`, by the instruction's definition in PTX."""
+    """Return (row, column) of a thread's accumulators of 64 x `columns`, by the instruction's definition in PTX."""
     row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
     return [(row + 8 * (v // 2 % 2), column + 8 * (v // 4) + v % 2) for v in range(columns // 2)]

@@ -15,7 +15,7 @@ def _is_first_lane():
 
 
 def elect_one():
-    """elect.sync, for which all lanes of a warp come together."""
+    """Run elect.sync, for which all lanes of a warp come together."""
     warp = state.thread.warp
 
     def note():
@@ -252,7 +252,7 @@ class TiledMma:
 
 
 def gemm(mma, out, a, b, accumulator):
-    """Lane 0 issues for its warp, which computes 16 of the 64 rows."""
+    """Issue the MMA: lane 0 issues for its warp, which computes 16 of the 64 rows."""
     thread = state.thread
     if thread.lane:
         return
