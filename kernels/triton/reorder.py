@@ -38,7 +38,8 @@ def _reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
 
 @triton.jit
 def reorder_in_turn(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
-    """Run `_reorder_tile`, if `tile` is one of this job's; return the tile as the next job counts it. Without `out` no job."""
+    """Run `_reorder_tile`, if `tile` is one of this job's; return the tile as the next job counts it. Without
+    `out` no job."""
     if out is not None:
         tiles: tl.constexpr = JOB[12]
         if (tile >= 0) & (tile < tiles):
