@@ -76,7 +76,8 @@ STEP = Chart(
 
 
 def read_medians(path: Path, chart: Chart) -> tuple[dict[tuple[str, str, str, str], float], dict[str, str]]:
-    """(config, launch, contender, metric) -> median of the chart's rows; and the columns that say where they come from.
+    """Return (config, launch, contender, metric) -> median of the chart's rows; and the columns that say where they
+    come from.
 
     Raises:
         ValueError: the file mixes runs of several commits or GPUs.
@@ -94,7 +95,7 @@ def read_medians(path: Path, chart: Chart) -> tuple[dict[tuple[str, str, str, st
 
 
 def draw_panel(axis, chart: Chart, medians: dict[tuple[str, str, str, str], float], metric: str) -> None:
-    """One group of bars a model, one bar a contender; what was not measured has none."""
+    """Draw one group of bars a model, one bar a contender; what was not measured has none."""
     title, label, factor = chart.panels[metric]
     measured = [name for name in CONTENDERS if any(contender == name for _, _, contender, _ in medians)]
     groups = [config for config in chart.configs if any((*config, name, metric) in medians for name in measured)]
@@ -114,8 +115,8 @@ def draw_panel(axis, chart: Chart, medians: dict[tuple[str, str, str, str], floa
 
 
 def draw_small_batches(results: Path, path: Path) -> None:
-    """Milliseconds a step over tokens a step: a panel a model and mode, a colour a contender, a line style an execution;
-    below each in grey what the GPU computes of ours as CUDA graphs."""
+    """Draw milliseconds a step over tokens a step: a panel a model and mode, a colour a contender, a line style an
+    execution; below each in grey what the GPU computes of ours as CUDA graphs."""
     rows = [row for row in read_rows(results) if row["metric"] in BUSY]
     panels, lines = {}, {}
     for row in rows:
@@ -158,7 +159,7 @@ def save(figure, path: Path) -> None:
 
 
 def draw(chart: Chart, results: Path, path: Path) -> None:
-    """Both panels, with the legend above and the origin below."""
+    """Draw both panels, with the legend above and the origin below."""
     medians, origin = read_medians(results, chart)
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 3.9))
     for axis, metric in zip(axes, chart.panels):

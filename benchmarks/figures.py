@@ -51,7 +51,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def conditions(text: str) -> tuple[dict[str, str], list[str]]:
-    """(column -> value, names) of `config=7B; ms, peak_GiB`."""
+    """Return (column -> value, names) of `config=7B; ms, peak_GiB`."""
     filters, names = {}, []
     for part in filter(None, map(str.strip, text.split(";"))):
         if "=" in part:
@@ -126,7 +126,8 @@ def cell_with(cell: str, values: list[float]) -> str:
 
 
 def updated(text: str, folder: Path) -> Iterator[tuple[int, int, str, str]]:
-    """(start, end, line, what is wrong) of each row of a table behind a marker, with the line as the CSV has it."""
+    """Yield (start, end, line, what is wrong) of each row of a table behind a marker, with the line as the CSV has
+    it."""
     for marker in MARKER.finditer(text):
         file, first, body = marker.groups()
         specification = [line.partition(":")[::2] for line in body.splitlines()]
@@ -158,7 +159,7 @@ def updated(text: str, folder: Path) -> Iterator[tuple[int, int, str, str]]:
 
 
 def unnamed(root: Path, texts: str) -> Iterator[str]:
-    """CSVs that no document names, or whose rows do not name their commit."""
+    """Yield CSVs that no document names, or whose rows do not name their commit."""
     for path in sorted((root / "benchmarks" / "results").glob("*.csv")):
         if path.name not in texts:
             yield f"{path.name}: no document names it"

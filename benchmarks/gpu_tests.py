@@ -21,7 +21,8 @@ LISTED = re.compile(rf"{HEAD}\n(?:- .*\n)+\n")
 
 
 def later_commits(root: Path, commit: str) -> list[str] | None:
-    """Subjects of the commits after `commit` that change kernels/, the oldest first; None where git cannot tell."""
+    """Return the subjects of the commits after `commit` that change kernels/, the oldest first; None where git cannot
+    tell."""
     command = ["git", "log", "--no-merges", "--reverse", "--format=%s", f"{commit}..HEAD", "--", "kernels"]
     try:
         return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -65,7 +65,8 @@ def save_random_model(tokenizer, arguments: argparse.Namespace) -> str:
 
 
 def optimizer_of(model, learning_rate: float) -> torch.optim.Optimizer:
-    """Experts and the rest are on different meshes, and torch updates lists of tensors of one mesh: a group for each."""
+    """Make an optimizer with a group for each mesh: experts and the rest are on different ones, and torch updates
+    lists of tensors of one mesh."""
     by_mesh = collections.defaultdict(list)
     for parameter in model.parameters():
         by_mesh[parameter.device_mesh].append(parameter)

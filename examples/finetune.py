@@ -188,7 +188,7 @@ def load_texts(arguments: argparse.Namespace):
 
 
 def cut_into_blocks(texts, tokenizer, length: int):
-    """All texts as one stream, cut into blocks of `length` tokens."""
+    """Join all texts to one stream, and cut it into blocks of `length` tokens."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def cut(batch):
@@ -250,16 +250,16 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
 
 
 def captures_graphs(arguments: argparse.Namespace) -> bool:
-    """Whether a compiled model runs as CUDA graphs: a step of few tokens waits for Python otherwise. Gradients summed
-    over several batches have not been measured so, and a model with gradient checkpointing is no one graph."""
+    """Tell whether a compiled model runs as CUDA graphs: a step of few tokens waits for Python otherwise. Gradients
+    summed over several batches have not been measured so, and a model with gradient checkpointing is no one graph."""
     few = arguments.batch_size * arguments.sequence_length <= FEW_TOKENS
     one_graph = arguments.gradient_accumulation_steps == 1 and not arguments.gradient_checkpointing
     return arguments.compile == "inductor" and few and one_graph
 
 
 def compiles_layers(arguments: argparse.Namespace) -> bool:
-    """Whether each layer is compiled on its own: once for all of them, and without the mask that Transformers makes
-    inside a compiled model, with which attention is slower."""
+    """Tell whether each layer is compiled on its own: once for all of them, and without the mask that Transformers
+    makes inside a compiled model, with which attention is slower."""
     return arguments.compile == "inductor" and not captures_graphs(arguments)
 
 

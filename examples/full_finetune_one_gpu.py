@@ -43,7 +43,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def step_in_backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """From now on a backward updates every weight as soon as its gradient is complete, and frees the gradient."""
+    """Make backward update every weight as soon as its gradient is complete, and free the gradient."""
 
     def step(weight):
         optimizer.step()  # updates this weight alone: no other has a gradient now

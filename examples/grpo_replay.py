@@ -74,7 +74,7 @@ class ReplayingGRPOTrainer(GRPOTrainer):
         return batch
 
     def _rows(self) -> int:
-        """Sequences in a call: a batch of completions has several batches of training."""
+        """Return the number of sequences in a call: a batch of completions has several batches of training."""
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
 
     def _recorded(self, ids, mask) -> list[torch.Tensor]:
@@ -105,7 +105,8 @@ class ReplayingGRPOTrainer(GRPOTrainer):
         )
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
-        """Also the old log-probabilities, which TRL computes, where it needs them, before it hands out the batch."""
+        """Compute also the old log-probabilities, which TRL computes, where it needs them, before it hands out the
+        batch."""
         replay = nullcontext()
         if self.rollout_experts is not None and model is self.model:
             replay = sonicmoe_hf.replay_routing(model, self._aligned(self.rollout_experts, attention_mask))
@@ -140,7 +141,7 @@ class StandInServer:
         self.model = copy.deepcopy(model).to(torch.bfloat16).eval()
 
     def rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
-        """TRL's `rollout_func`: a completion for each prompt."""
+        """Serve as TRL's `rollout_func`: a completion for each prompt."""
         policy = trainer.accelerator.unwrap_model(trainer.model)
         self.model.to(policy.device).load_state_dict(policy.state_dict())  # rounds to bf16
         tokenizer = trainer.processing_class
@@ -152,7 +153,7 @@ class StandInServer:
 
     @torch.no_grad()
     def _complete(self, prompt_ids: list[int], max_tokens: int, eos: int) -> dict[str, list | numpy.ndarray]:
-        """One prompt: a call for the prompt, then one for each token but the last, as a server's are."""
+        """Complete one prompt: a call for the prompt, then one for each token but the last, as a server's are."""
         ids, logprobs, cache = torch.tensor([prompt_ids], device=self.model.device), [], None
         sampled: list[int] = []
         with sonicmoe_hf.record_routing(self.model) as routing:

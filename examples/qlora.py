@@ -106,7 +106,7 @@ def make_small_model(texts, folder: Path) -> None:
 
 
 def linear_in_4_bits() -> bool:
-    """Whether bitsandbytes packs the linear layers."""
+    """Tell whether bitsandbytes packs the linear layers."""
     # on CPUs bitsandbytes 0.50 loses gradients once a model has been evaluated
     return torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
 

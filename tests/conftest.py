@@ -44,7 +44,7 @@ def _afresh():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Two gloo ranks, whose process groups pile up while they live."""
+    """Start two gloo ranks, whose process groups pile up while they live."""
     from helpers.ranks import Ranks
 
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))

@@ -58,7 +58,7 @@ def grouped_mm(shape: Shape):
 
 
 def scattermoe(shape: Shape):
-    """ScatterMoE (kernels-community/scattermoe), the other Triton implementation."""
+    """Build the layer of ScatterMoE (kernels-community/scattermoe), the other Triton implementation."""
     peer = peer_module("scattermoe")
 
     def layer(x, gate_up, down, expert, weight):
@@ -145,7 +145,7 @@ ON_CPU = (EAGER, "grouped_mm")
 
 
 def available(names, shape: Shape):
-    """name -> layer of those that can run here; says which cannot."""
+    """Return name -> layer of those that can run here; print which cannot."""
     layers = {}
     for name in names:
         try:

@@ -38,14 +38,15 @@ class Step:
         return out
 
     def results(self) -> dict:
-        """out, and every gradient under the name of what it belongs to with a d before it."""
+        """Return out, and every gradient under the name of what it belongs to with a d before it."""
         out = self().detach()
         gradients, self.gradients = self.gradients, ()
         return {"out": out, **{f"d{name}": gradient for name, gradient in zip(self.wanted, gradients)}}
 
 
 def memory(step: Step) -> dict[str, float]:
-    """MB that forward leaves for backward (its output not counted), and the most a step takes beyond its inputs."""
+    """Measure MB that forward leaves for backward (its output not counted), and the most a step takes beyond its
+    inputs."""
     release()
     before = torch.cuda.memory_allocated()
     out = step.forward()
@@ -60,8 +61,8 @@ def memory(step: Step) -> dict[str, float]:
 
 
 def first_step(step: Step) -> dict[str, float]:
-    """Seconds of a contender's first forward and backward at this size, what it compiles, loads and tunes included, and
-    the most memory that took beyond its inputs, in MB."""
+    """Measure seconds of a contender's first forward and backward at this size, what it compiles, loads and tunes
+    included, and the most memory that took beyond its inputs, in MB."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, began = torch.cuda.memory_allocated(), time.perf_counter()

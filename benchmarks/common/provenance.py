@@ -42,7 +42,8 @@ def commit() -> str:
 
 
 def versions() -> str:
-    """ "torch 2.11.0, triton 3.6.0, ...", of the packages installed here; peers with the digest of their sources."""
+    """Return "torch 2.11.0, triton 3.6.0, ...", of the packages installed here; peers with the digest of their
+    sources."""
     found = []
     for package in PACKAGES:
         try:

@@ -95,7 +95,7 @@ class Table(Rows):
         self.columns, self.figures = columns, figures
 
     def add(self, *columns: Any) -> None:
-        """Rows, which are printed: the columns before the metric, and metric -> its values, or the only one."""
+        """Add rows, which are printed: the columns before the metric, and metric -> its values, or the only one."""
         *names, metrics = columns
         medians = []
         for metric, values in metrics.items():

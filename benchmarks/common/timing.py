@@ -44,7 +44,7 @@ def graph_of(call):
 
 
 def captured(calls: dict) -> dict:
-    """`graph_of` each call by its name; without those that cannot be captured (they synchronise)."""
+    """Capture each call by its name with `graph_of`; leave out those that cannot be captured (they synchronise)."""
     graphs = {}
     for name, call in calls.items():
         try:
@@ -70,14 +70,14 @@ class Clock:
             self.points.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Between each two points."""
+        """Return the milliseconds between each two points."""
         synchronize()
         pairs = list(zip(self.points, self.points[1:]))
         return [before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before) for before, after in pairs]
 
 
 def waited_times(call, count: int, warmup: int) -> tuple[list[float], list]:
-    """Milliseconds of each of `count` calls after the warm-up, each waited for; and the results of all."""
+    """Return milliseconds of each of `count` calls after the warm-up, each waited for; and the results of all."""
     times, results = [], []
     for _ in range(warmup + count):
         synchronize()
@@ -97,8 +97,8 @@ class Times(NamedTuple):
 
 
 def interleaved_times(calls: dict, rounds: int) -> dict[Any, Times]:
-    """Every round runs every call once, in an order of its own, since the clock that a GPU at its power cap gives a call
-    depends on what ran before."""
+    """Run every call once in every round, in an order of its own, since the clock that a GPU at its power cap gives a
+    call depends on what ran before."""
     times, order, generator = {name: Times([], [], []) for name in calls}, list(calls), random.Random(0)
     for call in calls.values():
         call()
@@ -119,8 +119,8 @@ def interleaved_times(calls: dict, rounds: int) -> dict[Any, Times]:
 
 
 def hot_times(calls: dict, rounds: int, warmup: int) -> dict[Any, list[float]]:
-    """name -> milliseconds of each round after the warm-up. Calls take turns without a pause, so that all run at the
-    clock that a GPU keeps."""
+    """Return name -> milliseconds of each round after the warm-up. Calls take turns without a pause, so that all run
+    at the clock that a GPU keeps."""
     clocks: dict[Any, list[Clock]] = {name: [] for name in calls}
     for _ in range(warmup + rounds):
         for name, call in calls.items():

@@ -36,8 +36,8 @@ def weight_in_blocks(weight_ENK, order: str) -> PackedOperand:
 
 
 def problem(shape, seed=0, skipped=()):
-    """x, gate_up, down and the rows on a GPU; experts in `skipped` have none. Large weights are filled expert by
-    expert."""
+    """Return x, gate_up, down and the rows on a GPU; experts in `skipped` have none. Large weights are filled expert
+    by expert."""
     T, H, I, E, K = shape
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -58,7 +58,8 @@ def quantized(x, gate_up, weight):
 
 
 def errors_of(shape, x, gate_up, weight, rows, results):
-    """name -> error of h and y of some experts against fp32 products of the unrounded operands, by contender."""
+    """Return name -> error of h and y of some experts against fp32 products of the unrounded operands, by
+    contender."""
     ends, errors = rows.offsets.tolist(), {}
     for name, (h, y) in results.items():
         wrong, whole = torch.zeros(2, device="cuda"), torch.zeros(2, device="cuda")
@@ -74,7 +75,7 @@ def errors_of(shape, x, gate_up, weight, rows, results):
 
 
 def forward_calls(x, dense, packed, rows):
-    """contender -> what gives h and y of gate_up and down, dense or packed."""
+    """Return contender -> what gives h and y of gate_up and down, dense or packed."""
 
     def bf16():
         h, a = hopper.up(x, dense[0], None, rows, SWIGLU, False, True, True)
@@ -88,7 +89,8 @@ def forward_calls(x, dense, packed, rows):
 
 
 def layer_calls(shape, x, packed):
-    """contender -> forward and backward of a layer with adapters, to x, the routing weights and the adapters."""
+    """Return contender -> forward and backward of a layer with adapters, to x, the routing weights and the
+    adapters."""
     weights = [PackedWeight.of(Quantized(*operand[:3]), "fp8", BF16) for operand in packed]
     x, dout = x.detach().requires_grad_(), torch.randn_like(x)
     expert = torch.rand(shape.T, shape.E, device="cuda").topk(shape.K).indices
@@ -122,7 +124,7 @@ def measure(table, config, shape, rounds):
 
 
 def add_times(table, config, shape, mode, calls, rounds):
-    """Rows of the calls' times."""
+    """Add rows of the calls' times."""
     flop = 6 * shape.T * shape.K * shape.H * shape.I * (2 if mode == "layer" else 1)
     alone = "graph" if mode == "forward" or shape.E * shape.I * shape.H < MAX_CAPTURED else "eager"
     if alone == "graph":

@@ -29,7 +29,7 @@ PRODUCTS = {
 
 
 def launches(step):
-    """(name, microseconds) of every kernel, copy and fill of one step, in the order in which they ran."""
+    """Return (name, microseconds) of every kernel, copy and fill of one step, in the order in which they ran."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
@@ -50,8 +50,8 @@ def roles(contender, names, mode):
 
 
 def times_by_role(contender, runs, mode):
-    """(role, microseconds in each run) of every launch in its order, and of their sum; `runs` as `launches` gives them.
-    Those with other kernels than the first are left out."""
+    """Yield (role, microseconds in each run) of every launch in its order, and of their sum; `runs` as `launches`
+    gives them. Those with other kernels than the first are left out."""
     names = [name for name, _ in runs[0]]
     runs = [run for run in runs if [name for name, _ in run] == names]
     for number, role in enumerate(roles(contender, names, mode)):

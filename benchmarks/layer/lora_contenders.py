@@ -54,7 +54,8 @@ def experts_module(shape: Shape, gate_up, down, implementation: str, trained: bo
 
 
 def with_lora(module: nn.Module, rank: int, seed: int = 1) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """PEFT's wrapper around the experts with fp32 adapters, none of them zero, and the wrapper of each parameter."""
+    """Put PEFT's wrapper around the experts with fp32 adapters, none of them zero; return it and the wrapper of each
+    parameter."""
     model = nn.Module()
     model.experts = module
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=TARGETS)
@@ -89,12 +90,13 @@ def through_peft(shape: Shape, gate_up, down, rank: int, implementation: str) ->
 
 
 def over_grouped_mm(shape: Shape, gate_up, down, rank: int) -> Experts:
-    """PEFT over Transformers' experts_implementation="grouped_mm"."""
+    """Put PEFT over Transformers' experts_implementation="grouped_mm"."""
     return through_peft(shape, gate_up, down, rank, "grouped_mm")
 
 
 def over_upstream(shape: Shape, gate_up, down, rank: int) -> Experts:
-    """PEFT over the kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for minutes."""
+    """Put PEFT over the kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for
+    minutes."""
     layer = upstream(shape)
 
     def forward(self, x, expert, weight):
@@ -106,7 +108,7 @@ def over_upstream(shape: Shape, gate_up, down, rank: int) -> Experts:
 
 
 def axolotl(shape: Shape, gate_up, down, rank: int) -> Experts:
-    """Axolotl's ScatterMoE with fused LoRA, called as its HFScatterMoEGatedMLP does."""
+    """Build Axolotl's ScatterMoE with fused LoRA, called as its HFScatterMoEGatedMLP does."""
     peer = peer_module("scattermoe_lora")
     convert = peer_module("scattermoe_lora.layers").peft_lora_to_scattermoe
     wrappers = with_lora(experts_module(shape, gate_up, down, "grouped_mm"), rank)[1]
@@ -131,7 +133,8 @@ def axolotl(shape: Shape, gate_up, down, rank: int) -> Experts:
 
 
 def unsloth(shape: Shape, gate_up, down, rank: int) -> Experts:
-    """Unsloth's separate low-rank products over grouped GEMMs, given what its ParamWrapper hook leaves on the module."""
+    """Build Unsloth's separate low-rank products over grouped GEMMs, given what its ParamWrapper hook leaves on the
+    module."""
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", tempfile.mkdtemp())  # or it writes sources into this folder
     peer = peer_module("unsloth_zoo.temporary_patches.moe_utils")
     module = experts_module(shape, gate_up, down, "grouped_mm")

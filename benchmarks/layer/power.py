@@ -45,7 +45,7 @@ def kernels_of(shape: Shape) -> dict:
 
 
 def sampled(call) -> tuple[float, list[list[str]]]:
-    """(microseconds a call, nvidia-smi's samples) of `call` repeated for SECONDS."""
+    """Return (microseconds a call, nvidia-smi's samples) of `call` repeated for SECONDS."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -36,7 +36,7 @@ GENERAL = ("Qwen3-30B-A3B", "gpt-oss-20b")
 
 
 def never_read_packed():
-    """Every packed weight is expanded, however few rows there are."""
+    """Expand every packed weight, however few rows there are."""
     return mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
 
 
@@ -46,13 +46,13 @@ def formats_of(shape):
 
 
 def packed_pair(weights, name):
-    """gate_up and down as packed weights."""
+    """Return gate_up and down as packed weights."""
     orders = ("concatenated", "whole")
     return [PackedWeight.quantize(weight.detach(), name, order=order) for weight, order in zip(weights, orders)]
 
 
 def random_tokens(shape: Shape, device):
-    """x, expert_TK and weight_TK as in `problem`."""
+    """Return x, expert_TK and weight_TK as in `problem`."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(shape.T, shape.H, generator=generator, device=device).bfloat16()
     weight, expert = torch.rand(shape.T, shape.E, generator=generator, device=device).topk(shape.K, dim=-1)
@@ -60,13 +60,14 @@ def random_tokens(shape: Shape, device):
 
 
 def measured(calls, calls_each, options):
-    """name -> microseconds of one of the `calls_each` calls that each makes, by CUDA graph where there is a GPU."""
+    """Return name -> microseconds of one of the `calls_each` calls that each makes, by CUDA graph where there is a
+    GPU."""
     times = interleaved_times(captured(calls) if options.device == "cuda" else calls, options.rounds)
     return {name: [1e3 * ms / calls_each for ms in on_device] for name, (on_device, *_) in times.items()}
 
 
 def generate(shape, options, add):
-    """Forward of a stack of layers with weights of their own, at few tokens."""
+    """Measure forward of a stack of layers with weights of their own, at few tokens."""
     depth = STACK if options.device == "cuda" else 2
     inputs = problem(shape._replace(T=1), torch.bfloat16, options.device)
     weights = {"bf16": inputs[1:3]} | {name: packed_pair(inputs[1:3], name) for name in formats_of(shape)}
@@ -101,7 +102,7 @@ def generate(shape, options, add):
 
 
 def train(shape, options, add):
-    """Forward and backward of a LoRA layer over packed and over bf16 experts."""
+    """Measure forward and backward of a LoRA layer over packed and over bf16 experts."""
     for tokens in options.trained_tokens:
         at = shape._replace(T=tokens)
         for backend in options.backends:
@@ -111,7 +112,8 @@ def train(shape, options, add):
 
 
 def train_on(shape, prefix: str, options, add):
-    """`train` at one number of tokens on the backend that is set; its name and a space begin the rows' contenders."""
+    """Run `train` at one number of tokens on the backend that is set; its name and a space begin the rows'
+    contenders."""
     mode, inputs = f"LoRA, {shape.T} tokens", problem(shape, torch.bfloat16, options.device)
     steps = {"bf16": step_of(through_peft(shape, *inputs[1:3], RANK, "sonicmoe_hf"), inputs)}
     of_bf16 = relative_errors(steps["bf16"], inputs)

@@ -26,7 +26,7 @@ from benchmarks.common.table import Rows
 
 
 def first_step(shape: Shape, backend: str) -> float:
-    """Seconds, of this process's first."""
+    """Return the seconds of this process's first step."""
     from sonicmoe_hf.layer.moe_experts import moe_experts
 
     x, gate_up, down, expert, weight, dout = problem(shape)
@@ -40,7 +40,7 @@ def first_step(shape: Shape, backend: str) -> float:
 
 
 def in_new_processes(shape: Shape, backend: str):
-    """(which caches are full, seconds) of processes that run one after the other."""
+    """Yield (which caches are full, seconds) of processes that run one after the other."""
     command = [sys.executable, "-m", __spec__.name, "--shape", str(shape), "--backend", backend, "--step"]
     with tempfile.TemporaryDirectory() as folder:
         names = {"SONICMOE_HF_CACHE": "kernels", "TRITON_CACHE_DIR": "triton", "PYTHONPYCACHEPREFIX": "bytecode"}

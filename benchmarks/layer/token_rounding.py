@@ -68,7 +68,7 @@ class Layer:
         return routing, rows
 
     def step(self, contender: str) -> Step:
-        """Forward and backward, from the router on."""
+        """Run forward and backward, from the router on."""
         x, gate_up, down = (self.leaves[name] for name in ("x", "gate_up", "down"))
         forward = lambda: moe_experts(x, gate_up, down, self.decide(contender), backend=self.backend)  # noqa: E731
         return Step(forward, self.leaves, self.dout)

@@ -22,7 +22,7 @@ class Comparison(NamedTuple):
 
 
 def compare(table: dict[tuple[str, int], list[dict]], column: str = "held_out_loss") -> Comparison:
-    """Least squares of loss = method + seed; replicas are further runs of their method.
+    """Fit loss = method + seed by least squares; replicas are further runs of their method.
 
     One fit for all runs, so that a method lacking a seed is still compared like with like.
     """

@@ -24,7 +24,7 @@ class RowCounter:
             tensor.zero_()
 
     def count(self, layer: int, experts, args) -> None:
-        """Forward pre-hook of an experts module."""
+        """Count rows, as forward pre-hook of an experts module."""
         index_P = (args[1].expert_index if isinstance(args[1], Routing) else args[1]).reshape(-1).long()
         rows_E = index_P.new_zeros(self.rows.shape[1] + 1)  # + 1: the sentinel
         rows_E = rows_E.scatter_add_(0, index_P, torch.ones_like(index_P))[:-1]
@@ -33,7 +33,7 @@ class RowCounter:
         self.busiest[layer] += rows_E.max()
 
     def counted(self) -> list[torch.Tensor]:
-        """rows, starved and busiest, on the CPU."""
+        """Return rows, starved and busiest, on the CPU."""
         return [tensor.cpu().clone() for tensor in (self.rows, self.starved, self.busiest)]
 
 

@@ -99,7 +99,8 @@ def sigmoid_config(preset: Preset) -> Dots1Config:
 
 
 def build(preset: Preset, case: Case, seed: int, device: torch.device):
-    """(model, counter of rows, what is to be called after every optimiser step or None), balanced by the case."""
+    """Return (model, counter of rows, what is to be called after every optimiser step or None), balanced by the
+    case."""
     pooled = {"output_router_logits": True, "router_aux_loss_coef": case.rate} if case.balancing == "pooled" else {}
     config = sigmoid_config(preset) if case.router == "sigmoid" else qwen3_config(preset, **pooled)
     model = random_model(config, seed, device)
@@ -157,7 +158,7 @@ def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: tor
 
 
 def keys_of(preset: Preset, run: Run) -> dict[str, str]:
-    """KEYS' columns."""
+    """Return KEYS' columns."""
     case, seed = run
     return dict(zip(KEYS, map(str, (preset.name, *case, seed, preset.steps))))
 

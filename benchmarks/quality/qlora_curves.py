@@ -65,7 +65,7 @@ def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bf
 
 @contextlib.contextmanager
 def patched_and_balanced(model):
-    """Our experts, with a balancing loss of every layer."""
+    """Patch our experts in, with a balancing loss of every layer."""
     sonicmoe_hf.patch_model(model)
     balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
     balancing.start(model)
@@ -84,7 +84,7 @@ def held_out_loss(model, rows, dtype=torch.bfloat16):
 
 
 def texts_of(files: list[Path] | None) -> tuple[list[str], list[str], str]:
-    """Texts to train on, held-out ones, and what they are: files' pieces, or the standard library."""
+    """Return texts to train on, held-out ones, and what they are: files' pieces, or the standard library."""
     if not files:
         return *standard_library(), "standard library"
     whole = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -135,8 +135,8 @@ def parser_of(description: str | None, csv: str, start_steps: int, steps: int, s
 
 
 def curves_of(contenders, options, adapted: Callable, dtype=torch.bfloat16, **sizes) -> Iterator[tuple]:
-    """(contender, seed, {step: held-out loss}) of each run; the CSV has them all. adapted: (base, contender, seed) ->
-    the model to train, and its further columns."""
+    """Yield (contender, seed, {step: held-out loss}) of each run; the CSV has them all. adapted: (base, contender,
+    seed) -> the model to train, and its further columns."""
     base, rows, held_out, text = start(options, dtype, **sizes)
     table = Rows(options.csv, ("text",))
     for seed in range(1, 1 + options.seeds):

@@ -78,7 +78,7 @@ def permissive_licence(metadata) -> str | None:
 
 
 def package_files(distributions: Iterable[importlib.metadata.Distribution]):
-    """(package, version, licence, [(path, text)]) of the permissively licensed ones, by name; no file twice."""
+    """Yield (package, version, licence, [(path, text)]) of the permissively licensed ones, by name; no file twice."""
     taken = set()
     for package in sorted(distributions, key=lambda each: each.metadata["Name"].lower()):
         if package.metadata["Name"] == "sonicmoe-hf":  # changes with every commit
@@ -180,7 +180,7 @@ def load(file: Path = FILE) -> Corpus:
 
 
 def installed() -> list[tuple]:
-    """`package_files` of all packages beside the running Python."""
+    """Return `package_files` of all packages beside the running Python."""
     return list(package_files(importlib.metadata.distributions()))
 
 

@@ -73,7 +73,7 @@ KEYS = ("preset", *Run._fields, *SETTINGS)
 
 
 def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
-    """Every run of these methods, in PLAN's order."""
+    """Return every run of these methods, in PLAN's order."""
     return [
         Run(method, preset.mean_rows // tiles if tiles else 0, balancing, seed, replica)
         for group in PLAN
@@ -84,7 +84,7 @@ def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
 
 
 def columns_of(preset: Preset, run: Run) -> dict:
-    """KEYS' columns, which tell runs apart, and the tiles of an expert with the mean number of rows."""
+    """Return KEYS' columns, which tell runs apart, and the tiles of an expert with the mean number of rows."""
     keys = preset.name, *run, preset.steps, preset.learning_rate, preset.final_rate
     return {**dict(zip(KEYS, keys)), "tiles_per_expert": preset.mean_rows / run.tile if run.tile else ""}
 
@@ -99,7 +99,8 @@ def by_method(rows: list[dict], balancing: str) -> dict[tuple[str, int], list[di
 
 
 def show(rows: list[dict], balancing: str) -> None:
-    """Held-out loss over top-k's under one balancing loss, with its standard error, and what can be resolved."""
+    """Print the held-out loss over top-k's under one balancing loss, with its standard error, and what can be
+    resolved."""
     table = by_method(rows, balancing)
     comparison = compare(table)
     print(f"balancing loss: {balancing}; held-out loss minus top-k's, nats per token, ± a standard error")
@@ -111,7 +112,8 @@ def show(rows: list[dict], balancing: str) -> None:
 
 
 def plot_tiles(axis, table: dict[tuple[str, int], list[dict]]) -> None:
-    """Held-out loss over top-k's by tiles per expert, a line a rounding; methods without a tile as lines across."""
+    """Plot the held-out loss over top-k's by tiles per expert, a line a rounding; methods without a tile as lines
+    across."""
     over = compare(table).over_top_k
     for colour, method in enumerate(SWEPT):
         swept = [name for name in over if name[0] == method]
@@ -131,7 +133,7 @@ def plot_tiles(axis, table: dict[tuple[str, int], list[dict]]) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Held-out loss over top-k's, by tile and balancing loss."""
+    """Plot the held-out loss over top-k's, by tile and balancing loss."""
     from matplotlib.figure import Figure
 
     tables = {balancing: table for balancing in BALANCING if (table := by_method(rows, balancing))}

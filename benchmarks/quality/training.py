@@ -196,7 +196,8 @@ def build_model(preset: Preset, run: Run, device: torch.device):
 
 
 def make_optimizer(model, preset: Preset, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; matrices decay. On a GPU the learning rate is a tensor, so that a CUDA graph can follow a schedule."""
+    """Make AdamW; matrices decay. On a GPU the learning rate is a tensor, so that a CUDA graph can follow a
+    schedule."""
     on_gpu = device.type == "cuda"
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
@@ -219,7 +220,8 @@ def set_rate(optimizer: torch.optim.Optimizer, preset: Preset, step: int) -> Non
 
 
 def batches(tokens: torch.Tensor, preset: Preset, seed: int) -> Callable[[int], torch.Tensor]:
-    """step -> its batch [batch, length], the same for every method of a seed: the text's windows in random order.
+    """Return step -> its batch [batch, length], the same for every method of a seed: the text's windows in random
+    order.
 
     No window comes twice before all have come once.
     """
@@ -231,7 +233,7 @@ def batches(tokens: torch.Tensor, preset: Preset, seed: int) -> Callable[[int], 
 
 
 def autocast(device: torch.device):
-    """bf16 autocast over fp32 weights on a GPU; plain fp32 elsewhere."""
+    """Return bf16 autocast over fp32 weights on a GPU; plain fp32 elsewhere."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
@@ -300,7 +302,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model, counter: RowCounter, preset: Preset, tokens: torch.Tensor):
-    """Mean loss in nats per token over the held-out files, and top-k's rows per expert there [layers, E].
+    """Return mean loss in nats per token over the held-out files, and top-k's rows per expert there [layers, E].
 
     Where there are too many windows, an even selection of them.
 

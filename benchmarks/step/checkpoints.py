@@ -70,7 +70,7 @@ def gigabytes(folder: Path) -> list[float]:
 
 
 def convert(src: Path, dst: Path, layout: str, shard_size: str) -> dict:
-    """One conversion: seconds and peak memory in GB."""
+    """Convert once; return seconds and peak memory in GB."""
     with PeakMemory() as watched:
         start = time.perf_counter()
         sonicmoe_hf.convert_checkpoint(src, dst, layout, max_shard_size=shard_size)
@@ -79,7 +79,7 @@ def convert(src: Path, dst: Path, layout: str, shard_size: str) -> dict:
 
 
 def load(folder: Path) -> dict:
-    """from_pretrained on the CPU: seconds and peak memory in GB."""
+    """Load by from_pretrained on the CPU; return seconds and peak memory in GB."""
     with PeakMemory() as watched:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

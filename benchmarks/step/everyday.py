@@ -131,7 +131,7 @@ def build(contender: str, experts: str, checkpointing: bool, options):
 
 
 def measure(model, setting: str, options) -> dict:
-    """metric -> values of one setting."""
+    """Measure one setting: metric -> values."""
     torch.compiler.reset()
     callback = SmallSteps()
     steps = steps_of(setting, WARMUP + options.steps, model.config.vocab_size, options.device, options.tiny)

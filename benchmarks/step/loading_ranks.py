@@ -39,7 +39,7 @@ HELD_AS = {"fp8": "fp8", "bf16": "nf4"}  # how a checkpoint stores experts: how 
 
 
 def load(rank: int, ranks: int, folder: Path, held_as: str) -> dict[str, float]:
-    """One rank: seconds, GB held, and the peaks of loading."""
+    """Load on one rank; return seconds, GB held, and the peaks of loading."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)

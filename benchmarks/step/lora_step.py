@@ -67,7 +67,7 @@ def sharing_weights(base):
 
 
 def measure(table: Table, base, row: str, names: list[str], options) -> None:
-    """Cases in turn in one row. The base is bare again afterwards."""
+    """Measure cases in turn in one row. The base is bare again afterwards."""
     runs = [run_of(name, row) for name in names]
     adapted = [trained(each, run) for each, run in zip([base, *(sharing_weights(base) for _ in runs[1:])], runs)]
     try:

@@ -237,7 +237,8 @@ LIGER = (
 
 
 def apply_liger(name: str, model) -> None:
-    """Liger's RMSNorm, RoPE and fused linear cross entropy, or the last alone; the model's experts stay as they are."""
+    """Apply Liger's RMSNorm, RoPE and fused linear cross entropy, or the last alone; the model's experts stay as they
+    are."""
     from liger_kernel import transformers as liger
 
     model_type = MODELS[name].model_type
@@ -248,7 +249,7 @@ def apply_liger(name: str, model) -> None:
 
 
 def use_fused_loss(model) -> None:
-    """Liger's fused linear cross entropy alone."""
+    """Use Liger's fused linear cross entropy alone."""
     model.forward = MethodType(_forward_with_fused_loss, model)
 
 

@@ -55,7 +55,7 @@ CASES = {
 
 
 def train(run: Run, options) -> dict:
-    """Milliseconds of each step after the warm-up, the first loss, the last."""
+    """Return milliseconds of each step after the warm-up, the first loss, the last."""
     model = built(run, options)
     tokens = sequences(run.tokens, model.config.vocab_size, options.device)
     optimizer = optimizer_of(model)
@@ -66,7 +66,7 @@ def train(run: Run, options) -> dict:
 
 
 def measure(table: Table, name: str, options) -> None:
-    """One case; running out of memory is a result."""
+    """Measure one case; running out of memory is a result."""
     (run, is_capped), on_gpu = CASES[name], options.device == "cuda"
     os.environ[VARIABLE] = options.backend or ("triton" if is_capped and on_gpu else "")
     attention = options.gpt_oss_attention if run.model == "gpt-oss-20b" else None

@@ -62,7 +62,7 @@ def check(model, tokens: torch.Tensor) -> None:
 
 
 def measure(model, tokens: torch.Tensor, rounds: int, steps: int) -> dict[str, tuple[list[float], list[float]]]:
-    """case -> (GPU, wall) milliseconds a step of each round."""
+    """Measure each case: (GPU, wall) milliseconds a step of each round."""
     optimizer = optimizer_of(model)
     routing, _ = record_of(model, tokens)
     given = routing.tensors()[0].long().cpu()

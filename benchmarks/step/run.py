@@ -106,8 +106,8 @@ def decoder_layers(model):
 
 
 def check(runs: Sequence[Run], options: argparse.Namespace, autocast: bool) -> None:
-    """Gradients of runs of one model and mode (checking.py), with linear layers in bf16; none of peers' kernels, which
-    tune for minutes at each new shape, nor of FP8 products and rounded routing.
+    """Check gradients of runs of one model and mode (checking.py), with linear layers in bf16; none of peers' kernels,
+    which tune for minutes at each new shape, nor of FP8 products and rounded routing.
 
     Raises:
         SystemExit: a gradient is wrong.
@@ -135,7 +135,7 @@ def join_ranks(device: str) -> tuple[int, int]:
 
 
 def shard(model) -> None:
-    """FSDP2 over all ranks, a unit a layer and one for the rest."""
+    """Shard by FSDP2 over all ranks, a unit a layer and one for the rest."""
     for layer in model.base_model.layers:
         fully_shard(layer)
     fully_shard(model)

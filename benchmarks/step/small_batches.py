@@ -45,12 +45,12 @@ ATTENTION = {"gpt-oss-20b": "torch_sinks"}
 
 
 def masked(call, run: Run, tokens: torch.Tensor):
-    """`call` with a mask of ones for attention that cannot be captured without one (docs/attention.md)."""
+    """Wrap `call` with a mask of ones for attention that cannot be captured without one (docs/attention.md)."""
     return call if run.attention is None else partial(call, attention_mask=torch.ones_like(tokens))
 
 
 def uncaptured() -> tuple[int, int]:
-    """(graphs that Inductor compiled and did not capture, breaks of graphs) since `forget`."""
+    """Count (graphs that Inductor compiled and did not capture, breaks of graphs) since `forget`."""
     return counters["inductor"]["cudagraph_skips"], sum(counters["graph_break"].values())
 
 
@@ -90,7 +90,7 @@ def busy_milliseconds(step) -> float:
 
 
 def measure(model, run: Run, execution: str, options) -> dict:
-    """metric -> values of one run."""
+    """Measure one run: metric -> values."""
     forget()
     on_gpu = options.device == "cuda"
     step = stepping(model, run, execution, options.device)
@@ -121,7 +121,7 @@ def measure(model, run: Run, execution: str, options) -> dict:
 
 
 def runs_of(options) -> dict[str, Run]:
-    """contender -> its model."""
+    """Return contender -> its model."""
     sizes = MODELS[options.model]
     layers = options.layers or (sizes.trained_layers if options.mode == "full" else sizes.layers)
     attention = ATTENTION.get(options.model) if options.device == "cuda" else None
@@ -130,7 +130,7 @@ def runs_of(options) -> dict[str, Run]:
 
 
 def run_in_turn(options, table: Table) -> None:
-    """--in-turn."""
+    """Run the models in turn, for --in-turn."""
     runs = runs_of(options)
     models_of = {name: built(run, options) for name, run in runs.items()}
     for execution, tokens in itertools.product(options.execution or EXECUTIONS, options.tokens):

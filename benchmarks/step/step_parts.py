@@ -105,7 +105,7 @@ class _Thread:
         return self.marks[number].part if number >= 0 else REST
 
     def own_times(self) -> list[tuple[str, float]]:
-        """(part, time in its marks and in none inside them)."""
+        """Return (part, time in its marks and in none inside them)."""
         own = [mark.end - mark.start for mark in self.marks]
         for number, outer in enumerate(self.outer):
             if outer >= 0:
@@ -128,7 +128,7 @@ class Parts(NamedTuple):
         return 1 - sum(self.gpu.get(part, 0.0) for part in inside) / block if block else float("nan")
 
     def metrics(self):
-        """(metric, value) for the CSV."""
+        """Yield (metric, value) for the CSV."""
         for part in ORDER:
             yield f"{part}: GPU ms", self.gpu.get(part, 0.0)
             yield f"{part}: host ms", self.host.get(part, 0.0)
@@ -170,7 +170,8 @@ def _is_backward(event: dict) -> bool:
 
 
 def _makers(operations: list[dict], threads: dict[int, _Thread]) -> dict[int, str]:
-    """Sequence number -> the part that made this autograd node: of operations with that number, the last to start."""
+    """Map each sequence number to the part that made this autograd node: of operations with that number, the last to
+    start."""
     found: dict[int, tuple[float, str]] = {}
     for event in operations:
         number = event.get("args", {}).get("Sequence number", -1)
@@ -182,7 +183,7 @@ def _makers(operations: list[dict], threads: dict[int, _Thread]) -> dict[int, st
 
 
 def _kernel_times(complete: list[dict], threads: dict[int, _Thread], steps: int):
-    """Milliseconds by part, and by part and kernel."""
+    """Return milliseconds by part, and by part and kernel."""
     launches = {
         event["args"]["correlation"]: event
         for event in complete

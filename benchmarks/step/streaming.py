@@ -46,12 +46,12 @@ def run_of(name: str, options) -> Run:
 
 
 def tokens_of(model, count: int, device) -> torch.Tensor:
-    """Random tokens of the model's vocabulary."""
+    """Draw random tokens of the model's vocabulary."""
     return sequences(count, model.config.vocab_size, device)
 
 
 def add_steps(table: Table, name: str, contender: str, model, optimizer, tokens, count: int) -> None:
-    """Rows of training steps."""
+    """Add rows of training steps."""
     release()
     ms, losses = waited_times(lambda: one_step(model, optimizer, tokens), count, WARMUP)
     learned(losses)
@@ -106,7 +106,7 @@ def few(table: Table, options) -> None:
 
 
 def train_qwen3(table: Table, options, count: int, names):
-    """Rows of steps with each of these settings; the model."""
+    """Add rows of steps with each of these settings; return the model."""
     run = run_of(QWEN3, options)
     base = bare(run, options)
     model = trained(base, run)

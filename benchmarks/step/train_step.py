@@ -40,7 +40,7 @@ DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
 
 
 def runs_of(options) -> list[Run]:
-    """Every combination of what was asked for."""
+    """Return every combination of what was asked for."""
     found = []
     modes, contenders = options.mode or ["full"], options.contender or DEFAULT_CONTENDERS
     names = options.model or ["Qwen3-30B-A3B"]

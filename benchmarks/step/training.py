@@ -44,27 +44,27 @@ def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] = ATTE
 
 
 def sequences(num_tokens: int, vocabulary: int, device: str, seed: int = 1) -> torch.Tensor:
-    """Random tokens in full sequences of 4,096, as packing makes them: no padding."""
+    """Draw random tokens in full sequences of 4,096, as packing makes them: no padding."""
     generator = torch.Generator(device).manual_seed(seed)
     length = min(SEQUENCE, num_tokens)
     return torch.randint(vocabulary, (num_tokens // length, length), generator=generator, device=device)
 
 
 def varying(tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Another number of tokens at every step: the first has all, later ones between three quarters and all."""
+    """Return another number of tokens for every step: the first has all, later ones between three quarters and all."""
     length = tokens.shape[1]
     lengths = [length, *(length - 1 - number * 61 % (length // 4) for number in range(steps - 1))]
     return [tokens[:, :length] for length in lengths]
 
 
 def optimizer_of(model) -> torch.optim.Optimizer:
-    """Fused AdamW of what is trained."""
+    """Make a fused AdamW of what is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
 
 def one_step(model, optimizer, tokens, autocast: bool = True):
-    """Forward, backward, optimiser, zero_grad. Returns the loss, on the device."""
+    """Run forward, backward, optimiser, zero_grad. Returns the loss, on the device."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
@@ -99,13 +99,14 @@ def record(table: Table, columns: Sequence, measure: Callable[[], dict]) -> None
 
 
 def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
-    """One step a batch, the first WARMUP of them not timed. As in training, the host does not wait between the others."""
+    """Train one step a batch, the first WARMUP of them not timed. As in training, the host does not wait between the
+    others."""
     return timed_in_turn([model], batches, autocast)[0]
 
 
 def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: bool = True) -> list[Measured]:
-    """`timed_steps` of several models, a step of each in turn, so that what slows the host down slows all of them. The
-    others' adapters and optimisers are no part of a model's peak."""
+    """Run `timed_steps` of several models, a step of each in turn, so that what slows the host down slows all of them.
+    The others' adapters and optimisers are no part of a model's peak."""
     on_gpu = batches[0].device.type == "cuda"
     optimizers, clock = [optimizer_of(model) for model in models], Clock(1 + len(models) * len(batches))
     losses, first_step_s = [torch.tensor(float("nan"))] * len(models), [float("nan")] * len(models)
@@ -140,7 +141,7 @@ def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: b
 
 
 def _held(optimizer) -> int:
-    """Bytes of what is trained and of the optimiser's state."""
+    """Count bytes of what is trained and of the optimiser's state."""
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [tensor for parameter in trained for tensor in optimizer.state[parameter].values()]
     return sum(tensor.nbytes for tensor in trained + states)

@@ -30,7 +30,8 @@ def add_share(parser) -> None:
 
 
 def products(shape: Shape, inputs, rows=None) -> dict[str, tuple[int, Callable]]:
-    """kernel -> (FLOP, call of a backend's function); rows: those of the pairs, the Triton backend's unless given."""
+    """Return kernel -> (FLOP, call of a backend's function); rows: those of the pairs, the Triton backend's unless
+    given."""
     x, gate_up, down, expert, weight, dout = inputs
     T, H, I, E, K = shape
     R, act = T * K, Activation()
@@ -90,7 +91,7 @@ def compile_in_processes(module: str) -> None:
 
 
 def timed(candidates: Iterable[tuple[str, Callable, Callable]]) -> Iterator[tuple[str, float, float]]:
-    """(name, microseconds, relative difference from the first) of each (name, what has it used, call)."""
+    """Yield (name, microseconds, relative difference from the first) of each (name, what has it used, call)."""
     first, ran = None, []
     for name, use, call in candidates:
         use()
@@ -107,7 +108,7 @@ def timed(candidates: Iterable[tuple[str, Callable, Callable]]) -> Iterator[tupl
 
 
 def add_timed(table: Rows, shape, kernel: str, tile: str, candidates, flop: float | None = None, calls: int = 1):
-    """Rows of `timed`. tile: the column that names the candidate; flop: of a call; calls: of each graph."""
+    """Add rows of `timed`. tile: the column that names the candidate; flop: of a call; calls: of each graph."""
     for name, us, difference in timed(candidates):
         us /= calls
         rate = {} if flop is None else {"TFLOP/s": f"{flop / us / 1e6:.0f}"}

@@ -41,7 +41,7 @@ SHAPES = ("24576,1536,256,128,8", "16384,2048,768,128,8", "16384,2048,1024,64,8"
 
 
 def use(tile: Tile):
-    """From now on the table answers `tile`."""
+    """Make the table answer `tile` from now on."""
     hopper.tile = lambda *_: tile
     hopper.gemm_down_tiles = lambda *_: (tile,) * 3
     hopper.gemm_wgrad_tiles = lambda *_: (tile, tile)
@@ -78,7 +78,7 @@ def compile_all(shapes, wanted):
 
 
 def jobs(call, candidates):
-    """(name, what has the tile used, call) of each candidate, and of Triton's kernel."""
+    """Yield (name, what has the tile used, call) of each candidate, and of Triton's kernel."""
     for tile in candidates:
         yield str(tile), partial(use, tile), partial(call, hopper)
     yield "triton", lambda: None, partial(call, triton)

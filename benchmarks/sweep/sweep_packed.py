@@ -41,13 +41,13 @@ LAYERS = 8
 
 
 def use(candidate):
-    """From now on the table answers `candidate`."""
+    """Make the table answer `candidate` from now on."""
     gemm_packed.packed_blocks = lambda *size: candidate
 
 
 def jobs(shape: Shape, weights):
-    """product and format -> [(name, what has the candidate used, call)]; weights: format -> [(gate_up, down) of a
-    layer]."""
+    """Return product and format -> [(name, what has the candidate used, call)]; weights: format -> [(gate_up, down) of
+    a layer]."""
     T, H, I, E, K = shape
     x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)
     a = torch.randn(T * K, I, device="cuda", dtype=torch.bfloat16)

@@ -24,7 +24,7 @@ from sonicmoe_hf.kernels.triton.config import Blocks, GradientBlocks
 
 
 def _both(*candidates):
-    """Every candidate with tensor descriptors and without."""
+    """Return every candidate with tensor descriptors and without."""
     return [c._replace(descriptors=descriptors) for c in candidates for descriptors in (True, False)]
 
 
@@ -52,7 +52,7 @@ GRADIENTS = _both(
 
 
 def use(tile, candidate):
-    """From now on the table answers `candidate`, and rows are cut into tiles of `tile`."""
+    """Make the table answer `candidate` from now on, and cut rows into tiles of `tile`."""
     dispatch = import_module("sonicmoe_hf.kernels.triton.dispatch")  # the package's `dispatch` is the function
     for module in (config, dispatch, gemm_common, gemm_down_backward):
         module.tile_rows = lambda num_pairs, num_experts: tile
@@ -62,7 +62,7 @@ def use(tile, candidate):
 
 
 def jobs(shape: Shape, wanted, inputs):
-    """kernel -> ([(name, what has the candidate used, call)], FLOP)."""
+    """Return kernel -> ([(name, what has the candidate used, call)], FLOP)."""
     x, _, _, expert, weight, _ = inputs
     T, H, _, E, K = shape
     found: dict[str, tuple[list, float]] = {}

@@ -68,7 +68,7 @@ _whole: collections.deque[list[weakref.ref[Kept]]] = collections.deque()  # by c
 
 
 def _is_filling(device: torch.device) -> bool:
-    """Whether tensors take so much of a GPU's memory that it is worth cutting some; on a CPU always."""
+    """Tell whether tensors take so much of a GPU's memory that it is worth cutting some; on a CPU always."""
     if device.type != "cuda":
         return True
     total = torch.cuda.get_device_properties(device).total_memory

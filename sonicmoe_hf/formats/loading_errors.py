@@ -30,7 +30,7 @@ def keeping_errors(convert: Callable) -> Callable:
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Around the loading of a model. Raises CheckpointError in the place of Transformers' error."""
+    """Surround the loading of a model. Raises CheckpointError in the place of Transformers' error."""
     errors: list[Exception] = []
     token = _errors.set(errors)
     try:

@@ -82,12 +82,12 @@ class TokenRounding:
         return math.ceil(self.min_tiles_per_expert * self.tile_rows * num_experts)
 
     def applies(self, num_tokens: int, top_k: int, num_experts: int) -> bool:
-        """Whether this many tokens give every expert `min_tiles_per_expert` tiles on average."""
+        """Tell whether this many tokens give every expert `min_tiles_per_expert` tiles on average."""
         return num_tokens * top_k >= self.min_pairs(num_experts)
 
 
 def as_routing_policy(routing) -> TokenRounding | None:
-    """None or "top_k" -> None; "token_rounding" -> TokenRounding(); a TokenRounding stays itself."""
+    """Convert None or "top_k" -> None; "token_rounding" -> TokenRounding(); a TokenRounding stays itself."""
     if routing is None or routing == "top_k":
         return None
     if routing == "token_rounding":

@@ -94,8 +94,8 @@ class Holding(NamedTuple):
 
 
 def has_part(experts: Any, num_experts: int | None) -> bool:
-    """Whether expert parallelism gives this module only some of the layer's `num_experts`, if they are known: its own
-    `num_experts` counts the local ones."""
+    """Tell whether expert parallelism gives this module only some of the layer's `num_experts`, if they are known: its
+    own `num_experts` counts the local ones."""
     is_marked = bool(vars(experts).get("_is_expert_parallel"))
     return is_marked or (num_experts is not None and experts.num_experts < num_experts)
 
@@ -127,7 +127,8 @@ def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:
 
 
 def has_expert_parallelism() -> bool:
-    """Whether this version of Transformers takes our implementation of expert parallelism (see expert_parallel)."""
+    """Tell whether this version of Transformers takes our implementation of expert parallelism (see
+    expert_parallel)."""
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
     except ImportError:  # 5.22 has the module without it

@@ -269,7 +269,7 @@ class _Reader:
 
 
 def is_interleaved(experts: nn.Module) -> bool:
-    """Whether gate's and up's rows alternate in the experts' first weight."""
+    """Tell whether gate's and up's rows alternate in the experts' first weight."""
     return experts_facts(experts).layout.endswith("interleaved")
 
 

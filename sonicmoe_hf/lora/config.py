@@ -128,7 +128,7 @@ def quiet_false_alarms(config: Any, model: nn.Module) -> None:
 
 
 def _names(key: str, name: str) -> bool:
-    """Whether PEFT takes an entry of a pattern for what is called `name`."""
+    """Tell whether PEFT takes an entry of a pattern for what is called `name`."""
     return re.match(rf"(.*\.)?({key})$", name) is not None
 
 

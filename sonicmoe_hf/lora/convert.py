@@ -37,7 +37,7 @@ from .rules import ADAPTER_WEIGHTS, AdapterConfig
 
 
 def is_adapter(path: str | os.PathLike) -> bool:
-    """Whether `path` is a folder with a PEFT adapter."""
+    """Tell whether `path` is a folder with a PEFT adapter."""
     return (expanded(path) / ADAPTER_CONFIG).is_file()
 
 

@@ -62,7 +62,7 @@ class Factors(NamedTuple):
         return self._replace(b=torch.zeros_like(self.b))
 
     def is_zero(self) -> bool:
-        """Whether A and B are zeros, as no initialisation leaves them."""
+        """Tell whether A and B are zeros, as no initialisation leaves them."""
         return not (self.a.any() or self.b.any())
 
 

@@ -57,7 +57,8 @@ _checked: weakref.WeakKeyDictionary[ParamWrapper, _Checked] = weakref.WeakKeyDic
 
 
 def _base_layer(wrapper: ParamWrapper) -> Any:
-    """wrapper.get_base_layer(), which takes long; modules that look into others, as FSDP1's do, have a __getattr__."""
+    """Return wrapper.get_base_layer(), which takes long; modules that look into others, as FSDP1's do, have a
+    __getattr__."""
     module: nn.Module = wrapper
     while (inner := module._modules.get("base_layer")) is not None:
         module = inner
@@ -78,7 +79,7 @@ def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Chec
 
 
 def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
-    """`_check`, which takes long, where something has changed since the last call."""
+    """Call `_check`, which takes long, where something has changed since the last call."""
     if torch.compiler.is_compiling():
         return _check(wrapper, experts)
     instance, weight = vars(experts), experts._parameters.get(wrapper.parameter_name)
@@ -115,7 +116,7 @@ def _check_split(experts: nn.Module, name: str) -> None:
 
 
 def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
-    """Why we leave this adapter of experts that we compute to PEFT, or None. Raises as `_check_split`."""
+    """Tell why we leave this adapter of experts that we compute to PEFT, or None. Raises as `_check_split`."""
     name = wrapper.parameter_name
     _check_split(experts, name)
     if name not in weight_names(experts):
@@ -136,7 +137,7 @@ def _weight(linears: Any, adapter: str) -> Any:
 
 
 def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
-    """One adapter, as PEFT stores it."""
+    """Return one adapter, as PEFT stores it."""
     a, b = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
     if checked.parallelism is not None:
         a, b = (checked.parallelism.with_mean_gradient(factor.to_local()) for factor in (a, b))
@@ -182,8 +183,8 @@ def _say(parameter: str, obstacle: str) -> None:
 
 
 def _fsdp_auto_wrap_policy(model: nn.Module):
-    """PEFT's policy makes a unit of every Linear that trains; a ParamWrapper reads its Linears' weights without calling
-    them, so they would still be sharded then."""
+    """Keep PEFT's policy from making a unit of a ParamWrapper's Linears, as of every Linear that trains: the wrapper
+    reads their weights without calling them, so they would still be sharded then."""
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     factors = {linear for wrapper in wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())}
     policy = _PEFTS_POLICY(model)
@@ -197,8 +198,9 @@ def _fsdp_auto_wrap_policy(model: nn.Module):
 
 
 def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
-    """PEFT reads from the model's tensor-parallel plan how to split an adapter, but the plan's rules for experts do not
-    count where expert parallelism splits them. Raises as `_check_split`: PEFT comes here before it makes an adapter."""
+    """Answer PEFT, which reads from the model's tensor-parallel plan how to split an adapter: the plan's rules for
+    experts do not count where expert parallelism splits them. Raises as `_check_split`: PEFT comes here before it
+    makes an adapter."""
     place, _, name = current_key.rpartition(".")
     module: Any = model.get_submodule(place)
     module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
@@ -222,7 +224,8 @@ def _check_merge_allowed(self) -> None:
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(where it stands, its name, what stands there instead) of each function of PEFT's that registration.py replaces.
+    """Yield (where it stands, its name, what stands there instead) of each function of PEFT's that registration.py
+    replaces.
 
     ParamWrapper then hands the factors to our experts, the policy for FSDP leaves them in their layer, the hooks for
     tensor parallelism leave them alone under expert parallelism, merging asks first whether it can, and `shared_experts`

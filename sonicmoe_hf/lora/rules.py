@@ -93,12 +93,12 @@ def name_in_trained_model(name: str) -> str:
 
 
 def is_in_router(name: str) -> bool:
-    """Whether a module is a router, or in one: Gemma 4's router.proj, HunYuan's gate.wg."""
+    """Tell whether a module is a router, or in one: Gemma 4's router.proj, HunYuan's gate.wg."""
     return not ROUTERS.isdisjoint(name.split("."))
 
 
 def is_target_parameter(name: str, config: dict) -> bool:
-    """Whether target_parameters names the parameter `name`."""
+    """Tell whether target_parameters names the parameter `name`."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
@@ -140,7 +140,8 @@ class AdapterConfig:
         self._targets, self._excluded = (Names(entries.get(name)) for name in ("target_modules", "exclude_modules"))
 
     def adapts_module(self, name: str) -> bool:
-        """Whether PEFT adapts the layer `name`: target_modules names it, and nothing that narrows it leaves it out."""
+        """Tell whether PEFT adapts the layer `name`: target_modules names it, and nothing that narrows it leaves it
+        out."""
         if name not in self._targets or name in self._excluded:
             return False
         saved, layers = (self.entries.get(field) for field in ("modules_to_save", "layers_to_transform"))
@@ -154,7 +155,7 @@ class AdapterConfig:
         return bool(numbers) and int(numbers[0]) in ([layers] if isinstance(layers, int) else layers)
 
     def replaces_module(self, name: str) -> bool:
-        """Whether modules_to_save names the module `name`."""
+        """Tell whether modules_to_save names the module `name`."""
         return name.endswith(tuple(self.entries.get("modules_to_save") or ()))
 
     def rank(self, name: str) -> int:
@@ -181,7 +182,8 @@ class AdapterConfig:
         return self.entries.get(default) if key is None else patterns[key]
 
     def is_grouped_by_expert(self, parameter: str, family: str) -> bool:
-        """Whether lora_B's columns of an experts' parameter stand expert by expert, and not rank by rank as PEFT's do.
+        """Tell whether lora_B's columns of an experts' parameter stand expert by expert, and not rank by rank as
+        PEFT's do.
 
         unsloth_zoo 2026.9.6 and newer write the order beside PEFT's entries. Older ones wrote "unsloth_fixed" alone, and
         had another order than PEFT in UNSLOTH_FAMILIES.

@@ -137,7 +137,8 @@ class TrainedModel:
                 yield from (f"{name}.{own}" for own in module.state_dict())
 
     def _is_trained(self, name: str) -> bool:
-        """Whether the trained model has a module: one of a text model has the decoder, and may have had a head."""
+        """Tell whether the trained model has a module: one of a text model has the decoder, and may have had a
+        head."""
         is_whole = self._trained_decoder == self._decoder
         return is_whole or name.startswith(f"{self._decoder}.") or "." not in name
 

@@ -27,7 +27,7 @@ class _Example(nn.Module):
         super().__init__()
 
     def forward(self):
-        """Never called."""
+        """Stand in for a forward that is never called."""
 
 
 INTERFACE_CODE = _Example.forward.__code__
@@ -41,7 +41,7 @@ def _name(function) -> str:
 
 
 def _is_interface(forward: Callable) -> bool:
-    """Whether this function or method is a forward of Transformers' experts interface, or SonicMoEExperts'."""
+    """Tell whether this function or method is a forward of Transformers' experts interface, or SonicMoEExperts'."""
     function: Any = getattr(forward, "__func__", forward)
     if getattr(function, "__code__", None) is not INTERFACE_CODE:
         return _name(function) == NATIVE
@@ -61,12 +61,12 @@ def _is_ligers(function: Any) -> bool:
 
 
 def is_bound_by_liger(module: nn.Module) -> bool:
-    """Whether Liger bound its experts' forward to this module, experts or a wrapper of them."""
+    """Tell whether Liger bound its experts' forward to this module, experts or a wrapper of them."""
     return _is_ligers(vars(module).get("forward"))
 
 
 def has_liger_forward(module: nn.Module) -> bool:
-    """Whether Liger replaced a causal language model's forward by one that ends in its fused loss."""
+    """Tell whether Liger replaced a causal language model's forward by one that ends in its fused loss."""
     return _name(module.forward).startswith("liger_kernel.transformers.model.")
 
 

@@ -25,7 +25,7 @@ class LayerRange:
 
 
 def collapse(layers: list[LayerSupport], kernels: Mapping[str, str]) -> list[LayerRange]:
-    """Layers that differ only in their number, as ranges. `kernels`: what LayerRange says, by layer."""
+    """Join layers that differ only in their number to ranges. `kernels`: what LayerRange says, by layer."""
     runs = [list(run) for _, run in itertools.groupby(layers, lambda layer: _kind(layer, kernels))]
     return [LayerRange(_name(run), len(run), run[0], kernels.get(run[0].name)) for run in runs]
 

@@ -127,7 +127,7 @@ def load_family_class(family: Family, role: str) -> type[Any]:
 
 
 def _is_or_was_experts(module: nn.Module) -> bool:
-    """Whether this module is experts of the interface, or stands in the place of some."""
+    """Tell whether this module is experts of the interface, or stands in the place of some."""
     return is_experts(module) or type(module).__name__ in (*QUANTIZED, LIGERS)
 
 
@@ -194,7 +194,7 @@ def models_with_experts(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether patch_model was applied to this model."""
+    """Tell whether patch_model was applied to this model."""
     return any(attributes.GUARD in vars(module) for module in transformers_model(model).modules())
 
 
@@ -210,7 +210,7 @@ def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
-    """Whether use_kernels=True replaced the block's forward (MegaBlocks), past our experts."""
+    """Tell whether use_kernels=True replaced the block's forward (MegaBlocks), past our experts."""
     return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
 
 

@@ -70,7 +70,7 @@ def with_layer_loss(weights: torch.Tensor, loss: torch.Tensor, call: ModelCall) 
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether the model's loss shifts its labels: the Trainer's own test."""
+    """Tell whether the model's loss shifts its labels: the Trainer's own test."""
     loss_function = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss)
     return loss_function is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
 

@@ -197,14 +197,14 @@ def begin(hook: Any, frame: FrameType | None) -> Forward:
 
 
 def _is_below(frame: FrameType, above: FrameType | None) -> bool:
-    """Whether a frame is still running, below `above` on this thread's stack: a few steps, unless it is over."""
+    """Tell whether a frame is still running, below `above` on this thread's stack: a few steps, unless it is over."""
     while above is not None and above is not frame:
         above = above.f_back
     return above is frame
 
 
 def _is_inside(forward: Forward, hook: Any) -> bool:
-    """Whether this module's is among the forwards of the same call that this one is inside."""
+    """Tell whether this module's is among the forwards of the same call that this one is inside."""
     around: Forward | None = forward
     while around is not None and around.call is forward.call:
         if around.hook is hook:

@@ -111,5 +111,5 @@ def ranks_of_batch(model: nn.Module) -> int:
 
 
 def is_pipelined(model: nn.Module) -> bool:
-    """Whether ranks have other layers of this model."""
+    """Tell whether ranks have other layers of this model."""
     return parallel_mesh(transformers_model(model), "pp") is not None

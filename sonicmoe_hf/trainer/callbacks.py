@@ -124,7 +124,7 @@ class TokenRoundingCallback(StepCallback):
             )
 
     def is_active(self, global_step: int, max_steps: int) -> bool:
-        """Whether optimiser step `global_step` (counted from 0) of `max_steps` rounds tokens."""
+        """Tell whether optimiser step `global_step` (counted from 0) of `max_steps` rounds tokens."""
 
         def step(moment):
             return moment * max_steps if isinstance(moment, float) else moment
@@ -224,7 +224,8 @@ class ExpertLoadCallback(StepCallback):
             self._draw(self.plot)
 
     def _draw(self, path: Path) -> None:
-        """Training is over: what is wrong with a picture must not end the program before its model is saved."""
+        """Draw once training is over: what is wrong with a picture must not end the program before its model is
+        saved."""
         history = self.history[self._begin :]
         if not history:
             logger.warning(f"ExpertLoadCallback: no picture in {path}, because nothing was counted up to a log")

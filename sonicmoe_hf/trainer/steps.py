@@ -21,7 +21,7 @@ NOT_REPORTED = (
 
 
 def routers_report(model: nn.Module, args: Any) -> bool:
-    """Whether routers can say that they did their work: torch allows no effects inside a compiled checkpoint."""
+    """Tell whether routers can say that they did their work: torch allows no effects inside a compiled checkpoint."""
     modules = list(model.modules())
     return not (has_checkpointing(modules) and (args.torch_compile or has_compiled_parts(modules)))
 

@@ -9,7 +9,7 @@ from helpers.sinks import needs_flash, tensors
 
 @pytest.fixture(params=["cpu", "cuda_path"])
 def kernels(request, monkeypatch):
-    """Both ways: a CPU's, and CUDA's with a stand-in for its kernels."""
+    """Use both ways in turn: a CPU's, and CUDA's with a stand-in for its kernels."""
     with as_on_cuda(monkeypatch) if request.param == "cuda_path" else nullcontext():
         yield request.param
 

@@ -23,7 +23,7 @@ TINY = dataclasses.replace(TINY, steps=24)
 
 @pytest.fixture(scope="module")
 def corpus():
-    """Words of which some are far more frequent than others."""
+    """Make a corpus of words of which some are far more frequent than others."""
     draws = torch.distributions.Geometric(0.02).sample((40000,)).clamp(max=2047).short()
     return quality_corpus.Corpus(draws[:36000], draws[36000:], 16000, "geometric")
 

@@ -40,7 +40,7 @@ def root(tmp_path):
 
 
 def run(capsys, root, *arguments):
-    """(exit code, what is printed, the document after it)."""
+    """Return (exit code, what is printed, the document after it)."""
     figures.rows_of.cache_clear()
     with pytest.raises(SystemExit) as exit:
         figures.main(["--root", str(root), *arguments])

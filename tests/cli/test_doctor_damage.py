@@ -98,7 +98,8 @@ def test_a_file_that_is_no_config_is_named(content, words, tmp_path, capsys):
 
 @pytest.fixture
 def with_code(tmp_path, monkeypatch):
-    """Entries of config.json that name code beside it, which leaves a mark when it runs; asking anything is an error."""
+    """Write entries of config.json that name code beside it, which leaves a mark when it runs; asking anything is an
+    error."""
     mark = tmp_path / "it ran"
     (tmp_path / "theirs.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Config: ...\nclass Model: ...\n")
     monkeypatch.setattr(builtins, "input", lambda prompt="": pytest.fail(f"it asked: {prompt}"))

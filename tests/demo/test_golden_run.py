@@ -32,7 +32,7 @@ class Tokens:
 
 
 def blocks(count, generator):
-    """Sequences that can be learnt: four times of five a token is followed by the one its table names."""
+    """Draw sequences that can be learnt: four times of five a token is followed by the one its table names."""
     following = list(range(VOCAB_SIZE))
     generator.shuffle(following)
     rows = []

@@ -29,7 +29,7 @@ def test_ranks_agree_on_the_maximum_of_each_number(ranks):
 
 
 def replayed_step(rank, folder):
-    """Both ranks' tokens all want the first rank's experts."""
+    """Run a step in which both ranks' tokens all want the first rank's experts."""
     model = load(folder, APART)
     found = []
     for way in WAYS:

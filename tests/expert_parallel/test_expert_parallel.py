@@ -42,7 +42,7 @@ def load(folder, sizes, routing=None, implementation="sonicmoe_hf", **options):
 
 
 def saved_and_patched(folder, family="qwen3_moe", routing=None):
-    """One rank's model, which the ranks load from the folder."""
+    """Save a model, which the ranks load from the folder; return one rank's, patched."""
     model = build(family)
     model.save_pretrained(folder)
     sonicmoe_hf.patch_model(model, routing)
@@ -142,7 +142,8 @@ def test_native_experts_take_part(ranks, tmp_path):
 
 
 def routes():
-    """Experts of both layers, for 96 tokens: near ties of scores, which bf16 sums order another way, play no part."""
+    """Draw experts of both layers, for 96 tokens: near ties of scores, which bf16 sums order another way, play no
+    part."""
     index = torch.randint(0, 8, (2, 96), generator=torch.Generator().manual_seed(0))
     return torch.stack((index, (index + 3) % 8), dim=2)
 
@@ -247,7 +248,7 @@ def test_the_example_trains_and_saves_a_whole_model(ranks, tmp_path):
 
 
 def pairs(num_tokens, is_list):
-    """Tokens, and experts for them: two for each token, or any number; and weights."""
+    """Draw tokens, and experts for them: two for each token, or any number; and weights."""
     generator = torch.Generator().manual_seed(num_tokens)
     mask_TE = torch.rand(num_tokens, 8, generator=generator) < 0.4
     token, expert = mask_TE.nonzero(as_tuple=True)

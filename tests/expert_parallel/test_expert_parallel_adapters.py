@@ -188,7 +188,7 @@ TINY = ["--steps", "4", "--batch-size", "2", "--sequence-length", "32", "--rank"
 
 
 def qlora_example():
-    """examples/qlora.py, with texts of its own."""
+    """Load examples/qlora.py, with texts of its own."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))  # it imports another example
     qlora = load_example("qlora")

@@ -121,7 +121,7 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
 
 
 def from_hub(rank, folder, format):
-    """Logits, packed values, and a step with adapters on the experts, with tokens brought in every way."""
+    """Return logits, packed values, and a step with adapters on the experts, with tokens brought in every way."""
     model = load(folder, APART, experts_quantization=format, dtype=torch.float32)
     with torch.no_grad():
         logits = model(**batch(**OWN_BATCH[rank])).logits

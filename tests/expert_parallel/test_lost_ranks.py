@@ -24,7 +24,8 @@ LOST_AT = 2  # steps that are done when the last rank is lost, in the forward of
 
 
 def train(rank, folder, run, lost_by):
-    """One rank's four steps, with checkpoints every two. With `lost_by`, a signal, the last rank sends it to itself."""
+    """Train one rank's four steps, with checkpoints every two. With `lost_by`, a signal, the last rank sends it to
+    itself."""
     join(rank, WORLD, f"{folder}/store-{run}-{lost_by}", timeout=timedelta(seconds=TIMEOUT))
     model = with_lora(load(f"{folder}/base", APART, experts_quantization="nf4"), target_modules=["q_proj"])
     trainer = trainer_of(model, f"{folder}/{run}", 4, 2)

@@ -42,7 +42,7 @@ def lora(model, parameters=EXPERTS, **options):
 
 
 def adapt(model, folder, parameters=EXPERTS, size=0.3, **options):
-    """PEFT's model with the adapter that `lora` describes, of which nothing is zero, saved in `folder`."""
+    """Return PEFT's model with the adapter that `lora` describes, of which nothing is zero, saved in `folder`."""
     return save_with_factors(get_peft_model(model, lora(model, parameters, **options)), folder, size)
 
 
@@ -59,6 +59,6 @@ def save_with_factors(adapted, folder, size=0.3):
 
 @contextmanager
 def fused():
-    """Nothing inside may form W + BA as PEFT does."""
+    """Forbid to form W + BA inside, as PEFT does."""
     with mock.patch.object(nn.utils.parametrize, "register_parametrization", side_effect=AssertionError("W + BA")):
         yield

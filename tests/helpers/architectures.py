@@ -88,7 +88,7 @@ def _shrink(config) -> PreTrainedConfig:
 
 
 def _configs(module):
-    """Small configs of the folder's config classes, those of text models first."""
+    """Yield small configs of the folder's config classes, those of text models first."""
     configuration = importlib.import_module(module.__name__.replace(".modeling_", ".configuration_"))
     classes = [
         cls

@@ -56,7 +56,8 @@ def build(model_type="gpt_oss", implementation=NAME, dtype=None, device="cpu", e
 
 
 def inputs(padding=None, rows=3, length=13, num_labels=VOCABULARY, device="cpu"):
-    """Tokens, a mask and labels, with -100 for padding: None (a mask of ones), "left", "right" or "both" in one batch."""
+    """Draw tokens, a mask and labels, with -100 for padding: None (a mask of ones), "left", "right" or "both" in one
+    batch."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     labels = torch.randint(0, num_labels, (rows, length), generator=generator)
@@ -75,7 +76,7 @@ def inputs(padding=None, rows=3, length=13, num_labels=VOCABULARY, device="cpu")
 
 
 def packed(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="cpu"):
-    """One row of packed sequences, told by position_ids, and as data collators do by cu_seq_lens too."""
+    """Return one row of packed sequences, told by position_ids, and as data collators do by cu_seq_lens too."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -96,7 +97,7 @@ def apart(lengths=(5, 1, 9)):
 
 
 def results(model, batch):
-    """Loss, logits of real tokens, and every gradient, of one step."""
+    """Return loss, logits of real tokens, and every gradient, of one step."""
     model.zero_grad(set_to_none=True)
     out = model(**batch, use_cache=False) if "privacy" not in model.config.model_type else model(**batch)
     out.loss.backward()

@@ -29,8 +29,8 @@ class Probe:
 
 
 def hands_indices_to_experts(block, family) -> bool:
-    """Whether the block's own forward passes the router's weights and indices to its experts and does nothing else with
-    them, which a mark could not stand."""
+    """Tell whether the block's own forward passes the router's weights and indices to its experts and does nothing
+    else with them, which a mark could not stand."""
     probe = Probe(block, family.router_attribute, block.experts.config.hidden_size)
     type(block).forward(probe, probe.hidden_states)
     return all(any(value is mark for value in probe.received) for mark in probe.marks)

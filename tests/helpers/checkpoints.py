@@ -36,7 +36,7 @@ FP8_BLOCK = (24, 10)  # divides neither 16 nor 32: the last blocks are cut off, 
 
 
 def tensors_in(folder):
-    """Every tensor of a checkpoint."""
+    """Return every tensor of a checkpoint."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         found.update(load_file(path))
@@ -91,7 +91,7 @@ def assert_conversion_refused(folder, match, *layout, **options):
 
 
 def same_bits(ours, theirs):
-    """Whether two sets of tensors have the same names, dtypes, shapes and bytes."""
+    """Tell whether two sets of tensors have the same names, dtypes, shapes and bytes."""
     return ours.keys() == theirs.keys() and all(same_bytes(ours[name], theirs[name]) for name in ours)
 
 
@@ -141,7 +141,8 @@ def _as_upstream(tensors, family):
 
 
 def _as_mxfp4(tensors):
-    """gpt-oss's format: per 32 values along the input dimension a power of two, and 4-bit values two to a byte."""
+    """Pack in gpt-oss's format: per 32 values along the input dimension a power of two, and 4-bit values two to a
+    byte."""
     packed = {}
     for name, tensor in tensors.items():
         if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
@@ -198,7 +199,7 @@ def fp8_by_transformers(weight, block):
 
 
 def fp8_of(tensor, kind, size=(128, 128)):
-    """(values, scale_inv, what they stand for), block by block of this size, as DeepSeek's kernels have it."""
+    """Return (values, scale_inv, what they stand for), block by block of this size, as DeepSeek's kernels have it."""
     blocks = tuple(-(-length // of_block) for length, of_block in zip(tensor.shape, size))
     values, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(blocks)
     dense = torch.empty(tensor.shape)

@@ -32,7 +32,7 @@ def _sequences(q, k, cum_q, cum_k):
 
 
 def _scores(q, k, is_causal, scale, left, right):
-    """[H, T, S] of one sequence's q [T, H, D] and k [S, H / G, D]."""
+    """Compute [H, T, S] of one sequence's q [T, H, D] and k [S, H / G, D]."""
     left, right = (None if x is None or x < 0 else x for x in (left, right))
     right = 0 if is_causal else right
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)

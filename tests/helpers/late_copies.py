@@ -103,7 +103,7 @@ class LateCopies:
         self._arrive(self.copying["copy"])
 
     def read(self, tensor):
-        """Work of the computing stream reads a tensor, of a buffer or not."""
+        """Note that work of the computing stream reads a tensor, of a buffer or not."""
         for number, buffer in enumerate(self.buffers):
             if buffer.holds(tensor):
                 if buffer.written > self.computing["copy"]:
@@ -130,7 +130,7 @@ class LateCopies:
 
 @pytest.fixture
 def late_copies(monkeypatch):
-    """Has experts in host memory copied by LateCopies, and every read of a layer's weights checked."""
+    """Make LateCopies copy experts in host memory, and check every read of a layer's weights."""
     monkeypatch.setitem(copies_module.KINDS, "cpu", LateCopies)
     monkeypatch.setattr(LateCopies, "every", [])
     for name in ("weight", "operand"):

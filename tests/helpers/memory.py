@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _memory(key):
-    """VmRSS or VmHWM, its peak, of this process in bytes."""
+    """Return VmRSS or VmHWM, its peak, of this process in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines[key].split()[0])
 

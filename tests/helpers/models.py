@@ -123,7 +123,7 @@ def with_realistic_weights(model):
 
 
 def patched(family: str, routing=None, save: str = "preactivation", **changes):
-    """`build`, patched with this routing."""
+    """Call `build`, and patch the model with this routing."""
     model = build(family, **changes)
     sonicmoe_hf.patch_model(model, routing, save=save)
     return model
@@ -154,7 +154,7 @@ def ernie_vl_text():
 
 
 def image_tokens(inputs):
-    """Token types of `batch`, whose rows have images of other lengths, the third none."""
+    """Return token types of `batch`, whose rows have images of other lengths, the third none."""
     types = torch.zeros_like(inputs["input_ids"])
     for row, length in enumerate((4, 9, 0, 6)):
         types[row, 2 : 2 + length] = 1 + row % 2
@@ -184,7 +184,7 @@ def through_a_file(thing, **options):
 
 
 def batch(rows: int = 4, length: int = 24, padding: bool = False, seed: int = 0):
-    """Random tokens with labels; with padding, every sequence but the first ends early."""
+    """Draw random tokens with labels; with padding, every sequence but the first ends early."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -208,7 +208,7 @@ def gradients_of(model):
 
 
 def loss_and_gradients(model, inputs):
-    """Logits, loss and every parameter's gradient of one training forward and backward."""
+    """Return logits, loss and every parameter's gradient of one training forward and backward."""
     model.zero_grad(set_to_none=True)
     out = model(**inputs)
     out.loss.backward()
@@ -216,7 +216,8 @@ def loss_and_gradients(model, inputs):
 
 
 def assert_all_close(actual: dict, expected: dict, tolerance: float, because: str):
-    """Every named tensor within `tolerance` relative error, none missing; `because` is the tolerance's reason."""
+    """Compare every named tensor, none missing, within `tolerance` relative error; `because` is the tolerance's
+    reason."""
     assert set(actual) == set(expected), set(actual) ^ set(expected)
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     worst = max(errors, key=errors.get)

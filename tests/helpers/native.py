@@ -19,13 +19,13 @@ def native_twin(model, folder, **options):
 
 
 def interleaved(concatenated):
-    """[E, 2I, ...]: all gate rows, then all up rows -> gate and up rows alternating."""
+    """Reorder [E, 2I, ...]: all gate rows, then all up rows -> gate and up rows alternating."""
     gate, up = concatenated.chunk(2, dim=1)
     return torch.stack([gate, up], dim=2).flatten(1, 2)
 
 
 def in_native_names(tensors, family):
-    """Weights or gradients of a family's own model, as its native twin names and orders them."""
+    """Return weights or gradients of a family's own model, as its native twin names and orders them."""
     renamed = {}
     for name, tensor in tensors.items():
         block, _, weight = name.rpartition(".")

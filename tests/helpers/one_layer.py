@@ -72,7 +72,7 @@ def expected(inputs, index, *, token_index=None, layout="concatenated", activati
 
 
 def output_and_gradients(function, inputs, *args, **options):
-    """Output, and gradients of a fixed random projection of it, by name."""
+    """Return output, and gradients of a fixed random projection of it, by name."""
     out = function(inputs, *args, **options)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
     gradients = torch.autograd.grad((out * direction).sum(), list(inputs.values()), allow_unused=True)

@@ -54,14 +54,15 @@ def mean_of_ranks(model, batches=OWN_BATCH):
 
 
 def assert_mean_of_ranks(model, results):
-    """Each rank's (loss, gradients) are the loss of its own batch and the mean gradients, of `model` unsharded."""
+    """Check that each rank's (loss, gradients) are the loss of its own batch and the mean gradients, of `model`
+    unsharded."""
     losses, expected = mean_of_ranks(model)
     for own_loss, (loss, actual) in zip(losses, results, strict=True):
         assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
 def pretend_to_have_gpus():
-    """accelerate offers FSDP on accelerators only; on ranks that it takes for them, it does so with CPU tensors."""
+    """Make accelerate take ranks for accelerators, on which alone it offers FSDP; it does so with CPU tensors."""
     state = PartialState(cpu=True)
     state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
 

@@ -29,7 +29,7 @@ def run_python(code, **environment):
 
 
 def make_model(folder, dtype=torch.float32, **sizes):
-    """Weights as large as trained ones, and the tokenizer. Returns the model."""
+    """Save a model with weights as large as trained ones, and the tokenizer. Returns the model."""
     tokenizer = train_tokenizer([TEXT], SIZES["vocab_size"])
     torch.manual_seed(0)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -41,7 +41,7 @@ def make_model(folder, dtype=torch.float32, **sizes):
 
 
 def texts():
-    """32 short texts."""
+    """Return 32 short texts."""
     words = TEXT.split()
     return [" ".join(words[i % 7 :] + words[: i % 5]) for i in range(32)]
 

@@ -23,7 +23,7 @@ def weights(model):
 
 
 def assert_equal(actual, expected):
-    """Bit for bit."""
+    """Compare bit for bit."""
     assert actual.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 

@@ -53,7 +53,7 @@ def edit(adapter, **changes):
 
 
 def assert_refused(adapter, match, layout="vllm", **options):
-    """convert_adapter raises, and writes nothing."""
+    """Check that convert_adapter raises, and writes nothing."""
     with pytest.raises(CheckpointError, match=match):
         convert_adapter(adapter, adapter.parent / "refused", layout, **options)
     assert not (adapter.parent / "refused").exists()

@@ -30,7 +30,8 @@ class Attention(nn.Module):
 
 
 def reference(q, k, v, sinks, sees, scale):
-    """Attention by its formula, [B, T, H, D]. sees: bool, broadcasts to [B, H, T, S]; a query that sees no key has 0."""
+    """Compute attention by its formula, [B, T, H, D]. sees: bool, broadcasts to [B, H, T, S]; a query that sees no key
+    has 0."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
@@ -41,14 +42,14 @@ def reference(q, k, v, sinks, sees, scale):
 
 
 def causal(num_queries, num_keys, window=None, is_causal=True):
-    """[T, S]: the last query has the last key's position."""
+    """Make a mask [T, S]: the last query has the last key's position."""
     distance = torch.arange(num_queries)[:, None] + (num_keys - num_queries) - torch.arange(num_keys)
     sees = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
     return sees if window is None else sees & (distance.abs() < window)
 
 
 def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torch.float64, device="cpu"):
-    """q, k, v as models hand them over [B, heads, T, D], and sinks; these in fp32 beside 16 bits."""
+    """Draw q, k, v as models hand them over [B, heads, T, D], and sinks; these in fp32 beside 16 bits."""
     torch.manual_seed(0)
     of_q, of_k = (batch, heads, queries, size), (batch, key_heads, keys, size)
     made = [torch.randn(shape, device=device) for shape in (of_q, of_k, (*of_k[:3], value_size), (heads,))]

@@ -226,7 +226,7 @@ def small_model(folder: str) -> nn.Module:
 
 
 def adapted_names(model: nn.Module) -> tuple[list[str], list[str]]:
-    """(linear layers beside the experts, parameters of experts) of a model, for a LoRA adapter."""
+    """Return (linear layers beside the experts, parameters of experts) of a model, for a LoRA adapter."""
     experts = {id(layer.experts) for layer in find_layers(model)}
     parameters = [
         f"{name}.{own}"

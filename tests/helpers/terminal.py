@@ -117,7 +117,7 @@ ON_A_CPU = {"run": _of_run, "doctor": _of_doctor}  # commands that depend on the
 
 
 def sessions() -> list[Session]:
-    """Every session of the documents."""
+    """Return every session of the documents."""
     return [
         Session(path.name, *session)
         for path in sorted((ROOT / "docs").glob("*.md"))

@@ -47,7 +47,7 @@ class Watch:
         return [routing is not None for _, routing in calls]
 
     def rounded_by_note(self) -> dict:
-        """note: whether its calls were rounded (all agree)."""
+        """Map each note to whether its calls were rounded (all agree)."""
         found = {}
         for note, routing in self.calls:
             assert found.setdefault(note, routing is not None) == (routing is not None), note
@@ -55,7 +55,7 @@ class Watch:
 
 
 def rounded_rows(logits_TE, top_k, tile, valid_T):
-    """Rows per expert before and after token rounding to the nearest multiple, one expert at a time, for softmax
+    """Count rows per expert before and after token rounding to the nearest multiple, one expert at a time, for softmax
     families: the definition, without the package."""
     num_experts = logits_TE.shape[1]
     index_TK = logits_TE[valid_T].softmax(-1).topk(top_k, dim=-1).indices
@@ -84,7 +84,7 @@ class Examples(torch.utils.data.Dataset):
 
 
 def arguments(folder, **options) -> TrainingArguments:
-    """Four unshuffled sequences a step on the CPU, nothing reported, nothing saved."""
+    """Make arguments: four unshuffled sequences a step on the CPU, nothing reported, nothing saved."""
     defaults = {
         "use_cpu": True,
         "per_device_train_batch_size": 4,

@@ -23,7 +23,7 @@ def word_tokenizer():
 
 
 def sentence_tokenizer():
-    """Byte pairs of SENTENCE."""
+    """Make a tokenizer of the byte pairs of SENTENCE."""
     made = train_tokenizer([SENTENCE], 300)
     made.pad_token = made.pad_token or made.eos_token
     return made

@@ -42,7 +42,7 @@ def pairs(claimed):
 
 
 def experts_with(act_fn, ungated=False):
-    """Small experts that compute in fp64, with this activation."""
+    """Build small experts that compute in fp64, with this activation."""
     experts = next(m for m in build("qwen3_moe").modules() if hasattr(type(m), "_apply_gate")).double()
     if ungated:
         experts = NemotronHExperts(NemotronHConfig(**UNGATED_SIZES)).double()

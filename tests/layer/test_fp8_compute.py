@@ -16,7 +16,7 @@ T, H, I, E, K, RANK = 30, 336, 144, 4, 2, 8  # neither H nor I is a multiple of 
 
 
 def problem(dtype=torch.bfloat16):
-    """x, packed weights, (expert, routing weights), adapters."""
+    """Return x, packed weights, (expert, routing weights), adapters."""
     gate_up, down = torch.randn(E, 2 * I, H) * H**-0.5, torch.randn(E, H, I) * I**-0.5
     gate_up[:, :I] *= 3  # another scale than up's
     packed = [
@@ -34,7 +34,7 @@ def problem(dtype=torch.bfloat16):
 
 
 def step(x, packed, routing, adapters=(None, None), dout=None, checkpointed=False, **options):
-    """out, and the gradients of x, of the routing weights and of the adapters."""
+    """Return out, and the gradients of x, of the routing weights and of the adapters."""
     for adapter in filter(None, adapters):
         adapter.a.requires_grad_(), adapter.b.requires_grad_()
     layer = functools.partial(

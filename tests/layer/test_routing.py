@@ -16,7 +16,7 @@ from sonicmoe_hf.model_patches import FAMILIES
 
 @st.composite
 def problems(draw):
-    """Scores with many ties (and forbidden experts), their top-k, a tile, and some padding."""
+    """Draw scores with many ties (and forbidden experts), their top-k, a tile, and some padding."""
     T, E = draw(st.integers(0, 40)), draw(st.integers(1, 6))
     K, tile, levels = (
         draw(st.integers(1, E)),
@@ -79,7 +79,8 @@ def test_the_definition_of_token_rounding(rounding, problem):
 
 
 def routed_at_will(mask):
-    """Random scores and indices that send token t to expert e where mask[t, e]; a spare column stands for "nowhere"."""
+    """Draw random scores and indices that send token t to expert e where mask[t, e]; a spare column stands for
+    "nowhere"."""
     T, E = mask.shape
     scores = torch.cat([torch.rand(T, E), torch.full((T, 1), float("-inf"))], dim=1)
     return scores, torch.where(mask, torch.arange(E), E)

@@ -34,7 +34,7 @@ every_kind = pytest.mark.parametrize("family, kind", KINDS)
 
 
 def adapt(model, folder, size, parameters=(GATE_UP, DOWN), modules=("o_proj",), **options):
-    """PEFT's adapter of this size on the model, saved in `folder`."""
+    """Put PEFT's adapter of this size on the model, and save it in `folder`."""
     config = LoraConfig(r=2, lora_alpha=2, target_modules=list(modules), target_parameters=list(parameters), **options)
     return save_with_factors(get_peft_model(model, config), folder, size**0.5)
 

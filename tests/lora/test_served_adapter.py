@@ -201,7 +201,7 @@ def test_an_adapter_trained_on_the_native_layout_is_served_and_comes_back(name, 
 
 
 def with_linear_experts(folder):
-    """Modules named as the tensors of the hub's Qwen3-MoE checkpoint, whose experts are linear layers."""
+    """Build modules named as the tensors of the hub's Qwen3-MoE checkpoint, whose experts are linear layers."""
     root = nn.Module()
     weights = tensors_in(folder)
     for name in sorted(weights):

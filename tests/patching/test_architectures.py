@@ -101,7 +101,7 @@ def test_every_family_has_an_architecture():
 
 
 def is_installed(family) -> bool:
-    """Whether the installed Transformers has the family: the newest does not come with the oldest."""
+    """Tell whether the installed Transformers has the family: the newest does not come with the oldest."""
     return importlib.util.find_spec(family.module.rpartition(".")[0]) is not None
 
 

@@ -41,7 +41,7 @@ def made(family, routing=POLICY, is_odd=False, is_adapted=False):
 def step(
     rank, kind, family, routing=POLICY, checkpointing=None, patch_last=False, own=False, precision=None, **changes
 ):
-    """One step on each rank's batch. own: the experts are a unit of their own."""
+    """Run one step on each rank's batch. own: the experts are a unit of their own."""
     model = build(family) if patch_last else made(family, routing, **changes)
     checkpointed(model, checkpointing)
     if kind == "DDP":

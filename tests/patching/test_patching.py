@@ -35,7 +35,7 @@ def states(model):
 
 
 def fingerprint(model):
-    """Everything patching could leave behind on a model."""
+    """Return everything that patching could leave behind on a model."""
     return [
         (
             name,

@@ -66,7 +66,7 @@ def test_steps_of_few_tokens_are_to_be_compiled(hub, capsys):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Folders named as hub models, with their configs alone."""
+    """Make folders named as hub models, with their configs alone."""
     folder = tmp_path_factory.mktemp("hub")
     make_configs(folder)
     return folder
@@ -338,7 +338,7 @@ def test_liger_is_planned_for_where_the_installed_one_knows_the_model():
 
 
 def kept_for_backward(config, tokens):
-    """Bytes a token that the first mixture-of-experts block of a model in bf16 keeps, without its weights."""
+    """Count bytes a token that the first mixture-of-experts block of a model in bf16 keeps, without its weights."""
     model = build("nemotron_h", moe_latent_size=config.moe_latent_size).to(torch.bfloat16)
     sonicmoe_hf.patch_model(model)
     block = next(layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "experts"))

@@ -32,7 +32,7 @@ def on_the_cpu(monkeypatch):
 
 
 def texts_of_documents():
-    """README.md, docs/ and examples/, with each command in one line."""
+    """Yield README.md, docs/ and examples/, with each command in one line."""
     for path in (EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")):
         yield path.read_text(encoding="utf-8").replace("\\\n", " ")
 

@@ -101,7 +101,7 @@ def log_of(folder):
 
 @pytest.fixture
 def finetune(monkeypatch):
-    """examples/finetune.py, whose text without --dataset can be learned in a few steps."""
+    """Load examples/finetune.py, whose text without --dataset can be learned in a few steps."""
     example = load("finetune")
     monkeypatch.setattr(example, "standard_library", lambda: ([TEXT * 20] * 20, []))
     return example

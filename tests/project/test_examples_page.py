@@ -92,7 +92,8 @@ def log_of(names):
 
 
 def assert_adapters_trained(folder, layers=2):
-    """lora_B starts at zero: of both weights of each layer's experts, and of the attention."""
+    """Check that lora_B, which starts at zero, is trained: of both weights of each layer's experts, and of the
+    attention."""
     factors = load_file(folder / "adapter_model.safetensors")
     trained = [name for name, factor in factors.items() if "lora_B" in name and factor.any()]
     assert sum(".experts." in name for name in trained) == 2 * layers

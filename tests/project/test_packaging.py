@@ -96,7 +96,8 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def with_kernels(tmp_path_factory):
-    """Folders for sys.path with Hugging Face's `kernels`: the installed one, under a version that Transformers takes."""
+    """Make folders for sys.path with Hugging Face's `kernels`: the installed one, under a version that Transformers
+    takes."""
     found = importlib.metadata.distribution("kernels").locate_file("")
     metadata = tmp_path_factory.mktemp("kernels") / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA"
     metadata.parent.mkdir()

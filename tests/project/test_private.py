@@ -61,7 +61,8 @@ def test_private_part_is_there(name):
 
 
 def private_names(tree):
-    """(names of attributes, imports and strings that begin with an underscore, names that the code itself defines)."""
+    """Return (names of attributes, imports and strings that begin with an underscore, names that the code itself
+    defines)."""
     seen, own = set(), set()
     ends = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):

@@ -76,7 +76,7 @@ def adapted_plain():
 
 
 def adapted_eager():
-    """Experts of the interface that another implementation computes."""
+    """Compute experts of the interface that another implementation computes."""
     model = with_lora(build("qwen3_moe", implementation="eager"))
     return model, model(**batch()).logits.square().sum()
 

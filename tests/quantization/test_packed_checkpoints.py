@@ -26,7 +26,8 @@ BATCH = batch(2, 8)
 
 
 def error_of_tokens(logits, expected):
-    """Relative, of the median token: in bf16 one whose experts' scores are close may be routed otherwise."""
+    """Return the relative error of the median token: in bf16 one whose experts' scores are close may be routed
+    otherwise."""
     return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
 
 

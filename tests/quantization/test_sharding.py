@@ -184,7 +184,7 @@ def test_deepspeed_is_not_started_with_packed_experts(ranks, stage):
 
 
 def fsdp_gradients(model):
-    """Gradients of the whole parameters, zero where there is none."""
+    """Return gradients of the whole parameters, zero where there is none."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_() if parameter.grad is None else parameter.copy_(parameter.grad)

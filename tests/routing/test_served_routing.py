@@ -34,7 +34,7 @@ def sequences():
 
 
 def served_arrays(server, dtype=numpy.int16, start=0):
-    """vLLM's arrays: every token but the last, [sequence - 1 - start, layers, K]."""
+    """Return vLLM's arrays: every token but the last, [sequence - 1 - start, layers, K]."""
     arrays = []
     for ids in sequences():
         with torch.no_grad(), record_routing(server) as routing:

@@ -109,7 +109,7 @@ def test_each_layer_is_copied_while_the_one_before_computes(late_copies, checkpo
 
 
 def _held(engine, layers):
-    """(buffer, source) of what the two buffers hold before a step: layers 0 and 1."""
+    """Return (buffer, source) of what the two buffers hold before a step: layers 0 and 1."""
     stream = layers[0].stream
     places = {id(buffer.memory): place for place, buffer in enumerate(engine.buffers)}
     return [(places[id(buffer.bytes)], buffer.layer()._bytes["down"].data_ptr()) for buffer in stream._buffers]

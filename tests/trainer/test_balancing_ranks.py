@@ -138,7 +138,7 @@ RATE, STEPS = 1e-3, 3
 
 
 def with_large_biases():
-    """bf16 has steps of 4e-3 and 8e-3 there."""
+    """Build a model with biases at which bf16 has steps of 4e-3 and 8e-3."""
     model = build("deepseek_v3")
     for bias in biases_of(model):
         bias.data += 1

@@ -46,8 +46,8 @@ def balancing_gradients(model, calls, shares):
 
 
 def assert_balanced_by(model, make, shares, attach=True):
-    """One optimiser step of SGD at rate 1 has, beside what it has without balancing, each call's balancing loss times its
-    share; `shares` is a list or a function of the calls."""
+    """Check that one optimiser step of SGD at rate 1 has, beside what it has without balancing, each call's balancing
+    loss times its share; `shares` is a list or a function of the calls."""
     results = []
     for callbacks in ([], [LoadBalancing(per_layer_loss=WEIGHT)]):
         trained = twin(model)

@@ -111,7 +111,7 @@ def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path, mo
 
     class Reporter(WandbCallback):
         def __init__(self):
-            """Without the package."""
+            """Do nothing, as without the package."""
 
         def __getattribute__(self, name):
             if name.startswith("on_"):

@@ -214,7 +214,7 @@ def test_what_another_callback_makes_of_the_weights_at_the_end_stays(tmp_path):
 
 
 def resume_on_a_rank(rank, folder):
-    """DDP: a straight run, a resumed one with attach, and the error of one without."""
+    """Train under DDP: a straight run, a resumed one with attach, and the error of one without."""
     # without an optimiser's state, which Transformers 5.17 cannot load on CPU ranks
     options = {"save_only_model": True, "optim": "sgd", "learning_rate": 0.1}
     straight = train(build("qwen3_moe"), f"{folder}/straight", **BEST, **options)
@@ -229,7 +229,7 @@ def resume_on_a_rank(rank, folder):
 
 
 def shard_on_a_rank(rank, folder):
-    """FSDP2, whose checkpoints hold the experts under their own names: no error without attach."""
+    """Train under FSDP2, whose checkpoints hold the experts under their own names: no error without attach."""
     model = build("qwen3_moe")
     fully_shard(model)
     check_experts_restored(model, arguments(folder), TrainerState(global_step=2), attached=False)
