@@ -79,25 +79,23 @@ def sinks_attention_forward(
 def _check(module, query, value, dropout, s_aux, kwargs) -> None:
     name = type(module).__name__
     check_model(module.config)
-    if s_aux is _MISSING:
-        raise ValueError(
-            f'{name} passes no sinks (s_aux) to its attention: load the model with attn_implementation="sdpa"'
-        )
-    if dropout:
-        raise ValueError(
-            f"{name} asks for dropout={dropout}, which attention with sinks does not have: set config.attention_dropout "
-            f"= 0.0, or load the model with {EAGER}"
-        )
-    if kwargs.get("output_attentions"):
-        raise ValueError(f"output_attentions=True needs the probabilities, which {NAME} does not compute: use {EAGER}")
-    for argument in ("cache", "softcap", "position_bias"):
-        if kwargs.get(argument) is not None:
-            raise ValueError(f"{NAME} does not take {argument}: load the model with {EAGER}")
-    if query.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{NAME} computes on a CPU and on CUDA, not on {query.device.type}: use {EAGER}")
     size = max(query.shape[-1], value.shape[-1])
-    if flash.uses_cuda_kernels(query.device) and size > MAX_HEAD:
-        raise ValueError(f"{NAME} takes heads of {MAX_HEAD} at most, not {size}: use {EAGER}")
+    unknown = [each for each in ("cache", "softcap", "position_bias") if kwargs.get(each) is not None]
+    if s_aux is _MISSING:
+        obstacle = f"not a {name}, which passes no sinks (s_aux)"
+    elif dropout:
+        obstacle = f"no dropout={dropout}: set config.attention_dropout = 0.0"
+    elif kwargs.get("output_attentions"):
+        obstacle = "no output_attentions=True, since it computes no probabilities"
+    elif unknown:
+        obstacle = f"no {unknown[0]}"
+    elif query.device.type not in ("cpu", "cuda"):
+        obstacle = f"tensors on a CPU and on CUDA, not on {query.device.type}"
+    elif flash.uses_cuda_kernels(query.device) and size > MAX_HEAD:
+        obstacle = f"heads of {MAX_HEAD} at most, not {size}"
+    else:
+        return
+    raise ValueError(f"{NAME} takes {obstacle}; or load the model with {EAGER}")
 
 
 def _cast(query, key, value):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import CheckpointError
@@ -45,7 +44,8 @@ def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) 
     Args:
         dst: the folder to make. nbytes, files, num_shards: what will be written, to check the space on the disk.
     Raises:
-        CheckpointError: not enough space, another run writes to `dst`, or writing failed.
+        CheckpointError: not enough space, or another run writes to `dst`.
+        OSError, SafetensorError: writing failed.
 
     A killed run leaves its hidden folder behind; the next run into the same `dst` removes it. A lock, which the kernel
     releases when its holder dies, tells a dead run from a live one.
@@ -59,13 +59,12 @@ def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) 
         lock.acquire(timeout=0)
     except Timeout:
         raise CheckpointError(f"another conversion into {dst} is running; wait for it or use another name") from None
-    except OSError as error:
-        raise CheckpointError(f"{dst} cannot be written: {error}") from error
     try:
         shutil.rmtree(folder, ignore_errors=True)
         new_folder(dst)  # another run may have made it before the lock was ours
         if dst.exists():
-            _replace_empty(dst, folder)
+            folder.mkdir()
+            folder.rename(dst)  # before any work, since onto a mount point none can
         need = nbytes + ALLOWANCE * (num_shards + len(files))
         free = shutil.disk_usage(dst.parent).free
         if free < need:
@@ -75,23 +74,10 @@ def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) 
         sync(folder)
         folder.rename(dst)
         sync(dst.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{dst} cannot be written: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock_file.unlink(missing_ok=True)
         lock.release()
-
-
-def _replace_empty(dst: Path, folder: Path) -> None:
-    """Show, before any work, that a folder can be renamed to the empty folder `dst`: onto a mount point none can."""
-    folder.mkdir()
-    try:
-        folder.rename(dst)
-    except OSError as error:
-        raise CheckpointError(
-            f"{dst} is there and cannot be replaced ({error.strerror}); if it is a mount point, name a folder in it"
-        ) from error
 
 
 def sync(path: Path) -> None:

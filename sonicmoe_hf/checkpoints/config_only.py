@@ -130,7 +130,4 @@ def _construct(entries: dict, config: PreTrainedConfig) -> PreTrainedModel:
     for declared in _declared_classes(entries):
         if declared.config_class is type(config):
             return declared._from_config(config)
-    auto_class = auto_class_of(config)
-    if auto_class is None:
-        raise ValueError(f"no model class belongs to model_type {entries['model_type']!r}")
-    return auto_class.from_config(config, trust_remote_code=False)
+    return auto_class_of(config).from_config(config, trust_remote_code=False)

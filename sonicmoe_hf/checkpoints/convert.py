@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +31,6 @@ from .source import Source
 from .stored import DTYPES, StoredWeights
 
 ALIGNED = 64  # bytes
-SHARD_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*([KMGT]B)?", re.IGNORECASE)
 # of config.json: Transformers 5's name, and the one before, which may both be there
 DTYPE_ENTRIES = {"dtype", "torch_dtype"}
 
@@ -236,10 +234,6 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
 
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[Planned]]:
     """Choose files: their names and what they will hold. Tensors that are made together are in one file."""
-    if not SHARD_SIZE.fullmatch(str(max_shard_size)):
-        raise CheckpointError(
-            f"max_shard_size is {max_shard_size!r:.40}; give bytes, 1 or more, or text such as '5GB'"
-        )
     size = int(max_shard_size) if str(max_shard_size).isdigit() else max_shard_size
     by_name = {next(iter(each.shells)): each for each in planned}
     whole = {name: shell((each.nbytes,), torch.uint8) for name, each in by_name.items()}

@@ -43,17 +43,12 @@ def read_json(path: Path) -> dict:
     """Read the object in a JSON file.
 
     Raises:
-        CheckpointError: there is no such file, it cannot be read, or it holds something else.
+        CheckpointError: there is no such file, or it cannot be read.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no {path}; give the folder of a checkpoint, or a hub id") from None
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
-    return content
 
 
 def opened(path: Path):
@@ -114,9 +109,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
                 f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; conversion reads whole models in safetensors only"
             )
         return headers_of(folder / WEIGHTS_FILE)
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    weight_map = read_json(index)["weight_map"]
     if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in weight_map.values():
         raise CheckpointError(
             f"{folder} has both {WEIGHTS_FILE} and {INDEX_FILE}, which names other files; Transformers would load "
@@ -124,8 +117,6 @@ def read_headers(folder: Path) -> dict[str, Header]:
         )
     by_name: dict[str, Header] = {}
     for file in sorted(set(weight_map.values())):
-        if Path(file).name != file or not (folder / file).is_file():
-            raise CheckpointError(f"{index} names {file!r}, which is not a file in {folder}")
         headers = headers_of(folder / file)
         for name in headers.keys() & by_name.keys():
             raise CheckpointError(

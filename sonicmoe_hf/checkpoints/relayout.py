@@ -156,10 +156,7 @@ class Relayout(Plan):
             if there.is_per_expert:
                 parts |= HUB[format.name].stored(name, there.shape)
             else:
-                try:
-                    parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
-                except ValueError as error:
-                    raise CheckpointError(f"{error}") from error
+                parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
         return {
             stored: shell(part, next((dtype for dtype in dtypes if dtype.itemsize == scale_size), dtypes[0]))
             for stored, (part, dtypes) in parts.items()

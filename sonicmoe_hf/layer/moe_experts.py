@@ -13,7 +13,7 @@ from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check
 from .dispatch import dispatch
 from .experts_op import FORWARD, Inputs, Options, SaveFlags
 from .packed_weight import PackedWeight
-from .projection import FLOAT_DTYPES, LowRank, Projection, projection
+from .projection import LowRank, Projection, projection
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
@@ -22,8 +22,6 @@ __all__ = ["Activation", "LowRank", "moe_experts"]
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activation):
     """Raise ValueError where shapes, dtypes or devices do not fit."""
     dtype, device = x.dtype, x.device
-    if dtype not in FLOAT_DTYPES:
-        raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
     tensors = (("gate_up", gate_up), ("down", down), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
     for name, tensor in tensors:
         if tensor is not None and tensor.dtype != dtype and not isinstance(tensor, PackedWeight):
@@ -33,17 +31,12 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activatio
     for name, tensor in (*tensors, ("the routing", routing.expert_index), ("its weights", routing.weights)):
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} but x is on {device}; move them to one device")
-    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
-        raise ValueError(
-            f"x, gate_up, down have {x.dim()}, {gate_up.dim()}, {down.dim()} dimensions; they need 2 (tokens, hidden), "
-            "3 and 3 (experts first)"
-        )
     transposed, sides = LAYOUTS[layout][0], 2 if is_gated(activation) else 1
     num_experts, width, hidden = gate_up.shape
     if transposed:
         hidden, width = width, hidden
     down_shape = (num_experts, width // sides, hidden) if transposed else (num_experts, hidden, width // sides)
-    if x.shape[1] != hidden or width % sides or down.shape != down_shape:
+    if x.shape != (x.shape[0], hidden) or width % sides or down.shape != down_shape:
         rows = "2I" if sides == 2 else "I"
         sizes = f"[E, H, {rows}] and [E, I, H]" if transposed else f"[E, {rows}, H] and [E, H, I]"
         raise ValueError(
@@ -68,25 +61,22 @@ def _compute_dtype(x, gate_up, down):
 def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> None:
     """Raise a ValueError where FP8 products do not support the layer."""
     formats = [weight.format if isinstance(weight, PackedWeight) else str(weight.dtype) for weight in (gate_up, down)]
-    if formats != ["fp8", "fp8"]:
-        raise ValueError(
-            f"compute='fp8' takes experts packed as fp8 (experts_quantization='fp8'), not {' and '.join(formats)}; leave "
-            "compute out"
-        )
-    packed = (weight for weight in (gate_up, down) if isinstance(weight, PackedWeight))  # both, as we know by now
+    packed = [weight for weight in (gate_up, down) if isinstance(weight, PackedWeight) and weight.format == "fp8"]
     orders = [FORMATS["fp8"].parts_and_kinds(Quantized(weight.codes, weight.scales)) for weight in packed]
-    if orders != [ORDERS["concatenated"], ORDERS["whole"]]:
-        raise ValueError(
-            "compute='fp8' takes gate_up packed in the order 'concatenated' and down in 'whole' "
-            f"(PackedWeight.quantize(..., order=...)), not {orders} parts and kinds of rows; pack them so"
+    if len(packed) < 2:
+        obstacle = f"experts packed as fp8 (experts_quantization='fp8'), not {' and '.join(formats)}"
+    elif orders != [ORDERS["concatenated"], ORDERS["whole"]]:
+        obstacle = (
+            "gate_up packed in the order 'concatenated' and down in 'whole' (PackedWeight.quantize(..., order=...)), "
+            f"not {orders} parts and kinds of rows"
         )
-    if layout != "concatenated" or not is_gated(activation):
-        raise ValueError(
-            f"compute='fp8' takes layout 'concatenated' and an activation with a gate, not {layout!r} and "
-            f"{activation!r}; leave compute out"
-        )
-    if has_bias:
-        raise ValueError("compute='fp8' takes experts without biases; leave compute out")
+    elif layout != "concatenated" or not is_gated(activation):
+        obstacle = f"layout 'concatenated' and an activation with a gate, not {layout!r} and {activation!r}"
+    elif has_bias:
+        obstacle = "experts without biases"
+    else:
+        return
+    raise ValueError(f"compute='fp8' takes {obstacle}; leave compute out")
 
 
 @torch.compiler.allow_in_graph

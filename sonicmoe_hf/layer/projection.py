@@ -105,8 +105,6 @@ def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: t
     num_experts, size_out, size_in = shape_EON
     a, b = adapter.a, adapter.b
     for part, factor in (("a", a), ("b", b)):
-        if factor.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name}.{part} has dtype {factor.dtype}; use fp64, fp32, bf16 or fp16")
         if factor.device != device:
             raise ValueError(
                 f"{name}.{part} is on {factor.device} but its weight is on {device}; move them to one device"

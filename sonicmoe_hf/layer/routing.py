@@ -135,18 +135,14 @@ def round_tokens(
     Returns:
         mask_TE, bool: token t goes to expert e.
     Raises:
-        ValueError: unknown rounding, bad tile, or shapes that disagree.
+        ValueError: unknown rounding, or shapes that disagree.
     """
     check_choice("rounding", rounding, ROUNDINGS)
-    if tile < 1:
-        raise ValueError(f"tile is {tile}; it counts rows and must be at least 1")
     if scores_TE.dim() != 2 or top_k_index_TK.dim() != 2 or len(scores_TE) != len(top_k_index_TK):
         raise ValueError(
             f"scores {tuple(scores_TE.shape)} and top_k_index {tuple(top_k_index_TK.shape)} must be [T, E] and [T, K]"
         )
-    (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
-    if valid_T is not None and tuple(valid_T.shape) != (num_tokens,):
-        raise ValueError(f"valid_T has shape {tuple(valid_T.shape)}; it must be ({num_tokens},), one per token")
+    num_experts, device = scores_TE.shape[1], scores_TE.device
     scores_TE = scores_TE.detach()
     top_k_TE = top_k_mask(scores_TE, top_k_index_TK)
     return rounded_mask(scores_TE, top_k_TE, valid_T, _uniform(rounding, num_experts, device), rounding, tile)

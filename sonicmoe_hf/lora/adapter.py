@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -261,11 +260,8 @@ class _Reader:
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Read a tensor of the file, which is open meanwhile only: its mapped pages count as memory."""
-        try:
-            with opened(self.path) as handle:
-                return handle.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+        with opened(self.path) as handle:
+            return handle.get_tensor(name)
 
 
 def is_interleaved(experts: nn.Module) -> bool:

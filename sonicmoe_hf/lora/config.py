@@ -93,10 +93,8 @@ def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, di
     """Return rank_pattern and alpha_pattern with the experts' own rank beside what is given.
 
     Raises:
-        ValueError: the rank is no positive integer, nothing of the experts is adapted, or a pattern names them already.
+        ValueError: nothing of the experts is adapted, or a pattern names them already.
     """
-    if isinstance(experts_r, bool) or not isinstance(experts_r, int) or experts_r < 1:
-        raise ValueError(f"experts_r is {experts_r!r}; it must be a whole number of at least 1")
     if not settings["target_parameters"]:
         raise ValueError(f"experts_r is {experts_r}, but target_parameters adapts no experts: leave one of them out")
     given = {name: settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}

@@ -28,9 +28,10 @@ def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tenso
         recorded: the experts of one call: of `RecordedRouting.from_server` or `record_routing`, or a tensor [L, T, K].
         inputs: what that call takes: input_ids, attention_mask and the like.
     Returns:
-        {layer: share}, from 0.0 to 1.0, of the layers that ran in that call, in their order.
+        {layer: share}, from 0.0 to 1.0, or nan where `recorded` names the experts of no token; of the layers that ran in
+        that call, in their order.
     Raises:
-        ValueError: `recorded` has several calls, no token with experts, or other layers, tokens or experts per token than
+        ValueError: `recorded` has several calls, or other layers, tokens or experts per token than
             the model. Others: as `record_routing`.
     Example:
         shares = sonicmoe_hf.serving_divergence(model, routing, input_ids=input_ids, attention_mask=attention_mask)
@@ -54,9 +55,6 @@ def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tenso
             shares[layer] = _share(layer, runs, own_runs, mask)
     device = next(iter(shares.values())).device
     names, values = list(shares), torch.stack([share.to(device) for share in shares.values()]).tolist()
-    unknown = [name for name, value in zip(names, values) if value != value]
-    if unknown:
-        raise ValueError(f"the routing names the experts of no token in {unknown[0]}")
     return dict(zip(names, values))
 
 

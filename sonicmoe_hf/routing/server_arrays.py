@@ -35,12 +35,6 @@ def aligned_with_batch(
             f"{len(completions)} completions"
         )
     arrays = [_array(completion, number) for number, completion in enumerate(completions)]
-    for number, array in enumerate(arrays):
-        if array.shape[1:] != arrays[0].shape[1:]:
-            raise ValueError(
-                f"the routing of sequence {number} has {array.shape[1]} layers and {array.shape[2]} experts per token, "
-                f"that of sequence 0 has {arrays[0].shape[1]} and {arrays[0].shape[2]}"
-            )
     index_BSLK = torch.full((*mask_BS.shape, *arrays[0].shape[1:]), -1, dtype=torch.int32, device="cpu")
     for number, (array, mask_S, start) in enumerate(zip(arrays, mask_BS, starts)):
         positions = mask_S.nonzero().flatten()[start:-1]

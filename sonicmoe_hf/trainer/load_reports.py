@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ def check_drawable(path: Path) -> None:
     """Raise before training where there would be no picture after it.
 
     Raises:
-        ImportError: matplotlib is not installed. ValueError: it draws no files of this name.
+        ModuleNotFoundError: matplotlib is not installed. ValueError: it draws no files of this name.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"plot={str(path)!r} needs matplotlib: pip install 'sonicmoe-hf[train]'")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     known = FigureCanvasAgg.get_supported_filetypes()

@@ -267,12 +267,6 @@ def test_a_static_cache_without_a_mask(kernels):
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=TOLERANCE, atol=TOLERANCE * 5)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_output_attentions_is_refused():
-    with pytest.raises(ValueError, match="output_attentions"):
-        build()(**inputs(), output_attentions=True)
-
-
 def test_dropout_is_refused_in_training_alone(kernels):
     model, batch = build(attention_dropout=0.1), inputs()
     with pytest.raises(ValueError, match=r"config.attention_dropout = 0\.0"):
@@ -290,8 +284,7 @@ def test_on_cuda_padding_in_the_middle_under_a_window_is_refused(monkeypatch):
 def test_on_cuda_masks_of_the_model_s_own_are_refused(monkeypatch):
     model = build()
     embeds = torch.zeros(1, 5, 8)
-    with as_on_cuda(monkeypatch), pytest.raises(ValueError, match="adds a mask of its own"):
-        create_causal_mask(model.config, embeds, None, None, and_mask_function=lambda b, h, q, k: q > k)
-    blocks = torch.tensor([[0, 0, -1, -1, -1]])
-    with as_on_cuda(monkeypatch), pytest.raises(ValueError, match="adds a mask of its own"):
-        create_causal_mask(model.config, embeds, None, None, block_sequence_ids=blocks)
+    of_blocks = {"block_sequence_ids": torch.tensor([[0, 0, -1, -1, -1]])}
+    for own in ({"and_mask_function": lambda b, h, q, k: q > k}, of_blocks):
+        with as_on_cuda(monkeypatch), pytest.raises(ValueError, match="adds a mask of its own"):
+            create_causal_mask(model.config, embeds, None, None, **own)

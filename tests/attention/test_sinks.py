@@ -290,10 +290,10 @@ class ChoosesKeys(Attention):
 
 
 REFUSALS = {
-    "dropout": ({"dropout": 0.1}, "Attention asks for dropout=0.1.*config.attention_dropout = 0.0"),
-    "output_attentions": ({"output_attentions": True}, f'probabilities, which {NAME} does not compute.*"eager"'),
-    "cache": ({"cache": object()}, "does not take cache"),
-    "softcap": ({"softcap": 30.0}, "does not take softcap"),
+    "dropout": ({"dropout": 0.1}, "takes no dropout=0.1: set config.attention_dropout = 0.0"),
+    "output_attentions": ({"output_attentions": True}, f'{NAME} takes no output_attentions.*"eager"'),
+    "cache": ({"cache": object()}, "takes no cache"),
+    "softcap": ({"softcap": 30.0}, "takes no softcap"),
     "chosen keys": ({"module": ChoosesKeys()}, f"{NAME}.*deepseek_v4.*compressed keys"),
 }
 
@@ -305,9 +305,9 @@ def test_what_it_does_not_compute_is_an_error_with_the_remedy(case):
         compute(tensors(1, 3, 3, 4, 2, 8, 8), **options)
 
 
-def test_a_model_without_sinks_is_told_to_use_sdpa():
+def test_a_model_without_sinks_is_an_error():
     q, k, v, _ = tensors(1, 3, 3, 4, 2, 8, 8)
-    with pytest.raises(ValueError, match=r'passes no sinks.*attn_implementation="sdpa"'):
+    with pytest.raises(ValueError, match=r'passes no sinks.*attn_implementation="eager"'):
         sinks_attention_forward(Attention(), q, k, v, None)
 
 

@@ -221,8 +221,6 @@ def test_weights_of_an_upstream_moe_module_go_in_and_out():
     experts = from_upstream({**upstream, "router.weight": torch.randn(4, 8)})
     assert set(experts) == {"c_fc", "c_proj", "c_fc_bias"}
     assert same_bits(to_upstream(experts), upstream)
-    with pytest.raises(CheckpointError, match="module has c_fc"):
-        from_upstream({"weight": torch.ones(1)})
 
 
 def test_the_command_converts_verifies_and_says_what_it_did(tmp_path, capsys):

@@ -266,7 +266,7 @@ def test_doctor_counts_the_parameters_of_adapters_on_the_experts(capsys, tmp_pat
     [
         (["./no/such/folder"], "there is no folder ./no/such/folder"),
         (["no/such/folder"], "there is no folder no/such/folder"),
-        (["{empty}"], "there is no {empty}/config.json"),
+        (["{empty}"], "No such file or directory: '{empty}/config.json'"),
         (["--batch-size", "4", "model"], "belong together"),
         (["--batch-size", "4", "--sequence-length", "4"], "need a model"),
         (["--tile", "4", "model"], "--tile needs both"),

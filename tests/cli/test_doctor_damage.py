@@ -85,7 +85,6 @@ def test_models_that_work_are_supported(cls, changes, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[]", "holds a list"),
         (b"", "cannot be read"),
         (b"\xff\x00\x80", "cannot be read"),
         (b"{}", "model_type is None"),

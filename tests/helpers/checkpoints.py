@@ -81,10 +81,10 @@ def edit_tensors(folder, changes):
     rewrite(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
-def assert_conversion_refused(folder, match, *layout, **options):
+def assert_conversion_refused(folder, match, *layout, error=CheckpointError, **options):
     """Check that conversion fails with one sentence, and leaves nothing beside the checkpoint."""
     target = folder.parent / "refused"
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(error, match=match):
         convert_checkpoint(folder, target, *layout, **options)
     assert not target.exists()
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]

@@ -144,14 +144,13 @@ def test_what_is_computed_again_has_the_same_bits():
 def test_what_fp8_does_not_take_is_an_error():
     x, packed, routing, _ = problem()
     dense = [weight.dequantize() for weight in packed]
-    with pytest.raises(ValueError, match=r"takes experts packed as fp8 .*not torch.bfloat16"):
-        moe_experts(x, *dense, routing, compute="fp8")
-    with pytest.raises(ValueError, match="compute is 'fp4'"):
-        moe_experts(x, *packed, routing, compute="fp4")
-    with pytest.raises(ValueError, match="without biases"):
-        moe_experts(x, *packed, routing, compute="fp8", down_bias=x.new_zeros(E, H))
-    mixed = PackedWeight.quantize(dense[0], "fp8", order="interleaved")
-    with pytest.raises(ValueError, match="gate_up packed in the order 'concatenated'"):
-        moe_experts(x, mixed, packed[1], routing, compute="fp8")
-    with pytest.raises(ValueError, match="not 'interleaved'"):
-        moe_experts(x, *packed, routing, compute="fp8", layout="interleaved")
+    mixed = PackedWeight.quantize(dense[0], "fp8", order="interleaved"), packed[1]
+    for weights, options, words in (
+        (dense, {}, "takes experts packed as fp8 .*not torch.bfloat16"),
+        (packed, {"compute": "fp4"}, "compute is 'fp4'"),
+        (packed, {"down_bias": x.new_zeros(E, H)}, "without biases"),
+        (mixed, {}, "gate_up packed in the order 'concatenated'"),
+        (packed, {"layout": "interleaved"}, "not 'interleaved'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            moe_experts(x, *weights, routing, **{"compute": "fp8", **options})

@@ -1,5 +1,7 @@
 """Token rounding's definition, as properties."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -276,25 +278,27 @@ def test_rounding_applies_from_the_mean_number_of_tiles_on():
     assert policy.applies(16, 4, 4) and not policy.applies(15, 4, 4), "64 pairs are two tiles of each expert"
 
 
-def test_bad_policies_raise_value_error_with_the_value():
-    with pytest.raises(ValueError, match=r"rounding is 'closest'; choose one of 'nearest', 'balanced'"):
-        TokenRounding(rounding="closest")
-    for tile in (0, -1, 2.5, True, "128"):
-        with pytest.raises(ValueError, match=r"tile is .*whole number"):
-            TokenRounding(tile=tile)
-    with pytest.raises(ValueError, match=r"min_tiles_per_expert is -1"):
-        TokenRounding(min_tiles_per_expert=-1)
-    with pytest.raises(ValueError, match=r"routing is 'random'; choose None, 'top_k', 'token_rounding'"):
-        as_routing_policy("random")
-    scores = torch.rand(4, 3)
-    with pytest.raises(ValueError, match=r"rounding is 'sideways'"):
-        round_tokens(scores, scores.topk(1).indices, tile=2, rounding="sideways")
-    with pytest.raises(ValueError, match=r"tile is 0"):
-        round_tokens(scores, scores.topk(1).indices, tile=0)
-    with pytest.raises(ValueError, match=r"must be \[T, E\] and \[T, K\]"):
-        round_tokens(scores, torch.zeros(3, 1, dtype=torch.long), tile=2)
-    with pytest.raises(ValueError, match=r"valid_T has shape \(3,\); it must be \(4,\)"):
-        round_tokens(scores, scores.topk(1).indices, tile=2, valid_T=torch.ones(3, dtype=torch.bool))
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: TokenRounding(rounding="closest"), r"rounding is 'closest'; choose one of 'nearest', 'balanced'"),
+        *((partial(TokenRounding, tile=tile), "tile is .*whole number") for tile in (0, -1, 2.5, True, "128")),
+        (lambda: TokenRounding(min_tiles_per_expert=-1), "min_tiles_per_expert is -1"),
+        (lambda: as_routing_policy("random"), "routing is 'random'; choose None, 'top_k', 'token_rounding'"),
+        (
+            lambda: round_tokens(torch.rand(4, 3), torch.zeros(4, 1, dtype=torch.long), tile=2, rounding="sideways"),
+            "rounding is 'sideways'",
+        ),
+        (
+            lambda: round_tokens(torch.rand(4, 3), torch.zeros(3, 1, dtype=torch.long), tile=2),
+            r"must be \[T, E\] and \[T, K\]",
+        ),
+        (lambda: Routing(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 2)), "list the same pairs"),
+    ],
+)
+def test_bad_policies_and_routings_raise_value_error_with_the_value(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 def test_a_routing_says_what_went_wrong_where_it_does_not_belong():
@@ -302,8 +306,6 @@ def test_a_routing_says_what_went_wrong_where_it_does_not_belong():
     for misuse in (lambda: torch.nn.functional.one_hot(routing), lambda: routing.size(-1), lambda: routing // 2):
         with pytest.raises((TypeError, AttributeError), match=r'needs experts_implementation="sonicmoe_hf"'):
             misuse()
-    with pytest.raises(ValueError, match=r"list the same pairs"):
-        Routing(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 2))
 
 
 def test_a_routing_takes_the_weights_that_came_beside_it_unless_they_were_cast():

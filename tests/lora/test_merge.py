@@ -208,7 +208,6 @@ def assert_refused(folders, match):
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"r": 3}, "are expected for r = 3"),
         ({"lora_alpha": None}, "lora_alpha of .* is None"),
-        ({"rank_pattern": {"(": 3}}, "rank_pattern has a name that is no pattern"),
         ({"target_parameters": [EXPERTS[0], NATIVE_EXPERTS[1]]}, "name experts of both layouts"),
         ({"target_parameters": EXPERTS[:1]}, "adapts nothing that the model has"),
     ],

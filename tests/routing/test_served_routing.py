@@ -125,16 +125,16 @@ def test_layers_without_experts_that_a_server_counts_are_left_out():
     with_dense = [with_layers_of_zeros(array) for array in arrays]
     for layers in (None, [1, 3]):
         assert torch.equal(RecordedRouting.from_server(with_dense, mask, layers=layers).tensors()[0], expected)
-    words = r"sequence 0 names expert 0 twice for position 7 in layer 2.*in layers=\.\.\."
-    with pytest.raises(ValueError, match=words):
-        RecordedRouting.from_server(with_dense, mask, layers=[1, 2])
+    never_written = [numpy.zeros_like(array) for array in arrays]
+    for given, layers, place in ((with_dense, [1, 2], 2), (never_written, None, 0)):
+        words = rf"sequence 0 names expert 0 twice for position 7 in layer {place}.*in layers=\.\.\."
+        with pytest.raises(ValueError, match=words):
+            RecordedRouting.from_server(given, mask, layers=layers)
     missed = [array.copy() for array in with_dense]
     for array in missed:
         array[:, 3] = 0
     with pytest.raises(ValueError, match=r"is torch.int32 \[1, 64, 2\], but .* of 2 layers"):
         serving_divergence(model, RecordedRouting.from_server(missed, mask))
-    with pytest.raises(ValueError, match="names expert 0 twice for position 7 in layer 0"):
-        RecordedRouting.from_server([numpy.zeros_like(array) for array in arrays], mask)
     one_each = [array[..., :1] for array in arrays]
     assert len(RecordedRouting.from_server(one_each, mask).layers) == 2, "of one expert a token nothing tells"
 
@@ -153,11 +153,10 @@ def test_what_vllm_sends_over_http_is_taken_and_other_text_is_an_error():
     pickled = io.BytesIO()
     numpy.save(pickled, numpy.array([{}], object), allow_pickle=True)
     archive = base64.b64encode(b"PK\x03\x04" + arrays[1].tobytes()).decode()
-    for text in (base64.b64encode(arrays[1].tobytes()).decode(), "no base64!", "", archive, texts[1][:40]):
-        with pytest.raises(ValueError):
+    by_pickle = base64.b64encode(pickled.getvalue()).decode()
+    for text in (base64.b64encode(arrays[1].tobytes()).decode(), "no base64!", "", archive, texts[1][:40], by_pickle):
+        with pytest.raises(ValueError, match="allow_pickle=False" if text is by_pickle else ""):
             RecordedRouting.from_server([texts[0], text, *texts[2:]], mask)
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        RecordedRouting.from_server([base64.b64encode(pickled.getvalue()).decode(), *texts[1:]], mask)
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers():
@@ -166,24 +165,19 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
     arrays = served_arrays(with_other_routers(model))
     changed = {
         "the routing of sequence 1 has 11 tokens, but there must be 12": [arrays[0], arrays[1][:-1], *arrays[2:]],
-        "sequence 3 has 1 layers and 2 experts per token, that of sequence 0 has 2 and 2": [
-            *arrays[:3],
-            arrays[3][:, :1],
-        ],
-        "sequence 3 has 2 layers and 1 experts per token": [*arrays[:3], arrays[3][..., :1]],
         r"there are 3 completions, but attention_mask is \[4, 16\]": arrays[:3],
         r"sequence 2 is object \[\], .* enable_return_routed_experts=True": [*arrays[:2], None, arrays[3]],
         r"sequence 0 is float64 \[8, 2, 2\], but it must be integer": [arrays[0].astype(float), *arrays[1:]],
         "sequence 0 names expert 4294967": [arrays[0].astype(numpy.int64) + 2**32, *arrays[1:]],
     }
-    for words, given in changed.items():
+    starts = "prompt_start is .* one for each of the 4 completions"
+    for words, given, start in (
+        *((words, given, 0) for words, given in changed.items()),
+        *((starts, arrays, start) for start in (-1, [0, 0])),
+        ("8 tokens, but there must be 4: its 9 .* without the first 4", arrays, 4),
+    ):
         with pytest.raises(ValueError, match=words):
-            RecordedRouting.from_server(given, mask)
-    for start in (-1, [0, 0]):
-        with pytest.raises(ValueError, match=r"prompt_start is .* one for each of the 4 completions"):
-            RecordedRouting.from_server(arrays, mask, prompt_start=start)
-    with pytest.raises(ValueError, match=r"8 tokens, but there must be 4: its 9 .* without the first 4"):
-        RecordedRouting.from_server(arrays, mask, prompt_start=4)
+            RecordedRouting.from_server(given, mask, prompt_start=start)
 
     def routed(change):
         return RecordedRouting.from_server([change(array) for array in arrays], mask)
@@ -291,7 +285,7 @@ def test_divergence_counts_the_tokens_whose_sets_of_experts_differ(family):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_divergence_of_a_server_is_between_none_and_all_and_unknown_tokens_are_refused():
+def test_divergence_of_a_server_is_between_none_and_all_and_of_unknown_tokens_no_number():
     model = patched("qwen3_moe").eval()
     ids, mask = padded(PADDING["right"])
     routing = RecordedRouting.from_server(served_arrays(with_other_routers(model)), mask)
@@ -299,7 +293,6 @@ def test_divergence_of_a_server_is_between_none_and_all_and_unknown_tokens_are_r
     assert list(shares) == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert all(0.1 < share < 1 for share in shares.values())
     unknown = torch.full_like(routing.tensors()[0], -1)
-    with pytest.raises(ValueError, match=r"names the experts of no token in model.layers.0.mlp"):
-        serving_divergence(model, unknown, input_ids=ids)
+    assert all(share != share for share in serving_divergence(model, unknown, input_ids=ids).values())
     with pytest.raises(ValueError, match="has 2 calls, but serving_divergence compares one"):
         serving_divergence(model, [unknown, unknown], input_ids=ids)

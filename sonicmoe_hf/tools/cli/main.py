@@ -8,6 +8,8 @@ import io
 import json
 import sys
 
+from safetensors import SafetensorError
+
 from sonicmoe_hf_command import top_level
 
 from ... import __version__
@@ -57,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not as_json:
             argparse.ArgumentParser.error(parser, message)
         return _say(message, as_json, 2)
-    # what this package or the system says of an input, such as a folder that another user keeps closed
-    except (OSError, ValueError) as error:
+    # what this package, the system or safetensors says of an input, such as a folder that another user keeps closed
+    except (OSError, SafetensorError, ValueError) as error:
         return _say(" ".join(str(error).split()) or type(error).__name__, as_json, 2)
     except KeyboardInterrupt:
         return _say("interrupted", as_json, 130)

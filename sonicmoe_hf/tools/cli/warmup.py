@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import signal
@@ -53,18 +52,17 @@ class Outcome(NamedTuple):
     seconds: float | None
 
 
-def _sizes(text: str) -> tuple[int, int]:
-    sizes = text.split(",")
-    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} is not H,I: two whole numbers, such as 2048,768")
-    return int(sizes[0]), int(sizes[1])
+def sizes(text: str) -> tuple[int, int]:
+    """Read H and I from "2048,768"."""
+    hidden, inner = map(int, text.split(","))
+    return hidden, inner
 
 
 @command(
     option("model", nargs="?", help="hub id or local folder"),
     option(
         "--shape",
-        type=_sizes,
+        type=sizes,
         action="append",
         metavar="H,I",
         default=[],
