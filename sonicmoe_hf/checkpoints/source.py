@@ -63,12 +63,12 @@ class Source(StoredWeights):
 
     def _find_layout(self) -> str:
         """Detect the layout of the first block's experts; names of others are unknown."""
-        block = next(iter(self.blocks), None)
-        if block is None:
-            raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
-        layout = detect_layout(self.weights, block, self.family)
+        block = next(iter(self.blocks), "")
+        layout = detect_layout(self.weights, block, self.family) if block else None
         if layout is None:
-            raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
+            raise CheckpointError(
+                f"{self.folder} has no mixture-of-experts layer {block} in a layout that conversion knows"
+            )
         if self.native != (layout == "native"):
             raise CheckpointError(
                 f"{self.folder / CONFIG_FILE} says model_type {self.config['model_type']!r}, but the experts are in the "
@@ -104,11 +104,11 @@ class Source(StoredWeights):
     def _check_part(
         self, name: str, found: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
     ) -> None:
-        if found != shape:
-            raise CheckpointError(f"{self.folder}: {name} has shape {found}; by config.json it must be {shape}")
-        if dtypes and self.tensors[name].dtype not in dtypes:
+        dtype = self.tensors[name].dtype
+        if found != shape or (dtypes and dtype not in dtypes):
             raise CheckpointError(
-                f"{self.folder}: {name} has dtype {self.tensors[name].dtype}; it must be {dtypes[0]}"
+                f"{self.folder}: {name} has shape {found} and dtype {dtype}; by config.json it must be "
+                f"{(shape, *dtypes[:1])}"
             )
 
     def _tied_to_stored(self) -> set[str]:

@@ -5,6 +5,8 @@ kernels/packed says how a layer's experts are stored in one weight.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from ..errors import CheckpointError
@@ -18,7 +20,7 @@ BLOCK = (FP8_BLOCK, FP8_BLOCK)
 PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in its low half
 
 
-class HubFormat:
+class HubFormat(ABC):
     """A format in which checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
 
     name: in FORMATS, of experts. dtype: of a matrix that is in it. scales: what follows the weight's name in those of its
@@ -43,9 +45,9 @@ class HubFormat:
         """Return (N, K) of a matrix that is stored in this shape."""
         return shape
 
+    @abstractmethod
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Return, by name, shape and dtypes of the tensors that store a matrix [N, K]."""
-        raise NotImplementedError
 
     def check(self, *tensors: torch.Tensor) -> None:
         """Raise CheckpointError where a matrix and its scales do not fit together."""
@@ -53,18 +55,18 @@ class HubFormat:
         for tensor, (stored, (shape, dtypes)) in zip(tensors, parts):
             check_matrix(tensor, shape, dtypes, stored)
 
+    @abstractmethod
     def grid(self, *scales: torch.Tensor) -> Grid:
         """Return the values that a matrix with such scales can have: their dtype, and NVFP4's scale of all, say it."""
-        raise NotImplementedError
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the values in fp32. Raises CheckpointError as `check`."""
         self.check(*tensors)
         return self.grid(*tensors[1:]).dense(tensors[0], tensors[1])
 
+    @abstractmethod
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """Return one expert's codes, scales and state. Raises CheckpointError as `check`."""
-        raise NotImplementedError
 
     def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """Return a weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""

@@ -28,26 +28,34 @@ def check_distributed(
 ) -> None:
     """Raise UnsupportedModelError where a model that is being loaded, whose `weights` will be packed, is to be sharded in
     a way that packed weights do not take, or packed linear layers beside them. hub: as ExpertsQuantizationConfig."""
+    reason = _why_not_distributed(model, weights, is_linear_packed, hub)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+
+
+def _why_not_distributed(
+    model: PreTrainedModel, weights: list[str], is_linear_packed: bool, hub: dict | None
+) -> str | None:
     if is_deepspeed_zero3_enabled():
-        raise UnsupportedModelError(DEEPSPEED)
+        return DEEPSPEED
     config = getattr(model.config, "distributed_config", None)
     sizes = {
         name: getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
     }
     if hub is not None and sizes["tp_size"] > 1:
-        raise UnsupportedModelError(
+        return (
             f"DistributedConfig(tp_size={sizes['tp_size']}) splits linear layers that the checkpoint stores as "
             f"{hub['quant_method']}; use fsdp_size, or convert the checkpoint first: {CONVERT}"
         )
     is_ours = sizes["ep_size"] > 1 and getattr(config, "ep_implementation", None) == IMPLEMENTATION
     for name in ("fsdp_size", "dp_replicate_size"):
         if sizes[name] > 1 and not is_ours:
-            raise UnsupportedModelError(
+            return (
                 f"DistributedConfig({name}={sizes[name]}) does not take packed experts; split them by expert parallelism "
                 f"(ep_size, {expert_parallel_remedy()}), or load the model without it, and {SHARDING}"
             )
         if sizes[name] > 1 and is_linear_packed:
-            raise UnsupportedModelError(
+            return (
                 f"DistributedConfig({name}={sizes[name]}) shards the linear layers, which cannot be packed then; leave "
                 "out quantization_config"
             )
@@ -55,7 +63,8 @@ def check_distributed(
     if sizes["tp_size"] > 1 and not by_experts:
         patterns = {re.sub(r"\.\d+(?=\.)", ".*", name) for name in weights}
         if not patterns.isdisjoint(model.tp_plan):
-            raise UnsupportedModelError(SPLIT)
+            return SPLIT
+    return None
 
 
 def guard_deepspeed() -> None:

@@ -17,7 +17,6 @@ from ..kernels.low_rank import a_by_expert, b_by_expert, by_expert, swapped
 from .packed_weight import PackedWeight
 
 RANK_MULTIPLE = 8
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowRank(NamedTuple):

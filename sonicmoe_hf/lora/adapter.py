@@ -128,16 +128,14 @@ class _Reader:
             return self._adapted_expert(experts, single["projection"], int(single["expert"]), trained)
         return None
 
-    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> Adapted:
+    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> Adapted | None:
         module, part = self.trained.modules[name], PROJECTIONS.get(projection)
         if part is None or (part == "gate" and not has_gate(module)):
-            raise CheckpointError(
-                f"{self.path}: {trained} is no expert's projection of the model; {', '.join(PROJECTIONS)} are"
-            )
+            return None
         parameter = weight_names(module)[part == "down"]
         num_experts, *_ = _product_shape(module, parameter)
         if num_experts is None or expert >= num_experts:
-            raise CheckpointError(f"{self.path}: {trained} is of expert {expert}, but there are {num_experts}")
+            return None
         return Adapted(f"{name}.{parameter}", f"{trained}.weight", part, expert)
 
     def _unknown(self, name: str, module: str) -> CheckpointError:

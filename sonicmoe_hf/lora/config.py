@@ -27,21 +27,6 @@ READ_PAST = {  # linear layers whose weight their module reads past them, so tha
 REMEDY = "drop it, or adapt no experts: target_parameters=[]"
 
 
-def import_peft():
-    """Return the module peft.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message says how to install it.
-    """
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ModuleNotFoundError("LoRA needs PEFT: pip install 'sonicmoe-hf[peft]'", name="peft") from None
-    return peft
-
-
 def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, **options) -> LoraConfig:
     """Return a `peft.LoraConfig` for LoRA on the experts and the attention projections of `model`, and not its routers.
 
@@ -69,7 +54,8 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
         model = peft.get_peft_model(model, sonicmoe_hf.lora_config(model, r=16))
         config = sonicmoe_hf.lora_config(model, r=16, experts_r=2)  # of a model with 8 experts per token
     """
-    peft = import_peft()
+    import peft
+
     if isinstance(model, peft.PeftModel):
         model = model.get_base_model()
     defaults = {
@@ -198,8 +184,9 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 def _taken_for_experts(model: nn.Module) -> set[str]:
     """Return the names of linear layers that PEFT takes for this model's experts or router of older checkpoints."""
+    import peft
     from peft.utils import transformers_weight_conversion
 
-    config: Any = import_peft().LoraConfig(target_modules=list(TAKEN_FOR_EXPERTS))
+    config: Any = peft.LoraConfig(target_modules=list(TAKEN_FOR_EXPERTS))
     transformers_weight_conversion.convert_peft_config_for_transformers(config, model, None)
     return set(TAKEN_FOR_EXPERTS) - set(config.target_modules)

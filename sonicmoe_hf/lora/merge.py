@@ -135,18 +135,16 @@ def _check_replaced(
     adapter: Adapter, replaced: set[str], model: PreTrainedModel, groups: Mapping[str, WeightGroup]
 ) -> None:
     tied = model.all_tied_weights_keys
-    if names := sorted({*adapter.factors, *replaced}.intersection({*tied, *tied.values()})):
-        raise CheckpointError(
-            f"the adapter changes {names[0]}, which the base ties to another (tie_word_embeddings); {WITH_PEFT}"
-        )
-    if names := sorted(replaced.intersection(adapter.factors)):
-        raise CheckpointError(
-            f"the adapter has lora_A and lora_B of {names[0]}, and a whole one that is not the base's; {WITH_PEFT}"
-        )
-    if names := sorted(name for name in replaced if not replaced.issuperset(groups[name].targets)):
-        raise CheckpointError(
-            f"the adapter holds {names[0]} whole, and the base stores it in one weight with others; {WITH_PEFT}"
-        )
+    obstacles = {
+        "the base ties it to another (tie_word_embeddings)": {*adapter.factors, *replaced} & {*tied, *tied.values()},
+        "it has lora_A and lora_B of it, and a whole one that is not the base's": replaced & adapter.factors.keys(),
+        "the base stores it in one weight with others, which the adapter does not hold whole": {
+            name for name in replaced if not replaced.issuperset(groups[name].targets)
+        },
+    }
+    for reason, names in obstacles.items():
+        for name in sorted(names):
+            raise CheckpointError(f"the adapter changes {name}, but {reason}; {WITH_PEFT}")
 
 
 class _GroupDelta:

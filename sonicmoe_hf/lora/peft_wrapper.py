@@ -26,7 +26,6 @@ from ..errors import UnsupportedModelError
 from ..layer.adapted import with_adapters
 from ..layer.experts_module import IMPLEMENTATION, weight_names
 from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, holding_of
-from ..layer.moe_experts import FLOAT_DTYPES
 from ..layer.packed_weight import PackedWeight
 from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
@@ -35,6 +34,7 @@ from ..private.transformers import experts_implementation, experts_implementatio
 from . import shared_experts
 
 logger = logging.getLogger(__name__)
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PEFTS_FORWARD = ParamWrapper.forward
 _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy

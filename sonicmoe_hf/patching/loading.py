@@ -62,10 +62,6 @@ def from_pretrained(
     """
     policy = as_routing_policy(routing)
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
-    if experts_compute == "fp8" and experts_quantization != "fp8":
-        raise ValueError(
-            f"experts_compute='fp8' takes experts_quantization='fp8', not {experts_quantization!r}; leave it out"
-        )
     if auto_class is None:
         auto_class = _auto_class(pretrained_model_name_or_path, kwargs)
     implementation = kwargs.setdefault("experts_implementation", IMPLEMENTATION)

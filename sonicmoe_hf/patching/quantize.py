@@ -127,18 +127,11 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
     stored = declared.format()
-    if stored not in FORMATS:
-        raise ValueError(f"the checkpoint is quantized already ({stored}), which is none of our formats: {TO_BF16}")
-    becomes_smaller = declared.is_per_expert and FORMATS[format].element_size < FORMATS[stored].element_size
-    if stored != format and not becomes_smaller:
-        raise ValueError(
-            f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that format, "
-            f"or {TO_BF16}"
-        )
-    if linear is not None:
-        raise ValueError(
-            f"quantization_config cannot be given for a checkpoint that is quantized already ({stored}); leave it out"
-        )
+    is_smaller = declared.is_per_expert and FORMATS[format].element_size < FORMATS[stored].element_size
+    if linear is not None or (stored != format and not is_smaller):
+        asked = f"experts_quantization is {format!r}" if linear is None else "quantization_config is given"
+        remedy = "" if stored not in FORMATS else "name that format, or " if linear is None else "leave it out, or "
+        raise ValueError(f"{asked}, but the checkpoint is quantized already ({stored}); {remedy}{TO_BF16}")
     if declared.is_per_expert and not LOADS_HUB_FORMATS:
         raise UnsupportedModelError(
             f"Transformers {transformers.__version__} casts what a checkpoint has in FP8 or NVFP4; install 5.19 or "
@@ -172,11 +165,7 @@ def check_not_packed(name, kwargs: dict) -> None:
         return
     if getattr(kwargs.get("quantization_config"), "dequantize", False):
         return
-    try:
-        stored = declared.format().upper()
-    except CheckpointError as error:
-        raise UnsupportedModelError(f"{name}: {error}") from error
-    raise UnsupportedModelError(f"{name} has {stored} experts: {REMEDIES[declared.method]}")
+    raise UnsupportedModelError(f"{name} has {declared.format().upper()} experts: {REMEDIES[declared.method]}")
 
 
 def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, DeclaredQuantization | None]:

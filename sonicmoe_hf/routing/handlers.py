@@ -54,10 +54,14 @@ class RouterRun:
         return self.logits_TE, self.routing.weights, self.routing
 
 
+def _check_not_compiled(message: str) -> None:
+    if is_compiled():
+        raise RuntimeError(message)
+
+
 def replay(run: RouterRun) -> None:
     """Take the experts from a recorded call."""
-    if is_compiled():
-        raise RuntimeError(NOT_RECORDED)
+    _check_not_compiled(NOT_RECORDED)
     given_TK = run.call.replayed.next_run(run.hook.layer_name, run.forward.recomputing)
     output = run.logits_TE, run.weights_TK, run.index_TK
     _, run.weights_TK, run.index_TK = replayed(run.family, run.router, output, given_TK)
@@ -65,8 +69,7 @@ def replay(run: RouterRun) -> None:
 
 def record(run: RouterRun) -> None:
     """Note the experts."""
-    if is_compiled():
-        raise RuntimeError(NOT_RECORDED)
+    _check_not_compiled(NOT_RECORDED)
     if not run.forward.recomputing:
         run.call.recorded.setdefault(run.hook.layer_name, []).append(run.index_TK.to(torch.int32))
 
@@ -129,8 +132,7 @@ def add_layer_loss(run: RouterRun) -> None:
         run.call.num_layer_losses += 1
     if not torch.is_grad_enabled():
         return
-    if is_compiled():
-        raise RuntimeError("LoadBalancing(per_layer_loss=...) does not work in a compiled model")
+    _check_not_compiled("LoadBalancing(per_layer_loss=...) does not work in a compiled model")
     scores_TE, _ = run.family.scores(run.router, run.logits_TE)
     loss = run.call.loss_weight * layer_loss(scores_TE, run.index_TK, run.valid_T)
     weights = run.weights_TK if run.routing is None else run.routing.weights

@@ -122,17 +122,15 @@ class LoadBalancing(StepCallback):
         return loss
 
     def _check(self, layer: Layer) -> None:
-        what = f"LoadBalancing: {layer.name}: "
         if layer.router is None:
-            raise UnsupportedModelError(f"{what}its router is not known; docs/models.md lists the models that are")
-        if holding_of(layer.experts).by is Holder.THEIR_EXPERT_PARALLEL:
-            raise UnsupportedModelError(
-                f"{what}balancing does not work under Transformers' own expert parallelism; {expert_parallel_remedy()}"
-            )
-        if self.bias_update is not None and not hasattr(layer.router, "e_score_correction_bias"):
-            raise UnsupportedModelError(
-                f"{what}{type(layer.router).__name__} has no correction bias for bias_update; use per_layer_loss"
-            )
+            reason = "its router is not known; docs/models.md lists the models that are"
+        elif holding_of(layer.experts).by is Holder.THEIR_EXPERT_PARALLEL:
+            reason = f"it does not work under Transformers' own expert parallelism; {expert_parallel_remedy()}"
+        elif self.bias_update is not None and not hasattr(layer.router, "e_score_correction_bias"):
+            reason = f"{type(layer.router).__name__} has no correction bias for bias_update; use per_layer_loss"
+        else:
+            return
+        raise UnsupportedModelError(f"LoadBalancing: {layer.name}: {reason}")
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Patch the model if it is not patched, and check it."""

@@ -8,7 +8,6 @@ import torch
 from helpers import served
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, lora, random_factors
 from helpers.checkpoints import FAMILIES, edit_tensors, same_bits, tensors_in
-from helpers.examples import load as load_example
 from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, batch, build, logits_of, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
@@ -268,9 +267,6 @@ def test_the_command_verifies_adapters_and_refuses_trained_on_for_models(adapter
     assert "--trained-on is for adapters" in capsys.readouterr().err
 
 
-def test_without_peft_adapters_are_converted_and_finetuning_names_what_to_install(adapter, tmp_path, monkeypatch):
+def test_without_peft_adapters_are_converted(adapter, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # what an environment without it raises: ModuleNotFoundError
     convert_adapter(adapter, tmp_path / "converted")
-    finetune = load_example("finetune")
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sonicmoe-hf\[peft\]'"):
-        finetune.main(["--lora"])

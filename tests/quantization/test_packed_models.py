@@ -239,7 +239,7 @@ def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
         (
             {"quant_method": "sonicmoe_hf", "experts": "nf4"},
             {"quantization_config": BitsAndBytesConfig()},
-            "cannot be given",
+            "leave it out",
         ),
         (None, {"quantization_config": Mxfp4Config()}, "is a Mxfp4Config"),
         (None, {"experts_quantization": "int4"}, "experts_quantization is 'int4'; choose one of 'nf4', 'mxfp4'"),
@@ -262,33 +262,37 @@ def test_fp8_checkpoints_need_a_transformers_that_does_not_cast_them(tmp_path, m
 
 
 def test_sizes_that_a_format_does_not_take_are_refused_before_anything_changes(tmp_path):
-    odd = small("qwen3_moe")
+    odd, model = small("qwen3_moe"), build("qwen3_moe")
     odd.model.layers[1].mlp.experts.gate_up_proj = nn.Parameter(torch.ones(8, 5, 64))
-    with pytest.raises(UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* 5 rows"):
-        quantize_experts(odd, "fp8")
-    assert packed_in(odd) == {}
-    model = build("qwen3_moe")
     model.save_pretrained(tmp_path)
     match = r"layers\.0\.mlp\.experts\.gate_up_proj: nf4 packs rows of a multiple of 64 values,.* 32 input features"
-    with pytest.raises(UnsupportedExpertsError, match=match):
-        quantize_experts(model)
-    assert packed_in(model) == {}
-    with pytest.raises(UnsupportedExpertsError, match=match):
-        from_pretrained(tmp_path, experts_quantization="nf4")
+    for pack, words in (
+        (lambda: quantize_experts(odd, "fp8"), r"layers\.1\.mlp\.experts\.gate_up_proj: .* 5 rows"),
+        (lambda: quantize_experts(model, "nf4"), match),
+        (lambda: from_pretrained(tmp_path, experts_quantization="nf4"), match),
+    ):
+        with pytest.raises(UnsupportedExpertsError, match=words):
+            pack()
+    assert packed_in(odd) == packed_in(model) == {}
 
 
 def test_what_cannot_be_packed_is_refused():
-    model = quantize_experts(small("qwen3_moe"), "mxfp4")
-    with pytest.raises(ValueError, match="quantized already"):
-        quantize_experts(model, "nf4")
-    with torch.device("meta"), pytest.raises(UnsupportedExpertsError, match="meta device"):
-        quantize_experts(AutoModelForCausalLM.from_config(small("qwen3_moe").config))
-    with pytest.raises(TypeError, match="the Transformers model itself"):
-        quantize_experts(get_peft_model(small("qwen3_moe"), LoraConfig(target_modules=["q_proj"])))
     broken = small("qwen3_moe")
     nn.init.constant_(broken.model.layers[1].mlp.experts.down_proj, float("nan"))
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj: the weight has NaN"):
-        quantize_experts(broken)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(small("qwen3_moe").config)
+    for model, error, words in (
+        (quantize_experts(small("qwen3_moe"), "mxfp4"), ValueError, "quantized already"),
+        (empty, UnsupportedExpertsError, "meta device"),
+        (
+            get_peft_model(small("qwen3_moe"), LoraConfig(target_modules=["q_proj"])),
+            TypeError,
+            "the Transformers model",
+        ),
+        (broken, ValueError, r"layers\.1\.mlp\.experts\.down_proj: the weight has NaN"),
+    ):
+        with pytest.raises(error, match=words):
+            quantize_experts(model, "nf4")
     assert packed_in(broken) == {}
 
 

@@ -169,16 +169,21 @@ class Session:
         self._print()
 
     def _check_effects(self) -> None:
-        if self.settings.adapt_experts is not None and not self.adapted:
-            raise RuntimeError(
-                f"--adapt-experts {self.settings.adapt_experts} had no effect: training begins, and the program has "
-                "applied no LoRA config to a model with experts; have it train LoRA, or leave the option out"
-            )
-        if self.settings.experts_quantization is not None and not self.has_packed:
-            raise RuntimeError(
-                f"--experts-quantization {self.settings.experts_quantization} had no effect: training begins, and the "
-                "program has loaded no model with experts by from_pretrained; leave the option out"
-            )
+        settings = self.settings
+        for option, value, had_effect, lacking in (
+            ("adapt-experts", settings.adapt_experts, self.adapted, "applied no LoRA config to a model with experts"),
+            (
+                "experts-quantization",
+                settings.experts_quantization,
+                self.has_packed,
+                "loaded no model with experts by from_pretrained",
+            ),
+        ):
+            if value is not None and not had_effect:
+                raise RuntimeError(
+                    f"--{option} {value} had no effect: training begins, and the program has {lacking}; leave the "
+                    "option out"
+                )
 
     def _print(self) -> None:
         for model in self._outermost():
