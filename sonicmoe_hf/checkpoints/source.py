@@ -106,9 +106,9 @@ class Source(StoredWeights):
     ) -> None:
         dtype = self.tensors[name].dtype
         if found != shape or (dtypes and dtype not in dtypes):
+            expected = " of ".join(map(str, (shape, *dtypes[:1])))
             raise CheckpointError(
-                f"{self.folder}: {name} has shape {found} and dtype {dtype}; by config.json it must be "
-                f"{(shape, *dtypes[:1])}"
+                f"{self.folder}: {name} has shape {found} of {dtype}; by config.json it must be {expected}"
             )
 
     def _tied_to_stored(self) -> set[str]:

@@ -1,6 +1,7 @@
 """The registered model classes of the native layout: they train, save, load and refuse as models should."""
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -137,20 +138,22 @@ def test_models_save_natively_whatever_save_original_format_says(family, origina
 def test_native_classes_refuse_a_hub_checkpoint_and_name_the_command(folders):
     hub, native = folders
     classes = NATIVE["qwen3_moe"]
-    for load in (classes.causal_lm.from_pretrained, classes.model.from_pretrained, classes.config.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"model_type 'qwen3_moe'.*sonicmoe-hf convert"):
+    of_native = partial(AutoModelForCausalLM.from_pretrained, config=AutoConfig.from_pretrained(native))
+    for load, words in (
+        *(
+            (kind.from_pretrained, "model_type 'qwen3_moe'")
+            for kind in (classes.causal_lm, classes.model, classes.config)
+        ),
+        (of_native, "has no model.layers.0.mlp.experts.c_fc"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{words}.*sonicmoe-hf convert"):
             load(hub)
-    config = AutoConfig.from_pretrained(native)
-    with pytest.raises(CheckpointError, match=r"has no model.layers.0.mlp.experts.c_fc.*sonicmoe-hf convert"):
-        AutoModelForCausalLM.from_pretrained(hub, config=config)
 
 
 def test_state_dicts_of_the_other_layout_are_refused(folders):
     model, native = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
     with pytest.raises(CheckpointError, match="rows stand in another order"):
         native.load_state_dict(model.state_dict(), strict=False)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict(native.state_dict())
     _, info = type(model).from_pretrained(folders[1], output_loading_info=True)
     assert any("gate_up_proj" in name for name in info["missing_keys"])
     assert any("c_fc" in name for name in info["unexpected_keys"])
@@ -163,12 +166,11 @@ def test_another_layout_version_is_refused():
 
 def test_other_experts_implementations_raise_and_are_named(folders):
     _, folder = folders
-    with pytest.raises(ValueError, match=r'experts_implementation is "eager".*--layout hub'):
-        AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="sonicmoe_hf")
     assert model.config._experts_implementation == "sonicmoe_hf"
-    with pytest.raises(ValueError, match="alone"):
-        model.set_experts_implementation("grouped_mm")
+    for choose in (partial(AutoModelForCausalLM.from_pretrained, folder), model.set_experts_implementation):
+        with pytest.raises(ValueError, match=r'experts_implementation is "eager".*--layout hub'):
+            choose(experts_implementation="eager")
     model.set_experts_implementation("sonicmoe_hf")
 
 

@@ -169,10 +169,9 @@ def test_what_does_not_work_in_compiled_models_is_an_error_there():
     with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="neither in a compiled model"):
         compile_model(model)(**inputs)
     compile_layers(model)(**inputs)  # there is code without any of it
-    with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="neither in a compiled model"):
-        model(**inputs)
-    with sonicmoe_hf.replay_routing(model, routing), pytest.raises(RuntimeError, match="neither in a compiled model"):
-        model(**inputs)
+    for following in (sonicmoe_hf.record_routing(model), sonicmoe_hf.replay_routing(model, routing)):
+        with following, pytest.raises(RuntimeError, match="neither in a compiled model"):
+            model(**inputs)
     sonicmoe_hf.LoadBalancing(per_layer_loss=0.1).start(model)
     with pytest.raises(RuntimeError, match="does not work in a compiled model"):
         model(**inputs)

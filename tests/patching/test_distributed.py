@@ -196,17 +196,20 @@ def test_ranks_that_exchange_tokens_of_different_batches_get_the_mean_gradients(
 def refusals(rank, folder, kind):
     """Return what a user is told, in each of the ways to ask for token rounding."""
     model = load_parallel(folder, kind)
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError) as by_patching:
-        sonicmoe_hf.patch_model(model, POLICY)
-    assert not sonicmoe_hf.is_patched(model)
-    sonicmoe_hf.patch_model(model)
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError) as by_routing:
-        sonicmoe_hf.set_routing(model, POLICY)
     with patching(routing=POLICY):
         unaware = load_parallel(folder, kind)
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError) as by_a_call:
-        unaware(**batch())
-    return [str(error.value) for error in (by_patching, by_routing, by_a_call)]
+
+    def set_routing():
+        assert not sonicmoe_hf.is_patched(model)
+        sonicmoe_hf.patch_model(model)
+        sonicmoe_hf.set_routing(model, POLICY)
+
+    messages = []
+    for use in (lambda: sonicmoe_hf.patch_model(model, POLICY), set_routing, lambda: unaware(**batch())):
+        with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
+            use()
+        messages.append(str(error.value))
+    return messages
 
 
 @pytest.mark.parametrize("kind", ["expert", "tensor"])

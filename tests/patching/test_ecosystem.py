@@ -176,12 +176,11 @@ def test_experts_that_others_replaced_are_refused_with_the_remedy(family, change
     """Patch_model refuses them, as does the first forward of a model that was patched while it was built."""
     model = change(build(family))
     assert change is with_hub_kernels or not any(layer.accelerated for layer in sonicmoe_hf.supports(model))
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=remedy):
-        sonicmoe_hf.patch_model(model)
     with patching():
-        model = change(build(family))
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=remedy):
-        model(**batch())
+        patched_when_built = change(build(family))
+    for use in (lambda: sonicmoe_hf.patch_model(model), lambda: patched_when_built(**batch())):
+        with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=remedy):
+            use()
 
 
 def test_use_kernels_that_leave_the_block_alone_are_fine(kernels_package):

@@ -76,10 +76,9 @@ def test_the_callback_stops_a_policy_trainer_and_says_what_to_do(name, tmp_path)
         make(trainer_class, config, rows, tmp_path, [rounding()], **options)
     trainer = make(trainer_class, config, rows, tmp_path, [], **options)
     trainer.add_callback(rounding())
-    with pytest.raises(ValueError, match=REFUSED.format(name=trainer_class.__name__)):
-        sonicmoe_hf.attach(trainer)
-    with pytest.raises(ValueError, match=REFUSED.format(name=config.__name__)):
-        trainer.train()
+    for begin, kind in ((lambda: sonicmoe_hf.attach(trainer), trainer_class), (trainer.train, config)):
+        with pytest.raises(ValueError, match=REFUSED.format(name=kind.__name__)):
+            begin()
 
 
 @pytest.mark.parametrize("name", ["DPO", "GRPO"])

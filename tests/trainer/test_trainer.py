@@ -286,8 +286,9 @@ def test_layers_that_cannot_round_are_refused_with_what_the_caller_can_do(tmp_pa
         )
     )
     trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
-    words = r"does not know its router.*; leave TokenRoundingCallback out$"
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
-        trainer.train()
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"does not know its router.*; use routing=None$"):
-        sonicmoe_hf.patch_model(model, "token_rounding")
+    for use, remedy in (
+        (trainer.train, "leave TokenRoundingCallback out"),
+        (lambda: sonicmoe_hf.patch_model(model, "token_rounding"), "use routing=None"),
+    ):
+        with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=rf"does not know its router.*; {remedy}$"):
+            use()
