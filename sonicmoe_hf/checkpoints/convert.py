@@ -84,8 +84,8 @@ def convert_checkpoint(
     Returns:
         What was done.
     Raises:
-        CheckpointError: a tensor, file or config entry is unknown, missing, wrong or contradictory, the disk is full or
-            `dst` exists; the message names it and nothing is written.
+        CheckpointError: a tensor, file or config entry is unknown, missing, wrong or contradictory, the disk is too
+            small or `dst` exists; the message names it and nothing is written. OSError: writing fails.
     Example:
         sonicmoe_hf.convert_checkpoint("Qwen/Qwen3-30B-A3B", "qwen3-native", layout="native")
     """
@@ -198,15 +198,13 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
     if not keeps_format:
         notices, config = _quantization_notices(stored, None), dense_config(stored, stored.config)
         return Target(*layouts, plan, config, notices)
-    if stored.quantization is None:
-        raise CheckpointError(
-            f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, or give mxfp4 "
-            "(gpt-oss) or fp8 (Qwen3-MoE, OLMoE, DeepSeek-V3)"
+    if stored.quantization is None or stored.packed_here:
+        reason = (
+            "is not quantized" if stored.quantization is None else "was packed for training, as no engine reads it"
         )
-    if stored.packed_here:
         raise CheckpointError(
-            f"{stored.folder} was packed for training, in names that no engine reads; leave quantize out, and convert "
-            "the result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
+            f"{stored.folder} {reason}, so there is no format to keep; leave quantize out, and convert the result: "
+            "sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
         )
     notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {stored.quantization}"]
     return Target(*layouts, plan, dict(stored.config), notices)

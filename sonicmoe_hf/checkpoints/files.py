@@ -104,10 +104,6 @@ def read_headers(folder: Path) -> dict[str, Header]:
     refuse_model_beside_adapter(folder)
     index = folder / INDEX_FILE
     if not index.exists():
-        if not (folder / WEIGHTS_FILE).exists():
-            raise CheckpointError(
-                f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; conversion reads whole models in safetensors only"
-            )
         return headers_of(folder / WEIGHTS_FILE)
     weight_map = read_json(index)["weight_map"]
     if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in weight_map.values():

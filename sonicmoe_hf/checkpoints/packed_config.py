@@ -16,33 +16,37 @@ MXFP4_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.e
 
 def check_format(source: Source, format: str, layout: str) -> None:
     """Raise CheckpointError where the experts of `source` cannot be packed in the format in "native" or "hub" layout."""
-    if layout == "hub":
-        _check_hub_format(source, format)
-    if source.quantization not in (None, format) and (layout == "hub" or isinstance(source.format, Format)):
-        raise CheckpointError(
+    reason = _why_not_on_the_hub(source, format) if layout == "hub" else None
+    if reason is not None:
+        pass
+    elif source.quantization not in (None, format) and (layout == "hub" or isinstance(source.format, Format)):
+        reason = (
             f"the experts would be packed as {format}, but are {source.quantization} already, and rounding twice loses "
             "more: keep that format, or convert the bf16 checkpoint"
         )
-    if isinstance(source.format, Format) and source.format.is_whole:
-        raise CheckpointError(
+    elif isinstance(source.format, Format) and source.format.is_whole:
+        reason = (
             f"{source.folder} is packed as {source.quantization} already; from_pretrained loads it as it is (its scales "
             "have scales of 256 neighbouring blocks, which cannot be put into another order)"
         )
+    if reason is not None:
+        raise CheckpointError(reason)
 
 
-def _check_hub_format(source: Source, format: str) -> None:
+def _why_not_on_the_hub(source: Source, format: str) -> str | None:
     layout = source.family.hub_layout
     if format != FORMATS_OF.get(layout):
-        raise CheckpointError(
+        return (
             f"the hub has no layout for the experts of {source.family.name} in {format}, only for "
             f"{FORMATS_OF.get(layout, 'none')}; for training, --layout native packs in every format"
         )
     for block, sizes in source.blocks.items():
         if format == "fp8" and (sizes.hidden % FP8_BLOCK or sizes.intermediate % FP8_BLOCK):
-            raise CheckpointError(
+            return (
                 f"the experts of {block} have sizes {sizes.hidden} and {sizes.intermediate}, of which not both are "
                 f"multiples of {FP8_BLOCK}: Transformers takes other blocks where they are cut off; serve bf16"
             )
+    return None
 
 
 def quantization_config(source: Source, format: str, layout: str) -> dict:

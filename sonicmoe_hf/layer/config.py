@@ -88,12 +88,7 @@ class TokenRounding:
 
 def as_routing_policy(routing) -> TokenRounding | None:
     """Convert None or "top_k" -> None; "token_rounding" -> TokenRounding(); a TokenRounding stays itself."""
-    if routing is None or routing == "top_k":
-        return None
-    if routing == "token_rounding":
-        return TokenRounding()
     if isinstance(routing, TokenRounding):
         return routing
-    raise ValueError(
-        f"routing is {routing!r}; choose None, 'top_k', 'token_rounding' or a sonicmoe_hf.routing.TokenRounding(...)"
-    )
+    check_choice("routing", routing, (None, "top_k", "token_rounding", TokenRounding()))
+    return TokenRounding() if routing == "token_rounding" else None

@@ -121,13 +121,12 @@ def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Engine
             engines refuse.
     """
     name = type(model).__name__
-    if name not in CLASSES[engine]:
+    if name not in CLASSES[engine] or not adapter.factors:
+        of = name if adapter.factors else "whole weights alone"
         raise CheckpointError(
-            f"{ENGINES[engine]} is not known to take adapters of {name} (docs/models.md lists the models); {MERGED}"
+            f"{ENGINES[engine]} is not known to take adapters of {of} (docs/models.md lists the models); {MERGED}"
         )
     check_for_engine(adapter, model, engine)
-    if not adapter.factors:
-        raise CheckpointError("the adapter has no lora_A and lora_B of any layer, so there is nothing to convert")
     is_3d = engine == "vllm" and name in VLLM_FUSED
     hub, pairs = HubNames(model), dict[str, Factors]()
     for weight, factors in _completed(adapter, model, engine).items():

@@ -102,17 +102,19 @@ def _check_split(experts: nn.Module, name: str) -> None:
     """Raise UnsupportedModelError where experts are split over ranks and nobody can adapt their parameter `name`: PEFT
     has none for a rank's part."""
     holder = holding_of(experts).by
-    if holder is Holder.EXPERT_PARALLEL:
-        if name not in weight_names(experts):
-            raise UnsupportedModelError(
-                f"{type(experts).__name__}.{name}: under expert parallelism adapters work on the experts' weights alone; "
-                f"leave {name} out of target_parameters"
-            )
-    elif holder in (Holder.THEIR_EXPERT_PARALLEL, Holder.TENSOR_PARALLEL):
-        raise UnsupportedModelError(
-            f"{type(experts).__name__}.{name}: adapters of experts do not work under Transformers' own expert and tensor "
-            f"parallelism; {expert_parallel_remedy()}, or shard it by FSDP, or adapt no experts: target_parameters=[]"
+    if holder is Holder.EXPERT_PARALLEL and name not in weight_names(experts):
+        reason = (
+            "under expert parallelism adapters work on the experts' weights alone; "
+            f"leave {name} out of target_parameters"
         )
+    elif holder in (Holder.THEIR_EXPERT_PARALLEL, Holder.TENSOR_PARALLEL):
+        reason = (
+            "adapters of experts do not work under Transformers' own expert and tensor parallelism; "
+            f"{expert_parallel_remedy()}, or shard it by FSDP, or adapt no experts: target_parameters=[]"
+        )
+    else:
+        return
+    raise UnsupportedModelError(f"{type(experts).__name__}.{name}: {reason}")
 
 
 def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:

@@ -292,12 +292,6 @@ def test_the_demo_refuses_a_tile_with_which_it_would_never_round(capsys):
     assert "choose a tile of at most 64" in capsys.readouterr().err
 
 
-def test_the_demo_names_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["demo"]) == 2
-    assert "pip install 'sonicmoe-hf[train]'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("variables", "threads"), [({}, 1), ({"OMP_WAIT_POLICY": "PASSIVE"}, 2), ({"OMP_NUM_THREADS": "2"}, 2)]
 )

@@ -284,7 +284,10 @@ def test_rounding_applies_from_the_mean_number_of_tiles_on():
         (lambda: TokenRounding(rounding="closest"), r"rounding is 'closest'; choose one of 'nearest', 'balanced'"),
         *((partial(TokenRounding, tile=tile), "tile is .*whole number") for tile in (0, -1, 2.5, True, "128")),
         (lambda: TokenRounding(min_tiles_per_expert=-1), "min_tiles_per_expert is -1"),
-        (lambda: as_routing_policy("random"), "routing is 'random'; choose None, 'top_k', 'token_rounding'"),
+        (
+            lambda: as_routing_policy("random"),
+            "routing is 'random'; choose one of None, 'top_k', 'token_rounding', Token",
+        ),
         (
             lambda: round_tokens(torch.rand(4, 3), torch.zeros(4, 1, dtype=torch.long), tile=2, rounding="sideways"),
             "rounding is 'sideways'",

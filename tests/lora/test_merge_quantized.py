@@ -246,7 +246,7 @@ def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):
         ("base", "is not quantized, so there is no format to keep", {"quantize": "keep"}),
         (
             "packed",
-            "packed for training, in names that no engine reads; .* --layout hub --quantize",
+            "was packed for training, as no engine reads it, .* --layout hub --quantize",
             {"quantize": "keep"},
         ),
         ("base", "quantize='fp8' writes the hub's layout", {"quantize": "fp8", "layout": "native"}),

@@ -60,13 +60,12 @@ def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: boo
         for name in given:
             raise CheckpointError(f"--{name.replace('_', '-')} is for models, but {src} is an adapter")
         return _convert_adapter(src, dst, layout, trained_on, verify)
-    if layout in ENGINES:
+    if layout in ENGINES or trained_on is not None:
+        option = f"--layout {layout}" if layout in ENGINES else "--trained-on"
         raise CheckpointError(
-            f"--layout {layout} is for adapters, and {src} is no folder with adapter_config.json: download one of the "
-            "hub first, hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's layout: --layout hub"
+            f"{option} is for adapters, and {src} is no folder with adapter_config.json: download one of the hub first, "
+            "hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's layout: --layout hub"
         )
-    if trained_on is not None:
-        raise CheckpointError(f"--trained-on is for adapters, but {src} is none")
     return _write("converting", convert_checkpoint, src, dst, layout, verify=verify, **given)
 
 

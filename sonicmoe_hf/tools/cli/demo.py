@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
 
 from ...layer.config import ROUNDINGS
 from .command import at_least, command, option
 
-PACKAGES = ("accelerate", "matplotlib")
 TALKATIVE = ("torchao", "bitsandbytes", "DeepSpeed", "torch.utils._pytree")  # on import they say what a CPU lacks
 
 
@@ -29,9 +27,6 @@ def demo(**settings) -> int:
     """Train a small Qwen3-MoE-architecture model on the standard library's sources with token rounding, evaluate it
     with top-k, save it, reload it through Transformers, compare logits, and draw pictures.
     """
-    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ValueError(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
     for library in TALKATIVE:
         logging.getLogger(library).setLevel(logging.ERROR)
     from ..demo.run import DemoSettings, run

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             argparse.ArgumentParser.error(parser, message)
         return _say(message, as_json, 2)
     # what this package, the system or safetensors says of an input, such as a folder that another user keeps closed
-    except (OSError, SafetensorError, ValueError) as error:
+    except (ImportError, OSError, SafetensorError, ValueError) as error:
         return _say(" ".join(str(error).split()) or type(error).__name__, as_json, 2)
     except KeyboardInterrupt:
         return _say("interrupted", as_json, 130)
