@@ -312,15 +312,15 @@ def test_a_model_without_sinks_is_an_error():
 
 
 def test_on_cuda_masks_of_four_dimensions_and_larger_heads_are_refused(monkeypatch):
-    with as_on_cuda(monkeypatch):
-        with pytest.raises(ValueError, match=r"no mask of shape \(1, 1, 3, 3\) on CUDA.*2-D attention_mask"):
-            compute(tensors(1, 3, 3, 4, 2, 8, 8), torch.zeros(1, 1, 3, 3))
-        for sizes in ((264, 264), (8, 264)):
-            with pytest.raises(ValueError, match="heads of 256 at most, not 264"):
-                compute(tensors(1, 3, 3, 4, 2, *sizes))
-        with pytest.raises(ValueError, match="contradict each other"):
-            flags = torch.full((1, 3), 3, dtype=torch.uint8)
-            compute(tensors(1, 3, 3, 4, 2, 8, 8), flags, cu_seq_lens_q=torch.tensor([0, 3]))
+    flags, starts = torch.full((1, 3), 3, dtype=torch.uint8), {"cu_seq_lens_q": torch.tensor([0, 3])}
+    for sizes, mask, options, words in (
+        ((8, 8), torch.zeros(1, 1, 3, 3), {}, r"no mask of shape \(1, 1, 3, 3\) on CUDA.*2-D attention_mask"),
+        ((264, 264), None, {}, "heads of 256 at most, not 264"),
+        ((8, 264), None, {}, "heads of 256 at most, not 264"),
+        ((8, 8), flags, starts, "contradict each other"),
+    ):
+        with as_on_cuda(monkeypatch), pytest.raises(ValueError, match=words):
+            compute(tensors(1, 3, 3, 4, 2, *sizes), mask, **options)
 
 
 def test_on_cuda_fp32_without_autocast_is_refused():

@@ -110,10 +110,13 @@ def test_peft_s_shorthands_reach_linear_layers_only(tmp_path):
 @every_family
 def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
     adapted_in("hub", family, tmp_path)
-    with pytest.raises(CheckpointError, match="another order"), pytest.warns(RuntimeWarning):
-        PeftModel.from_pretrained(load(tmp_path / "native"), tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match="no place in the native layout"), pytest.warns(RuntimeWarning):
-        load(tmp_path / "native").load_adapter(str(tmp_path / "adapter"))
+    model, adapter = load(tmp_path / "native"), str(tmp_path / "adapter")
+    for use, words in (
+        (lambda: PeftModel.from_pretrained(load(tmp_path / "native"), adapter), "another order"),
+        (lambda: model.load_adapter(adapter), "no place in the native layout"),
+    ):
+        with pytest.raises(CheckpointError, match=words), pytest.warns(RuntimeWarning):
+            use()
 
 
 @every_family
@@ -133,9 +136,6 @@ def test_a_native_adapter_on_a_hub_model_is_never_applied_to_the_experts(family,
     with pytest.warns(RuntimeWarning, match="no parameter was matched"):
         model = PeftModel.from_pretrained(load(tmp_path / "hub"), tmp_path / "adapter")
     assert not [name for name, _ in model.named_parameters() if ".experts." in name and "lora" in name]
-    edit(tmp_path / "adapter", target_modules=[])
-    with pytest.raises(ValueError, match="target_parameters"):
-        PeftModel.from_pretrained(load(tmp_path / "hub"), tmp_path / "adapter")
 
 
 @pytest.fixture

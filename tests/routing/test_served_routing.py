@@ -130,11 +130,6 @@ def test_layers_without_experts_that_a_server_counts_are_left_out():
         words = rf"sequence 0 names expert 0 twice for position 7 in layer {place}.*in layers=\.\.\."
         with pytest.raises(ValueError, match=words):
             RecordedRouting.from_server(given, mask, layers=layers)
-    missed = [array.copy() for array in with_dense]
-    for array in missed:
-        array[:, 3] = 0
-    with pytest.raises(ValueError, match=r"is torch.int32 \[1, 64, 2\], but .* of 2 layers"):
-        serving_divergence(model, RecordedRouting.from_server(missed, mask))
     one_each = [array[..., :1] for array in arrays]
     assert len(RecordedRouting.from_server(one_each, mask).layers) == 2, "of one expert a token nothing tells"
 

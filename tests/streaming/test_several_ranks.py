@@ -12,32 +12,28 @@ from transformers.distributed import DistributedConfig
 
 from sonicmoe_hf import UnsupportedExpertsError, UnsupportedModelError, from_pretrained, patch_model
 from sonicmoe_hf.patching import loading
-from sonicmoe_hf.streaming.placement import expert_layers
 
 
-def test_ranks_that_share_or_shard_experts_are_an_error(late_copies, tmp_path):
+@pytest.mark.parametrize("by", ["tensor parallelism", "DeepSpeed's ZeRO-3"])
+def test_loading_for_ranks_that_share_or_shard_experts_is_an_error(late_copies, monkeypatch, tmp_path, by):
     small().save_pretrained(tmp_path)
+    config = {"distributed_config": DistributedConfig(tp_size=2)} if by == "tensor parallelism" else {}
+    monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: not config)
     with pytest.raises(UnsupportedModelError, match="experts_memory takes experts that ranks neither share nor shard"):
-        from_pretrained(tmp_path, experts_memory=0, distributed_config=DistributedConfig(tp_size=2))
-    model = small()
-    for _, experts in expert_layers(model):
-        experts._is_expert_parallel = True
-    with pytest.raises(UnsupportedExpertsError, match="shared by ranks"):
-        patch_model(model, experts_memory=0)
+        from_pretrained(tmp_path, experts_memory=0, **config)
 
 
-def test_zero_3_is_an_error(late_copies, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "mark, by",
+    [(("_is_expert_parallel", True), "expert"), (("ds_id", 7), r"DeepSpeed's ZeRO-3")],  # ds_id: deepspeed.zero.Init's
+)
+def test_experts_that_ranks_share_or_shard_are_an_error(late_copies, mark, by):
     model = small()
-    model.model.layers[1].mlp.experts.down_proj.ds_id = 7  # as deepspeed.zero.Init leaves it
-    with pytest.raises(
-        UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts is shared by ranks \(DeepSpeed's ZeRO-3\)"
-    ):
+    experts = model.model.layers[1].mlp.experts
+    setattr(experts.down_proj if mark[0] == "ds_id" else experts, *mark)
+    with pytest.raises(UnsupportedExpertsError, match=rf"layers\.1\.mlp\.experts is shared by ranks \(.*{by}"):
         patch_model(model, experts_memory=0)
     assert not host_weights(model)
-    small().save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(UnsupportedModelError, match="DeepSpeed's ZeRO-3"):
-        from_pretrained(tmp_path, experts_memory=0)
 
 
 def with_adapters(experts_memory):
