@@ -88,12 +88,6 @@ def test_a_result_whose_name_is_no_text_is_named_too(hub, elsewhere, capsys):
     assert "\\udcff: qwen3_moe, hub -> native" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("size", ["0", "-5GB", "nanGB", "5XB"])
-def test_a_shard_size_that_is_none_is_refused(hub, elsewhere, capsys, size):
-    arguments = ["convert", str(hub), "new", "--layout", "native", f"--max-shard-size={size}"]
-    assert "max_shard_size is " in refusal(capsys, arguments) and not Path("new").exists()
-
-
 def test_a_shard_size_is_bytes_or_text_with_a_unit(hub, tmp_path):
     for name, size, is_split in (("one", "1.5 GB", False), ("two", "9000", True), ("three", 9000, True)):
         convert_checkpoint(hub, tmp_path / name, max_shard_size=size)

@@ -91,7 +91,7 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
     edit_tensors(tmp_path / "adapter", lambda tensors: tensors[copy].mul_(2))
     assert_refused(
         (tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"),
-        "lora_A and lora_B of lm_head.weight, and a whole one that is not the base's; merge it with PEFT",
+        "changes lm_head.weight, but it has lora_A and lora_B of it, and a whole one that is not the base's; merge it with",
     )
 
 
