@@ -21,6 +21,7 @@ with token rounding, and docs/token-rounding.md says when that pays.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 from pathlib import Path
@@ -54,7 +55,6 @@ from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.lora.config import import_peft
 from sonicmoe_hf.patching.quantize import declared_for
 
 FEW_TOKENS = 2048  # of a GPU's step, which waits for Python up to there (docs/performance.md)
@@ -239,7 +239,9 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
             options["target_modules"] = "all-linear"
         if arguments.lora_alpha is not None:
             options["lora_alpha"] = arguments.lora_alpha
-        model = import_peft().get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.lora_rank, **options))
+        model = importlib.import_module("peft").get_peft_model(
+            model, sonicmoe_hf.lora_config(model, arguments.lora_rank, **options)
+        )
         if PartialState().is_main_process:
             model.print_trainable_parameters()
     elif arguments.freeze_experts:
@@ -333,7 +335,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate with top-k, save; returns the metrics. With --train-only, train."""
     arguments = parse_arguments(argv)
     if arguments.lora_rank:
-        import_peft()  # before a large model is loaded
+        importlib.import_module("peft")  # before a large model is loaded
     if arguments.backend is not None:
         os.environ[VARIABLE] = arguments.backend
     set_seed(arguments.seed)

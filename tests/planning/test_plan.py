@@ -150,7 +150,7 @@ def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
     ):
         code, plan = plan_json(capsys, folder)
         assert code == 2 and words in plan["error"] and "sonicmoe-hf convert" not in plan["error"]
-    for memory_ in ("80MB", "-1", "0GB", "much"):
+    for memory_ in ("80MB", "much"):
         with pytest.raises(SystemExit) as exit:
             main(["plan", "x", "--gpu-memory", memory_])
         assert exit.value.code == 2

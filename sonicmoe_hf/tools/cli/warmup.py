@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import signal
@@ -52,17 +53,18 @@ class Outcome(NamedTuple):
     seconds: float | None
 
 
-def sizes(text: str) -> tuple[int, int]:
-    """Read H and I from "2048,768"."""
-    hidden, inner = map(int, text.split(","))
-    return hidden, inner
+def _sizes(text: str) -> tuple[int, int]:
+    sizes = text.split(",")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not H,I: two whole numbers, such as 2048,768")
+    return int(sizes[0]), int(sizes[1])
 
 
 @command(
     option("model", nargs="?", help="hub id or local folder"),
     option(
         "--shape",
-        type=sizes,
+        type=_sizes,
         action="append",
         metavar="H,I",
         default=[],
