@@ -104,6 +104,8 @@ def warmup(
         kinds = [LayerKind(*sizes, torch_dtype, Activation(activation), layout, bias) for sizes in shape]
     else:
         kinds = kinds_of_model(build_on_meta(model), torch_dtype)
+        if not kinds:
+            raise ValueError(f"{model} has no layer that is supported; sonicmoe-hf doctor says why")
     began = time.perf_counter()
     total, outcomes = warm_up(kinds, processes)
     for kind in kinds:
