@@ -132,11 +132,12 @@ def test_names_that_nobody_knows_raise_with_names_that_would_do(name, adapter):
 
 
 def assert_lacking(adapter, match):
-    for layout in ("native", "hub", "vllm"):
+    for layout in ("native", "hub", "vllm", None):
         with pytest.raises(CheckpointError, match=match):
-            convert_adapter(adapter, adapter.parent / "refused", layout, trained_on=adapter.parent / "base")
-    with pytest.raises(CheckpointError, match=match):
-        merged(adapter, "refused")
+            if layout is None:
+                merged(adapter, "refused")
+            else:
+                convert_adapter(adapter, adapter.parent / "refused", layout, trained_on=adapter.parent / "base")
 
 
 def remove(adapter, pattern):
