@@ -37,7 +37,7 @@ class StreamedLayer(Protocol):
 
 
 # by the address of the first projection's tensor in host memory
-STREAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+STREAMED: weakref.WeakValueDictionary[int, StreamedLayer] = weakref.WeakValueDictionary()
 
 
 def fetched(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
