@@ -7,7 +7,6 @@ from kernel_helpers import check_replay, errors, relative_error
 from moe_problems import AdaptedLayer
 from test_quantized import every_value
 
-from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.kernels.triton import config
@@ -23,7 +22,8 @@ def test_the_kernel_gives_the_codecs_bits_for_every_code_and_scale(name):
     there = [None if part is None else part.cuda() for part in packed]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         found = kernels.dequantize(*there, name, dtype, rows).cpu()
-        assert torch.equal(found.view(torch.uint8), quantized.dequantize(packed, name, dtype).view(torch.uint8)), dtype
+        expected = FORMATS[name].dequantize(packed, dtype)
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), dtype
 
 
 def out_of(problem, backend, dense=False, dtype=torch.bfloat16):
