@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from benchmarks.common.table import Table
 from benchmarks.step.models import config_of, spread_load
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import WHOLE_ATTENTION, sequences
+from sonicmoe_hf.lora.shared_experts import _sharded_factors, whole_factor
 
 MODEL, RANK = "Qwen3-30B-A3B", 8
 
@@ -59,8 +61,18 @@ def gradients_of(model, batches) -> tuple[list[torch.Tensor], dict[str, torch.Te
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         (loss / len(batches)).backward()
         losses.append(loss.detach().float())
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return losses, {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).float() for n, g in gradients.items()}
+    # torch 2.11's full_tensor does not take how the experts' factors are sharded
+    shared = {name: (side, parallelism) for name, side, parallelism in _sharded_factors(model)}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient: Any = parameter.grad
+            if name in shared:
+                gradient = whole_factor(gradient, *shared[name])
+            elif hasattr(gradient, "full_tensor"):
+                gradient = gradient.full_tensor()
+            gradients[name] = gradient.float().cpu()
+    return losses, gradients
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
