@@ -24,6 +24,7 @@ TRAIN_STEPS, SMALL_BATCHES = (
 )
 ROUNDED = 64  # rows more for each expert at most: half a tile, rounding to the nearest multiple
 PLANNED = "sonicmoe-hf", "sonicmoe_hf", "FSDP2"  # whose peaks these are; others' kernels keep other tensors
+CUT = "backward keeps less once a card fills (expert_parallel/kept_rows.py); the plan counts all rows, so it is above"
 COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan offers no compiled way"
 
 
@@ -94,6 +95,8 @@ def of_qlora_step(row):
 def of_expert_parallel(row):
     parts = row["shape"].split(", ")
     layers, vocabulary, tokens, ranks = (int(next(w for w in p.split() if w.isdecimal())) for p in parts[:4])
+    if ranks > 2 and layers > 8 and not row["case"].startswith("FSDP2"):  # see CUT
+        return None
     return sizes_of("Qwen3-30B-A3B", layers, vocabulary), Training(
         method="full",
         tokens=tokens,
@@ -116,6 +119,21 @@ def of_streaming(row):
         experts="nf4" if is_qwen else "mxfp4",
         attention=None if is_qwen else "torch_sinks",
         experts_memory={"all on the GPU": None, "4 GiB on the GPU": 4 * 2**30}.get(row["contender"], 0),
+    )
+
+
+def of_everyday(row):
+    layers, setting = row["shape"].split(",")
+    if "compiled" in row["contender"] or setting == "field":  # see COMPILED; a step of four micro-batches
+        return None
+    packed = "nf4" in row["mode"]
+    return sizes_of(row["config"], int(layers)), Training(
+        method="qlora" if packed else "lora",
+        tokens=int(setting),
+        sequence=min(int(setting), 4096),
+        r=16,
+        experts_r=16,
+        experts="nf4" if packed else "bf16",
     )
 
 
@@ -172,6 +190,8 @@ READERS = {  # by file
     **dict.fromkeys(TRAIN_STEPS, of_train_step),
     "lora_step.csv": of_lora_step,
     "qlora_step.csv": of_qlora_step,
+    "everyday.csv": of_everyday,
+    "everyday_chunks.csv": of_everyday,
     "expert_parallel.csv": of_expert_parallel,
     "recipes.csv": of_recipes,
     "streaming.csv": of_streaming,
