@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -140,8 +141,8 @@ class ModelHook:
     def enter(self, model: nn.Module, args, kwargs):
         """Begin a forward of the model."""
         is_compiling = torch.compiler.is_compiling()
-        frame = None if is_compiling else inspect.currentframe()
-        forward = calls.begin(self, frame and frame.f_back)  # of torch, which calls the forward too
+        # torch's frame, which calls the forward too; in no local name, or an error here would keep all frames by a cycle
+        forward = calls.begin(self, None if is_compiling else cast(FrameType, inspect.currentframe()).f_back)
         call = forward.call
         if forward.is_outermost:
             if not is_compiling:

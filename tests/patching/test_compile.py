@@ -88,7 +88,8 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "torch.compile left a part")
         actual = [loss_and_gradients(model, inputs) for _ in range(2)]
-    assert compiled.frame_count == 1 and not counters["graph_break"]
+    # torch 2.11 compiles apart what a reentrant checkpoint computes again, with gradients
+    assert compiled.frame_count in ((1, 2) if kind == "reentrant" else (1,)) and not counters["graph_break"]
     for found in actual:
         assert_all_close(found, expected, 1e-5, ORDER_OF_SUMS)
 
