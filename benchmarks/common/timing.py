@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -129,3 +130,12 @@ def hot_times(calls: dict, rounds: int, warmup: int) -> dict[Any, list[float]]:
             call()
             clocks[name][-1].note()
     return {name: [clock.milliseconds()[0] for clock in each[warmup:]] for name, each in clocks.items()}
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of spans of time (start, end): in which at least one thing ran."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0)
+        until = max(until, end)
+    return total

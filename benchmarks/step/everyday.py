@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Table
-from benchmarks.common.timing import Clock, release, synchronize
+from benchmarks.common.timing import Clock, covered, release, synchronize
 from benchmarks.step import models
 from benchmarks.step.models import OURS, SpreadLoad
 from benchmarks.step.run import Run, bare, trained
@@ -94,17 +94,13 @@ def kernels_of(step) -> Kernels:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
-    ms, launches, busy, until = collections.Counter(), collections.Counter(), 0, 0
-    spans = []
+    ms, launches, spans = collections.Counter(), collections.Counter(), []
     for event in trace.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
             spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
             ms[event.name()[:72]] += event.duration_ns() / 1e6
             launches[event.name()[:72]] += 1
-    for start, end in sorted(spans):
-        busy += max(end - max(start, until), 0)
-        until = max(until, end)
-    return Kernels(busy / 1e6, ms, launches)
+    return Kernels(covered(spans) / 1e6, ms, launches)
 
 
 def build(contender: str, experts: str, checkpointing: bool, options):

@@ -36,7 +36,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
-from benchmarks.common.timing import release, waited_times
+from benchmarks.common.timing import covered, release, waited_times
 from benchmarks.step.models import add_settings, apply_settings, config_of, settings_of
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
@@ -193,16 +193,8 @@ def device_times(step) -> dict[str, float]:
     kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
     of_nccl = [event for event in kernels if "nccl" in event.name.lower()]
     chosen = {"nccl_ms": of_nccl, "compute_ms": [e for e in kernels if e not in of_nccl], "busy_ms": kernels}
-    return {name: covered([event.time_range for event in events]) / 2e3 for name, events in chosen.items()}
-
-
-def covered(ranges) -> float:
-    """Sum the union of time ranges."""
-    total, end = 0.0, float("-inf")
-    for one in sorted(ranges, key=lambda one: one.start):
-        total += max(one.end - max(one.start, end), 0)
-        end = max(end, one.end)
-    return total
+    spans = {name: [(e.time_range.start, e.time_range.end) for e in events] for name, events in chosen.items()}
+    return {name: covered(each) / 2e3 for name, each in spans.items()}
 
 
 def measure(model, case: Case, tokens, options) -> dict:

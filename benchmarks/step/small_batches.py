@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.table import Table
-from benchmarks.common.timing import Clock, interleaved_times, release, synchronize
+from benchmarks.common.timing import Clock, covered, interleaved_times, release, synchronize
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.run import Run, built, compiled
 from benchmarks.step.training import GIB, one_step, optimizer_of, record, sequences
@@ -77,16 +77,12 @@ def busy_milliseconds(step) -> float:
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
-    spans = sorted(
+    spans = [
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in trace.profiler.kineto_results.events()
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
-    )
-    total, until = 0, 0
-    for start, end in spans:
-        total += max(end - max(start, until), 0)
-        until = max(until, end)
-    return 1e-6 * total / PROFILED
+    ]
+    return 1e-6 * covered(spans) / PROFILED
 
 
 def measure(model, run: Run, execution: str, options) -> dict:
