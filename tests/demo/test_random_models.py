@@ -15,14 +15,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels.minifloat import from_e4m3
-from sonicmoe_hf.kernels.packed import FORMATS, ORDERS
+from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.tools.demo import model as random_models
 from sonicmoe_hf.tools.demo.model import random_model, random_packed_model
-from sonicmoe_hf.tools.demo.random_bytes import random_packed
 
-STD = 0.02
 SIZES = {  # NF4 needs multiples of 64
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 64},
     "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 192},
@@ -30,30 +27,9 @@ SIZES = {  # NF4 needs multiples of 64
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", FORMATS)
-def test_random_bytes_stand_for_finite_values_of_the_size_that_was_asked_for(name, order):
-    packed = random_packed((6, 320, 256), name, STD, order)
-    FORMATS[name].check("weight", packed)
-    values = FORMATS[name].dequantize(packed, torch.float32)
-    assert values.abs().amax() < 6 * STD
-    # 5 percent of what 6 experts' blocks of fp8 leave to chance, a percent elsewhere
-    torch.testing.assert_close(values.square().mean().sqrt(), torch.tensor(STD), rtol=0.06, atol=0.0)
-    assert all((expert != values[0]).any() for expert in values[1:])
-
-
-def test_random_codes_are_all_that_stand_for_numbers():
-    for name in FORMATS:
-        codes = random_packed((1, 256, 256), name, STD).codes.unique()
-        assert len(codes) == (254 if name == "fp8" else 256)
-        if name == "fp8":
-            assert torch.isfinite(from_e4m3(codes)).all()
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", SIZES)
-def test_random_packed_models_run_and_no_dense_weight_was_there(family, name, monkeypatch):
-    monkeypatch.setattr(PackedWeight, "quantize", None)
+def test_random_packed_models_run_and_one_expert_at_a_time_was_dense(family, name):
     config = CONFIGS[family](**{**SIZES[family], "num_hidden_layers": 2})
     with LiveBytes() as memory:
         model = random_packed_model(config, name, dtype=torch.bfloat16)
@@ -62,7 +38,10 @@ def test_random_packed_models_run_and_no_dense_weight_was_there(family, name, mo
     assert {(weight.format, weight.dtype, weight.device.type) for weight in packed} == {(name, torch.bfloat16, "cpu")}
     stored = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     one_expert = max(weight.shape[1:].numel() for weight in packed)
-    assert memory.most <= stored + 2 * one_expert  # in bf16
+    assert memory.most <= stored + 10 * 4 * one_expert, "an expert in fp32, and what packing makes of it"
+    for weight in packed:
+        std = weight.dequantize(torch.float32).std() / config.initializer_range
+        assert 0.97 < std < 1.03, "about as large as the model would initialise them"
     sonicmoe_hf.patch_model(model)
     inputs = batch()
     loss = model(**inputs).loss.item()

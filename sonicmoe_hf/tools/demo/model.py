@@ -20,11 +20,11 @@ from ...attention.models import use_sinks_attention
 from ...formats.quantizer import mark_model_packed
 from ...formats.shares import keep_from_fsdp, restore_parameters
 from ...formats.state import hold_packed, local_part
+from ...kernels.packed import FORMATS
 from ...layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ...layer.packed_weight import PackedWeight
 from ...private.transformers import auto_class_of
 from ...streaming.placement import Placement
-from .random_bytes import random_packed
 
 if TYPE_CHECKING:
     from transformers.distributed import DistributedConfig
@@ -123,9 +123,8 @@ def random_packed_model(
     experts_memory: str | int | None = None,
     **options,
 ) -> PreTrainedModel:
-    """Make a model with random weights, some of them packed, module by module. Experts' weights begin as the
-    bytes that are stored, about as large as the model would initialise them, and at no moment is more than one linear
-    layer there that is still to be packed.
+    """Make a model with random weights, some of them packed, module by module: at no moment is more than one expert or
+    one linear layer there that is still to be packed.
 
     Args:
         config: of the model.
@@ -188,9 +187,11 @@ def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tu
 
 
 def _random_weight(experts: nn.Module, name: str, format: str, std: float, device: Any) -> PackedWeight:
-    """Make a packed weight of random bytes that stands for an experts' parameter on the meta device."""
+    """Make a packed weight, one random expert after the other, that stands for a parameter on the meta device."""
     weight = local_part(experts._parameters[name])
-    packed = random_packed(matrix_shape(experts, weight), format, std, row_order(experts, name), device)
+    num_experts, *size = shape = matrix_shape(experts, weight)
+    values = (std * torch.randn(size, dtype=torch.float32, device=device) for _ in range(num_experts))
+    packed = FORMATS[format].pack(values, shape, row_order(experts, name), device=device)
     return PackedWeight.of(packed, format, weight.dtype, is_transposed(experts))
 
 
