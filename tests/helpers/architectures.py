@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from helpers.small_families import SMALL_FAMILIES
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -45,6 +44,7 @@ SIZES = {
     1: ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_hidden_layers"),
 }
 NOT_MERGED = {
+    "Inkling2LoopExperts": "no: its checkpoints are quantized, and conversion to dense weights has no inverse",
     "DiffusionGemmaTextExperts": "no: encoder and decoder share weights",
     "MuseSparkExperts": "untested: `lora_config` raises an error",
     "Qwen3OmniMoeTalkerTextExperts": "untested: its inputs are the thinker's states",
@@ -169,7 +169,7 @@ def table() -> str:
             f"{architecture.folder}, `{architecture.experts}`"
             + ("" if layer.accelerated else f" (not accelerated: {reason})"),
             "yes" if layer.token_rounding else "no",
-            NOT_MERGED.get(architecture.experts, "yes" if architecture.folder in SMALL_FAMILIES else "untested"),
+            NOT_MERGED.get(architecture.experts, "yes"),
             ", ".join(
                 name
                 for name, classes in engines.items()

@@ -5,6 +5,7 @@ import inspect
 
 import torch
 import transformers
+from helpers.architectures import NOT_MERGED, architectures
 from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -37,72 +38,6 @@ LINEAR = (
     "in_proj_qkvz",
 )  # and Mamba's, which PEFT refuses
 OF_TWO_LAYERS = ("layer_types", "mlp_layer_types")
-
-
-SMALL_FAMILIES = (
-    "afmoe",
-    "aria",
-    "axk1",
-    "axk2",
-    "bailing_hybrid",
-    "beam",
-    "cohere2_moe",
-    "deepseek_ocr2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "dots1",
-    "dots3_note",
-    "ernie4_5_moe",
-    "ernie4_5_vl_moe",
-    "exaone_moe",
-    "flex_olmo",
-    "flint",
-    "gemma4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm4v_moe",
-    "glm5_next",
-    "glm_moe_dsa",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hy_v4",
-    "inkling",
-    "inkling2",
-    "jamba",
-    "kimi_linear",
-    "kolibri1",
-    "laguna",
-    "lfm2_moe",
-    "mellum",
-    "mimo_v2_flash",
-    "minimax",
-    "minimax_m2",
-    "minimax_m3_vl",
-    "mistral4",
-    "mistral_large4",
-    "mixtral",
-    "nemotron_h",
-    "olmoe",
-    "openai_privacy_filter",
-    "phimoe",
-    "qwen2_moe",
-    "qwen3_5_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_omni_moe",
-    "qwen3_vl_moe",
-    "qwen4_exp",
-    "solar_open",
-    "unlimited_ocr",
-    "zaya",
-)
 
 
 def small_config(cls: type[PreTrainedConfig], own: dict | None = None) -> PreTrainedConfig:
@@ -168,6 +103,7 @@ CHANGES = {
     },
     "glm4v_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [0, 1, 1]}}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hy_v4_vl": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}},
     "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": 8, "num_experts": 8, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": {"n_group": 1, "topk_group": 1, "num_expert_group": 1},
@@ -202,7 +138,8 @@ def _model_type(folder: str) -> str:
 def families_here() -> list[str]:
     """Return the families that the installed Transformers has, as CHANGES builds them."""
     without = set() if Version(transformers.__version__) >= Version("5.23") else LATER
-    return [folder for folder in SMALL_FAMILIES if _model_type(folder) in CONFIG_MAPPING and folder not in without]
+    folders = {architecture.folder for architecture in architectures() if architecture.experts not in NOT_MERGED}
+    return [folder for folder in sorted(folders - without) if _model_type(folder) in CONFIG_MAPPING]
 
 
 def small_model(folder: str) -> nn.Module:
