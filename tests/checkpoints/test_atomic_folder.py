@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from helpers.checkpoints import SHARDS, config_in, make, same_bits, tensors_in
-from peft import LoraConfig, get_peft_model
 
-from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
+from sonicmoe_hf import CheckpointError, convert_checkpoint
 from sonicmoe_hf.checkpoints import atomic_folder, convert
 from sonicmoe_hf.tools.cli.main import main
 
@@ -77,16 +76,6 @@ def test_links_out_of_a_checkpoint_are_named_and_their_content_is_not_copied(hub
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "tools.jinja").write_text("mine")
     assert_refused_before_any_work(hub, tmp_path / "native", "tools.jinja is a link to", monkeypatch)
-
-
-def test_links_out_of_an_adapter_are_named(hub, tmp_path):
-    adapted = get_peft_model(make(hub, "olmoe"), LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]))
-    adapted.save_pretrained(tmp_path / "adapter")
-    (tmp_path / "secret").write_text("mine")
-    (tmp_path / "adapter" / "notes.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=r"notes\.txt is a link to .*secret, outside"):
-        convert_adapter(tmp_path / "adapter", tmp_path / "converted", trained_on=hub)
-    assert not (tmp_path / "converted").exists()
 
 
 def test_links_within_a_checkpoint_and_to_the_blobs_of_the_hubs_cache_are_followed(hub, tmp_path):

@@ -2,14 +2,12 @@
 
 import json
 import os
-import random
-import shutil
 from collections import namedtuple
 
 import pytest
 import torch
+from helpers.checkpoints import assert_conversion_refused as assert_refused
 from helpers.checkpoints import (
-    FAMILIES,
     config_in,
     edit_config,
     edit_tensors,
@@ -18,7 +16,6 @@ from helpers.checkpoints import (
     same_bits,
     tensors_in,
 )
-from helpers.checkpoints import assert_conversion_refused as assert_refused
 from helpers.models import CONFIGS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -196,14 +193,6 @@ def test_damaged_files_are_named(hub):
     assert_refused(hub, "No such file.*config.json")
 
 
-def test_other_formats_are_refused(tmp_path, hub):
-    rewrite(hub, tensors_in(hub))
-    (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
-    assert_refused(hub, "there is no .*model.safetensors")
-    with pytest.raises(CheckpointError, match="there is no folder"):
-        convert_checkpoint(hub / "pytorch_model.bin", tmp_path / "refused")
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_verify_refuses_values_that_are_not_finite(hub, value):
     tensors = tensors_in(hub)
@@ -251,51 +240,3 @@ def test_a_full_disk_is_noticed_before_and_while_writing(hub, monkeypatch):
 
     monkeypatch.setattr(atomic_folder, "save_file", full)
     assert_refused(hub, "No space left", error=OSError)
-
-
-def test_bad_arguments_are_refused(hub):
-    for options, words in (({"layout": "fused"}, "layout is 'fused'"), ({"dtype": "int8"}, "dtype is 'int8'")):
-        assert_refused(hub, words, **options)
-
-
-def _spoil(dice, content: bytes, header: int) -> bytes:
-    """Flip, cut, insert or double bytes, mostly where the structure is."""
-    spoiled = bytearray(content)
-    for _ in range(dice.choice((1, 1, 2, 5))):
-        position = dice.randrange(min(header, len(spoiled)) if dice.random() < 0.9 else len(spoiled))
-        action = dice.randrange(5)
-        if action == 0:
-            spoiled[position] ^= 1 << dice.randrange(8)
-        elif action == 1:
-            spoiled[position] = dice.choice(b'0123456789"{}[],:-e.')
-        elif action == 2:
-            del spoiled[position : position + dice.choice((1, 8, 200))]
-        elif action == 3:
-            spoiled[position:position] = bytes(dice.randrange(256) for _ in range(dice.choice((1, 8))))
-        else:
-            spoiled[position:position] = spoiled[position : position + 64]
-    return bytes(spoiled)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_spoiled_files_give_clean_errors(tmp_path, family):
-    """Headers, indices and configs with random damage: an error that leaves nothing, or a conversion that went well."""
-    make(tmp_path / "hub", family)
-    files = [p for p in sorted((tmp_path / "hub").iterdir()) if p.suffix in (".safetensors", ".json")]
-    files = [p for p in files if p.name != "generation_config.json"]
-    dice, refused = random.Random(family), 0
-    for _ in range(60):
-        path = dice.choice(files)
-        whole = path.read_bytes()
-        header = 8 + int.from_bytes(whole[:8], "little") if path.suffix == ".safetensors" else len(whole)
-        path.write_bytes(_spoil(dice, whole, header))
-        try:
-            convert_checkpoint(tmp_path / "hub", tmp_path / "native")
-        except Exception:
-            refused += 1
-            assert not (tmp_path / "native").exists()
-        else:
-            Source(tmp_path / "native")
-            shutil.rmtree(tmp_path / "native")
-        path.write_bytes(whole)
-    assert refused > 30, refused

@@ -18,14 +18,14 @@ from helpers.models import (
     twin,
 )
 from helpers.native import in_native_names, native_twin, save_both
-from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments, checkpointed, logs_of, trained
+from helpers.training import CHECKPOINTING, POLICY, Examples, Watch, arguments, checkpointed
 from helpers.trl_trainers import trl_trainer, word_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, pipeline
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
-from sonicmoe_hf import CheckpointError, ExpertLoadCallback, SonicMoEExperts, TokenRoundingCallback, convert_checkpoint
+from sonicmoe_hf import CheckpointError, SonicMoEExperts, TokenRoundingCallback, convert_checkpoint
 from sonicmoe_hf.checkpoints.modeling import NATIVE
 from sonicmoe_hf.patching.patch import is_patched
 from sonicmoe_hf.patching.support import find_layers
@@ -174,15 +174,6 @@ def test_other_experts_implementations_raise_and_are_named(folders):
     model.set_experts_implementation("sonicmoe_hf")
 
 
-@every_family
-def test_generation_equals_the_familys_own(family, tmp_path):
-    model = build(family).eval()
-    native = native_twin(model, tmp_path).eval()
-    ids = batch(rows=2, length=6)["input_ids"]
-    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(native.generate(ids, **options), model.generate(ids, **options))
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_device_maps_place_and_offload_layers(family, tmp_path):
     model = build(family).eval()
@@ -215,18 +206,6 @@ def test_label_smoothing_shifts_labels_as_for_the_familys_own(tmp_path):
         trainer = Trainer(each, options, train_dataset=Examples(4))
         losses.append(trainer.train().training_loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@every_family
-def test_the_trainer_rounds_tokens_and_counts_them(family, tmp_path):
-    model = build(family)
-    losses = []
-    for name, each in (("hub", model), ("native", native_twin(model, tmp_path))):
-        callbacks = [TokenRoundingCallback(tile=TILE), ExpertLoadCallback()]
-        logs = logs_of(trained(each, tmp_path / name, callbacks))
-        losses.append([log["loss"] for log in logs])
-        assert sum(log["moe/rows_added"] + log["moe/rows_dropped"] for log in logs) > 0
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3), "the log rounds"
 
 
 def test_parallel_plans_name_the_native_weights():

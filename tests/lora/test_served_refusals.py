@@ -55,15 +55,6 @@ def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_pat
     assert_refused(tmp_path / "large", "largest rank is 513, and vLLM's is 512; merge it")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm4_moe", "qwen3_vl_moe"])
-def test_a_router_is_refused_for_every_family_with_both_ways_to_merge(name, tmp_path):
-    model = base(name, tmp_path / "base")
-    adapt(model, tmp_path / "adapter", [*EXPERTS, "mlp.gate.weight"])
-    assert_refused(
-        tmp_path / "adapter", r"adapts a router, .*: sonicmoe-hf merge BASE ADAPTER DST, or .*merge_and_unload"
-    )
-
-
 def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path):
     """VLLM's MLA makes W_UK and W_UV of the base's kv_b_proj as it loads, and no adapter reaches them; SGLang
     corrects."""

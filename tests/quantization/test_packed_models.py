@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from helpers.adapters import EXPERTS, with_lora
-from helpers.checkpoints import edit_config, edit_tensors, make, packed_in, rewrite, tensors_in
+from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
 from helpers.marks import rest_pinned, rest_slow
 from helpers.memory import LiveBytes
 from helpers.models import CONFIGS, OF_64, ON_DISK, batch, build, loss_and_gradients
@@ -18,8 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     Mxfp4Config,
-    Trainer,
-    TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
 
@@ -179,12 +177,6 @@ def test_kbit_preparation_leaves_packed_experts_and_what_they_compute_in(tmp_pat
     assert logits(model).dtype == torch.float32
 
 
-def test_full_fine_tuning_is_refused():
-    model = quantize_experts(small("qwen3_moe"))
-    with pytest.raises(ValueError, match="purely quantized models"):
-        Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
-
-
 def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
     small("qwen3_moe").bfloat16().save_pretrained(tmp_path / "dense")
     rows = [{"input_ids": row.tolist()} for row in batch(8, 16)["input_ids"]]
@@ -309,25 +301,6 @@ def test_what_an_interrupted_call_leaves_is_saved_as_packed_and_does_not_load(tm
         quantize_experts(model)
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"the checkpoint has no model\.layers\.1\.mlp\.experts\.down_proj"):
-        from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        (lambda scales: scales[:, :, :1].contiguous(), r"layers\.1.*down_proj: codes of this mxfp4 weight"),
-        (lambda scales: None, r"layers\.1.*down_proj_scales is missing"),
-        (
-            lambda scales: scales.index_fill(0, torch.tensor([5]), 255),  # E8M0's NaN
-            "down_proj_scales has NaN .* in expert 5",
-        ),
-    ],
-)
-def test_damaged_parts_are_errors(change, match, tmp_path):
-    quantize_experts(small("qwen3_moe"), "mxfp4").save_pretrained(tmp_path)
-    key = "model.layers.1.mlp.experts.down_proj_scales"
-    edit_tensors(tmp_path, {key: change(tensors_in(tmp_path)[key])})
-    with pytest.raises(CheckpointError, match=match):
         from_pretrained(tmp_path)
 
 

@@ -12,7 +12,6 @@ from helpers.models import CONFIGS, batch, build, patched
 from helpers.native import native_twin, save_both
 from helpers.resuming import (
     BEST,
-    SAVING,
     Snapshots,
     assert_equal,
     restored,
@@ -21,13 +20,11 @@ from helpers.resuming import (
     train,
     weights,
 )
-from helpers.training import Examples, arguments, trainer_for
-from helpers.trl_trainers import sentence_tokenizer, trl_trainer
+from helpers.training import arguments, trainer_for
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
-from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing
@@ -161,21 +158,6 @@ def test_a_model_loaded_from_the_hub_layout_and_from_fused_weights_resumes(tmp_p
             assert_equal(weights(resumed.model), weights(straight.model))
             resumed.model.save_pretrained(tmp_path / "again")
             assert_equal(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), weights(straight.model))
-
-
-def test_trl_resumes_a_straight_run(tmp_path):
-    def run(folder, model, checkpoint=None):
-        rows = [{"input_ids": ids} for ids in Examples(24).columns["input_ids"].tolist()]
-        config = {"max_steps": 4, "learning_rate": 0.02, **SAVING}
-        words, callbacks = sentence_tokenizer(), [rounding()]
-        trainer = trl_trainer(SFTTrainer, SFTConfig, model, rows, folder, words, callbacks, config)
-        sonicmoe_hf.attach(trainer)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        return weights(model)
-
-    straight = run(tmp_path / "straight", build("qwen3_moe"))
-    resumed = run(tmp_path / "resumed", build("qwen3_moe", seed=5), str(tmp_path / "straight" / "checkpoint-2"))
-    assert_equal(resumed, straight)
 
 
 # best = best
