@@ -2,10 +2,8 @@
 
 import csv
 import dataclasses
-import importlib.metadata
 import math
 import random
-from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -50,33 +48,6 @@ def measured(preset, corpus, *run):
     return training.measure(preset, training.Run(*run), corpus, CPU, graph=False)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"License-Expression": "Apache-2.0 AND MIT"}, "Apache-2.0 AND MIT"),
-        ({"License-Expression": "MPL-2.0 AND MIT"}, None),
-        ({"Classifier": "License :: OSI Approved :: BSD License"}, "BSD License"),
-        ({"Classifier": "License :: Other/Proprietary License"}, None),
-        ({"Classifier": "License :: OSI Approved :: GNU General Public License v3 (GPLv3)", "License": "MIT"}, None),
-        ({"License": "Apache 2.0 License"}, "Apache 2.0 License"),
-        ({"License": "License of the Foundation"}, None),
-        ({}, None),
-    ],
-)
-def test_text_is_taken_under_permissive_licences_alone(fields, expected):
-    metadata = Message()
-    for name, value in fields.items():
-        metadata[name] = value
-    assert texts.permissive_licence(metadata) == expected
-
-
-def test_the_sources_of_an_installed_package_are_read():
-    distributions = map(importlib.metadata.distribution, ("pluggy", "sonicmoe-hf"))
-    [(name, version, licence, files)] = texts.package_files(distributions)
-    assert (name, version, licence) == ("pluggy", importlib.metadata.version("pluggy"), "MIT License")
-    assert "import" in dict(files)["pluggy/__init__.py"]
-
-
 def test_copies_and_near_copies_of_a_file_are_left_out():
     text = "\n".join(f"    first_variable_{i} = some_function({i})" for i in range(20))
     changed, other = text.replace("variable_2", "value_2"), text.replace("some_function", "another_function")
@@ -94,13 +65,6 @@ def test_the_same_packages_give_the_same_text(tmp_path):
     assert torch.equal(first.train, second.train) and torch.equal(first.held_out, second.held_out)
     assert first.description == second.description
     assert (tmp_path / "first.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
-
-
-def test_a_text_that_is_not_there_is_made_of_the_packages_installed(tmp_path, monkeypatch):
-    packages = [("one", "1.0", "MIT", [(f"part_{i}.py", f"print('this is the whole of {i}')") for i in range(200)])]
-    monkeypatch.setattr(texts, "installed", lambda: packages)
-    assert "1 packages" in texts.load(tmp_path / "new.npz").description
-    assert (tmp_path / "new.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
 
 
 def test_every_method_starts_from_the_same_loss_and_trains(corpus):
@@ -135,27 +99,6 @@ def test_batches_and_start_do_not_depend_on_the_method(corpus):
     assert 0 < (replica - top_k).norm() < 2e-4 * top_k.norm()
     drawn = [training.batches(corpus.train, TINY, seed=0) for _ in range(2)]
     assert all(torch.equal(drawn[0](step), drawn[1](step)) for step in range(TINY.steps))
-
-
-def test_an_epoch_has_every_window_once():
-    preset = dataclasses.replace(TINY, steps=4)
-    tokens = torch.arange(12 * preset.length)  # 12 windows: three batches
-    *epoch, after = map(training.batches(tokens, preset, seed=0), range(4))
-    assert sorted(torch.cat(epoch)[:, 0].tolist()) == list(range(0, len(tokens), preset.length))
-    assert after.shape == (preset.batch, preset.length)
-
-
-def test_the_learning_rate_rises_and_falls_to_zero():
-    preset = dataclasses.replace(TINY, steps=100)
-    optimizer = training.make_optimizer(torch.nn.Linear(2, 2), preset, CPU)
-
-    def rate(step):
-        training.set_rate(optimizer, preset, step)
-        [value] = {group["lr"] for group in optimizer.param_groups}
-        return value / preset.learning_rate
-
-    assert [rate(step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
-    assert rate(55) == pytest.approx(0.5) and 0 < rate(99) < 1e-3
 
 
 @pytest.mark.parametrize("method", ["top_k", "nearest", "token_drop", "expert_choice"])

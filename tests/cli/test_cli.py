@@ -277,16 +277,6 @@ def test_doctor_explains_what_it_cannot_examine(capsys, tmp_path, arguments, wor
     assert words.format(empty=tmp_path) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--steps", "1"], ["--steps", "many"], ["--tile", "0"], ["--rounding", "sideways"]]
-)
-def test_the_demo_refuses_bad_settings(capsys, arguments):
-    with pytest.raises(SystemExit) as exit:
-        main(["demo", *arguments])
-    assert exit.value.code == 2
-    assert arguments[1] in capsys.readouterr().err
-
-
 def test_the_demo_refuses_a_tile_with_which_it_would_never_round(capsys):
     assert main(["demo", "--tile", "65"]) == 2
     assert "choose a tile of at most 64" in capsys.readouterr().err

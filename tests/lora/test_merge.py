@@ -226,8 +226,6 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({Q_PROJ + "lora_B.weight": None}, "has no lora_B of model.layers.0.self_attn.q_proj.weight"),
-        ({DOWN_B: None}, "has no lora_B of model.layers.1.mlp.experts.down_proj"),
         ({DOWN_B: torch.zeros(16, 32)}, "PEFT up to 0.19.0"),
         ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values in torch.float32"),
         ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "is neither lora_A nor lora_B of a layer"),

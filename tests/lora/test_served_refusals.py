@@ -20,24 +20,6 @@ def adapter(tmp_path):
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize(
-    "changes, match",
-    [
-        ({"use_dora": True}, r"use_dora is True, which is not plain LoRA; merge it with PEFT: .*merge_and_unload"),
-        ({"lora_bias": True}, "lora_bias is True"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\].*sonicmoe-hf merge BASE ADAPTER DST"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"layer_replication": [[0, 1]]}, "layer_replication is"),
-    ],
-    ids=str,
-)
-def test_what_engines_refuse_raises_with_the_remedy(adapter, changes, match):
-    edit(adapter, **changes)
-    assert_refused(adapter, match)
-    assert_refused(adapter, match, "sglang")
-
-
 def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_path):
     model = base("gpt_oss", tmp_path / "gpt_oss")
     adapt(model, tmp_path / "biases", [*EXPERTS, "mlp.experts.down_proj_bias"])
@@ -51,6 +33,10 @@ def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_pat
         folder = tmp_path / f"{modules[-1]} {len(modules)}"
         adapt(base("qwen3_moe", tmp_path / "base"), folder, parameters, target_modules=modules)
         assert_refused(folder, match)
+    edit(folder, modules_to_save=["lm_head"])
+    for engine in ("vllm", "sglang"):
+        match = r"modules_to_save is \['lm_head'\].*sonicmoe-hf merge BASE ADAPTER DST"
+        assert_refused(folder, match, engine)
     adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "large", rank_pattern={"q_proj": 513})
     assert_refused(tmp_path / "large", "largest rank is 513, and vLLM's is 512; merge it")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import io
 import json
 import sys
 
@@ -46,9 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code. An error is one line on standard error, or with --json an object."""
     arguments, program = split_program(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
     try:
         options = vars(build_parser().parse_args(arguments))
         if options.pop("command") == "run":
