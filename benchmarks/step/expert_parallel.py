@@ -179,7 +179,10 @@ def gradient_norm(model) -> float:
 
 def bytes_of_step(model, tokens, options) -> dict[str, float]:
     counting = BytesSent(options.device)
-    ours = {name: counting.as_ours(getattr(collectives, name)) for name in ("_gather", "_scatter_sum", "_exchange")}
+    ours = {
+        name: counting.as_ours(getattr(collectives, name))
+        for name in ("_begin_gather", "_begin_scatter_sum", "_exchange")
+    }
     with counting, mock.patch.multiple(collectives, **ours):
         loss_of(model, tokens)
     model.zero_grad(set_to_none=True)

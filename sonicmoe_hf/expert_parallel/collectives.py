@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..kernels.interface import Rows
 from ..layer import backends
+from ..layer.experts_op import Arriving
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older versions' name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -49,21 +50,24 @@ def _mean(tensor, count, group):
     return mean
 
 
-def _gather(tensor, group, works=None):
+@torch.no_grad()  # gloo writes into views, which autograd would watch
+def _begin_gather(tensor, group) -> Arriving:
     tensor = tensor.contiguous()
     gathered = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
-    work = _all_gather(gathered, tensor, group=group, async_op=True)
-    if works is None:
-        work.wait()
-    else:
-        works.append(work)
-    return gathered
+    return Arriving(gathered, _all_gather(gathered, tensor, group=group, async_op=True))
+
+
+def _begin_scatter_sum(summand, group) -> Arriving:
+    out = summand.new_empty(len(summand) // dist.get_world_size(group), *summand.shape[1:])
+    return Arriving(out, _reduce_scatter(out, summand.contiguous(), group=group, async_op=True))
+
+
+def _gather(tensor, group):
+    return _begin_gather(tensor, group).wait()
 
 
 def _scatter_sum(summand, group):
-    out = summand.new_empty(len(summand) // dist.get_world_size(group), *summand.shape[1:])
-    _reduce_scatter(out, summand.contiguous(), group=group)
-    return out
+    return _begin_scatter_sum(summand, group).wait()
 
 
 def _exchange(tensor, send_sizes, receive_sizes, group):
@@ -97,15 +101,34 @@ def sum_over_ranks(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return _LinearMap.apply(summand, partial(_sum, group=group), _identity)
 
 
-def gather(tensor: torch.Tensor, group: dist.ProcessGroup, works: list) -> torch.Tensor:
-    """Gather the ranks' tensors of one size: [N * size, ...], one after the other. Read it after `wait()` of what is put
-    into `works`. Its gradient is summed over the ranks."""
-    return _LinearMap.apply(tensor, partial(_gather, group=group, works=works), partial(_scatter_sum, group=group))
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the ranks' tensors of one size: [N * size, ...], one after the other. Its gradient is summed over the
+    ranks."""
+    return _LinearMap.apply(tensor, partial(_gather, group=group), partial(_scatter_sum, group=group))
 
 
-def scatter_sum(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum [N * size, ...] over the ranks, and return this rank's part [size, ...]."""
-    return _LinearMap.apply(summand, partial(_scatter_sum, group=group), partial(_gather, group=group))
+class Gathering:
+    """The Exchange that gives each rank the tokens of all of them, whose number is the same on each. The first x is on
+    its way from the beginning."""
+
+    def __init__(self, x_TH: torch.Tensor, group: dist.ProcessGroup, is_long: bool):
+        self.group, self.is_long = group, is_long
+        self.num_tokens = dist.get_world_size(group) * len(x_TH)
+        self._first: tuple[torch.Tensor, Arriving] | None = (x_TH, _begin_gather(x_TH, group))
+
+    def gather(self, tensor: torch.Tensor) -> Arriving:
+        """Gather the tensors [T, H] of all ranks: [num_tokens, H]."""
+        first, self._first = self._first, None
+        if first is not None:
+            x_TH, arriving = first
+            if (x_TH.data_ptr(), x_TH.dtype) == (tensor.data_ptr(), tensor.dtype):  # else a module cast it meanwhile
+                return arriving
+            arriving.wait()
+        return _begin_gather(tensor, self.group)
+
+    def scatter_sum(self, tensor: torch.Tensor) -> Arriving:
+        """Sum [num_tokens, H] over the ranks: this rank's part [T, H]."""
+        return _begin_scatter_sum(tensor, self.group)
 
 
 def exchange(

@@ -18,8 +18,7 @@ from ..layer.dispatch import dispatch
 from ..layer.holding import Holding
 from ..layer.routing import Routing
 from ..routing import calls
-from .collectives import exchange, gather, max_over_ranks, rows_of_tokens, scatter_sum, sum_of_rows
-from .kept_rows import cut_kept_rows
+from .collectives import Gathering, exchange, gather, max_over_ranks, rows_of_tokens, sum_of_rows
 
 NOBODY = -1  # the expert of a pair that is none
 
@@ -44,7 +43,9 @@ def _padded(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor
 
 
 WAYS = ("gathering", "all_to_all")
-MAX_RANKS_GATHERING, MAX_GATHERED_BYTES, MIN_SHARE = 4, 2**28, 0.5
+MAX_RANKS_GATHERING, MIN_SHARE = 4, 0.5
+MANY_BYTES = 2**26  # of gathered tokens: with fewer, the host's time counts more than the memory
+LENGTHS = 16  # steps from no pairs to a balanced rank's
 _way_in_use: str | None = None  # no thread's own: checkpointing runs layers again in a thread of autograd's
 
 
@@ -56,28 +57,19 @@ class MaxSizes(NamedTuple):
     is_list: int
 
 
-def choose_way(num_ranks: int, sizes: MaxSizes, token_bytes: int) -> str:
+def choose_way(num_ranks: int, sizes: MaxSizes) -> str:
     """Choose how tokens reach the experts of other ranks, the same on all ranks: one of WAYS.
 
-    Gathering sends every token to N - 1 ranks, and the host knows all shapes. An all-to-all sends a token with K experts
-    to 1 - (1 - 1 / N)^K of them: with K = 8 to 0.90 of 3, 0.66 of 7, 0.40 of 15. It waits for the device once a layer, so
-    that the host prepares nothing ahead, and packs what it sends. On four H200s with NVLink (eight layers of
-    Qwen3-30B-A3B, 16,384 tokens a rank) a step took 162 ms by gathering, 30 of them in NCCL, and 198 by all-to-all, 69 of
-    them in NCCL: a byte took more than twice as long. Gathering in two chunks, one beside the other's products, took 10%
-    longer than in one on four H100s. So up to four ranks gather, and more ranks do, where both hold:
-
-    - An all-to-all would send more than half as much (MIN_SHARE). From 16 ranks on, with K = 8, it sends less.
-    - The tokens of all ranks take little memory (MAX_GATHERED_BYTES a layer), since experts reserve rows for all of them:
-      eight ranks have up to 8,192 tokens of 4 KiB each. With few tokens, waiting for the device costs most, too.
-
-    Args:
-        token_bytes: of x of one token.
+    Gathering sends every token to N - 1 ranks, half of it beside products. An all-to-all sends a token with K experts to
+    1 - (1 - 1 / N)^K of them: with K = 8 to 0.90 of 3, 0.66 of 7, 0.40 of 15. It packs what it sends, and waits for the
+    device before anything is sent. On four H200s with NVLink (eight layers of Qwen3-30B-A3B, 16,384 tokens a rank) NCCL
+    took 30 ms of a step by gathering, nothing beside products then, and 69 by all-to-all: a byte took more than twice as
+    long. Gathering in two chunks, one beside the other's products, took 10% longer than in one on four H100s. So ranks
+    gather unless an all-to-all would send less than half as much (MIN_SHARE): with K = 8 from 12 ranks on.
     """
     num_experts_per_token = sizes.num_pairs / max(sizes.num_tokens, 1)
     share = 1 - (1 - 1 / num_ranks) ** num_experts_per_token
-    gathered_bytes = num_ranks * sizes.num_tokens * token_bytes
-    is_cheap = share > MIN_SHARE and gathered_bytes <= MAX_GATHERED_BYTES
-    return "gathering" if num_ranks <= MAX_RANKS_GATHERING or is_cheap else "all_to_all"
+    return "gathering" if num_ranks <= MAX_RANKS_GATHERING or share > MIN_SHARE else "all_to_all"
 
 
 @contextlib.contextmanager
@@ -100,7 +92,7 @@ def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
         experts: x, a Routing of this rank's experts with ids counted from its first, and the weights -> their output.
     """
     sizes = _max_sizes(len(x_TH), routing.expert_index.numel(), routing.token_index is not None, holding)
-    way = _way_in_use or choose_way(holding.size, sizes, x_TH.shape[1] * x_TH.itemsize)
+    way = _way_in_use or choose_way(holding.size, sizes)
     if way == "all_to_all":
         return by_all_to_all(x_TH, routing, holding, experts)
     return by_gathering(x_TH, routing, holding, experts, sizes)
@@ -140,24 +132,35 @@ def _padded_pairs(routing: Routing, num_tokens: int, holding: Holding, sizes: Ma
 def by_gathering(
     x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts, sizes: MaxSizes
 ) -> torch.Tensor:
-    """Give every rank all tokens, and sum over the ranks what their experts make of them. All shapes are known on the
-    host, so nothing waits for the device."""
+    """Give every rank all tokens, and sum over the ranks what their experts make of them. With few tokens all shapes are
+    known on the host, so that nothing waits for the device. With many, experts have room for their own pairs alone,
+    whose number the host reads while x is on its way."""
     num_tokens, group = len(x_TH), holding.group
     if not sizes.num_tokens:
         local = holding.routing(holding.local(routing.expert_index), routing.weights, routing.token_index, 0)
         return experts(x_TH, local, routing.weights)
-    parts = *_padded_pairs(routing, num_tokens, holding, sizes), _padded(x_TH, sizes.num_tokens)
-    works: list = []
-    pairs, weights, x = (gather(part, group, works) for part in parts)
-    for work in works[:-1]:
-        work.wait()
+    pairs, weights = (gather(part, group) for part in _padded_pairs(routing, num_tokens, holding, sizes))
+    x_TH = _padded(x_TH, sizes.num_tokens)
+    are_many = x_TH.nbytes * holding.size >= MANY_BYTES
+    gathering = Gathering(x_TH, group, are_many)
     expert, token = pairs.unbind(1) if sizes.is_list else (pairs, None)
-    local = holding.routing(holding.local(expert), weights, token, len(x))  # sorted while x is on its way
-    works[-1].wait()
-    with cut_kept_rows(x, local):
-        out = experts(x, local, weights)
-    out = scatter_sum(out, group)
-    return out if len(out) == num_tokens else out[:num_tokens]
+    expert = holding.local(expert)
+    if are_many:
+        expert, weights, token = _own_pairs(expert, weights, token, holding)
+    local = holding.routing(expert, weights, token, gathering.num_tokens, gathering)
+    return experts(x_TH, local, weights)[:num_tokens]
+
+
+def _own_pairs(expert: torch.Tensor, weights: torch.Tensor, token: torch.Tensor | None, holding: Holding):
+    """Take this rank's pairs out of all ranks', as a list: expert, weights, token. A few pairs of nobody come after them,
+    so that lists of the same length come again, for which launches are recorded."""
+    is_own = (expert >= 0) & (expert < holding.num_local)
+    pair = is_own.flatten().nonzero().squeeze(1)  # waits for the device
+    step = max(is_own.numel() // (LENGTHS * holding.size), 1)
+    length = -(-len(pair) // step) * step
+    token = pair // is_own.shape[1] if token is None else token[pair]
+    weights = _padded(weights.flatten().index_select(0, pair), length)
+    return _padded(expert.flatten()[pair], length, NOBODY), weights, _padded(token.to(torch.int32), length)
 
 
 def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:

@@ -4,14 +4,19 @@ Both are torch ops, so that torch.compile sees two opaque calls; where nothing t
 without the dispatcher. What is saved for backward is h, x if it is needed, and the routing (`save="preactivation"`), or x
 and the routing (`save="input"`, h is computed again), and rows of the adapters' rank; never the activations a, the rows
 y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and y = a W2^T as kernels/interface.py says.
+
+Where ranks share the experts and gather all tokens, an `Exchange` brings x and takes the output inside the op. Backward
+then gathers x again, beside the first products, and sends the gradient of x beside those of the weights' gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..kernels.interface import Activation, PackedOperand, Rows
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
@@ -59,6 +64,34 @@ class Saved(NamedTuple):
     v: torch.Tensor | None
 
 
+class Arriving(NamedTuple):
+    """A tensor that other ranks send, to be read after `wait`."""
+
+    tensor: torch.Tensor
+    work: Any
+
+    def wait(self) -> torch.Tensor:
+        """Give the tensor to the current stream, which waits for it."""
+        self.work.wait()
+        return self.tensor
+
+
+class Exchange(Protocol):
+    """The exchange of tokens with the ranks that have the layer's other experts: expert_parallel.collectives.
+
+    num_tokens: those of all ranks, which the routing is of. is_long: whether products run beside it.
+    """
+
+    num_tokens: int
+    is_long: bool
+
+    def gather(self, tensor: torch.Tensor) -> Arriving:
+        """Gather the tensors [T, H] of all ranks: [num_tokens, H]."""
+
+    def scatter_sum(self, tensor: torch.Tensor) -> Arriving:
+        """Sum [num_tokens, H] over the ranks: this rank's part [T, H]."""
+
+
 _INPUTS = torch_op.Form({"inputs": Inputs})
 _NO_GRADIENTS = Projection(None)  # type: ignore[arg-type]
 
@@ -75,6 +108,12 @@ class _Layer:
         self.scaled_dh: ScaledRows | None = None
         projections = inputs.gate_up, inputs.down
         self.gate_up, self.down = pack(projections, options.transposed, dtype, self.kernels)
+
+    @property
+    def x(self) -> Any:
+        """The tokens, for which a stream may have to wait."""
+        x = self.inputs.x
+        return x.wait() if isinstance(x, Arriving) else x
 
     def weight(self, projection: Projection) -> torch.Tensor:
         """Give [E, out, in]. A packed weight is expanded at every use and kept by none: one block is reused."""
@@ -100,7 +139,7 @@ class _Layer:
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
         """Compute h and a, and u unless it is given; u is None without an adapter."""
-        x, gate_up, lora = self.inputs.x, self.gate_up, None
+        x, gate_up, lora = self.x, self.gate_up, None
         if gate_up.b is not None:
             u_PJ = self.shrink(gate_up, x, gathered=True) if u_PJ is None else u_PJ
             lora = gate_up.term(u_PJ)
@@ -223,6 +262,14 @@ def _forward(arguments: list[Any]) -> list[torch.Tensor]:
     return [out_TH, *[tensor for tensor, is_saved in zip((h_R2I, u_PJ, v_PJ), flags) if is_saved]]
 
 
+def _exchanged_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags, exchange: Exchange):
+    """Run `_experts_forward` on the tokens of all ranks; of x [T, H] and the output it gives this rank's."""
+    assert inputs.x is not None
+    gathered = inputs._replace(x=exchange.gather(inputs.x).wait())
+    out_TH, *saved = _experts_forward(gathered, rows, options, flags)
+    return [exchange.scatter_sum(out_TH).wait(), *saved]
+
+
 def _fake_forward(inputs, rows, options, flags):
     num_rows, x, (gate_up, down) = rows.token.shape[0], inputs.x, inputs[1:3]
     widths = (
@@ -239,7 +286,7 @@ def _experts_backward(
     dout: torch.Tensor, saved: Saved, inputs: Inputs, rows: Rows, options: Options, needs: list[bool]
 ) -> list[torch.Tensor]:
     """Run `_run_backward` as an op."""
-    return _run_backward([dout, saved, inputs, rows, options, needs])
+    return _run_backward([dout, saved, inputs, rows, options, needs, None])
 
 
 def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
@@ -248,17 +295,39 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
     What forward saved is taken out of the list, so that it is freed when it has been used. So is everything else: dx
     comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
-    dout, saved, inputs, rows, options, needs = arguments
+    dout, saved, inputs, rows, options, needs, exchange = arguments
     arguments.clear()
     given = [dout.contiguous(), *saved]
     del dout, saved
     with _on_device(inputs, rows, options, given[0].dtype) as inputs:
         given += inputs, options, tuple(needs), rows
+        if exchange is not None:
+            return _exchanged_backward(given, exchange, options.backend == "eager")
         return (_backward_of if options.backend == "eager" else _BACKWARD_TAPES)(given)
 
 
-def _backward_of(arguments: list[Any]) -> list[torch.Tensor]:
-    """Run backward on the tensors that kernels read, from a list, which is emptied."""
+def _exchanged_backward(given: list[Any], exchange: Exchange, is_eager: bool) -> list[torch.Tensor]:
+    """Run backward for all ranks' tokens, from a list for `_backward_of` that has this rank's."""
+    x, (need_x, *_) = given[4].x, given[6]
+    given[0] = exchange.gather(given[0])
+    if x is not None:
+        given[4] = given[4]._replace(x=exchange.gather(x))
+    given[0] = given[0].wait()
+    if exchange.is_long:
+        return _backward_of(given, exchange.scatter_sum)
+    if x is not None:
+        given[4] = given[4]._replace(x=given[4].x.wait())
+    gradients = (_backward_of if is_eager else _BACKWARD_TAPES)(given)
+    if need_x:
+        gradients[0] = exchange.scatter_sum(gradients[0]).wait()
+    return gradients
+
+
+def _backward_of(
+    arguments: list[Any], send_dx: Callable[[torch.Tensor], Arriving] | None = None
+) -> list[torch.Tensor]:
+    """Run backward on the tensors that kernels read, from a list, which is emptied. send_dx: begins to exchange the
+    gradient of x for another."""
     dout, h, u, v, inputs, options, needs, rows = arguments
     arguments.clear()
     saved, (need,) = [Saved(h, u, v)], _INPUTS.nest(needs)
@@ -266,9 +335,12 @@ def _backward_of(arguments: list[Any]) -> list[torch.Tensor]:
     layer = _Layer(inputs, rows, options, dout.dtype)
     kernels = layer.kernels
     dw, down, dh, a, u = _down_backward(layer, need, dout, saved)
-    dx, gate_up = _up_backward(layer, need, dh, u, dout.shape[0])
+    dx, du, gate_up = _up_backward(layer, need, dh, u, dout.shape[0])
+    sent = None if dx is None or send_dx is None else send_dx(dx)
+    if need.gate_up.a:
+        gate_up["a"] = kernels.lora_a_gradient(du, layer.x, rows, gathered=True, like_EjK=inputs.gate_up.a)
     if need.gate_up.weight:
-        gate_up["weight"] = kernels.gate_up_gradient(dh, inputs.x, rows, layer.weight(layer.gate_up))
+        gate_up["weight"] = kernels.gate_up_gradient(dh, layer.x, rows, layer.weight(layer.gate_up))
     if need.gate_up.bias:
         gate_up["bias"] = kernels.gate_up_bias_gradient(dh, rows, inputs.gate_up.bias)
     del dh
@@ -280,6 +352,7 @@ def _backward_of(arguments: list[Any]) -> list[torch.Tensor]:
         for of_projection in (gate_up, down):
             if "weight" in of_projection:
                 of_projection["weight"] = of_projection["weight"].transpose(1, 2)
+    dx = dx if sent is None else sent.wait()
     gradients = Inputs(dx, _NO_GRADIENTS._replace(**gate_up), _NO_GRADIENTS._replace(**down), dw)
     return [gradient for gradient in leaves_of(gradients) if isinstance(gradient, torch.Tensor)]
 
@@ -321,7 +394,7 @@ def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
 
 
 def _up_backward(layer: _Layer, need: Any, dh, u, num_tokens: int):
-    """Compute the gradients of x, and those of the first adapter by name. need: Inputs of bools."""
+    """Compute the gradients of x and of the first adapter's product, and that of its B by name. need: Inputs of bools."""
     kernels, inputs, rows, gate_up = layer.kernels, layer.inputs, layer.rows, layer.gate_up
     gradients, du, dx, lora = {}, None, None, None
     if gate_up.b is not None and (need.x or need.gate_up.a or need.gate_up.b):
@@ -339,9 +412,7 @@ def _up_backward(layer: _Layer, need: Any, dh, u, num_tokens: int):
         lora = gate_up.transposed_term(du, layer.fp8) if need.x else None
     if need.x:
         dx = kernels.combine(layer.dx(dh, lora), None, rows, num_tokens)
-    if need.gate_up.a:
-        gradients["a"] = kernels.lora_a_gradient(du, inputs.x, rows, gathered=True, like_EjK=inputs.gate_up.a)
-    return dx, gradients
+    return dx, du, gradients
 
 
 def _fake_backward(dout, saved, inputs, rows, options, needs):
@@ -350,7 +421,8 @@ def _fake_backward(dout, saved, inputs, rows, options, needs):
 
 
 def _setup_context(ctx, arguments, output):
-    inputs, rows, options, flags = arguments
+    inputs, rows, options, flags, *exchange = arguments
+    ctx.exchange = exchange[0] if exchange else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     needs = dict(zip(_INPUTS.leaves, ctx.needs_input_grad))
@@ -379,15 +451,26 @@ def _backward(ctx, dout):
         [dout, *[tensor if constant is None else constant for tensor, constant in saved], needs]
     )
     del saved
-    if torch.is_grad_enabled() or torch_op.traced(WHAT, dout):
+    if ctx.exchange is None and (torch.is_grad_enabled() or torch_op.traced(WHAT, dout)):
         gradients = _BACKWARD.gradients(*arguments)
     else:
         # unless the graph is retained; undocumented, what torch.compile's backward calls
         ctx.maybe_clear_saved_tensors()
+        arguments.append(ctx.exchange)
         gradients = _run_backward(arguments)
     computed = iter(gradients)
-    return [next(computed) if needed else None for needed in needs]
+    return tuple(next(computed) if needed else None for needed in needs)
 
 
 FORWARD = torch_op.Op(_experts_forward, _fake_forward, WHAT, _setup_context, _backward)
 _BACKWARD = torch_op.GradientOp(_experts_backward, _fake_backward, WHAT)
+_EXCHANGED = torch_op.autograd_function(WHAT, _setup_context, once_differentiable(_backward)).apply
+
+
+def run(differentiable: bool, arguments: tuple[Inputs, Rows, Options, SaveFlags], exchange: Exchange | None):
+    """Compute the output [T, H]; with an exchange, which is no part of an op, `arguments` have this rank's tokens."""
+    if exchange is None:
+        return FORWARD(differentiable, *arguments)[0]
+    if differentiable:
+        return _EXCHANGED(*leaves_of(arguments[:1]), (*arguments, exchange), _exchanged_forward)[0]
+    return _exchanged_forward(*arguments, exchange)[0]

@@ -84,12 +84,20 @@ class Holding(NamedTuple):
         """Count expert ids from this rank's first; those of others lie outside 0 .. num_local - 1."""
         return expert_index - self.experts.start
 
-    def routing(self, expert_index, weights, token_index, num_tokens: int) -> Routing:
-        """Sort the pairs with this rank's experts, whose ids are counted from the first of them."""
+    def routing(self, expert_index, weights, token_index, num_tokens: int, exchange: Any = None) -> Routing:
+        """Sort the pairs with this rank's experts, whose ids are counted from the first of them. exchange: of the
+        Routing."""
         backend = backends.choose(weights.device, None).name
         rows = dispatch(expert_index, num_tokens, self.num_local, token_index, sentinels=True, backend=backend)
         return Routing(
-            expert_index, weights, token_index, sentinels=True, rows=rows, rows_backend=backend, is_local=True
+            expert_index,
+            weights,
+            token_index,
+            sentinels=True,
+            rows=rows,
+            rows_backend=backend,
+            is_local=True,
+            exchange=exchange,
         )
 
 

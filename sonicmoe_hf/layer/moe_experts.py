@@ -11,7 +11,7 @@ from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends
 from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import FORWARD, Inputs, Options, SaveFlags
+from .experts_op import Inputs, Options, SaveFlags, run
 from .packed_weight import PackedWeight
 from .projection import LowRank, Projection, projection
 from .routing import Routing
@@ -80,18 +80,18 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
 
 
 @torch.compiler.allow_in_graph
-def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, num_experts: int) -> torch.Tensor:
+def _run(
+    x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, sizes: tuple[int, int], exchange
+) -> torch.Tensor:
     """Compute `moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
     pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the fields of
-    Options.
+    Options. sizes: T, of the routing, and E. exchange: the routing's.
     """
     expert_index, token_index, weight, sentinels = pairs
     options = Options._make(options)
     if rows is None:
-        rows = dispatch(
-            expert_index, x.shape[0], num_experts, token_index, sentinels=sentinels, backend=options.backend
-        )
+        rows = dispatch(expert_index, *sizes, token_index, sentinels=sentinels, backend=options.backend)
     accumulated = accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
     has_gradient = x.requires_grad or weight.requires_grad or gate_up.requires_grad() or down.requires_grad()
@@ -100,7 +100,7 @@ def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: s
     keep_u = differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h)
     keep_v = differentiable and down.b is not None and down.b.requires_grad
     flags = SaveFlags(keep_h, keep_u, keep_v)
-    return FORWARD(differentiable, Inputs(x.contiguous(), gate_up, down, weight), rows, options, flags)[0]
+    return run(differentiable, (Inputs(x.contiguous(), gate_up, down, weight), rows, options, flags), exchange)
 
 
 def moe_experts(
@@ -173,15 +173,16 @@ def moe_experts(
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, act.name)
-    num_experts = gate_up.shape[0]
+    exchange = routing.exchange
+    sizes = x.shape[0] if exchange is None else exchange.num_tokens, gate_up.shape[0]
     first = projection("gate_up", gate_up, gate_up_bias, gate_up_adapter, transposed)
     second = projection("down", down, down_bias, down_adapter, transposed)
 
     backend = backends.choose(x.device, x.dtype, backend).name
     if compute == "fp8":
         check_fp8(gate_up, down, gate_up_bias is not None or down_bias is not None, layout, act.name)
-    rows = routing.rows_for(backend, x.shape[0], num_experts)
+    rows = routing.rows_for(backend, *sizes)
     pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
     options = act, transposed, interleaved, backend, compute == "fp8"
-    out = _run(x, first, second, pairs, rows, options, save, num_experts)
+    out = _run(x, first, second, pairs, rows, options, save, sizes, exchange)
     return out if out.dtype == dtype_out else out.to(dtype_out)

@@ -18,6 +18,8 @@ from .dispatch import fake_rows
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .experts_op import Exchange
+
 __all__ = ["Routing", "TokenRounding", "round_tokens", "rounded_routing"]
 
 MISPLACED = (
@@ -38,6 +40,7 @@ class Routing:
         sentinels: ids outside 0..E-1 mean "no expert" (zero output, zero gradient) instead of an error.
         rows: the pairs as `dispatch` would sort them, where they are known already; rows_backend: whose rows those are.
         is_local: under expert parallelism, ids count this rank's experts and not all of the layer's.
+        exchange: what brings the experts all ranks' tokens, which the pairs name, in place of those that they are given.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Routing:
         rows=None,
         rows_backend=None,
         is_local: bool = False,
+        exchange: Exchange | None = None,
     ):
         if weights.shape != expert_index.shape:
             raise ValueError(
@@ -63,6 +67,7 @@ class Routing:
         self.rows = rows
         self.rows_backend = rows_backend
         self.is_local = is_local
+        self.exchange = exchange
 
     def weighted_by(self, weights: torch.Tensor | None) -> Routing:
         """Make this routing with its weights as they came beside it, through the hooks of DeepSpeed and others on
@@ -80,6 +85,7 @@ class Routing:
             rows=self.rows,
             rows_backend=self.rows_backend,
             is_local=self.is_local,
+            exchange=self.exchange,
         )
 
     def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:

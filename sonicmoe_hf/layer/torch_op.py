@@ -100,7 +100,7 @@ class Op:
         torch.library.register_fake(f"sonicmoe_hf::{name}", lambda *leaves: fake(*form.nest(leaves)), lib=_LIBRARY)
         self._overload = getattr(torch.ops.sonicmoe_hf, name).default
         self._dispatch = replace_call(self._overload, self._call_overload)
-        self._apply = _autograd_function(what, setup_context, backward).apply
+        self._apply = autograd_function(what, setup_context, backward).apply
 
     def __call__(self, differentiable: bool, *arguments):
         """Give the function's results. differentiable: whether a gradient of the first argument may be asked for.
@@ -156,7 +156,10 @@ class GradientOp(Op):
         return self(has_graph, gradient, *arguments)
 
 
-def _autograd_function(what: str, setup_context, backward):
+def autograd_function(what: str, setup_context, backward):
+    """Make the torch.autograd.Function of an op; its arguments: the leaves that it is differentiated by, all arguments,
+    and what is called with them."""
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *given):

@@ -18,7 +18,6 @@ is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
 disable_dynamo = torch._disable_dynamo
-hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks  # of False: those in force, or None
 will_engine_execute_node = torch._C._will_engine_execute_node
 is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 collectives = torch.ops._c10d_functional

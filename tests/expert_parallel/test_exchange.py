@@ -4,15 +4,17 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.models import assert_all_close, batch, build
+from helpers.models import assert_all_close, batch
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gathered, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
+from helpers.training import POLICY
 from test_expert_parallel import APART, load, pairs, saved_and_patched, step
 from test_expert_parallel import pytestmark as pytestmark
 
 import sonicmoe_hf
-from sonicmoe_hf.expert_parallel import collectives, kept_rows
+from sonicmoe_hf.expert_parallel import collectives, exchange
 from sonicmoe_hf.expert_parallel.exchange import WAYS, MaxSizes, choose_way, use_way
+from sonicmoe_hf.layer import experts_op
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
 
@@ -102,42 +104,45 @@ def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks
     [
         (2, 2**20, 1, "gathering"),
         (4, 16384, 8, "gathering"),
-        (8, 8192, 8, "gathering"),
-        (8, 16384, 8, "all_to_all"),  # experts would reserve rows for 131,072 tokens
+        (8, 16384, 8, "gathering"),
         (8, 8192, 4, "all_to_all"),  # a token needs 3 of 7 other ranks
         (16, 512, 8, "all_to_all"),
         (8, 0, 8, "all_to_all"),
     ],
 )
-def test_the_way_is_chosen_by_ranks_tokens_and_experts_a_token(num_ranks, num_tokens, top_k, way):
-    assert choose_way(num_ranks, MaxSizes(num_tokens, num_tokens * top_k, 0), token_bytes=4096) == way
+def test_the_way_is_chosen_by_ranks_and_experts_a_token(num_ranks, num_tokens, top_k, way):
+    assert choose_way(num_ranks, MaxSizes(num_tokens, num_tokens * top_k, 0)) == way
 
 
-def step_with_cut_rows(rank, folder):
-    """Run steps without checkpointing and with it; also return (rows there was room for, rows kept) of what was cut in
-    forward."""
-    model, cuts, cut = load(folder, APART), [], kept_rows.Kept.cut
+def long_steps(rank, folder):
+    """Run steps as with many tokens, without checkpointing and with it, and (pairs there was room for, tokens saved) of
+    each call of the experts' op."""
+    model, calls, forward = load(folder, APART), [], experts_op._exchanged_forward
 
-    def noted(kept):
-        cut(kept)
-        cuts.append((kept.room, len(kept.tensor)))
+    def noted(inputs, rows, *others):
+        calls.append((len(rows.token), len(inputs.x)))
+        return forward(inputs, rows, *others)
 
-    with mock.patch.object(kept_rows, "MIN_BYTES", 0), mock.patch.object(kept_rows.Kept, "cut", noted):
+    with mock.patch.object(exchange, "MANY_BYTES", 0), mock.patch.object(experts_op, "_exchanged_forward", noted):
         found = [step(model, batch(**OWN_BATCH[rank]))]
+        sonicmoe_hf.set_routing(model, POLICY)
+        found.append(step(model, batch(**OWN_BATCH[rank])))
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return [*found, step(model, batch(**OWN_BATCH[rank]))], cuts
+        sonicmoe_hf.set_routing(model, None)
+        return [*found, step(model, batch(**OWN_BATCH[rank]))], calls
 
 
-def test_of_gathered_tokens_backward_keeps_the_rows_of_a_ranks_own_experts(ranks, tmp_path):
-    model = build("qwen3_moe", num_hidden_layers=4)
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model)
-    losses, expected = mean_of_ranks(model)
-    results = ranks.run(step_with_cut_rows, str(tmp_path))
-    for loss, (steps, _) in zip(losses, results, strict=True):
-        for found in steps:
-            assert_all_close(found, {"loss": loss, **expected}, 1e-5, PARTIAL_SUMS)
+def test_of_many_gathered_tokens_experts_have_room_for_a_ranks_own_pairs(ranks, tmp_path):
+    model = saved_and_patched(tmp_path)
+    results = ranks.run(long_steps, str(tmp_path))
+    for number, routing in enumerate((None, POLICY, None)):
+        sonicmoe_hf.set_routing(model, routing)
+        losses, expected = mean_of_ranks(model)
+        for loss, (steps, _) in zip(losses, results, strict=True):
+            assert_all_close(steps[number], {"loss": loss, **expected}, 1e-5, PARTIAL_SUMS)
     (_, first), (_, second) = results
-    assert len(first) == len(second) == 2  # h of all layers but the last two; checkpointing keeps none
-    for (room, rows), (same_room, other_rows) in zip(first, second):
-        assert room == same_room == rows + other_rows == 2 * WORLD * 96
+    num_pairs, step = 2 * WORLD * 96, 2 * WORLD * 96 // (exchange.LENGTHS * WORLD)
+    assert len(first) == len(second) == 2 * 2 + 2 * 2  # checkpointing calls twice
+    top_k = [*zip(first[:2], second[:2]), *zip(first[4:], second[4:])]
+    for (room, tokens), (other_room, other_tokens) in top_k:
+        assert tokens == other_tokens == 96 and num_pairs <= room + other_room < num_pairs + 2 * step

@@ -150,7 +150,7 @@ def routes():
 
 def autocast_steps(rank, folder, sizes):
     model = load(folder, sizes)
-    watch = mock.patch.object(collectives, "_gather", wraps=collectives._gather)
+    watch = mock.patch.object(collectives, "_begin_gather", wraps=collectives._begin_gather)
     with torch.autocast("cpu", torch.bfloat16), watch as sent, sonicmoe_hf.replay_routing(model, routes()):
         loss = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).loss
     loss.backward()

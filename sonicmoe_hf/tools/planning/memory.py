@@ -13,7 +13,7 @@ Where they come from:
 - Adam: torch's fused AdamW, moments in the weights' dtype; torchao's AdamW8bit, one byte each and a scale for 256.
 - FSDP2: torch's fully_shard, a unit a layer and the rest in the root's, which stays gathered; ZeRO-3: DeepSpeed's bf16
   optimizer, with its default buckets.
-- Expert parallelism: expert_parallel/exchange.py, whose rows have room for all ranks' tokens where it gathers them.
+- Expert parallelism: expert_parallel/exchange.py, whose rows have room for all ranks' pairs where it gathers few tokens.
   Experts and their adapters are split, the attention's adapters whole on every rank, the rest is FSDP2's.
 
 Nothing here is fitted: tests/planning/test_measured_peaks.py compares the sums with every peak in benchmarks/results.
@@ -25,7 +25,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from ...expert_parallel.exchange import MaxSizes, choose_way
+from ...expert_parallel.exchange import MANY_BYTES, MaxSizes, choose_way
 from ...streaming.memory import packed_nbytes
 from .sizes import ModelSizes, Projection
 
@@ -275,7 +275,7 @@ def layer_bytes(sizes: ModelSizes, training: Training) -> float:
     kept += (
         4 * 2.0 * sizes.plain_inner / sizes.layers
     )  # dense and shared MLPs: gate, its activation, up, their product
-    return kept + _exchanged(sizes, training)
+    return kept + (0.0 if _gathers_tokens(sizes, training) else _exchanged(sizes, training))
 
 
 def is_eager(sizes: ModelSizes, training: Training) -> bool:
@@ -304,13 +304,18 @@ def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]
 def _rows(sizes: ModelSizes, training: Training) -> float:
     """Count the routed rows that there is memory for."""
     rows = sizes.top_k + sizes.num_experts * training.extra_rows / training.tokens
-    return rows * (training.gpus if _gathers_tokens(sizes, training) else 1)
+    has_room_for_all = _gathers_tokens(sizes, training) and _gathered_bytes(sizes, training) < MANY_BYTES
+    return rows * (training.gpus if has_room_for_all else 1)
+
+
+def _gathered_bytes(sizes: ModelSizes, training: Training) -> float:
+    return 2.0 * sizes.experts_hidden * training.tokens * training.gpus
 
 
 def _gathers_tokens(sizes: ModelSizes, training: Training) -> bool:
     """Return whether expert parallelism gathers the tokens of all ranks."""
     most = MaxSizes(training.tokens, training.tokens * sizes.top_k, 0)
-    return training.splits_experts and choose_way(training.gpus, most, 2 * sizes.experts_hidden) == "gathering"
+    return training.splits_experts and choose_way(training.gpus, most) == "gathering"
 
 
 def _exchanged(sizes: ModelSizes, training: Training) -> float:
