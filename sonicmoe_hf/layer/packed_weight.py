@@ -137,8 +137,8 @@ class PackedWeight(torch.Tensor):
     def _alias(self) -> torch.Tensor:
         return self._ordinary(self.packed)
 
-    def _before_write(self) -> None:
-        """Prepare for a change of the stored bytes."""
+    def _before_write(self, source: torch.Tensor) -> None:
+        """Prepare for a change of the stored bytes to those of `source`."""
 
     def _set_data(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
@@ -260,7 +260,7 @@ def _copy(weight, source, non_blocking=False):
     if kind_of(weight) != kind_of(source):
         return NotImplemented
     if isinstance(weight, PackedWeight):
-        weight._before_write()
+        weight._before_write(source)
     for part, value in zip(_stored(weight), _stored(source)):
         if part is not None:
             part.copy_(value, non_blocking=non_blocking)

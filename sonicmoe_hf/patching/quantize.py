@@ -104,6 +104,8 @@ def quantize_experts(
         weight, order = getattr(module, name), row_order(module, name)
         packed = PackedWeight.quantize(weight, format, is_transposed(module), order)
         hold_packed(module, name, packed if placement is None else placement.hold(module, name, packed))
+    if placement is not None:
+        placement.finish()
     ignore_packed_in_ddp(model)
     return model
 

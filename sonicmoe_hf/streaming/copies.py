@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -17,10 +18,13 @@ NOT_PINNED = "the driver did not pin {gib:.1f} GiB of host memory for experts (C
 REMEDY = "keep more experts on the GPU (a larger experts_memory), or use a smaller format (experts_quantization)"
 
 
-def page_aligned(nbytes: int) -> torch.Tensor:
+def page_aligned(nbytes: int, file: int | None = None) -> torch.Tensor:
     """Allocate host memory that begins at a page and takes whole pages, not a power of two of them as torch's pinned
-    memory does."""
-    pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory does. file: map this one, whose descriptor is closed, in place of memory of this process."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file is None else mmap.MAP_SHARED
+    pages = mmap.mmap(-1 if file is None else file, max(nbytes, 1), flags=flags)
+    if file is not None:
+        os.close(file)  # the map has one of its own
     if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)

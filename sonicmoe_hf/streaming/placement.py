@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from ..private import attributes
 from ..private.transformers import mark_initialized
 from .copies import REMEDY
 from .memory import AUTO, as_bytes, free_on_host, on_the_card, packed_nbytes, spread
-from .stream import ExpertsStream, HostLayer
-from .weight import HostWeight
+from .shared import HostMemory, digest_of
+from .stream import ExpertsStream, HostLayer, room_for
+from .weight import HostWeight, stored
 
 PROJECTIONS = ("gate_up", "down")
 
@@ -58,11 +59,13 @@ class Placement:
     """The layers of a model whose experts are to live in host memory, and those whose experts stay on its device.
 
     Args:
-        format: the one that they are about to be packed in. device: the device of a model that is being loaded; the host
-            memory of any other is pinned here, before anything changes.
+        format: the one that they are about to be packed in. device: the device of a model that is being loaded.
     Raises:
-        UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices. ValueError: experts_memory.
+        UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices.
+        ValueError: experts_memory; or ranks of this host, which are to share host memory, have other weights.
         MemoryError: the host's free memory does not hold them, or the driver does not pin it.
+    All errors come before anything is changed. Where ranks share host memory, each of them makes a Placement, holds the
+    same weights, and calls `finish`.
     """
 
     def __init__(self, model: nn.Module, experts_memory: Any, format: str | None = None, device: Any = None):
@@ -73,22 +76,40 @@ class Placement:
             self.device = device = torch.device("cuda", torch.cuda.current_device())
         sizes = {experts: bytes_of(experts, format) for _, experts in layers}
         held = [weight for experts in sizes for weight in _weights(experts)]
+        self.memory = memory = HostMemory()
         budget = _budget(model, experts_memory, device, held, max(sizes.values(), default=0))
+        budget = min(memory.exchange("bytes on the GPU", budget))
         stays = dict(zip(sizes, spread(list(sizes.values()), budget)))
         streams = [weight.layer.stream for weight in held if _is_host(weight)]
         stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
         # of each experts module; None: its weights stay on the device
         self.layers = {experts: None if stays[experts] else _layer_of(experts) for experts in sizes}
-        new = {experts: HostLayer(stream) for experts in sizes if not stays[experts] and self.layers[experts] is None}
-        self.layers |= new
-        free, nbytes = free_on_host(), sum(sizes[experts] for experts in new)
+        new = [experts for experts in sizes if not stays[experts] and self.layers[experts] is None]
+        self._names = {experts: name for name, experts in layers}
+        self._digests: dict[str, str] = {}
+        weights = {self._name(experts, name): (experts, name) for experts in new for name in weight_names(experts)}
+        rooms = [room_for(_bytes_of_weight(*weight, format)) for weight in weights.values()]
+        memory.agree("sizes", dict(zip(weights, map(str, rooms))))
+        if memory.copies > 1 and not is_loading:
+            memory.agree("weights", {name: _digest(*weight) for name, weight in weights.items()})
+        free = free_on_host()
+        memory.open(rooms)
+        nbytes = memory.copies * sum(rooms)
         if free is not None and nbytes > free:
             raise MemoryError(
                 f"experts_memory={experts_memory!r} puts {nbytes / 2**30:.1f} GiB of experts in host memory, where "
                 f"{free / 2**30:.1f} GiB are free; {REMEDY}"
             )
-        if not is_loading:
-            _reserve(new, format)
+        made = [HostLayer(stream, memory.fills(2 * number), memory.is_shared) for number in range(len(new))]
+        self.layers |= dict(zip(new, made))
+        _reserve(made, memory.allocate(rooms))
+
+    def finish(self) -> None:
+        """Wait until the ranks that share host memory have filled it. Raises ValueError where they had other weights."""
+        self.memory.agree("weights that are held", self._digests)
+
+    def _name(self, experts: nn.Module, name: str) -> str:
+        return f"{self._names[experts]}.{name}"
 
     def hold_all(self, module: nn.Module) -> None:
         """Move the weights of a layer's experts to where they are to live; do nothing to another module."""
@@ -106,6 +127,8 @@ class Placement:
             return weight
         keep_stored_names(experts)
         projection = PROJECTIONS[weight_names(experts).index(name)]
+        if layer.is_shared:
+            self._digests[self._name(experts, name)] = digest_of(stored(weight))
         return as_parameter(HostWeight.held(layer, projection, weight, is_transposed(experts)))
 
 
@@ -121,15 +144,15 @@ def _budget(model: nn.Module, experts_memory: Any, device: torch.device, held: l
     return on_the_card(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
 
 
-def _reserve(layers: dict[nn.Module, HostLayer], format: str | None) -> None:
-    """Pin the host memory of these layers' experts, of all or of none."""
+def _reserve(layers: list[HostLayer], memories: Iterator[tuple[int, torch.Tensor]]) -> None:
+    """Pin host memory of these layers' weights, of all or of none."""
     try:
-        for experts, layer in layers.items():
-            for name, projection in zip(weight_names(experts), PROJECTIONS):
-                layer.reserve(projection, _bytes_of_weight(experts, name, format))
+        for number, memory in memories:
+            layer, projection = divmod(number, len(PROJECTIONS))
+            layers[layer].reserve(PROJECTIONS[projection], memory)
     except MemoryError:
-        for layer in layers.values():
-            layer.release()  # the traceback keeps the layers
+        for made in layers:
+            made.release()  # the traceback keeps the layers
         raise
 
 
@@ -145,6 +168,10 @@ def _frozen(weight: Any) -> nn.Parameter:
         return nn.Parameter(weight, requires_grad=False)
     weight.requires_grad_(False)
     return weight
+
+
+def _digest(experts: nn.Module, name: str) -> str:
+    return digest_of(stored(experts._parameters[name]))  # type: ignore[arg-type]
 
 
 def _bytes_of_weight(experts: nn.Module, name: str, format: str | None) -> int:
@@ -165,6 +192,7 @@ def place_experts(model: nn.Module, experts_memory: Any) -> None:
     placement = Placement(model, experts_memory)
     for _, experts in expert_layers(model):
         placement.hold_all(experts)
+    placement.finish()
 
 
 class LoadingPlacement:
@@ -203,10 +231,12 @@ class LoadingPlacement:
         setattr(experts, name, weight)
 
     def finish(self, model: nn.Module) -> None:
-        """Place the weights that the checkpoint did not have."""
+        """Place the weights that the checkpoint did not have, and wait for ranks that load too."""
         for place, experts in expert_layers(model):
             for name in weight_names(experts):
                 self.take(model, f"{place}.{name}")
+        if self.placement is not None:
+            self.placement.finish()
 
 
 def keep_stored_names(experts: nn.Module) -> None:

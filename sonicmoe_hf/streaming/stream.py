@@ -18,7 +18,7 @@ import torch
 
 from ..kernels.packed import Quantized
 from ..layer.fetching import STREAMED
-from .copies import Copies, copies_to, page_aligned
+from .copies import Copies, copies_to
 
 ALIGNMENT = 512  # bytes: of tensors in a buffer, as torch's allocator aligns them
 BUSY = (
@@ -53,11 +53,12 @@ class _Buffer:
 class HostLayer:
     """The weights of one layer in host memory.
 
-    weights: by "gate_up" and "down", the stored tensors, over pinned bytes.
+    weights: by "gate_up" and "down", the stored tensors, over pinned bytes. fills: whether this process writes them.
+    is_shared: whether other ranks read them too.
     """
 
-    def __init__(self, stream: ExpertsStream):
-        self.stream, self.reference = stream, weakref.ref(self)
+    def __init__(self, stream: ExpertsStream, fills: bool = True, is_shared: bool = False):
+        self.stream, self.reference, self.fills, self.is_shared = stream, weakref.ref(self), fills, is_shared
         self.weights: dict[str, Quantized] = {}
         self._mapped: dict[str, Quantized] | None = None
         self._bytes: dict[str, torch.Tensor] = {}
@@ -70,22 +71,20 @@ class HostLayer:
         """The bytes of a device buffer that the layer fits in."""
         return sum(host.nbytes for host in self._bytes.values())
 
-    def reserve(self, projection: str, nbytes: int) -> None:
-        """Pin host memory for a weight that stores so many bytes. Raises MemoryError where the driver does not."""
-        host = page_aligned(ALIGNMENT * (-(-nbytes // ALIGNMENT) + len(Quantized._fields) - 1))
+    def reserve(self, projection: str, host: torch.Tensor) -> None:
+        """Pin host memory, `room_for` a weight. Raises MemoryError where the driver does not."""
         self.stream.copies.pin(host)
         self._bytes[projection] = host
         self.stream.resize()
 
     def hold(self, projection: str, packed: Quantized) -> Quantized:
-        """Copy a weight to the host, into memory that is reserved now if it has not been."""
-        if projection not in self._bytes:
-            self.reserve(projection, sum(part.nbytes for part in packed if part is not None))
+        """Copy a weight to the host memory that is reserved for it, unless another rank does."""
         parts, start = [], 0
         for part in packed:
             parts.append(_place(part, self._bytes[projection], start))
             if part is not None:
-                parts[-1].copy_(part)
+                if self.fills:
+                    parts[-1].copy_(part)
                 start += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
         self.weights[projection] = held = Quantized(*parts)
         if projection == "gate_up":
@@ -132,6 +131,11 @@ class HostLayer:
 
 
 Reference = weakref.ref[HostLayer]
+
+
+def room_for(nbytes: int) -> int:
+    """Count the bytes of host memory that a weight which stores so many takes, each of its tensors aligned."""
+    return ALIGNMENT * (-(-nbytes // ALIGNMENT) + len(Quantized._fields) - 1)
 
 
 def _place(part: torch.Tensor | None, memory: torch.Tensor, start: int) -> Any:

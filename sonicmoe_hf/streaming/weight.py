@@ -9,6 +9,7 @@ from torch import nn
 
 from ..kernels.packed import Quantized
 from ..layer.packed_weight import PackedWeight
+from .shared import digest_of
 from .stream import HostLayer
 
 FROZEN = (
@@ -20,7 +21,16 @@ NOT_DENSE = (
     "DeepSpeed and other experts implementations than sonicmoe_hf do not take: replicate them by DDP, merge with "
     "sonicmoe_hf.merge_adapter, take weight.resident(), or load the model without experts_memory"
 )
+READ_ONLY = (
+    "these experts live in host memory that the ranks of this host share, and do not take other values; load the weights "
+    "in every rank by from_pretrained(..., experts_memory=...)"
+)
 NOT_SHARED = "experts in pinned host memory cannot be shared with other processes; load the model there"
+
+
+def stored(weight: torch.Tensor) -> Quantized:
+    """Return the tensors that a weight stores, packed or dense."""
+    return weight.packed if isinstance(weight, PackedWeight) else Quantized(weight.detach(), None, None)  # type: ignore[arg-type]
 
 
 class HostWeight(PackedWeight):
@@ -41,11 +51,9 @@ class HostWeight(PackedWeight):
     @classmethod
     def held(cls, layer: HostLayer, projection: str, weight: torch.Tensor, is_transposed: bool) -> HostWeight:
         """Copy `weight`, packed or dense, to the layer's host memory. projection: "gate_up" or "down"."""
-        if isinstance(weight, PackedWeight):
-            packed, format = weight.packed, weight.format
-        else:
-            packed, format = Quantized(weight.detach(), None, None), ""  # type: ignore[arg-type]
-        return cls(layer.hold(projection, packed), format, weight.dtype, is_transposed, layer.stream.device, layer)
+        format = weight.format if isinstance(weight, PackedWeight) else ""
+        held = layer.hold(projection, stored(weight))
+        return cls(held, format, weight.dtype, is_transposed, layer.stream.device, layer)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Compute the dense weight on its device, in `dtype` (default: its own)."""
@@ -64,8 +72,10 @@ class HostWeight(PackedWeight):
     def _alias(self) -> HostWeight:
         return HostWeight(self.packed, self.format, self.dtype, self.is_transposed, self.device, self.layer)
 
-    def _before_write(self) -> None:
+    def _before_write(self, source: torch.Tensor) -> None:
         if self.layer is not None:
+            if self.layer.is_shared and digest_of(stored(source)) != digest_of(self.packed):
+                raise RuntimeError(READ_ONLY)
             self.layer.stream.forget(self.layer)
 
     def _set_data(self, value: Any) -> None:

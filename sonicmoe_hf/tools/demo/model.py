@@ -155,6 +155,8 @@ def random_packed_model(
         if linear is not None and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _linear_in_4_bits(module, linear))
+    if placement is not None:
+        placement.finish()
     model.tie_weights()
     if experts is not None:
         mark_model_packed(model)

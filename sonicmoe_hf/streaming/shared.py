@@ -1,0 +1,155 @@
+"""HostMemory: memory of this host for experts, of this process alone or one copy for all ranks of the host."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging
+
+from ..kernels.packed import Quantized
+from .copies import page_aligned
+
+logger = logging.get_logger(__name__)
+FILE = "sonicmoe_hf experts"  # as /proc/PID/maps names the memory
+A_COPY_EACH = (
+    "sonicmoe_hf: the {count} ranks of this host hold a copy each of the experts in host memory, because they cannot "
+    "share one: {cause}"
+)
+OTHER_WEIGHTS = (
+    "ranks {ranks} of this host have other weights in {name} than rank {rank}, so they cannot share host memory; load "
+    "the same checkpoint in each with the same options, or make random weights from the same seed"
+)
+
+
+class HostMemory:
+    """Memory for experts that every rank of this host places at the same time.
+
+    Such ranks hold the same experts (DDP), so they share one copy. A layer's memory is a pair of anonymous files of the
+    rank that fills it, which the others open through /proc. The kernel frees it when the last process that maps it has
+    ended, also by a kill. torchrun's environment says which ranks are of one host, and they meet in the store of their
+    process group, whose timeout holds. A process without other ranks on its host has memory of its own.
+
+    is_shared: whether there is one copy for all ranks, known once `open` has returned.
+    """
+
+    meetings = itertools.count()
+
+    def __init__(self) -> None:
+        self.ranks, self.rank = _ranks_of_host()
+        self.is_shared = False
+        self._opened: list[torch.Tensor] = []
+        if len(self.ranks) > 1:
+            store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+            self._store = dist.PrefixStore(f"experts in host memory {next(self.meetings)}", store)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the experts this host is to hold."""
+        return 1 if self.is_shared else len(self.ranks)
+
+    def fills(self, number: int) -> bool:
+        """Tell whether this rank fills the memory of a weight. The two of a layer are one rank's."""
+        return not self.is_shared or self.ranks[number // 2 % len(self.ranks)] == self.rank
+
+    def exchange(self, subject: str, own: Any) -> list[Any]:
+        """Give what each rank of this host has of a subject, once all have come here. Raises torch's DistStoreError where
+        one does not within the process group's timeout."""
+        if len(self.ranks) == 1:
+            return [own]
+        self._store.set(f"{subject} of rank {self.rank}", json.dumps(own))
+        return [json.loads(self._store.get(f"{subject} of rank {rank}")) for rank in self.ranks]
+
+    def open(self, sizes: Sequence[int]) -> None:
+        """Map memory for weights of so many bytes, if the ranks can share it. It takes none before it is pinned or
+        written."""
+        if len(self.ranks) == 1:
+            return
+        self.is_shared, files, cause = True, {}, None
+        try:
+            files = {number: _file(size) for number, size in enumerate(sizes) if self.fills(number)}
+        except (AttributeError, OSError) as error:  # a system without memfd, or one that does not permit it
+            cause = str(error)
+        offers = self.exchange("memory", [os.getpid(), {number: [file, *_id(file)] for number, file in files.items()}])
+        offered = {int(number): (pid, *file) for pid, of_rank in offers for number, file in of_rank.items()}
+        try:
+            if len(offered) == len(sizes):
+                self._opened = [page_aligned(size, _open(*offered[number])) for number, size in enumerate(sizes)]
+        except OSError as error:
+            cause = str(error)
+        causes = [cause for cause in self.exchange("what keeps it", cause) if cause is not None]
+        for file in files.values():
+            os.close(file)
+        if causes:
+            self.is_shared, self._opened = False, []
+            logger.warning(A_COPY_EACH.format(count=len(self.ranks), cause=causes[0]))
+
+    def allocate(self, sizes: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (number, memory) of each weight, to be pinned. Memory that this rank fills comes first, and the others'
+        once they have theirs, so that each takes its part of the host's pages."""
+        if not self.is_shared:
+            yield from enumerate(map(page_aligned, sizes))
+            return
+        opened, self._opened = dict(enumerate(self._opened)), []
+        for number in filter(self.fills, range(len(sizes))):
+            yield number, opened.pop(number)
+        self.exchange("own memory pinned", None)
+        yield from opened.items()
+
+    def agree(self, subject: str, digests: dict[str, str]) -> None:
+        """Wait for the ranks of this host, and compare the digests of weights by their names.
+
+        Raises:
+            ValueError: ranks have other weights than this one.
+        """
+        of_ranks = dict(zip(self.ranks, self.exchange(subject, digests)))
+        for name in dict.fromkeys(itertools.chain(digests, *of_ranks.values())):
+            others = [rank for rank, theirs in of_ranks.items() if theirs.get(name) != digests.get(name)]
+            if others:
+                raise ValueError(OTHER_WEIGHTS.format(ranks=others, name=name, rank=self.rank))
+
+
+def digest_of(packed: Quantized) -> str:
+    """Compute a digest of a weight from the sums of its bytes along rows and along columns, which its device makes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in packed:
+        if part is not None:
+            stored = part.detach().reshape(-1, part.shape[-1] if part.dim() else 1).contiguous().view(torch.uint8)
+            digest.update(repr((part.shape, part.dtype)).encode())
+            for dim in (0, 1):
+                digest.update(stored.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _ranks_of_host() -> tuple[range, int]:
+    """Find (the ranks of this host, this rank)."""
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if count == 1 or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < count:
+        return range(1), 0
+    first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
+    return range(first, first + count), dist.get_rank()
+
+
+def _file(nbytes: int) -> int:
+    file = os.memfd_create(FILE)
+    os.ftruncate(file, nbytes)
+    return file
+
+
+def _id(file: int | str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
+
+
+def _open(pid: int, number: int, *expected: int) -> int:
+    """Open a file of another process. Raises OSError where /proc does not show it, or shows another process."""
+    path = f"/proc/{pid}/fd/{number}"
+    if _id(path) != expected:
+        raise OSError(f"{path} is another process's; the ranks run in containers of their own")
+    return os.open(path, os.O_RDWR)
