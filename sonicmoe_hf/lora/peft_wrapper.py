@@ -30,6 +30,7 @@ from ..layer.packed_weight import PackedWeight
 from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
 from ..private import attributes
+from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once
 from . import shared_experts
 
@@ -146,14 +147,13 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank
     return LowRank(a, b, wrapper.scaling[adapter])
 
 
-def _adapters(wrapper: ParamWrapper) -> list[LowRank]:
+def _adapters(wrapper: ParamWrapper, experts: Any) -> list[LowRank]:
     """Return the wrapper's active adapters, where our experts compute with them; none where PEFT does, or nobody."""
     if wrapper.disable_adapters or wrapper.merged:
         return []
     factors: Any = wrapper._modules["lora_A"]
     names = [name for name in wrapper.active_adapters if name in factors._modules]
-    experts = _base_layer(wrapper)
-    if not names or _implementation(experts) != IMPLEMENTATION:
+    if not names:
         return []
     checked = _check_once(wrapper, experts)
     if checked.obstacle is not None:
@@ -164,15 +164,19 @@ def _adapters(wrapper: ParamWrapper) -> list[LowRank]:
 
 def _forward(self, x, *args, **kwargs):
     """Call the experts as ParamWrapper.forward does, with the active adapters beside their top_k_index where they
-    compute these."""
-    adapters = [] if kwargs.get("adapter_names") else _adapters(self)
+    compute these, those of wrappers inside this one too."""
+    experts = _base_layer(self)
+    is_ours = not kwargs.get("adapter_names") and _implementation(experts) == IMPLEMENTATION
+    adapters = _adapters(self, experts) if is_ours else []
     if not adapters:
         return _PEFTS_FORWARD(self, x, *args, **kwargs)
-    if args:
-        args = with_adapters(args[0], self.parameter_name, adapters), *args[1:]
-    else:
-        kwargs["top_k_index"] = with_adapters(kwargs["top_k_index"], self.parameter_name, adapters)
-    return self.base_layer(x, *args, **kwargs)
+    index, wrapper = args[0] if args else kwargs.pop("top_k_index"), self
+    while adapters:
+        index = with_adapters(index, wrapper.parameter_name, adapters)
+        wrapper = wrapper.base_layer
+        call = call_of(wrapper)
+        adapters = _adapters(wrapper, experts) if getattr(call, "__func__", None) is _forward else []
+    return call(x, index, *args[1:], **kwargs)
 
 
 def _say(parameter: str, obstacle: str) -> None:

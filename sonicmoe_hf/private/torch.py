@@ -28,6 +28,7 @@ cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.d
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # for subclasses: their operations go to the dispatcher
 without_torch_function = torch._C._disabled_torch_function_impl
+has_global_hooks = nn.modules.module._has_any_global_hook
 wrapper_of = torch.Tensor._make_wrapper_subclass
 
 
@@ -93,6 +94,14 @@ def compiled_call(module: nn.Module) -> Any:
 def set_compiled_call(module: nn.Module, call: Callable) -> None:
     """Replace the function that Module.compile has put in the place of a module's call."""
     module._compiled_call_impl = call
+
+
+def call_of(module: nn.Module) -> Callable:
+    """Get the module's forward, where a call of the module does nothing else, or the module: torch spends two calls more
+    on finding that there are no hooks."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    is_more = hooks or module._compiled_call_impl is not None or type(module).__call__ is not nn.Module.__call__
+    return module if is_more or has_global_hooks() or torch.compiler.is_compiling() else module.forward
 
 
 def has_compiled_parts(modules: list[nn.Module]) -> bool:

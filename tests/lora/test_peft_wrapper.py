@@ -204,9 +204,9 @@ def test_what_is_remembered_of_a_wrapper_is_looked_at_again_when_its_experts_cha
     del experts._is_expert_parallel
     assert_all_close(fused_gradients(model), expected, 0.0, "the same model")
     wrapper = next(m for m in model.modules() if getattr(m, "parameter_name", None) == "gate_up_proj")
-    assert len(peft_adapters._adapters(wrapper)) == 1
+    assert len(peft_adapters._adapters(wrapper, experts)) == 1
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
-    assert not peft_adapters._adapters(wrapper), "left to PEFT: of a dtype that we do not compute in"
+    assert not peft_adapters._adapters(wrapper, experts), "left to PEFT: of a dtype that we do not compute in"
 
 
 # what surrounds the experts
