@@ -41,6 +41,7 @@ def dispatch(
     *,
     sentinels: bool = False,
     backend: str | None = None,
+    piece: int = 0,
 ) -> Rows:
     """Sort routed pairs by expert.
 
@@ -50,8 +51,10 @@ def dispatch(
         token_index: the token of each pair, same shape; None for [T, K], where pair p belongs to token p // K.
         sentinels: ids outside 0..E-1 mean "no expert" (expert parallelism) instead of an error. A pair without an expert
             may name any token.
+        piece: sort each piece of so many tokens by itself (pieces.py); 0: all together.
     Returns:
-        `kernels.interface.Rows`; within an expert, rows keep the order of the pairs.
+        `kernels.interface.Rows`; within an expert, rows keep the order of the pairs. Of pieces, the fields of each one's
+        after those of the one before.
     Raises:
         ValueError: an id names no expert, or no token (on a CPU, where looking is free; on a GPU a device-side assertion
             fails later, as for any index out of range), or shapes disagree.
@@ -71,6 +74,10 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, None).name
+    if piece:
+        options = {"sentinels": sentinels, "backend": backend}
+        each = [dispatch(index, index.shape[0], num_experts, **options) for index in expert_index.split(piece)]
+        return Rows(*map(torch.cat, zip(*each)))
     pairs = expert_index, token_index, num_tokens, num_experts, sentinels
     if torch_op.traced("dispatch", expert_index, token_index):
         return Rows(*_DISPATCH(False, *pairs, backend))

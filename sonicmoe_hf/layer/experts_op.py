@@ -2,8 +2,9 @@
 
 Both are torch ops, so that torch.compile sees two opaque calls; where nothing traces, the ops' functions are called
 without the dispatcher. What is saved for backward is h, x if it is needed, and the routing (`save="preactivation"`), or x
-and the routing (`save="input"`, h is computed again), and rows of the adapters' rank; never the activations a, the rows
-y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and y = a W2^T as kernels/interface.py says.
+and the routing (`save="input"`, or a layer in pieces: h is computed again), and rows of the adapters' rank; never the
+activations a, the rows y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and y = a W2^T as
+kernels/interface.py says.
 
 Where ranks share the experts and gather all tokens, an `Exchange` brings x and takes the output inside the op. Backward
 then gathers x again, beside the first products, and sends the gradient of x beside those of the weights' gradients.
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels.interface import Activation, PackedOperand, Rows
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from ..kernels.tape import Taped, leaves_of
-from . import backends, torch_op
+from . import backends, pieces, torch_op
 from .fetching import STREAMED, fetched
 from .projection import Projection, pack, padded_rank
 
@@ -46,6 +47,7 @@ class Options(NamedTuple):
     interleaved: bool
     backend: str
     fp8: bool = False
+    piece: int = 0  # the tokens of a piece, where a layer is cut (pieces.py)
 
 
 class SaveFlags(NamedTuple):
@@ -103,7 +105,7 @@ class _Layer:
     def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
         self.kernels = backends.load(options.backend)
         self.inputs, self.rows, self.dtype = inputs, rows, dtype
-        self.activation, self.transposed, self.interleaved, _, self.fp8 = options
+        self.activation, self.transposed, self.interleaved, _, self.fp8, _ = options
         self.scaled_a: ScaledRows | None = None
         self.scaled_dh: ScaledRows | None = None
         projections = inputs.gate_up, inputs.down
@@ -229,9 +231,11 @@ class _Layer:
 
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
     """Compute [out_TH], and after it what `flags` name."""
-    assert inputs.x is not None  # only backward may be without
+    assert inputs.x is not None
+    run = _forward if options.backend == "eager" else _FORWARD_TAPES
     with _on_device(inputs, rows, options, inputs.x.dtype) as inputs:
-        return (_forward if options.backend == "eager" else _FORWARD_TAPES)([inputs, options, flags, rows])
+        arguments = [inputs, options, flags, rows]
+        return pieces.forward(run, *arguments) if options.piece else run(arguments)
 
 
 def _on_device(
@@ -274,7 +278,7 @@ def _fake_forward(inputs, rows, options, flags):
     num_rows, x, (gate_up, down) = rows.token.shape[0], inputs.x, inputs[1:3]
     widths = (
         gate_up.weight.shape[2 if options.transposed and not gate_up.format else 1],
-        *(None if p.a is None else padded_rank(p.a, rows.offsets.shape[0] - 1) for p in (gate_up, down)),
+        *(None if p.a is None else padded_rank(p.a, p.weight.shape[0]) for p in (gate_up, down)),
     )
     return [
         x.new_empty(x.shape),
@@ -299,11 +303,12 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
     arguments.clear()
     given = [dout.contiguous(), *saved]
     del dout, saved
+    run = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
     with _on_device(inputs, rows, options, given[0].dtype) as inputs:
         given += inputs, options, tuple(needs), rows
         if exchange is not None:
             return _exchanged_backward(given, exchange, options.backend == "eager")
-        return (_backward_of if options.backend == "eager" else _BACKWARD_TAPES)(given)
+        return pieces.backward(run, *given) if options.piece else run(given)
 
 
 def _exchanged_backward(given: list[Any], exchange: Exchange, is_eager: bool) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check
 from .dispatch import dispatch
 from .experts_op import Inputs, Options, SaveFlags, run
 from .packed_weight import PackedWeight
+from .pieces import tokens_of_piece
 from .projection import LowRank, Projection, projection
 from .routing import Routing
 
@@ -89,14 +90,16 @@ def _run(
     Options. sizes: T, of the routing, and E. exchange: the routing's.
     """
     expert_index, token_index, weight, sentinels = pairs
-    options = Options._make(options)
+    options = Options(*options)
     if rows is None:
-        rows = dispatch(expert_index, *sizes, token_index, sentinels=sentinels, backend=options.backend)
+        piece = tokens_of_piece(sizes[0], expert_index.numel()) if token_index is None and exchange is None else 0
+        rows = dispatch(expert_index, *sizes, token_index, sentinels=sentinels, backend=options.backend, piece=piece)
+        options = options._replace(piece=piece)
     accumulated = accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
     has_gradient = x.requires_grad or weight.requires_grad or gate_up.requires_grad() or down.requires_grad()
     differentiable = has_gradient and torch.is_grad_enabled()
-    keep_h = differentiable and save == "preactivation"
+    keep_h = differentiable and save == "preactivation" and not options.piece
     keep_u = differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h)
     keep_v = differentiable and down.b is not None and down.b.requires_grad
     flags = SaveFlags(keep_h, keep_u, keep_v)
@@ -139,7 +142,8 @@ def moe_experts(
             `Activation` with its alpha and limit.
         layout: "concatenated" (all gate rows, then all up rows; the hub's), "interleaved" (gate and up rows alternate;
             native), "transposed_concatenated", "transposed_interleaved" (gpt-oss).
-        save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
+        save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone, as do layers
+            of more than 2^18 rows of top-k, which are computed in pieces of their tokens.
         compute: None, or "fp8" for frozen experts packed as fp8: products multiply in FP8, of x, a, dout and dh
             quantized by 128 columns of a row (kernels/scaled.py), adapters' in x's dtype. Gradients are those of
             functions that round nothing.

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe_hf.kernels import reference
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
+from sonicmoe_hf.layer.moe_experts import Activation, LowRank, moe_experts
 from sonicmoe_hf.layer.routing import Routing
 
 OF_ONE_KIND = ("concatenated", "transposed_concatenated")  # layouts for activations without a gate
@@ -78,6 +78,50 @@ def output_and_gradients(function, inputs, *args, **options):
     gradients = torch.autograd.grad((out * direction).sum(), list(inputs.values()), allow_unused=True)
     named = {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(inputs.items(), gradients)}
     return {"out": out.detach(), **named}
+
+
+def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
+    """Return inputs of `problem` and factors as PEFT stores them, of other values for every expert."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, num_experts = inputs["x"].shape[1], min(inputs["down"].shape[1:]), len(inputs["down"])
+
+    def factor(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    factors = {}
+    width = inputs["gate_up"].numel() // (num_experts * hidden)
+    for name, rank, size_in, size_out in (("gate_up", ranks[0], hidden, width), ("down", ranks[1], inner, hidden)):
+        if rank:
+            factors[f"{name}_a"] = factor(rank * num_experts, size_in)
+            factors[f"{name}_b"] = factor(size_out, rank * num_experts)
+    return {**inputs, **factors}
+
+
+def low_rank(inputs, name, scale=0.5):
+    """Return the adapter of one weight, in views of what `with_factors` made."""
+    a, b, num_experts = inputs.get(f"{name}_a"), inputs.get(f"{name}_b"), len(inputs["down"])
+    if a is None:
+        return None
+    return LowRank(a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts).permute(2, 0, 1), scale)
+
+
+def as_stored(inputs, name, scale=0.5):
+    """Return the adapter of one weight as PEFT stores it."""
+    return LowRank(inputs[f"{name}_a"], inputs[f"{name}_b"], scale) if f"{name}_a" in inputs else None
+
+
+def run_adapted(inputs, index, low_rank=low_rank, **options):
+    return moe_experts(
+        inputs["x"],
+        inputs["gate_up"],
+        inputs["down"],
+        (index, inputs["weights"]),
+        gate_up_bias=inputs.get("gate_up_bias"),
+        down_bias=inputs.get("down_bias"),
+        gate_up_adapter=low_rank(inputs, "gate_up"),
+        down_adapter=low_rank(inputs, "down"),
+        **options,
+    )
 
 
 class Watching(TorchDispatchMode):

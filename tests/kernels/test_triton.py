@@ -15,6 +15,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Activation
 from sonicmoe_hf.kernels.triton.config import max_row_tiles, tile_rows
+from sonicmoe_hf.layer import pieces
 from sonicmoe_hf.layer.config import LAYOUTS
 
 KINDS = ("top_k", "sentinels", "list")
@@ -175,6 +176,17 @@ def test_the_layer_agrees_with_the_reference(device, backend, layout, activation
     found = {name: t.cpu().double() for name, t in found.items()}
     tolerance = 1e-12 if backend == "eager" else TOLERANCE
     assert {n: e for n, e in errors(found, expected).items() if e > tolerance} == {}
+
+
+def test_pieces_of_a_layer_give_what_the_whole_does(device, monkeypatch):
+    """Interpreted, tiles of other sizes sum up in another order; test_triton_gpu.py compares bits."""
+    ids = routing_ids(200, 3, 2, "sentinels", device)
+    tensors, dout = layer(200, 16, 24, 3, 400, torch.float32, device)
+    whole = run(tensors, dout, ids, "concatenated", "swiglu", "triton")
+    monkeypatch.setattr(pieces, "MAX_ROWS", 256)
+    with poisoned():
+        found = run(tensors, dout, ids, "concatenated", "swiglu", "triton")
+    assert {n: e for n, e in errors(found, whole).items() if e > TOLERANCE} == {}
 
 
 def test_a_layer_without_tokens_has_zero_gradients(device):

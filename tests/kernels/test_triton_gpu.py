@@ -5,6 +5,7 @@ the roundings differ; where a tensor has few elements, one rounding more is allo
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from benchmarks.common.timing import recorded
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import GATED, UNGATED
 from sonicmoe_hf.kernels.triton import bias_gradient, gemm_down, gemm_down_backward, gemm_up, gemm_wgrad
-from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer import backends, pieces
 from sonicmoe_hf.layer.config import LAYOUTS
 
 pytestmark = pytest.mark.gpu
@@ -152,12 +153,24 @@ def test_fp32_is_about_exact(layout):
     assert {n: e for n, e in errors(found, exact).items() if e > 2e-5} == {}
 
 
+def test_pieces_give_the_bits_of_the_whole(alone):
+    """All but the experts' gradients, of which each is a sum over the pieces."""
+    arguments = *problem(9003, E=8, empty=(3,), bias=True), "concatenated", "swiglu", alone
+    whole = run(*arguments)
+    with mock.patch.object(pieces, "MAX_ROWS", 2**13):
+        found = run(*arguments)
+        check(*arguments[:-1], backend=alone)
+    by_token = ("out", "dx", "dweight")
+    assert same_bits({name: found[name] for name in by_token}, {name: whole[name] for name in by_token})
+
+
 def check_last_tokens(H, I, backend):
     """Check the last of so many tokens that R * H or R * 2I is 2.3e9: an int32 offset would wrap. Compare with those
     tokens alone."""
     T, E, K = 141_000, 16, 8
     tensors, dout, (expert, _) = problem(T, H, I, E, K)
-    found = run(tensors, dout, (expert, None), "concatenated", "swiglu", backend)
+    with mock.patch.object(pieces, "MAX_ROWS", T * K):
+        found = run(tensors, dout, (expert, None), "concatenated", "swiglu", backend)
     last = slice(T - 500, T)
     few = {**tensors, "x": tensors["x"][last], "weight": tensors["weight"].view(T, K)[last].reshape(-1)}
     expected = run(upcast(few), dout[last].float(), (expert[last], None), "concatenated", "swiglu", "eager")
