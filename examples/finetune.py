@@ -32,10 +32,12 @@ from shared import (
     PER_LAYER_LOSS,
     READERS,
     ThroughputCallback,
+    add_activation_offloading,
     add_data_options,
     add_model_options,
     liger_kernels,
     load,
+    offload_activations,
     parsed,
     standard_library,
 )
@@ -135,6 +137,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     moe.add_argument("--backend", help=f"overrides the automatic choice, as {VARIABLE} does")
 
     training = parser.add_argument_group("training")
+    add_activation_offloading(training)
     training.add_argument("--output", default="outputs/finetune")
     training.add_argument("--steps", type=int, default=100)
     training.add_argument("--batch-size", type=int, default=4, help="sequences per device")
@@ -328,6 +331,8 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
         callbacks=callbacks,
     )
     sonicmoe_hf.attach(trainer)
+    if arguments.activation_offloading:
+        offload_activations(trainer)
     return trainer
 
 

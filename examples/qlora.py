@@ -37,10 +37,12 @@ from peft import get_peft_model
 from shared import (
     VOCAB_SIZE,
     ThroughputCallback,
+    add_activation_offloading,
     add_data_options,
     add_model_options,
     config_of,
     liger_kernels,
+    offload_activations,
     parsed,
     random_packed_model,
     small_config,
@@ -83,6 +85,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--liger", action=argparse.BooleanOptionalAction, help="for the loss; default: on GPUs, where it is installed"
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer: for steps of few tokens")
+    add_activation_offloading(parser)
     add_data_options(parser)
     parser.add_argument("--sequence-length", type=int, help="default: 512; for the small model 128")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences a step and GPU")
@@ -193,6 +196,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         return TrainingArguments(**settings)
     from trl import SFTConfig
 
+    settings["activation_offloading"] = arguments.activation_offloading
     return SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
 
 
@@ -213,6 +217,8 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
         callbacks=[sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)],
     )
     sonicmoe_hf.attach(prepared)
+    if arguments.activation_offloading and not arguments.trl:
+        offload_activations(prepared)
     return prepared
 
 

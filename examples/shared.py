@@ -26,6 +26,7 @@ __all__ = [
     "VOCAB_SIZE",
     "Throughput",
     "ThroughputCallback",
+    "add_activation_offloading",
     "add_data_options",
     "add_model_options",
     "blocks",
@@ -33,6 +34,7 @@ __all__ = [
     "forever",
     "liger_kernels",
     "load",
+    "offload_activations",
     "parsed",
     "random_model",
     "random_packed_model",
@@ -58,6 +60,23 @@ def add_data_options(parser) -> None:
     parser.add_argument("--dataset-config", help="the hub dataset's configuration")
     parser.add_argument("--split", default="train")
     parser.add_argument("--text-column", default="text")
+
+
+def add_activation_offloading(parser) -> None:
+    """Add the option of `offload_activations`."""
+    text = "keep the hidden states between checkpointed layers in pinned host memory: for long sequences"
+    parser.add_argument("--activation-offloading", action="store_true", help=text)
+
+
+def offload_activations(trainer) -> None:
+    """Have a Trainer's forward leave in pinned host memory what backward reads. TRL has activation_offloading=True."""
+    compute_loss = trainer.compute_loss
+
+    def on_host(*args, **kwargs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return compute_loss(*args, **kwargs)
+
+    trainer.compute_loss = on_host
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:

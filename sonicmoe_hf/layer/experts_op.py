@@ -232,10 +232,10 @@ class _Layer:
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
     """Compute [out_TH], and after it what `flags` name."""
     assert inputs.x is not None
-    run = _forward if options.backend == "eager" else _FORWARD_TAPES
+    compute = _forward if options.backend == "eager" else _FORWARD_TAPES
     with _on_device(inputs, rows, options, inputs.x.dtype) as inputs:
         arguments = [inputs, options, flags, rows]
-        return pieces.forward(run, *arguments) if options.piece else run(arguments)
+        return pieces.forward(compute, *arguments) if options.piece else compute(arguments)
 
 
 def _on_device(
@@ -303,16 +303,16 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
     arguments.clear()
     given = [dout.contiguous(), *saved]
     del dout, saved
-    run = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
+    compute = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
     with _on_device(inputs, rows, options, given[0].dtype) as inputs:
         given += inputs, options, tuple(needs), rows
         if exchange is not None:
-            return _exchanged_backward(given, exchange, options.backend == "eager")
-        return pieces.backward(run, *given) if options.piece else run(given)
+            return _exchanged_backward(compute, given, exchange)
+        return pieces.backward(compute, *given) if options.piece else compute(given)
 
 
-def _exchanged_backward(given: list[Any], exchange: Exchange, is_eager: bool) -> list[torch.Tensor]:
-    """Run backward for all ranks' tokens, from a list for `_backward_of` that has this rank's."""
+def _exchanged_backward(compute: Callable, given: list[Any], exchange: Exchange) -> list[torch.Tensor]:
+    """Run backward for all ranks' tokens, from a list for `_backward_of` that has this rank's. compute: runs it."""
     x, (need_x, *_) = given[4].x, given[6]
     given[0] = exchange.gather(given[0])
     if x is not None:
@@ -322,7 +322,7 @@ def _exchanged_backward(given: list[Any], exchange: Exchange, is_eager: bool) ->
         return _backward_of(given, exchange.scatter_sum)
     if x is not None:
         given[4] = given[4]._replace(x=given[4].x.wait())
-    gradients = (_backward_of if is_eager else _BACKWARD_TAPES)(given)
+    gradients = compute(given)
     if need_x:
         gradients[0] = exchange.scatter_sum(gradients[0]).wait()
     return gradients

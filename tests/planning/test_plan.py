@@ -102,6 +102,27 @@ def test_layers_in_host_memory_leave_those_that_stay_and_two_buffers():
         assert resident.total - streamed.total == pytest.approx((48 - expected) * layer, abs=1)
 
 
+def test_a_long_sequence_takes_what_pieces_and_offloading_leave(hub, capsys):
+    """Beyond a piece the experts add nothing but the routing; offloaded, hidden states of two layers are on the GPU."""
+    arguments = hub / "Qwen" / "Qwen3-30B-A3B", "--sequence-length", 262144, "--method", "qlora"
+    code, plan = plan_json(capsys, *arguments)
+    way = next(way for way in plan["ways"] if way["fits"])
+    assert code == 0 and plan["tokens"] == 262144 and way["name"].endswith("+ checkpointing + offloading")
+    assert "--sequence-length 262144 --batch-size 1" in way["command"] and "--activation-offloading" in way["command"]
+    sizes = sizes_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
+    of = {"method": "qlora", "experts": "nf4", "liger": True}
+    whole, cut, more = (Training(**of, tokens=tokens, sequence=tokens) for tokens in (32768, 131072, 262144))
+    h = 2 * 8 * 2 * sizes.inner
+    assert layer_bytes(sizes, whole) - layer_bytes(sizes, cut) == h, "h of a token, which pieces do not keep"
+    stream = 2 * sizes.hidden * cut.tokens
+    offloaded = memory(sizes, replace(cut, offloading=True))
+    assert memory(sizes, cut).activations - offloaded.activations == pytest.approx((48 - 2) * stream, rel=0.05)
+    per_token = (memory(sizes, more).activations - memory(sizes, cut).activations) / cut.tokens
+    assert per_token == pytest.approx(
+        layer_bytes(sizes, cut) + 12 * sizes.mixer_output + 48 * 2 * sizes.hidden, rel=0.1
+    )
+
+
 def test_commands_run_from_anywhere(hub, tmp_path, capsys, monkeypatch):
     """Commands name examples/ of the checkout, or the package's."""
     arguments = hub / "Qwen" / "Qwen3-30B-A3B", "--gpus", 8, "--gpu-memory", "1000GB"

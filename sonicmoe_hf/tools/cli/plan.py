@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..planning.memory import GIB, METHODS
 from ..planning.sizes import ModelSizes, sizes_of_checkpoint
-from ..planning.ways import CONTEXT, GAPS, Way, compiling, left_out, shown, ways_of
+from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, compiling, left_out, shown, ways_of
 from .command import at_least, command, json_option, option
 from .example import FOLDER
 
@@ -35,17 +35,27 @@ def gibibytes(text: str) -> float:
     option("model", help="hub id or local folder"),
     option("--gpus", type=at_least(1), default=1, help="of one machine (default %(default)s)"),
     option("--gpu-memory", type=gibibytes, default=80.0, metavar="80GB", help="of each (default 80GB)"),
-    option("--tokens", type=at_least(1), default=4096, help="of a step on each GPU (default %(default)s)"),
+    option("--tokens", type=at_least(1), help=f"of a step on each GPU (default: {SEQUENCE}, or one sequence)"),
+    option("--sequence-length", type=at_least(1), default=SEQUENCE, help="the longest sequence (default %(default)s)"),
     option("--method", choices=METHODS, help="default: all"),
     json_option(", with what does not fit"),
 )
-def plan(model: str, gpus: int, gpu_memory: float, tokens: int, method: str | None, as_json: bool) -> int:
+def plan(
+    model: str,
+    gpus: int,
+    gpu_memory: float,
+    tokens: int | None,
+    sequence_length: int,
+    method: str | None,
+    as_json: bool,
+) -> int:
     """Read a model's config.json alone (hub id or local folder) and print which ways of training fit, GiB of a GPU by
     part at the peak, and the command of each, which runs this package's examples. Exit code: 0 if a way fits, 1 if none
     does, 2 if the model cannot be planned for.
     """
     sizes = sizes_of_checkpoint(model)
-    ways = ways_of(sizes, gpus=gpus, gpu_memory=gpu_memory, tokens=tokens, method=method)
+    batch = {"tokens": tokens or max(SEQUENCE, sequence_length), "sequence": sequence_length}
+    ways = ways_of(sizes, gpus=gpus, gpu_memory=gpu_memory, method=method, **batch)
     notes = [*sizes.notes, *filter(None, [left_out(sizes), compiling(ways)])]
     if as_json:
         facts = {

@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ...expert_parallel.exchange import MANY_BYTES, MaxSizes, choose_way
+from ...layer.pieces import MAX_ROWS
 from ...streaming.memory import packed_nbytes
 from .sizes import ModelSizes, Projection
 
@@ -33,6 +34,7 @@ GIB = 2**30
 METHODS = ("full", "lora", "qlora")
 SHARDED = ("FSDP2", "ZeRO-3", "expert parallelism")
 LIVE_PARAMETERS, REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
+OFFLOADED = 2  # hidden states between layers that are on the GPU while the others are in host memory
 ADAM8_BLOCK = 256  # values that share a scale in torchao's AdamW8bit
 
 
@@ -44,7 +46,8 @@ class Training:
     sequences of `sequence`. weights: "bf16" or "fp32", of what is trained in full; fp32 weights compute in bf16 by
     autocast. optimizer: "adam", or "adam8bit", which steps in backward. experts, linear: format of frozen experts and
     of the attention's linear layers, "bf16" or a packed one. r, experts_r: ranks; 0: no adapters there. targets: the
-    attention's adapted linear layers; None: all. checkpointing; save: what a layer keeps. liger: whether Liger's
+    attention's adapted linear layers; None: all. checkpointing; save: what a layer keeps; offloading: whether what is
+    kept between checkpointed layers goes to host memory. liger: whether Liger's
     kernels compute the rest; "loss": its loss alone. extra_rows: of token rounding, for each expert. attention: its
     implementation; None: the model's own. experts_memory: bytes of experts that stay on the GPU while the others are
     in host memory; None: all are on the GPU.
@@ -63,6 +66,7 @@ class Training:
     experts_r: int = 16
     targets: tuple[str, ...] | None = None
     checkpointing: bool = True
+    offloading: bool = False
     liger: bool | str = True
     save: str = "preactivation"
     extra_rows: int = 0
@@ -123,7 +127,8 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     """Compute the peak: the largest of the loss, a layer's backward at either end of the model, the optimiser's step."""
     fixed, tokens, checkpointing = _fixed(sizes, training), training.tokens, training.checkpointing
     layer, stream = tokens * layer_bytes(sizes, training), tokens * stream_bytes(sizes, training)
-    kept = sizes.layers * (stream if checkpointing else layer) + _casts(sizes, training)
+    between = OFFLOADED if training.offloading else sizes.layers
+    kept = (between * stream if checkpointing else sizes.layers * layer) + _casts(sizes, training)
     kept_by_last = (0.0 if checkpointing else layer) + stream  # when only the last layer's backward is left
     expanded = 2.0 * sizes.largest_weight if training.experts != "bf16" else 0.0  # one packed weight at a time
     recomputed = (layer if checkpointing else 0.0) + expanded / (training.gpus if training.splits_experts else 1)
@@ -221,6 +226,9 @@ def _layer_gradients(sizes: ModelSizes, training: Training) -> tuple[float, floa
     in_experts = sizes.experts / sizes.moe_layers
     if not training.full:
         return 0.0, 0.0
+    if _is_in_pieces(sizes, training):  # which are summed in fp32
+        own, waiting = _layer_gradients(sizes, replace(training, tokens=1))
+        return own + 4.0 * in_experts, waiting
     if training.optimizer == "adam8bit":  # of the experts' two weights, then new moments of one
         return 2.0 * in_experts + 2.0 * sizes.largest_weight, 0.0
     if training.splits_experts:
@@ -269,7 +277,7 @@ def layer_bytes(sizes: ModelSizes, training: Training) -> float:
     if is_eager(sizes, training):
         kept += 2.0 * sizes.heads * training.sequence  # probabilities of every pair of tokens
     rows = _rows(sizes, training)
-    kept += 2.0 * sizes.up_rows * sizes.inner * rows if training.save == "preactivation" else 0.0
+    kept += 2.0 * sizes.up_rows * sizes.inner * rows if _keeps_h(sizes, training) else 0.0
     kept += 2 * 2.0 * max(training.experts_r, 16) * rows if training.experts_r and not full else 0.0
     kept += 4.0 * sizes.num_experts + 28.0 * sizes.top_k  # the router's scores; weights, ids, and where rows stand
     kept += (
@@ -289,16 +297,28 @@ def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]
     Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/experts_op.py). Adapters
     need a' only before dx.
     """
-    rows = 2.0 * _rows(sizes, training)
+    rows = 2.0 * (MAX_ROWS / training.tokens if _is_in_pieces(sizes, training) else _rows(sizes, training))
     dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
-    h = dh if training.save == "preactivation" else 0.0  # which was kept
+    h = dh if _keeps_h(sizes, training) else 0.0
     around = 3 * stream_bytes(sizes, training)
     if training.splits_experts:  # the output's gradient from all ranks, and x's for them
         around += 2 * (2.0 * sizes.experts_hidden + _exchanged(sizes, training))
     before = max(dh + a + dh - h, dh + dx - h + (a if training.full else 0.0)) + around
+    if _is_in_pieces(sizes, training):  # attention's: dq in fp32 too, dk and dv of every query head, and dout
+        before = max(before, 12.0 * sizes.mixer_output)
     if is_eager(sizes, training):  # gradients of scores and probabilities, of every pair of tokens
         before = max(before, 3 * 2.0 * sizes.heads * training.sequence)
     return before, (a - h + around) if training.full else 0.0
+
+
+def _is_in_pieces(sizes: ModelSizes, training: Training) -> bool:
+    """Return whether experts are computed in pieces of the tokens (layer/pieces.py)."""
+    is_top_k = not training.extra_rows and not training.splits_experts
+    return is_top_k and training.tokens * sizes.top_k > MAX_ROWS
+
+
+def _keeps_h(sizes: ModelSizes, training: Training) -> bool:
+    return training.save == "preactivation" and not _is_in_pieces(sizes, training)
 
 
 def _rows(sizes: ModelSizes, training: Training) -> float:

@@ -12,7 +12,7 @@ from ...kernels.packed import FORMATS
 from .memory import GIB, Memory, Training, memory, stored_bytes
 from .sizes import ModelSizes
 
-SEQUENCE = 4096  # the longest that is planned for
+SEQUENCE = 4096  # the longest, unless asked otherwise
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
 CONTEXT = 1.0  # GiB of CUDA's context and of NCCL's buffers
 GAPS = 1.05  # of what the allocator reserves for what is allocated: 1.01 to 1.05 on one GPU in results/recipes.csv
@@ -42,6 +42,7 @@ KEPT = (  # what is kept for backward, the fastest first
     {"checkpointing": False, "save": "input"},
     {"checkpointing": True},
 )
+OFFLOADING = {"checkpointing": True, "offloading": True}  # with adapters, of long sequences
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Way:
     def name(self) -> str:
         """The kind, and what is kept for backward."""
         if self.training.checkpointing:
-            return f"{self.kind} + checkpointing"
+            return f"{self.kind} + checkpointing" + " + offloading" * self.training.offloading
         return self.kind + (' + save="input"' if self.training.save == "input" else "")
 
     @property
@@ -82,23 +83,32 @@ class Way:
         return self.needed <= self.gpu_memory
 
 
-def in_sequences(tokens: int) -> tuple[int, int]:
-    """Round tokens up to equal sequences of SEQUENCE at most; returns (tokens, a sequence's length)."""
-    sequences = -(-tokens // SEQUENCE)
+def in_sequences(tokens: int, longest: int = SEQUENCE) -> tuple[int, int]:
+    """Round tokens up to equal sequences of this length at most; returns (tokens, a sequence's length)."""
+    sequences = -(-tokens // longest)
     length = -(-tokens // sequences)
     return sequences * length, length
 
 
-def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, method: str | None = None) -> list[Way]:
+def ways_of(
+    sizes: ModelSizes,
+    *,
+    gpus: int,
+    gpu_memory: float,
+    tokens: int,
+    sequence: int = SEQUENCE,
+    method: str | None = None,
+) -> list[Way]:
     """List every way that is known, the fastest of each kind first.
 
     Args:
-        gpus: how many; gpu_memory: GiB of each. tokens: of a step on each GPU. method: one of METHODS; None: all.
+        gpus: how many; gpu_memory: GiB of each. tokens: of a step on each GPU; sequence: the longest.
+            method: one of METHODS; None: all.
     Raises:
         UnsupportedModelError: no command of that method can load the checkpoint, as it is quantized.
     """
     planned = []
-    for training in _trainings(sizes, gpus, *in_sequences(tokens)):
+    for training in _trainings(sizes, gpus, *in_sequences(tokens, sequence)):
         if method in (None, training.method):
             if sizes.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=ATTENTION_WITH_SINKS)
@@ -195,7 +205,8 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
         packed = Training(method="qlora", experts=format, **of_all)
         if one:
             is_plain = format == "nf4" and sizes.quantization is None  # whose linear layers bitsandbytes can pack
-            yield replace(packed, linear="nf4" if is_plain else "bf16", r=8, experts_r=8)
+            small = replace(packed, linear="nf4" if is_plain else "bf16", r=8, experts_r=8)
+            yield from (replace(small, **kept) for kept in _kinds_kept(small) if kept["checkpointing"])
         if sizes.quantization in (None, format):
             for parallel in ["one GPU"] if one else ["DDP", "FSDP2"] if divides else ["DDP"]:
                 yield from _kept(packed, parallel=parallel)
@@ -204,8 +215,12 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
 
 
 def _kept(training: Training, **settings: Any) -> Iterator[Training]:
-    for kept in KEPT:
+    for kept in _kinds_kept(training):
         yield replace(training, **settings, **kept)
+
+
+def _kinds_kept(training: Training) -> tuple[dict[str, Any], ...]:
+    return KEPT if training.full or training.sequence <= SEQUENCE else (*KEPT, OFFLOADING)
 
 
 def _formats(sizes: ModelSizes) -> Iterator[str]:
@@ -240,6 +255,7 @@ def _command(sizes: ModelSizes, training: Training) -> str:
         script, options = "finetune", _of_finetune(sizes, training)
         if training.parallel == "FSDP2":
             launcher = f"accelerate launch --config_file examples/fsdp2.yaml --num_processes {gpus}"
+    options += ["--activation-offloading"] * training.offloading
     batch = f"--sequence-length {training.sequence} --batch-size {training.tokens // training.sequence}"
     return " ".join([launcher, f"examples/{script}.py", model, batch, *options])
 
