@@ -6,7 +6,8 @@
 Layers of Qwen3-30B-A3B with random weights, experts in NF4 or bf16, fp32 adapters of rank 16 on q, k, v, o and the
 experts, bf16 autocast, fused AdamW, Liger's fused loss, and its RMSNorm and RoPE where nothing is compiled. Rows per
 expert are those of a balanced model. The contenders: `sonicmoe-hf`, the same with its layers compiled
-(`sonicmoe_hf.compile_layers`), and `grouped_mm` with PEFT's own computation of adapters, for experts in bf16.
+(`sonicmoe_hf.compile_layers`), also captured as CUDA graphs (`mode="reduce-overhead"`), and `grouped_mm` with PEFT's own
+computation of adapters, for experts in bf16.
 
 A setting is the tokens of a step, in sequences of at most 4,096; or `field`, what many people run: four micro-batches a
 step of two padded rows, each row of 24 to 2,048 tokens (lognormal, about 190 in the mean), others at every step. Chunks
@@ -41,7 +42,8 @@ from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.trainer.small_steps import SmallSteps, chunk_mem_const
 
 MODEL, FIELD = "Qwen3-30B-A3B", "field"
-COMPILED, GROUPED = f"{OURS}, compiled layers", "grouped_mm"
+COMPILED, CAPTURED, GROUPED = f"{OURS}, compiled layers", f"{OURS}, captured layers", "grouped_mm"
+CONTENDERS = OURS, COMPILED, CAPTURED, GROUPED
 WARMUP, MICRO_BATCHES, ROWS, MAX_TOKENS = 4, 4, 2, 16384
 
 
@@ -112,7 +114,7 @@ def build(contender: str, experts: str, checkpointing: bool, options):
         targets=WHOLE_ATTENTION,
     )
     model = bare(run, argparse.Namespace(device=options.device, tiny=options.tiny))
-    if options.device == "cuda" and contender == COMPILED:
+    if options.device == "cuda" and contender in (COMPILED, CAPTURED):
         models.use_fused_loss(model)
     elif options.device == "cuda":
         models.apply_liger(MODEL, model)
@@ -121,8 +123,9 @@ def build(contender: str, experts: str, checkpointing: bool, options):
     for layer in find_layers(model):
         layer.router.register_forward_pre_hook(hook)
     model = trained(model, run)
-    if contender == COMPILED:
-        sonicmoe_hf.compile_layers(model, **({"backend": "aot_eager"} if options.device == "cpu" else {}))
+    if contender in (COMPILED, CAPTURED):
+        how = {"mode": "reduce-overhead"} if contender == CAPTURED else {}
+        sonicmoe_hf.compile_layers(model, **({"backend": "aot_eager"} if options.device == "cpu" else how))
     return model
 
 
@@ -169,7 +172,7 @@ def main() -> None:
     parser.add_argument("--experts", nargs="+", choices=("nf4", "bf16"), default=("nf4", "bf16"))
     parser.add_argument("--settings", nargs="+", default=("512", "2048", "4096", "16384", FIELD))
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--contender", nargs="+", choices=(OURS, COMPILED, GROUPED), default=(OURS, COMPILED, GROUPED))
+    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--without-checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--detail", nargs="*", default=(), help="settings whose largest kernels are printed")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..private.torch import compiled_call, graph_breaks, set_compiled_call
+from ..private.torch import compiled_call, eager_call, graph_breaks, set_compiled_call
+
+CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
 
 
 def compile_layers(model: nn.Module, **options) -> int:
@@ -18,6 +22,9 @@ def compile_layers(model: nn.Module, **options) -> int:
     Call it when the model is complete: patched, quantized, with its adapters. Gradient checkpointing may be switched on
     before or after; a layer is then computed again inside its own compiled code. A model compiled as a whole computes the
     same, but Transformers builds a causal mask inside it, and breaks its graph where checkpointing begins.
+
+    With `mode="reduce-overhead"` a layer's kernels are captured as CUDA graphs, for batches of one size: where sizes vary
+    layers run as without it, and where nothing is trained, as in evaluation and generation, uncompiled.
 
     Args:
         model: a Transformers model, PEFT's or Trainer's wrapper of one.
@@ -31,7 +38,7 @@ def compile_layers(model: nn.Module, **options) -> int:
 
     Example:
         model = get_peft_model(model, sonicmoe_hf.lora_config(model))
-        sonicmoe_hf.compile_layers(model)
+        sonicmoe_hf.compile_layers(model, mode="reduce-overhead")
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -40,17 +47,50 @@ def compile_layers(model: nn.Module, **options) -> int:
             f"{type(models[0] if models else model).__name__} has no decoder layers that Transformers could checkpoint; "
             "use torch.compile(model)"
         )
+    is_captured = options.get("mode") in CAPTURED_MODES
+    if is_captured:
+        inductor = torch._inductor.list_mode_options(options.pop("mode"))
+        options["options"] = inductor | {"triton.cudagraph_skip_dynamic_graphs": True}
     for layer in layers:
         layer.compile(**options)
-        set_compiled_call(layer, _FirstCall(layer))
+        call = compiled_call(layer)
+        if is_captured:
+            call = _with_gradients(call, eager_call(layer))
+            _keep_gradients(layer)
+        set_compiled_call(layer, _FirstCall(layer, call))
     return len(layers)
+
+
+def _with_gradients(captured: Callable, eager: Callable) -> Callable:
+    """Make a call of a layer that is captured where something is trained: a cache of keys and values would outlive the
+    graph's memory."""
+
+    def call(*args, **kwargs):
+        return (captured if torch.is_grad_enabled() else eager)(*args, **kwargs)
+
+    return call
+
+
+def _keep_gradients(layer: nn.Module) -> None:
+    """Copy a layer's first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(_copied_for(weakref.ref(parameter)))
+
+
+def _copied_for(reference: weakref.ref) -> Callable:
+    def copy(gradient: torch.Tensor) -> torch.Tensor:
+        parameter = reference()
+        return gradient.clone() if parameter is not None and parameter.grad is None else gradient
+
+    return copy
 
 
 class _FirstCall:
     """The compiled call of a layer until it has been made once; a call that Dynamo traces is none."""
 
-    def __init__(self, layer: nn.Module):
-        self.layer, self.call = layer, compiled_call(layer)
+    def __init__(self, layer: nn.Module, call: Callable):
+        self.layer, self.call = layer, call
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():

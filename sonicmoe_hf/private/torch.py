@@ -91,6 +91,11 @@ def compiled_call(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
+def eager_call(module: nn.Module) -> Any:
+    """Get the function that Module.compile has compiled."""
+    return module._call_impl
+
+
 def set_compiled_call(module: nn.Module, call: Callable) -> None:
     """Replace the function that Module.compile has put in the place of a module's call."""
     module._compiled_call_impl = call

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from helpers.adapters import with_lora
 from helpers.marks import rest_pinned, rest_slow
 from helpers.models import (
@@ -17,6 +18,7 @@ from helpers.models import (
     twin,
 )
 from helpers.training import CHECKPOINTING, POLICY, TILE, checkpointed, start_counting, trained
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
@@ -92,6 +94,49 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
     assert compiled.frame_count in ((1, 2) if kind == "reentrant" else (1,)) and not counters["graph_break"]
     for found in actual:
         assert_all_close(found, expected, 1e-5, ORDER_OF_SUMS)
+
+
+def in_memory_of_a_graph(graph, inputs, options):
+    """Compile as a CUDA graph does: each run of a backward pass writes to the memory of the one before."""
+    assert options["triton.cudagraphs"] and options["triton.cudagraph_skip_dynamic_graphs"]
+
+    def backward(graph, inputs):
+        memory = []
+
+        def run(*args):
+            results = graph(*args)
+            memory[:] = memory or [torch.empty_like(r) if r is not None else None for r in results]
+            return [r if r is None else m.copy_(r).detach() for m, r in zip(memory, results, strict=True)]
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=backward)(graph, inputs)
+
+
+@pytest.mark.parametrize("kind", [None, "non_reentrant"])
+def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
+    torch._dynamo.reset()
+    counters.clear()
+    model = with_lora(patched("qwen3_moe", **ONE_LAYER))
+    model.enable_input_require_grads()
+    batches = [batch(seed=seed) for seed in (1, 2, 3)]
+
+    def accumulated():
+        for inputs in batches:
+            model(**inputs, use_cache=False).loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return gradients
+
+    expected = accumulated()
+    prompt = {"input_ids": batches[0]["input_ids"][:, :4], "max_new_tokens": 3, "do_sample": False}
+    tokens = model.eval().generate(**prompt)
+    checkpointed(model.train(), kind)
+    sonicmoe_hf.compile_layers(model, mode="reduce-overhead", backend=in_memory_of_a_graph)
+    for _ in range(2):
+        assert_all_close(accumulated(), expected, 1e-5, ORDER_OF_SUMS)
+    assert counters["stats"]["unique_graphs"] == 1  # generation compiles nothing
+    assert model.eval().generate(**prompt).equal(tokens)
 
 
 def test_compile_layers_says_what_torch_leaves_to_python():
