@@ -9,6 +9,8 @@ on any machine.
     python examples/qlora.py --model Qwen/Qwen3.5-35B-A3B --all-linear --no-liger --dataset my_texts.jsonl    # a hybrid
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
     python examples/qlora.py --model openai/gpt-oss-120b --experts-memory 0 ...    # its experts in host memory
+    python examples/qlora.py --model deepseek-ai/DeepSeek-V3 --experts-quantization nf4 --experts-memory 0 \
+        --linear-nf4 --optim adamw_8bit ...    # on one GPU of 80 GB
     python examples/qlora.py --trl ...
     torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --experts-quantization fp8 \
         --dataset my_texts.jsonl
@@ -43,6 +45,7 @@ from shared import (
     config_of,
     liger_kernels,
     offload_activations,
+    pack_linear_layers,
     parsed,
     random_packed_model,
     small_config,
@@ -76,7 +79,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="such as 8GiB: how much of the experts stays on the GPU, while the rest is copied from host memory for each "
         'layer; or "auto"',
     )
+    parser.add_argument(
+        "--linear-nf4",
+        action=argparse.BooleanOptionalAction,
+        help="bitsandbytes' NF4 for linear layers; default: where it is installed and the checkpoint is not quantized",
+    )
     parser.add_argument("--replicate", action="store_true", help="under torchrun: every GPU holds all experts")
+    parser.add_argument(
+        "--optim", default="adamw_torch_fused", help="Trainer's; adamw_8bit: the adapters' state by bitsandbytes"
+    )
     parser.add_argument("--attn-implementation", help="default: the model's own; gpt-oss: torch_sinks on GPUs")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--attention-only", action="store_true", help="no adapters on the experts")
@@ -108,10 +119,13 @@ def make_small_model(texts, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def linear_in_4_bits() -> bool:
-    """Tell whether bitsandbytes packs the linear layers."""
+def linear_in_4_bits(arguments: argparse.Namespace, declared, shared) -> bool:
+    """Tell whether bitsandbytes packs the linear layers, which must not be sharded then."""
+    if arguments.linear_nf4 is not None:
+        return arguments.linear_nf4
     # on CPUs bitsandbytes 0.50 loses gradients once a model has been evaluated
-    return torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
+    is_there = torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
+    return is_there and declared is None and shared is None
 
 
 def options_of(arguments: argparse.Namespace) -> dict:
@@ -136,27 +150,31 @@ def sharing(arguments: argparse.Namespace, world_size: int):
 
 
 def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
-    """Load the model with packed experts, and packed linear layers where bitsandbytes is there and nothing is sharded."""
+    """Load the model with packed experts, and packed linear layers where `linear_in_4_bits`."""
     options, (_, declared) = options_of(arguments), declared_for(name, {})
     if declared is None or not declared.is_packed_here:
         options["experts_quantization"] = experts_format(arguments, declared)
     options["distributed_config"] = sharing(arguments, world_size)
     options["experts_memory"] = arguments.experts_memory
-    if declared is None and options["distributed_config"] is None and linear_in_4_bits():
+    packs_linear = linear_in_4_bits(arguments, declared, options["distributed_config"])
+    if packs_linear and declared is None:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    return sonicmoe_hf.from_pretrained(name, **options)
+    model = sonicmoe_hf.from_pretrained(name, **options)
+    if packs_linear and declared is not None:  # a quantized checkpoint's, which are dense when they have been loaded
+        pack_linear_layers(model, "nf4")
+    return model
 
 
 def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
     """Make (a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
     config, shared = config_of(arguments.model, arguments.layers), sharing(arguments, world_size)
     declared = declared_quantization(config)
-    linear = "nf4" if declared is None and shared is None and linear_in_4_bits() else None
+    linear = "nf4" if linear_in_4_bits(arguments, declared, shared) else None
     model = random_packed_model(
         config,
         experts_format(arguments, declared),
@@ -184,7 +202,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         **(liger_kernels(arguments.compile) if arguments.liger else {}),
-        "optim": "adamw_torch_fused",
+        "optim": arguments.optim,
         "logging_steps": max(1, arguments.steps // 8),
         "save_strategy": "no",
         "report_to": "none",

@@ -32,8 +32,9 @@ from sonicmoe_hf.tools.demo.model import PATTERN, PUBLISHED, config_from
 TINY = {
     "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "shared_expert_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
-    "num_experts_per_tok": 8, "first_k_dense_replace": 0, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 64, "pad_token_id": None, "eos_token_id": None, "full_attention_interval": 2,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 0, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 16, "qk_rope_head_dim": 16, "n_group": 1, "topk_group": 1, "vocab_size": 64,
+    "pad_token_id": None, "eos_token_id": None, "full_attention_interval": 2,
     PATTERN: "EM*E",
 }  # fmt: skip
 
@@ -110,6 +111,7 @@ MODELS = {
     "gpt-oss-120b": Model(  # config.json of openai/gpt-oss-120b
         "gpt_oss", GPT_OSS_20B | {"num_local_experts": 128}, 36, 3, tokens=8192, attention="eager", packed="mxfp4"
     ),
+    "DeepSeek-V3": Model("deepseek_v3", {}, layers=61, trained_layers=0),  # the sizes of Transformers' class
 }
 
 
@@ -233,6 +235,7 @@ def spread_load(model) -> None:
 LIGER = (
     "qwen3_moe",
     "gpt_oss",
+    "deepseek_v3",
 )  # model types of which it has all kernels; 0.8.5 imports none for Qwen3.5 on Transformers 5.23
 
 

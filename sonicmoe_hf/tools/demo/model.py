@@ -152,9 +152,8 @@ def random_packed_model(
             hold_packed(module, weight, packed if placement is None else placement.hold(module, weight, packed))
         if placement is not None and experts is None:
             placement.hold_all(module)
-        if linear is not None and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, _linear_in_4_bits(module, linear))
+        if linear is not None:
+            _pack_linear(model, name, module, linear)
     if placement is not None:
         placement.finish()
     model.tie_weights()
@@ -211,6 +210,19 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
     for module in modules:
         restore_parameters(module)
     return device
+
+
+def pack_linear_layers(model: PreTrainedModel, quant_type: str) -> None:
+    """Pack the linear layers of a loaded model but its head as bitsandbytes' "nf4" or "fp4", one after the other."""
+    for name in [name for name, _ in model.named_modules()]:
+        _pack_linear(model, name, model.get_submodule(name), quant_type)
+    model.is_loaded_in_4bit = True  # PEFT asks for it before it looks for bitsandbytes' layers
+
+
+def _pack_linear(model: PreTrainedModel, name: str, module: nn.Module, quant_type: str) -> None:
+    if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _linear_in_4_bits(module, quant_type))
 
 
 def _linear_in_4_bits(linear: nn.Linear, quant_type: str) -> nn.Module:

@@ -1,0 +1,146 @@
+"""DeepSeek-V3's layers, all experts in host memory: steps of one GPU, or of several that share one copy under DDP.
+
+    python -m benchmarks.step.deepseek --layers 5 11 --linear nf4 --optimizer adamw_8bit
+    torchrun --nproc-per-node 4 -m benchmarks.step.deepseek --layers 8 [--losses 4]
+
+Full widths, NF4 experts of random bytes, LoRA with r = 8 on experts and attention in fp32, gradient checkpointing,
+bf16 autocast, Liger's kernels where they are installed, rows spread over experts as in a balanced model. Each rank has
+tokens of its own. Before anything is timed, a tiny model's loss and gradients over experts in host memory must equal to
+the bit those over experts on the GPU. Rows: seconds to build, GiB of the host that building took, the losses of the first
+batches before training, steps. --device cpu --tiny --tokens 64 checks the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common.command import Command
+from benchmarks.common.table import Table
+from benchmarks.common.timing import release, synchronize, waited_times
+from benchmarks.step.run import Run, bare, join_ranks, trained
+from benchmarks.step.training import GIB, WARMUP, learned, one_step, optimizer_of, sequences
+from sonicmoe_hf.streaming.memory import free_on_host
+
+MODEL, RANK = "DeepSeek-V3", 8
+ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+def run_of(layers: int, linear: str | None) -> Run:
+    run = Run(MODEL, layers, 0, "QLoRA", experts="nf4", linear=linear, checkpointing=True)
+    return run._replace(rank=RANK, targets=ATTENTION)
+
+
+def parallel(model, world: int):
+    """Return what a step calls: the model under DDP where there are several ranks."""
+    return model if world == 1 else DistributedDataParallel(model)
+
+
+def loss_of(model, tokens):
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def check(options, rank: int, world: int) -> None:
+    """Raise AssertionError unless experts in host memory give the loss and gradients of experts on the GPU."""
+    tiny, found = argparse.Namespace(**{**vars(options), "tiny": True, "spread_load": False}), []
+    for experts_memory in (None, 0):
+        model = trained(bare(run_of(3, None), tiny, experts_memory=experts_memory), run_of(3, None))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # which begins as zeros
+                torch.nn.init.normal_(parameter, std=0.05)
+        tokens = sequences(256, 64, options.device, seed=rank)
+        loss = loss_of(parallel(model, world), tokens)
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach(), **gradients})
+    resident, host = found
+    assert resident.keys() == host.keys() and len(resident) > 3 * 2 * len(ATTENTION)
+    different = [name for name in resident if not torch.equal(resident[name], host[name])]
+    assert not different, f"{len(different)} of {len(resident)} differ: {different[:3]}"
+    print(f"checked: the loss and {len(resident) - 1} gradients of {world} ranks are equal to the bit", flush=True)
+
+
+def optimizer_from(options, model) -> torch.optim.Optimizer:
+    if options.optimizer == "adamw":
+        return optimizer_of(model)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
+
+
+def losses_before(model, options, rank: int, world: int) -> dict[str, float]:
+    """Compute the losses of the first batches: a rank its own, and one alone as many as `--losses`."""
+    seeds = range(options.losses) if world == 1 else [rank]
+    with torch.no_grad():
+        own = [
+            loss_of(model, sequences(options.tokens, model.config.vocab_size, options.device, seed=seed)).item()
+            for seed in seeds
+        ]
+    losses: list = [None] * world
+    dist.all_gather_object(losses, own)
+    return {f"loss of batch {seed}": loss for seed, loss in enumerate(itertools.chain.from_iterable(losses))}
+
+
+def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
+    """Build the model, and add its rows."""
+    release()
+    free, began = free_on_host() or 0, time.perf_counter()
+    dist.barrier()
+    base = bare(run_of(layers, options.linear), options, experts_memory=0)
+    synchronize()
+    dist.barrier()
+    seconds, taken = time.perf_counter() - began, free - (free_on_host() or 0)
+    model = trained(base, run_of(layers, options.linear))
+    metrics = {"built_s": seconds, "host_GiB": taken / GIB, **losses_before(model, options, rank, world)}
+    shape = f"{layers} layers, {options.tokens} tokens a GPU, {world} {'GPUs' if world > 1 else 'GPU'}"
+    contender = f"NF4 experts in host memory{', NF4 linear' if options.linear else ''}, {options.optimizer}"
+    called, optimizer = parallel(model, world), optimizer_from(options, model)
+    tokens = sequences(options.tokens, base.config.vocab_size, options.device, seed=rank)
+    release()
+    dist.barrier()
+    ms, losses = waited_times(lambda: one_step(called, optimizer, tokens), options.steps, WARMUP)
+    learned(losses)
+    metrics |= {"ms": ms, "tokens_per_s": [1e3 * tokens.numel() / each for each in ms]}
+    if tokens.is_cuda:
+        metrics |= {
+            "between_steps_GiB": torch.cuda.memory_allocated() / GIB,
+            "peak_GiB": torch.cuda.max_memory_allocated() / GIB,
+            "reserved_GiB": torch.cuda.max_memory_reserved() / GIB,
+        }
+    table.add(MODEL, shape, contender, "QLoRA", "Liger" if options.liger else "eager", metrics)
+
+
+def main() -> None:
+    """Check, measure, and write the rows."""
+    parser = Command(__doc__, "deepseek.csv", "--device cpu --tiny --tokens 64")
+    parser.add_argument("--layers", type=int, nargs="+", default=[8], help="the first three are dense")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a step and GPU")
+    parser.add_argument("--linear", choices=("nf4",), help="default: bf16; nf4: by bitsandbytes")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="adamw_8bit: bitsandbytes'"
+    )
+    parser.add_argument("--losses", type=int, default=1, help="batches whose loss one GPU alone computes")
+    parser.add_argument("--steps", type=int, default=3, help="timed, after the warm-up")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    options = parser.parse_args()
+    options.spread_load = True
+    options.liger = options.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+    rank, world = join_ranks(options.device)
+    check(options, rank, world)
+    table = Table(options.csv)
+    for layers in options.layers:
+        measure(table, layers, options, rank, world)
+        if rank == 0:
+            table.write()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
