@@ -261,8 +261,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.ways:
         options.case = [*(f"sonicmoe_hf by {way}, top-k" for way in options.ways.split(",")), *OTHERS]
-    options.config = config_of(MODEL, options.layers, options.tiny)
-    options.config.vocab_size = options.vocabulary or options.config.vocab_size
+    sizes = {} if options.vocabulary is None else {"vocab_size": options.vocabulary}
+    options.config = config_of(MODEL, options.layers, options.tiny, **sizes)
     rank, num_ranks = join_ranks(options.device)
     vocabulary, world = f"vocabulary {options.config.vocab_size}", f"{num_ranks} ranks"
     settings = settings_of(MODEL, options)

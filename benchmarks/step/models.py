@@ -33,9 +33,9 @@ TINY = {
     "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "shared_expert_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
     "num_experts_per_tok": 8, "first_k_dense_replace": 0, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 16, "qk_rope_head_dim": 16, "n_group": 1, "topk_group": 1, "vocab_size": 64,
-    "pad_token_id": None, "eos_token_id": None, "full_attention_interval": 2,
-    PATTERN: "EM*E",
+    "head_dim": 16, "qk_rope_head_dim": 16, "n_group": 1, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "vocab_size": 64, "pad_token_id": None, "eos_token_id": None,
+    "full_attention_interval": 2, PATTERN: "EM*E",
 }  # fmt: skip
 
 
@@ -66,6 +66,8 @@ GPT_OSS_20B = {  # config.json of openai/gpt-oss-20b; it has no sdpa
 MODELS = {
     "Qwen3-30B-A3B": Model(*PUBLISHED["Qwen/Qwen3-30B-A3B"], layers=48, trained_layers=16),
     "Qwen3.5-35B-A3B": Model(*PUBLISHED["Qwen/Qwen3.5-35B-A3B"], layers=40, trained_layers=12),
+    "Qwen3-235B-A22B": Model(*PUBLISHED["Qwen/Qwen3-235B-A22B"], layers=94, trained_layers=3),
+    "DeepSeek-V3": Model(*PUBLISHED["deepseek-ai/DeepSeek-V3"], layers=61, trained_layers=2, tokens=8192),
     "GLM-4.5-Air": Model(*PUBLISHED["zai-org/GLM-4.5-Air"], layers=46, trained_layers=5),
     "Nemotron-3-Nano-30B-A3B": Model(
         *PUBLISHED["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], layers=52, trained_layers=16
@@ -111,7 +113,6 @@ MODELS = {
     "gpt-oss-120b": Model(  # config.json of openai/gpt-oss-120b
         "gpt_oss", GPT_OSS_20B | {"num_local_experts": 128}, 36, 3, tokens=8192, attention="eager", packed="mxfp4"
     ),
-    "DeepSeek-V3": Model("deepseek_v3", {}, layers=61, trained_layers=0),  # the sizes of Transformers' class
 }
 
 
@@ -169,13 +170,14 @@ def check_available(name: str) -> None:
         ALL_EXPERTS_FUNCTIONS.register(implementation, forward)
 
 
-def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
-    """Return the model's config with this many layers; tiny: small enough for a CPU, its kind kept."""
+def config_of(name: str, layers: int, tiny: bool, **others) -> PreTrainedConfig:
+    """Return the model's config with this many layers; tiny: small enough for a CPU, its kind kept. others: sizes in
+    place of the model's."""
     model_type, sizes, *_ = MODELS[name]
     if tiny:
         own = AutoConfig.for_model(model_type)
         sizes = sizes | {key: value for key, value in TINY.items() if key in sizes or hasattr(own, key)}
-    return config_from(model_type, sizes | {"use_cache": False}, layers)
+    return config_from(model_type, sizes | {"use_cache": False} | others, layers)
 
 
 def kernel_functions(modeling: ModuleType) -> dict[str, FunctionType]:
@@ -235,7 +237,7 @@ def spread_load(model) -> None:
 LIGER = (
     "qwen3_moe",
     "gpt_oss",
-    "deepseek_v3",
+    "deepseek_v3",  # but RoPE
 )  # model types of which it has all kernels; 0.8.5 imports none for Qwen3.5 on Transformers 5.23
 
 
@@ -261,12 +263,15 @@ def _forward_with_fused_loss(self, input_ids, labels, **options):
 
     chunk = {name: options.pop(name) for name in ("chunk_mem_const",) if name in options}
     hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options).last_hidden_state
-    return CausalLMOutput(LigerForCausalLMLoss(hidden, self.lm_head.weight, labels, self.config.hidden_size, **chunk))
+    weight = self.lm_head.weight
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return CausalLMOutput(LigerForCausalLMLoss(hidden, weight, labels, self.config.hidden_size, **chunk))
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options that change a model before it is measured."""
     parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
+    parser.add_argument("--liger-loss", action="store_true", help="its fused loss alone, as for compiled layers")
     parser.add_argument(
         "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
     )
@@ -276,11 +281,14 @@ def apply_settings(name: str, model, options: argparse.Namespace) -> None:
     """Change the model as those of `add_settings` say that the options have."""
     if getattr(options, "liger", False):
         apply_liger(name, model)
+    if getattr(options, "liger_loss", False):
+        use_fused_loss(model)
     if getattr(options, "spread_load", False):
         spread_load(model)
 
 
 def settings_of(name: str, options: argparse.Namespace) -> list[str]:
     """Return the options of `add_settings` that were chosen for the model, as the CSVs name them."""
-    liger = "Liger" if MODELS[name].model_type in LIGER else "Liger's loss"
-    return [liger] * options.liger + ["spread load"] * options.spread_load
+    has_all = options.liger and MODELS[name].model_type in LIGER
+    has_loss = options.liger or options.liger_loss
+    return ["Liger" if has_all else "Liger's loss"] * has_loss + ["spread load"] * options.spread_load

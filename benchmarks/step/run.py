@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable
@@ -25,7 +26,7 @@ class Run(NamedTuple):
     """model, layers: one of MODELS, and how many of its layers. tokens: a step and GPU. mode: what is trained, as
     `adapted` takes it. contender: who computes the experts. attention: its implementation, None for the model's own.
     experts, linear: formats of packed experts and linear layers, None where they are in bf16 as all others. rank,
-    targets: of adapters."""
+    targets: of adapters, None for the whole attention."""
 
     model: str
     layers: int
@@ -37,7 +38,7 @@ class Run(NamedTuple):
     linear: str | None = None
     checkpointing: bool = False
     rank: int = RANK
-    targets: tuple[str, ...] = ATTENTION
+    targets: tuple[str, ...] | None = ATTENTION
 
     @property
     def is_ours(self) -> bool:
@@ -48,12 +49,19 @@ def bare(run: Run, options: argparse.Namespace, **packed):
     """Return the model of `run` with random weights, in training mode, before it is patched and adapted.
 
     Args:
-        options: the script's: device, tiny, and the settings of `models.add_settings` where it has them.
+        options: the script's: device, tiny, and where it has them the settings of `models.add_settings`; sizes: in
+            place of the model's; expert_parallel: whether the ranks share the experts.
         packed: further options of `random_packed_model`, which makes models of which some is packed.
     """
-    if run.experts is not None or run.linear is not None:
+    is_shared = getattr(options, "expert_parallel", False)
+    if run.experts is not None or run.linear is not None or is_shared:
         packed |= {"experts": run.experts, "linear": run.linear}
-    config = models.config_of(run.model, run.layers, options.tiny)
+    if is_shared:
+        world = torch.distributed.get_world_size()
+        packed["distributed_config"] = DistributedConfig(
+            fsdp_size=world, ep_size=world, ep_implementation="sonicmoe_hf"
+        )
+    config = models.config_of(run.model, run.layers, options.tiny, **getattr(options, "sizes", {}))
     chosen = {"dtype": torch.bfloat16, "attn_implementation": MODELS[run.model].attention}
     torch.manual_seed(0)
     if packed:

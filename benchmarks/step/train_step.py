@@ -3,6 +3,7 @@
     python -m benchmarks.step.train_step [--model NAME ...] [--mode full ...] [--contender NAME ...] [--liger]
         [--csv FILE]
     torchrun --nproc-per-node 2 -m benchmarks.step.train_step --fsdp ...
+    torchrun --nproc-per-node 4 -m benchmarks.step.train_step --expert-parallel --mode QLoRA ...
     python -m benchmarks.step.train_step --profile ...
 
 Models at full width with random weights (models.py), sequences of 4,096 random tokens without padding, the same at every
@@ -31,7 +32,7 @@ from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.run import Run, built, check, compiled, join_ranks, shard
-from benchmarks.step.training import WARMUP, Measured, record, sequences, timed_steps, varying
+from benchmarks.step.training import RANK, WARMUP, Measured, record, sequences, timed_steps, varying
 from sonicmoe_hf.kernels.packed import FORMATS
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
@@ -50,20 +51,26 @@ def runs_of(options) -> list[Run]:
         layers = own if options.layers is None else options.layers or model.layers
         run = Run(name, layers, options.tokens or model.tokens, mode, contender, attention)
         packed = options.packed or model.packed if mode == "QLoRA" else None
-        found.append(run._replace(experts=packed, checkpointing=options.checkpointing))
+        run = run._replace(experts=packed, checkpointing=options.checkpointing, rank=options.rank)
+        found.append(run._replace(targets=None) if options.whole_attention else run)
     return found
 
 
 def settings(run: Run, options, world: int) -> str:
     """Return what the column `launch` says of a run: everything that is not as by default, and whose kernels compute
     linear attention or Mamba layers."""
+    gpus = f"{world} GPU{'s' * (world > 1)}"
     parts = {
+        **{f"{name} {size}": True for name, size in options.sizes.items()},
+        f"r = {run.rank}": run.mode != "full" and run.rank != RANK,
+        "whole attention": run.mode != "full" and options.whole_attention,
         f"{options.packed} experts": run.mode == "QLoRA" and options.packed,
         f"{run.attention} attention": run.attention is not None,
         "checkpointing": options.checkpointing,
         f"compiled {options.compile}": options.compile,
         "varying lengths": options.varying_lengths,
-        f"FSDP2, {world} GPU{'s' * (world > 1)}": options.fsdp,
+        f"FSDP2, {gpus}": options.fsdp,
+        f"expert parallelism, {gpus}": options.expert_parallel,
     }
     chosen = (
         models.settings_of(run.model, options)
@@ -84,7 +91,8 @@ def prepared(run: Run, options):
 def steps_of(run: Run, options) -> Measured:
     """Return the steps of one run. Raises Unavailable."""
     model = prepared(run, options)
-    tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+    seed = 1 + torch.distributed.get_rank() if options.expert_parallel else 1
+    tokens = sequences(run.tokens, model.config.vocab_size, options.device, seed)
     steps = WARMUP + options.steps
     batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
     return timed_steps(model, batches, run.mode != "full")
@@ -106,7 +114,7 @@ def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
 
 def measure(table: Table, runs: list[Run], options, world: int) -> None:
     """Measure the rows of runs that take turns: each round trains every one of them anew, and begins with another."""
-    if not options.fsdp:
+    if not (options.fsdp or options.expert_parallel):
         check(runs, options, autocast=runs[0].mode != "full")
     found: dict[Run, list[Measured] | Exception] = {run: [] for run in runs}
     for number in range(options.rounds):
@@ -170,6 +178,13 @@ def options_of(arguments=None):
         help="another number of tokens at every step; without cuDNN's attention, which plans anew for each",
     )
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 over the ranks of torchrun, one or more; mode full")
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="ranks of torchrun share the experts, FSDP2 shards the rest"
+    )
+    parser.add_argument("--rank", type=int, default=RANK, help="of adapters")
+    parser.add_argument("--whole-attention", action="store_true", help="adapters on all of it, not on q and v alone")
+    parser.add_argument("--vocab-size", type=int, help="a small one leaves the head out of the times")
+    parser.add_argument("--dense-layers", type=int, help="how many have no experts; default: the model's")
     parser.add_argument("--profile", action="store_true", help="what each part of a step takes, in place of its time")
     parser.add_argument("--steps", type=int, default=8, help="timed, after the warm-up; or profiled")
     parser.add_argument(
@@ -177,6 +192,8 @@ def options_of(arguments=None):
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     options = parser.parse_args(arguments, obstacle)
+    sizes = {"vocab_size": options.vocab_size, "first_k_dense_replace": options.dense_layers}
+    options.sizes = {name: size for name, size in sizes.items() if size is not None}
     if options.profile and options.csv == RESULTS / "train_step.csv":
         options.csv = RESULTS / "step_parts.csv"
     return options
@@ -184,8 +201,9 @@ def options_of(arguments=None):
 
 def obstacle(options) -> str | None:
     """Say which options do not go together."""
-    if options.profile and (options.checkpointing or options.compile or options.fsdp):
-        return "--profile tells parts apart only without --checkpointing, --compile and --fsdp"
+    is_parallel = options.fsdp or options.expert_parallel
+    if options.profile and (options.checkpointing or options.compile or is_parallel):
+        return "--profile tells parts apart only without --checkpointing, --compile and ranks"
     if options.fsdp and set(options.mode or ["full"]) != {"full"}:
         return "--fsdp: mode full only"
     return None
@@ -193,7 +211,8 @@ def obstacle(options) -> str | None:
 
 def main():
     options = options_of()
-    rank, world = join_ranks(options.device) if options.fsdp else (0, 1)
+    is_parallel = options.fsdp or options.expert_parallel
+    rank, world = join_ranks(options.device) if is_parallel else (0, 1)
     if options.varying_lengths and options.device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     table = Table(options.csv)
@@ -205,7 +224,7 @@ def main():
             measure(table, runs, options, world)
         if rank == 0:
             table.write()
-    if options.fsdp:
+    if is_parallel:
         torch.distributed.destroy_process_group()
 
 

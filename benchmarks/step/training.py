@@ -13,6 +13,7 @@ import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.table import Table
 from benchmarks.common.timing import Clock, release
+from sonicmoe_hf.expert_parallel.gradients import by_mesh
 
 RANK, SEQUENCE, WARMUP = 16, 4096, 2
 ATTENTION = ("q_proj", "v_proj")
@@ -32,13 +33,15 @@ class Measured(NamedTuple):
     loss: float
 
 
-def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] = ATTENTION):
+def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] | None = ATTENTION):
     """Return the model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the
-    experts and on `targets`, in fp32. "frozen": on the targets alone."""
+    experts and on `targets` (None: the whole attention), in fp32. "frozen": on the targets alone."""
     if trained == "full":
         return model.requires_grad_(True)
-    parameters = {"target_parameters": []} if trained == "frozen" else {}
-    adapters = sonicmoe_hf.lora_config(model, rank, target_modules=list(targets), **parameters)
+    chosen = {"target_parameters": []} if trained == "frozen" else {}
+    if targets is not None:
+        chosen["target_modules"] = list(targets)
+    adapters = sonicmoe_hf.lora_config(model, rank, **chosen)
     with torch.device(next(model.parameters()).device):  # PEFT initialises them where new tensors are made
         return get_peft_model(model, adapters)
 
@@ -60,7 +63,7 @@ def varying(tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
 def optimizer_of(model) -> torch.optim.Optimizer:
     """Make a fused AdamW of what is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    return torch.optim.AdamW(by_mesh(trained), lr=LEARNING_RATE, fused=True)
 
 
 def one_step(model, optimizer, tokens, autocast: bool = True):

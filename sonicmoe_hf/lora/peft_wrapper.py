@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import model as peft_model
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import other as peft_other
 from torch import nn
@@ -37,6 +37,7 @@ from . import shared_experts
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PEFTS_FORWARD = ParamWrapper.forward
+_PEFTS_CAST = Linear._cast_input_dtype
 _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
 _PEFTS_CHECK = BaseTuner._check_merge_allowed
@@ -229,14 +230,24 @@ def _check_merge_allowed(self) -> None:
     _PEFTS_CHECK(self)
 
 
+def _cast_input_dtype(self, x, dtype):
+    """Cast the input of an adapter as LoRA's Linear does, but not to fp32 where autocast casts it back to what it was;
+    backward would cast the gradient twice, too."""
+    is_cast = x is not None and not self.lora_variant and torch.is_autocast_enabled(x.device.type)
+    if is_cast and x.dtype == torch.get_autocast_dtype(x.device.type):
+        return x
+    return _PEFTS_CAST(self, x, dtype)
+
+
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Yield (where it stands, its name, what stands there instead) of each function of PEFT's that registration.py
     replaces.
 
-    ParamWrapper then hands the factors to our experts, the policy for FSDP leaves them in their layer, the hooks for
-    tensor parallelism leave them alone under expert parallelism, merging asks first whether it can, and `shared_experts`
-    shards them there."""
+    ParamWrapper then hands the factors to our experts, Linear casts no input twice, the policy for FSDP leaves them in
+    their layer, the hooks for tensor parallelism leave them alone under expert parallelism, merging asks first whether it
+    can, and `shared_experts` shards them there."""
     yield ParamWrapper, "forward", _forward
+    yield Linear, "_cast_input_dtype", _cast_input_dtype
     yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:

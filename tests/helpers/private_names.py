@@ -75,6 +75,7 @@ USED = {  # the name, or "place: what its source sets"
     "transformers.distributed.mixin: _device_mesh": "telling which ranks share batch or layers",
     "transformers.training_args: _n_gpu": "the demo on a machine with several GPUs",
     "peft.tuners.lora.layer.ParamWrapper.forward": "LoRA on experts without forming W + BA",
+    "peft.tuners.lora.layer.Linear._cast_input_dtype": "inputs of adapters that autocast would cast back",
     "peft.tuners.lora.layer.ParamWrapper.update_layer": "sharding the factors of experts",
     "peft.tuners.lora.layer.ParamWrapper.get_delta_weight": "the error for merging sharded factors",
     "peft.tuners.tuners_utils.BaseTuner._check_merge_allowed": "the error before anything is merged",

@@ -21,6 +21,7 @@ from helpers.models import (
 from helpers.native import native_twin
 from helpers.training import CHECKPOINTING, POLICY, Watch, checkpointed
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import layer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
@@ -236,6 +237,21 @@ def test_fp32_adapters_of_bf16_experts_get_fp32_gradients_that_err_no_more_than_
     assert all(results[1][name].dtype == torch.float32 for name in ours)
     # bf16 rounds W + BA there and rows of rank r here: a fifth more is another order of roundings
     assert sum(ours.values()) <= 1.2 * sum(theirs.values()), (ours, theirs)
+
+
+def test_under_autocast_inputs_of_adapters_are_not_cast_there_and_back(monkeypatch):
+    model = with_lora(patched(small("qwen3_moe").bfloat16()), target_modules=["q_proj", "o_proj"])
+    ours, casts = layer.Linear._cast_input_dtype, []
+    results = []
+    for cast in (ours, peft_adapters._PEFTS_CAST):
+        noted = lambda self, x, dtype, cast=cast: casts.append(cast(self, x, dtype).dtype) or cast(self, x, dtype)  # noqa: E731
+        monkeypatch.setattr(layer.Linear, "_cast_input_dtype", noted)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(loss_and_gradients(model, batch()))
+    assert casts == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert_all_close(*results, 0.0, "a cast to fp32 and back changes nothing")
+    q_proj = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert ours(q_proj, torch.ones(1, dtype=torch.bfloat16), torch.float32).dtype == torch.float32, "without autocast"
 
 
 def test_compiled_whole_it_gives_the_same():

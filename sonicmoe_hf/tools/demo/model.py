@@ -44,6 +44,25 @@ QWEN3_30B_A3B: dict[str, Any] = {  # config.json of Qwen/Qwen3-30B-A3B
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-30B-A3B": ("qwen3_moe", QWEN3_30B_A3B),
     "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe_text", {"full_attention_interval": 4, "use_cache": False}),
+    "Qwen/Qwen3-235B-A22B": (
+        "qwen3_moe",
+        QWEN3_30B_A3B
+        | {
+            "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_attention_heads": 64,
+            "num_hidden_layers": 94,
+        },
+    ),
+    "deepseek-ai/DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "max_position_embeddings": 163840, "use_cache": False,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+    "openai/gpt-oss-120b": ("gpt_oss", {"use_cache": False}),
     "zai-org/GLM-4.5-Air": ("glm4_moe", {"head_dim": 128, "attention_bias": True, "use_cache": False}),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
         "nemotron_h",
