@@ -32,7 +32,7 @@ from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.cli.plan import PARTS, gibibytes, runnable
 from sonicmoe_hf.tools.demo import corpus
 from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
-from sonicmoe_hf.tools.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
+from sonicmoe_hf.tools.planning.memory import GIB, Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.ways import FEW_TOKENS, LIGER, in_sequences, left_out, shown, ways_of
 
@@ -88,7 +88,7 @@ def test_a_card_that_the_experts_do_not_fit_has_as_many_of_them_as_it_holds(hub,
     code, plan = plan_json(capsys, hub / "Qwen" / "Qwen3-30B-A3B", "--gpu-memory", "12GiB", "--tokens", "2048")
     assert code == 0
     way = next(way for way in plan["ways"] if way["fits"])
-    assert way["name"] == "QLoRA NF4 linear too, r=8, experts in host memory, one GPU + checkpointing"
+    assert way["name"] == "QLoRA NF4 linear too, r=8, 12 GiB of experts in host memory, one GPU + checkpointing"
     assert way["command"].endswith(" --experts-memory 2GiB") and 9.5 < way["peak_GiB"] < 10.0
 
 
@@ -191,6 +191,25 @@ def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_sp
     on_experts, on_attention = adapter_parameters(sizes, way.training)
     assert way.memory.adapters == 12 * (on_experts / 8 + on_attention)
     assert way.memory.experts == stored_bytes(sizes, "nf4") / 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tokens", "parts", "options"),
+    [
+        (1, 4096, "linear too, r=8", "--experts-memory 0GiB --linear-nf4"),
+        (1, 16384, "linear too, 8-bit Adam, r=8", "--experts-memory 4GiB --linear-nf4 --optim adamw_8bit"),
+        (4, 8192, "linear too, 8-bit Adam, r=8", "--experts-memory 3GiB --replicate --linear-nf4 --optim adamw_8bit"),
+    ],
+)
+def test_deepseek_v3_fits_on_few_gpus_of_80_gib_with_its_experts_in_host_memory(hub, gpus, tokens, parts, options):
+    sizes = sizes_of_checkpoint(str(hub / "deepseek-ai" / "DeepSeek-V3"))
+    (way,), _ = shown(ways_of(sizes, gpus=gpus, gpu_memory=80, tokens=tokens, method="qlora"))
+    parallel = "DDP" if gpus > 1 else "one GPU"
+    assert way.name == f"QLoRA NF4 {parts}, 314 GiB of experts in host memory, {parallel} + checkpointing"
+    assert way.command.endswith(options) and way.memory.host == stored_bytes(sizes, "nf4")
+    trained = sum(adapter_parameters(sizes, way.training))  # 2.5e9, which Adam keeps in 12 bytes each, or in 6
+    assert way.memory.adapters == pytest.approx((6.03 if "8-bit" in parts else 12) * trained, rel=1e-3)
+    assert way.memory.rest / GIB == pytest.approx(10.9, abs=0.1), "31.9 in bf16"
 
 
 @pytest.mark.parametrize(("format", "bits"), [("nf4", 4.127), ("mxfp4", 4.25), ("fp8", 8.002), ("nvfp4", 4.5)])

@@ -35,7 +35,7 @@ METHODS = ("full", "lora", "qlora")
 SHARDED = ("FSDP2", "ZeRO-3", "expert parallelism")
 LIVE_PARAMETERS, REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
 OFFLOADED = 2  # hidden states between layers that are on the GPU while the others are in host memory
-ADAM8_BLOCK = 256  # values that share a scale in torchao's AdamW8bit
+ADAM8 = 2 * (1 + 4 / 256)  # bytes of two moments in torchao's and bitsandbytes' AdamW8bit: 256 share a scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one GPU at the peak, by part, and the moment of the peak."""
+    """Bytes on one GPU at the peak, by part, and the moment of the peak; host: of experts in host memory beside them."""
 
     moment: str
     experts: float = 0.0
@@ -116,11 +116,12 @@ class Memory:
     activations: float = 0.0
     logits: float = 0.0
     communication: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """All parts."""
-        return sum(value for name, value in vars(self).items() if name != "moment")
+        """All parts on the GPU."""
+        return sum(value for name, value in vars(self).items() if name not in ("moment", "host"))
 
 
 def memory(sizes: ModelSizes, training: Training) -> Memory:
@@ -135,7 +136,7 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     root, gathered = _root(sizes, training), _communication(sizes, training)
     gradients, head = _gradients(sizes, training), _head(sizes, training)
     own, waiting = _layer_gradients(sizes, training)
-    adam = training.optimizer == "adam"
+    adam = training.optimizer == "adam" or not training.full
     earlier = max(gradients - own - head, 0.0) if adam else 0.0
     in_loss = kept + tokens * norm_bytes(sizes.hidden, training)
     moments = [
@@ -195,20 +196,26 @@ def _fixed(sizes: ModelSizes, training: Training) -> Memory:
     width = training.width if training.full else 2
     experts, rest, optimiser = float(width * sizes.experts), float(width * sizes.rest), 0.0
     if training.full:
-        adam = {"adam": 2.0 * width, "adam8bit": 2 * (1 + 4 / ADAM8_BLOCK)}[training.optimizer]
+        adam = {"adam": 2.0 * width, "adam8bit": ADAM8}[training.optimizer]
         optimiser = sizes.total * (12.0 if training.parallel == "ZeRO-3" else adam)  # fp32 weights and two moments
     if training.method == "qlora":
         experts = stored_bytes(sizes, training.experts)
         if training.linear != "bf16":
-            in_attention = sum(p.num_layers * p.features_in * p.features_out for p in sizes.projections)
-            rest -= in_attention * (2 - 0.5 - 1 / 64)  # bitsandbytes: 4 bits, and 8 of a scale for 64, about
+            rest -= sizes.linear * (2 - 0.5 - 1 / 64)  # bitsandbytes: 4 bits, and 8 of a scale for 64, about
+    host = 0.0
     if training.experts_memory is not None:  # whole layers, and two buffers for the others
         layer = experts / sizes.moe_layers
-        experts = layer * min(sizes.moe_layers, training.experts_memory // layer + 2)
+        kept = min(sizes.moe_layers, training.experts_memory // layer)
+        host, experts = experts - kept * layer, layer * min(sizes.moe_layers, kept + 2)
     shards = training.shards
-    adapters = 12.0 * _held_adapters(sizes, training)
+    adapters = (4.0 + (ADAM8 if training.optimizer == "adam8bit" else 8.0)) * _held_adapters(sizes, training)
     return Memory(
-        moment="", experts=experts / shards, rest=rest / shards, optimiser=optimiser / shards, adapters=adapters
+        moment="",
+        experts=experts / shards,
+        rest=rest / shards,
+        optimiser=optimiser / shards,
+        adapters=adapters,
+        host=host,
     )
 
 

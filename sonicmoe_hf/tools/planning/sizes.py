@@ -52,7 +52,8 @@ class ModelSizes:
     heads: of the attention. mixer, mixer_output: features that the linear layers of attentions, linear attentions and
     Mamba layers make, and those that become hidden states again, averaged over the layers. head_norms: features of q and
     k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
-    plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
+    plain_inner: I of the dense and shared MLPs, summed over the layers. linear: parameters of all linear layers but the
+    head. attention: "sdpa", or "eager" where a model has
     nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
     checkpoint declares, by the names of kernels/packed where it is of these; is_packed: by this package;
     is_dequantized: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what
@@ -80,6 +81,7 @@ class ModelSizes:
     projections: list[Projection]
     head_norms: int
     plain_inner: int
+    linear: int
     attention: str
     quantization: str | None = None
     is_packed: bool = False
@@ -169,6 +171,11 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
             module.in_features
             for module_name, module in model.named_modules()
             if isinstance(module, nn.Linear) and module_name.endswith("down_proj")
+        ),
+        linear=sum(
+            module.weight.numel()
+            for module in model.modules()
+            if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
         ),
         attention="sdpa" if getattr(config, "_attn_implementation", None) == "sdpa" else "eager",
         quantization=quantization,

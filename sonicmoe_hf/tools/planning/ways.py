@@ -62,7 +62,9 @@ class Way:
         linear = " linear too" if training.linear != "bf16" else ""
         optimizer = ", 8-bit Adam" if training.optimizer == "adam8bit" else ""
         rank = "" if training.full or training.r == Training.r else f", r={training.r}"
-        host = "" if training.experts_memory is None else ", experts in host memory"
+        host = (
+            "" if training.experts_memory is None else f", {self.memory.host / GIB:.0f} GiB of experts in host memory"
+        )
         return f"{what[training.method]}{linear}{optimizer}{rank}{host}, {training.parallel}"
 
     @property
@@ -113,7 +115,7 @@ def ways_of(
             if sizes.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=ATTENTION_WITH_SINKS)
             planned.append(_way(sizes, training, gpu_memory))
-    packed = [way for way in planned if way.training.method == "qlora" and way.training.gpus == 1]
+    packed = [way for way in planned if way.training.method == "qlora"]
     if not any(way.fits for way in packed):
         by_example = [way.training for way in packed if _is_of_qlora_example(way.training)]
         planned += [_from_host_memory(sizes, training, gpu_memory) for training in by_example]
@@ -129,12 +131,17 @@ def _way(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
 
 
 def _from_host_memory(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
-    """Plan the way with as many GiB of experts on the GPU as fit there, and the others in host memory."""
-    alone = _way(sizes, replace(training, experts_memory=0), gpu_memory)
-    if not alone.fits:
-        return alone
-    left = int((gpu_memory - alone.needed) / GAPS)
-    return _way(sizes, replace(training, experts_memory=left * GIB), gpu_memory)
+    """Plan the way with as many GiB of experts on the GPU as fit there, and the others in host memory, of which several
+    ranks share one copy. What takes less comes where the way does not fit without: packed linear layers, 8-bit Adam."""
+    training = replace(training, parallel="one GPU" if training.gpus == 1 else "DDP", experts_memory=0)
+    linear = "nf4" if training.experts == "nf4" and not sizes.is_packed else training.linear
+    smaller = replace(training, linear=linear)
+    for each in (training, smaller, replace(smaller, optimizer="adam8bit")):
+        alone = _way(sizes, each, gpu_memory)
+        if alone.fits:
+            left = int((gpu_memory - alone.needed) / GAPS)
+            return _way(sizes, replace(each, experts_memory=left * GIB), gpu_memory)
+    return alone
 
 
 def _is_of_qlora_example(training: Training) -> bool:
@@ -241,7 +248,7 @@ def _command(sizes: ModelSizes, training: Training) -> str:
     model, gpus = f"--model {shlex.quote(sizes.name)}", training.gpus
     launcher = "python" if training.parallel == "one GPU" else f"torchrun --nproc-per-node {gpus}"
     options = []
-    if training.optimizer == "adam8bit":
+    if training.full and training.optimizer == "adam8bit":
         script = "full_finetune_one_gpu"
         launcher = f"CUDA_VISIBLE_DEVICES=0 {launcher}" if gpus > 1 else launcher
     elif training.full and training.splits_experts:
@@ -251,6 +258,9 @@ def _command(sizes: ModelSizes, training: Training) -> str:
         model += f" --experts-quantization {training.experts}" if not sizes.is_packed else ""
         if training.experts_memory is not None:
             options = [f"--experts-memory {training.experts_memory // GIB}GiB"]
+        options += ["--replicate"] * (training.parallel == "DDP")
+        options += ["--linear-nf4"] * (training.linear == "nf4" and sizes.quantization is not None)
+        options += ["--optim adamw_8bit"] * (training.optimizer == "adam8bit")
     else:
         script, options = "finetune", _of_finetune(sizes, training)
         if training.parallel == "FSDP2":
