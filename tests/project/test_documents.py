@@ -104,7 +104,7 @@ def test_terminal_sessions_of_the_documents_are_what_the_commands_print(session,
 def test_every_command_that_ends_in_a_moment_has_a_terminal_session():
     shown = {session.command.split()[1] for session in sessions()}
     (choices,) = [action.choices for action in build_parser()._subparsers._group_actions]
-    assert set(choices) - shown == {"demo", "warmup"}, "which train and compile for minutes"
+    assert set(choices) - shown == {"demo", "warmup", "example"}, "which train and compile for minutes, or list files"
 
 
 def test_the_readme_is_short_and_opens_with_the_two_commands_that_try_it():
