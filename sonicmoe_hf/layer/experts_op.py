@@ -12,7 +12,6 @@ then gathers x again, beside the first products, and sends the gradient of x bes
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -22,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from ..kernels.interface import Activation, PackedOperand, Rows
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from ..kernels.tape import Taped, leaves_of
-from . import backends, pieces, torch_op
-from .fetching import STREAMED, fetched
+from . import backends, expanded, pieces, torch_op
+from .fetching import on_device
 from .projection import Projection, pack, padded_rank
 
 WHAT = "moe_experts"
@@ -47,6 +46,7 @@ class Options(NamedTuple):
     interleaved: bool
     backend: str
     fp8: bool = False
+    keeps_expanded: bool = False  # expanded.may_keep
     piece: int = 0  # the tokens of a piece, where a layer is cut (pieces.py)
 
 
@@ -105,7 +105,7 @@ class _Layer:
     def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
         self.kernels = backends.load(options.backend)
         self.inputs, self.rows, self.dtype = inputs, rows, dtype
-        self.activation, self.transposed, self.interleaved, _, self.fp8, _ = options
+        self.activation, self.transposed, self.interleaved, _, self.fp8, *_ = options
         self.scaled_a: ScaledRows | None = None
         self.scaled_dh: ScaledRows | None = None
         projections = inputs.gate_up, inputs.down
@@ -232,27 +232,13 @@ class _Layer:
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
     """Compute [out_TH], and after it what `flags` name."""
     assert inputs.x is not None
-    compute = _forward if options.backend == "eager" else _FORWARD_TAPES
-    with _on_device(inputs, rows, options, inputs.x.dtype) as inputs:
-        arguments = [inputs, options, flags, rows]
-        return pieces.forward(compute, *arguments) if options.piece else compute(arguments)
-
-
-def _on_device(
-    inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype
-) -> contextlib.AbstractContextManager[Inputs]:
-    """Give, inside `with`, the inputs that the backend's kernels read, with weights in this dtype."""
-    # eager products are PyTorch's; kernels know no autocast, and the switch takes time
-    is_cast = options.backend == "eager" and torch.is_autocast_enabled(inputs.weight.device.type)
-    if is_cast or STREAMED:
-        return _without_autocast(inputs, rows, options, dtype)
-    return contextlib.nullcontext(inputs)
-
-
-@contextlib.contextmanager
-def _without_autocast(inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
-    with torch.autocast(inputs.weight.device.type, enabled=False), fetched(inputs, rows, options, dtype) as inputs:
-        yield inputs
+    compute, dtype = _forward if options.backend == "eager" else _FORWARD_TAPES, inputs.x.dtype
+    with on_device(inputs, rows, options, dtype) as inputs:
+        weights = expanded.expand(inputs, rows, options, dtype, ("gate_up", "down"))
+        arguments = [expanded.use(dict(weights), inputs, options.transposed), options, flags, rows]
+        out, *saved = pieces.forward(compute, *arguments) if options.piece else compute(arguments)
+        expanded.keep(weights, saved)
+        return [out, *saved]
 
 
 def _forward(arguments: list[Any]) -> list[torch.Tensor]:
@@ -301,11 +287,14 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
     """
     dout, saved, inputs, rows, options, needs, exchange = arguments
     arguments.clear()
-    given = [dout.contiguous(), *saved]
+    given, dtype = [dout.contiguous(), *saved], dout.dtype
+    weights = expanded.take(saved)
     del dout, saved
     compute = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
-    with _on_device(inputs, rows, options, given[0].dtype) as inputs:
-        given += inputs, options, tuple(needs), rows
+    with on_device(inputs, rows, options, dtype) as inputs:
+        if given[1] is None:  # h, for which gate_up is used too
+            weights = weights or expanded.expand(inputs, rows, options, dtype, ("gate_up",))
+        given += expanded.use(weights, inputs, options.transposed), options, tuple(needs), rows
         if exchange is not None:
             return _exchanged_backward(compute, given, exchange)
         return pieces.backward(compute, *given) if options.piece else compute(given)
@@ -340,6 +329,9 @@ def _backward_of(
     layer = _Layer(inputs, rows, options, dout.dtype)
     kernels = layer.kernels
     dw, down, dh, a, u = _down_backward(layer, need, dout, saved)
+    if not need.down.weight:  # not used again, and it may be an expanded one
+        inputs = layer.inputs = inputs._replace(down=inputs.down._replace(weight=None))
+        layer.down = inputs.down
     dx, du, gate_up = _up_backward(layer, need, dh, u, dout.shape[0])
     sent = None if dx is None or send_dx is None else send_dx(dx)
     if need.gate_up.a:

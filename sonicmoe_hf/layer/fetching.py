@@ -40,6 +40,21 @@ class StreamedLayer(Protocol):
 STREAMED: weakref.WeakValueDictionary[int, StreamedLayer] = weakref.WeakValueDictionary()
 
 
+def on_device(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Give, inside `with`, the op's inputs as the backend's kernels read them, with weights in this dtype."""
+    # eager products are PyTorch's; kernels know no autocast, and the switch takes time
+    is_cast = options.backend == "eager" and torch.is_autocast_enabled(inputs.weight.device.type)
+    if is_cast or STREAMED:
+        return _without_autocast(inputs, rows, options, dtype)
+    return contextlib.nullcontext(inputs)
+
+
+@contextlib.contextmanager
+def _without_autocast(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype):
+    with torch.autocast(inputs.weight.device.type, enabled=False), fetched(inputs, rows, options, dtype) as inputs:
+        yield inputs
+
+
 def fetched(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Give the op's inputs with weights that kernels of the device read inside `with`, dense ones in `dtype`; the
     inputs themselves where none are in host memory."""

@@ -8,7 +8,7 @@ import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
 from ..kernels.packed import FORMATS, ORDERS, Quantized
-from . import backends
+from . import backends, expanded
 from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
 from .experts_op import Inputs, Options, SaveFlags, run
@@ -86,11 +86,11 @@ def _run(
 ) -> torch.Tensor:
     """Compute `moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
-    pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the fields of
-    Options. sizes: T, of the routing, and E. exchange: the routing's.
+    pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the first
+    fields of Options. sizes: T, of the routing, and E. exchange: the routing's.
     """
     expert_index, token_index, weight, sentinels = pairs
-    options = Options(*options)
+    options = Options(*options, expanded.may_keep())
     if rows is None:
         piece = tokens_of_piece(sizes[0], expert_index.numel()) if token_index is None and exchange is None else 0
         rows = dispatch(expert_index, *sizes, token_index, sentinels=sentinels, backend=options.backend, piece=piece)

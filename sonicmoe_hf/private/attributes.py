@@ -17,5 +17,8 @@ HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook 
 # modules that hold packed weights
 HAS_STORED_NAMES = "_sonicmoe_hf_has_stored_names"  # True: state dicts have the hooks that name what is stored
 
+# storages of tensors
+EXPANDED = "_sonicmoe_hf_expanded"  # the packed weights that a recomputation expanded, for backward
+
 # PEFT
 HAS_AVERAGED_ADAPTERS = "_sonicmoe_hf_has_averaged_adapters"  # True, of a model: ranks average adapters' gradients

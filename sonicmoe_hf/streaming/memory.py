@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.packed import FORMATS
+from ..layer.expanded import free_on_card
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 AUTO = "auto"
@@ -63,9 +64,8 @@ def on_the_card(device: torch.device, others: int, largest: int) -> int:
     that are not there yet, two buffers of the `largest` layer, and LEFT_FREE. Raises ValueError on a CPU."""
     if device.type != "cuda":
         raise ValueError(f'experts_memory="auto" fits a GPU, but the model is on {device}; give bytes, such as "8GiB"')
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, free + cached - others - 2 * largest - int(LEFT_FREE * total))
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(0, free_on_card(device) - others - 2 * largest - int(LEFT_FREE * total))
 
 
 def free_on_host() -> int | None:

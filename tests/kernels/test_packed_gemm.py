@@ -6,15 +6,18 @@ Tolerances: fp32 sums in another order as in test_triton.py; in bf16 on a GPU, o
 
 import re
 import struct
+from functools import partial
 
 import pytest
 import torch
+from helpers import tapes
 from helpers.marks import rest_pinned, rest_slow
 from kernel_helpers import errors, relative_error
 from moe_problems import AdaptedLayer, adapter, layer, packed_adapter, poisoned, routing_ids
+from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels import eager, tape
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand, is_gated
 from sonicmoe_hf.kernels.packed import FORMATS, Quantized, nf4
@@ -144,6 +147,34 @@ def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(device
         expected = moe_experts(x, gate_up.dequantize(), down.dequantize(), routing, backend="eager")
         assert relative_error(found, expected) <= 2 * TOLERANCE[dtype]
         expanded.clear()
+
+
+def test_a_recomputed_layers_weights_are_expanded_for_its_backward_too(device, monkeypatch):
+    """With launches that are recorded, from the first call on."""
+    E, H, I, tokens = 2, 64, 64, 3
+    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
+    monkeypatch.setattr(tape, "RECORDED_CALL", 1)
+    tapes.forget()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = {"nf4": (E, 2 * I, H), "mxfp4": (E, H, I)}
+    packed = [PackedWeight.quantize((torch.randn(s, device=device) / 8).to(dtype), f) for f, s in shapes.items()]
+    x = torch.randn(tokens, H, device=device, dtype=dtype, requires_grad=True)
+    routing = torch.randint(E, (tokens, 1), device=device), torch.ones(tokens, 1, device=device)
+    expanded, dequantize = [], kernels.dequantize
+    monkeypatch.setattr(kernels, "dequantize", lambda *args: expanded.append(1) or dequantize(*args))
+
+    def gradient(run):
+        expanded.clear()
+        out = run(lambda x: moe_experts(x, *packed, routing, backend="triton"), x)
+        return torch.autograd.grad(out.float().square().sum(), x)[0]
+
+    expected = gradient(lambda layer, x: layer(x))
+    assert len(expanded) == 4
+    # forward and its own launches are on tapes by now, then those of the layer computed again
+    for times in (2, 2):
+        assert torch.equal(gradient(partial(checkpoint, use_reentrant=False)), expected)
+        assert len(expanded) == times
+    tapes.forget()
 
 
 def bf16_of(bits):

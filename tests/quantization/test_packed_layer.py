@@ -1,6 +1,9 @@
 """moe_experts over packed weights: what it computes from the dequantized ones, to the bit, and what it keeps."""
 
+import gc
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.layer import expanded
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank
 from sonicmoe_hf.layer.packed_weight import as_parameter
@@ -33,10 +37,10 @@ def inputs(dtype=torch.float32):
     return [tensor.requires_grad_() for tensor in tensors], torch.randint(0, E - 1, (T, K))  # one expert has no rows
 
 
-def out_and_gradients(gate_up, down, leaves, index, **options):
+def experts(gate_up, down, leaves, index, **options):
     x, weights, a1, b1, a2, b2 = leaves
     biases = torch.linspace(-1, 1, E * 2 * I).view(E, 2 * I), torch.linspace(-1, 1, E * H).view(E, H)
-    out = moe_experts(
+    return moe_experts(
         x,
         gate_up,
         down,
@@ -47,6 +51,10 @@ def out_and_gradients(gate_up, down, leaves, index, **options):
         down_adapter=LowRank(a2, b2, 0.5),
         **options,
     )
+
+
+def out_and_gradients(gate_up, down, leaves, index, **options):
+    out = experts(gate_up, down, leaves, index, **options)
     return dict(zip(("out", *NAMES), (out, *torch.autograd.grad(out.float().square().sum(), leaves))))
 
 
@@ -107,26 +115,107 @@ def test_it_computes_in_the_packed_weights_dtype_or_autocasts():
     assert_same(autocast, found)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_no_expanded_weight_outlives_its_product(name, monkeypatch):
-    gate_up, down = packed_weights(name, "concatenated")
-    leaves, index = inputs()
+@pytest.fixture
+def expansions(monkeypatch):
+    """Count the expanded weights that are alive: now, and (counts) as each was made."""
     alive, counts = [], []
 
-    def dequantize(*args):
+    def counted(dequantize, *args):
         counts.append(sum(reference() is not None for reference in alive))
-        weight = original(*args)
+        weight = dequantize(*args)
         alive.append(weakref.ref(weight))
         return weight
 
-    original = eager.dequantize
-    monkeypatch.setattr(eager, "dequantize", dequantize)
+    monkeypatch.setattr(eager, "dequantize", partial(counted, eager.dequantize))
+    return SimpleNamespace(
+        counts=counts, alive=lambda: sum(reference() is not None for reference in alive), clear=counts.clear
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_expanded_weight_outlives_its_product(name, expansions):
+    gate_up, down = packed_weights(name, "concatenated")
+    leaves, index = inputs()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel() * t.itemsize) or t, lambda t: t):
         out_and_gradients(gate_up, down, leaves, index)
-    assert counts == [0, 0, 0, 0]  # gate_up and down, forward and backward
-    assert all(reference() is None for reference in alive)
+    assert expansions.counts == [0, 0, 0, 0]  # gate_up and down, forward and backward
+    assert not expansions.alive()
     assert max(saved) <= gate_up.codes.nbytes
+
+
+def taken_gradients(leaves):
+    gradients = dict(zip(NAMES, [leaf.grad for leaf in leaves]))
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
+
+
+CHECKPOINTED = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("save", ["preactivation", "input"])
+@pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
+def test_a_step_expands_each_weight_twice_with_checkpointing_too(save, layout, expansions, monkeypatch):
+    """Once in forward, once where backward computes the layer again: what is expanded there stays until its backward has
+    used it, unless the card is too full."""
+    (gate_up, down), (leaves, index) = packed_weights("nf4", layout), inputs()
+
+    def gradients(run):
+        expansions.clear()
+
+        def layer(*leaves):
+            return experts(gate_up, down, leaves, index, layout=layout, save=save).sin()
+
+        run(layer, *leaves).sum().backward()
+        return taken_gradients(leaves), len(expansions.counts)
+
+    expected, times = gradients(lambda layer, *leaves: layer(*leaves))
+    assert times == 4
+    for run in CHECKPOINTED.values():
+        found, times = gradients(run)
+        assert_same(found, expected)
+        assert times == 4 and not expansions.alive()
+    monkeypatch.setattr(expanded, "free_on_card", lambda device: 0)
+    found, times = gradients(run)
+    assert_same(found, expected)
+    assert times == 6 + (save == "input")
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.saved_tensors
+        ctx.note()
+        raise RuntimeError("between recomputation and backward")
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTED)
+def test_kept_weights_go_with_what_was_saved_where_backward_fails_and_are_expanded_again_in_another(kind, expansions):
+    (gate_up, down), (leaves, index) = packed_weights("nf4", "concatenated"), inputs()
+    noted = []
+
+    def layer(*leaves):
+        return Fails.apply(experts(gate_up, down, leaves, index), lambda: noted.append(expansions.alive()))
+
+    with pytest.raises(RuntimeError, match="between recomputation and backward"):
+        CHECKPOINTED[kind](layer, *leaves).sum().backward()
+    gc.collect()
+    assert noted == [2] and not expansions.alive()
+    expansions.clear()
+    out = CHECKPOINTED[kind](lambda *leaves: experts(gate_up, down, leaves, index).sin(), *leaves).sum()
+    first, second = (out.backward(retain_graph=True) or taken_gradients(leaves) for _ in range(2))
+    assert_same(first, second)
+    assert len(expansions.counts) == 6 and not expansions.alive()
 
 
 class Layer(nn.Module):
@@ -140,7 +229,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_compiled_and_checkpointed_it_stays_the_same(name):
+def test_compiled_and_checkpointed_it_stays_the_same(name, expansions):
     module, (leaves, index) = Layer(name), inputs()
     x, weights = leaves[:2]
 
@@ -148,10 +237,16 @@ def test_compiled_and_checkpointed_it_stays_the_same(name):
         out = function(x, index, weights)
         return dict(zip(("out", "x", "w"), (out, *torch.autograd.grad(out.square().sum(), (x, weights)))))
 
+    def recomputed(*args):
+        return checkpoint(module, *args, use_reentrant=False)
+
     expected = run(module)
     torch._dynamo.reset()
-    assert_same(run(torch.compile(module, backend="aot_eager", fullgraph=True)), expected)
-    assert_same(run(lambda *args: checkpoint(module, *args, use_reentrant=False)), expected)
+    options = {"backend": "aot_eager", "fullgraph": True}
+    for function in (torch.compile(module, **options), recomputed, torch.compile(recomputed, **options)):
+        expansions.clear()
+        assert_same(run(function), expected)
+        assert len(expansions.counts) == 4 and not expansions.alive()
 
 
 def test_a_layout_that_contradicts_the_packing_is_refused():

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -323,9 +324,10 @@ def test_what_the_host_has_free_is_the_least_of_system_and_containers(tmp_path, 
 
 def test_auto_leaves_a_part_of_the_card(monkeypatch):
     total, free, reserved, allocated = 24 * 2**30, 20 * 2**30, 3 * 2**30, 2**30
+    stats = {"reserved_bytes": {"all": {"current": reserved}}, "allocated_bytes": {"all": {"current": allocated}}}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
     given = memory.on_the_card(torch.device("cuda", 0), others=4 * 2**30, largest=2**30)
     assert given == (20 + 2 - 4 - 2 - 6) * 2**30
 

@@ -1,0 +1,80 @@
+"""Packed weights that a layer expands while gradient checkpointing computes it again, kept for the backward that
+follows: a step expands each weight twice, not three times.
+
+They are an attribute of the storage of what is saved for backward. torch keeps it for as long as the memory, whichever
+tensor has that, so backward finds it there; and where none comes (after an error, in a checkpoint inside another), it
+goes with what was saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.interface import Rows
+from ..kernels.packed import FORMATS, Quantized
+from ..private.attributes import EXPANDED
+from ..private.torch import current_graph_task_id
+from . import backends
+
+Weights = dict[str, torch.Tensor]  # [E, out, in], by "gate_up" and "down"
+# times h and y: what the rest of the layer's backward may take beside the weights. The experts' own tensors are 2.5 of
+# it, if they were all there at once; attention, gradients and fragments have the others.
+FREE_ROWS = 6
+
+
+def may_keep() -> bool:
+    """Tell whether memory outlives the call that it is allocated in: not where torch.compile makes CUDA graphs."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is None or not config.triton.cudagraphs
+
+
+def expand(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype, names: Sequence[str]) -> Weights:
+    """Expand those of a layer's weights that are packed, if this is a part of backward, and they may stay until it has
+    used them."""
+    if current_graph_task_id() < 0 or options.fp8 or options.piece or not options.keeps_expanded:
+        return {}
+    if inputs.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return {}  # nothing may be asked of the device
+    kernels = backends.load(options.backend)
+    packed = {name: projection for name in names if (projection := getattr(inputs, name)).format}
+    packed = {name: each for name, each in packed.items() if not kernels.reads_packed(each.format, dtype, rows)}
+    shapes = [FORMATS[each.format].shape(Quantized(*each[:3])) for each in packed.values()]
+    elements = sum(size_out * (num * size_in + FREE_ROWS * rows.token.numel()) for num, size_out, size_in in shapes)
+    if not packed or free_on_card(inputs.weight.device) < dtype.itemsize * elements:
+        return {}
+    return {name: kernels.dequantize(*each[:4], dtype, rows) for name, each in packed.items()}
+
+
+def free_on_card(device: torch.device) -> int:
+    """Count the bytes of a GPU that tensors can still take; a CPU has room."""
+    if device.type != "cuda":
+        return sys.maxsize
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    cached = stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def keep(weights: Weights, saved: Sequence[torch.Tensor]) -> None:
+    """Keep the weights for as long as the first of the tensors that are saved for backward."""
+    if weights and saved:
+        vars(saved[0].untyped_storage())[EXPANDED] = weights
+
+
+def take(saved: Sequence[torch.Tensor | None]) -> Weights:
+    """Take the weights that were kept with what was saved."""
+    first = next((tensor for tensor in saved if tensor is not None), None)
+    return {} if first is None else vars(first.untyped_storage()).pop(EXPANDED, {})
+
+
+def use(weights: Weights, inputs: Any, transposed: bool) -> Any:
+    """Put the weights, which are taken out of `weights`, into the places of the packed ones."""
+    while weights:
+        name, weight = weights.popitem()
+        dense = weight.transpose(1, 2) if transposed else weight
+        expanded = getattr(inputs, name)._replace(weight=dense, scales=None, state=None, format="")
+        inputs = inputs._replace(**{name: expanded})
+    return inputs
