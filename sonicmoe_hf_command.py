@@ -10,6 +10,7 @@ COMMANDS = {  # functions of sonicmoe_hf.tools.cli by these names, and their lin
     "plan": "which ways of training a model fit on which GPUs, and the command of each",
     "convert": "convert a checkpoint to the native layout, or back to the hub's",
     "merge": "add a LoRA adapter to the weights of its model, for engines that load no adapters of experts",
+    "check": "whether an adapter does what was trained: merged, converted, or on a running server",
     "run": "run a program (trl sft ..., script.py, -m module) with every model that it builds patched",
     "example": "print an example, to run and to change; without a name, list them",
 }

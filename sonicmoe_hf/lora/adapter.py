@@ -79,6 +79,15 @@ class Adapter(NamedTuple):
         return cls(config.entries, LazyMapping(reader.factors()), LazyMapping(reader.replaced))
 
 
+def is_in_pefts_form(folder: Path, model: PreTrainedModel) -> bool:
+    """Tell whether PEFT itself loads the adapter in `folder` into `model`, each factor in its place. Raises as
+    `Adapter.read`."""
+    reader = _Reader(folder / ADAPTER_WEIGHTS, AdapterConfig(folder), model)
+    as_named = all(name == f"{PREFIX}{key}" for key, name in reader.stored.items())
+    in_layout = reader.trained.is_native == any(map(is_native, reader.trained.experts.values()))
+    return as_named and in_layout and not any(each.part or reader.is_grouped_by_expert(each) for each in reader.sides)
+
+
 class _Reader:
     """The tensors of a file by the weights of the model that they are for."""
 
@@ -229,9 +238,7 @@ class _Reader:
         if adapted.part is not None:
             return self._read_single_experts(module, num_experts, parts)._replace(is_transposed=is_transposed)
         a, b, scale, _ = self._read_pair(adapted)
-        # Unsloth tells families apart by the folder that has the class of their experts
-        family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
-        if self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family):
+        if self.is_grouped_by_expert(adapted):
             b = b.unflatten(1, (num_experts, -1)).transpose(0, 1)
         a, b = by_expert(a, b, num_experts)
         factors = Factors(a, b, scale, is_transposed)
@@ -239,6 +246,13 @@ class _Reader:
         if is_first and is_native(module) != self.trained.is_native and not self.hub_is_interleaved:
             return interchanged(factors, interleaved=self.trained.is_native)
         return factors
+
+    def is_grouped_by_expert(self, adapted: Adapted) -> bool:
+        """Tell whether lora_B's columns stand expert by expert. Raises CheckpointError where neither is known."""
+        module = self.trained.modules[adapted.module]
+        # Unsloth tells families apart by the folder that has the class of their experts
+        family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
+        return self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family)
 
     def _read_single_experts(self, module: nn.Module, num_experts: int, parts: list[Adapted]) -> Factors:
         factors: dict[str | None, Factors] = {}

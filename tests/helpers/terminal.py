@@ -61,7 +61,13 @@ def make_folders(folder: Path) -> None:
     make_model(folder / "small-qwen3-moe")
     write_rows(folder / "texts", [{"text": text} for text in texts()])
     model = make_model(folder / "qwen3-moe-26m", torch.bfloat16, **LARGER)
-    get_peft_model(model, sonicmoe_hf.lora_config(model, 8, init_lora_weights=False)).save_pretrained(folder / "lora")
+    adapted = get_peft_model(model, sonicmoe_hf.lora_config(model, 8, init_lora_weights=False))
+    adapted.save_pretrained(folder / "lora")
+    sonicmoe_hf.convert_adapter(folder / "lora", folder / "lora-vllm", "vllm", trained_on=folder / "qwen3-moe-26m")
+    for name, parameter in adapted.named_parameters():
+        parameter.data *= ".experts." not in name or "lora_B" not in name
+    adapted.merge_and_unload().save_pretrained(folder / "merged-elsewhere")  # by what knows no experts
+    (folder / "notes.txt").write_text("\n".join(texts()))
 
 
 def output_of(command: str) -> str:

@@ -15,11 +15,13 @@ from sonicmoe_hf.tools.demo.corpus import train_tokenizer
 SENTENCE = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all"
 
 
-def word_tokenizer():
-    """Make a tokenizer of the words w0 (padding), w1, w2 (the end), ..., each a token of its number."""
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
+def word_tokenizer(word="w{}"):
+    """Make a tokenizer of the words w0 (padding), w1, w2 (the end), ..., each a token of its number. It finds special tokens
+    in longer words, the end in w21; not where `word` has an end of its own."""
+    words = Tokenizer(WordLevel({word.format(i): i for i in range(VOCABULARY)}, unk_token=word.format(3)))
     words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w3")
+    pad, end, unknown = map(word.format, (0, 2, 3))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=end, unk_token=unknown)
 
 
 def sentence_tokenizer():

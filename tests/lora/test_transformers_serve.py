@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sonicmoe_hf import merge_adapter
 from sonicmoe_hf.tools.autopatch.program import _environment
 from sonicmoe_hf.tools.autopatch.settings import RunSettings
+from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.slow
 if not all(map(find_spec, ("fastapi", "uvicorn", "openai"))):
@@ -39,7 +40,8 @@ def load_and_tell(*arguments, **options):
 ModelManager._load_model = load_and_tell
 app()
 """
-PROMPT, TOKENS, SECONDS = "w5 w9 w33 w7", 12, 240
+WORD, TOKENS, SECONDS = "<{}>", 12, 240
+PROMPT = "<5> <9> <33> <7>"
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}
 
 
@@ -92,7 +94,7 @@ def folders(tmp_path_factory):
     FP8."""
     folder = tmp_path_factory.mktemp("served")
     make(folder / "base", "qwen3_moe", dtype=torch.float32, **WHOLE_BLOCKS)
-    word_tokenizer().save_pretrained(folder / "base")
+    word_tokenizer(WORD).save_pretrained(folder / "base")
     adapt(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter", target_modules=["o_proj"])
     merge_adapter(folder / "base", folder / "adapter", folder / "merged")
     merge_adapter(folder / "base", folder / "adapter", folder / "fp8", quantize="fp8")
@@ -108,14 +110,27 @@ def generated(folder):
     return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_a_server_answers_with_what_the_merged_model_generates(folders, tmp_path):
+def test_a_server_answers_with_what_the_merged_model_generates(folders, tmp_path, capsys):
     log, replies = tmp_path / "log", {}
     with served(log) as port:
         for name in ("merged", "fp8"):
             body = {"model": str(folders / name), "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
             replies[name] = answer(port, "/v1/completions", body)
+        text = tmp_path / "text"
+        text.write_text(" ".join(WORD.format(4 + 7 * i % 60) for i in range(400)))
+        server = ["--server", f"http://127.0.0.1:{port}", "--text", str(text)]
+        for name, kind in (("merged", "applied"), ("base", "not applied")):
+            command = [
+                "check",
+                *(str(folders / each) for each in ("base", "adapter")),
+                *server,
+                "--model",
+                str(folders / name),
+            ]
+            assert main([*command, "--json"]) == (name == "base")
+            assert json.loads(capsys.readouterr().out)["places"][0]["kind"] == kind
     for name, reply in replies.items():
         expected = generated(folders / name)
         assert len(expected.split()) > 4 and reply["choices"][0]["text"].split() == expected.split()
         assert expected != generated(folders / "base"), "the adapter does something"
-    assert log.read_text().count("patched: True") == len(replies)
+    assert log.read_text().count("patched: True") == len(replies) + 1  # the base

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from sonicmoe_hf_command import top_level
 
 from ... import __version__
+from .check import check
 from .checkpoints import convert, merge
 from .demo import demo
 from .doctor import doctor
@@ -20,7 +21,7 @@ from .plan import plan
 from .run import run, split_program
 from .warmup import warmup
 
-COMMANDS = (doctor, demo, warmup, plan, convert, merge, run, example)
+COMMANDS = (doctor, demo, warmup, plan, convert, merge, check, run, example)
 
 
 class _UsageError(Exception):

@@ -1,0 +1,83 @@
+"""Models as Transformers loads them, adapters on them as PEFT does, and the log-probabilities that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ...checkpoints.config_only import build_from_config
+from ...checkpoints.files import CONFIG_FILE, read_json
+from ...checkpoints.layouts import NATIVE_PREFIX
+from ...formats.declared import QUANT_METHOD
+from ...lora.adapter import is_in_pefts_form
+from ...lora.convert import convert_adapter
+from ...patching.loading import from_pretrained
+from ...private.transformers import auto_class_of
+from .texts import Text
+
+Scores = dict[Text, torch.Tensor]  # [2, tokens] on the CPU: log p, and log p less that of the likeliest token
+
+
+class Loading(NamedTuple):
+    """How models are loaded. dtype: a name, or "auto" for the checkpoint's. experts_memory, experts_quantization: as
+    sonicmoe_hf.from_pretrained takes them; without either, Transformers and PEFT compute."""
+
+    dtype: str = "auto"
+    experts_memory: str | None = None
+    experts_quantization: str | None = None
+
+    def model(self, folder: Path) -> PreTrainedModel:
+        """Load the model in `folder`, onto the GPUs where there are any."""
+        options: dict[str, Any] = {"dtype": self.dtype}
+        declared = read_json(folder / CONFIG_FILE).get("quantization_config") or {}
+        is_packed_here = declared.get("quant_method") == QUANT_METHOD
+        if torch.cuda.is_available() and self.experts_memory is None:
+            options["device_map"] = "auto"
+        if is_packed_here or self.experts_memory or self.experts_quantization:
+            options["experts_memory"] = self.experts_memory
+            return from_pretrained(folder, experts_quantization=self.experts_quantization, **options).eval()
+        auto_class = auto_class_of(AutoConfig.from_pretrained(folder)) or AutoModelForCausalLM
+        return auto_class.from_pretrained(folder, **options).eval()
+
+
+@torch.no_grad()
+def scores_of(model: Any, texts: Iterable[Text]) -> Scores:
+    """Compute the scores of the texts' tokens from each one's `start` on."""
+    by_length: dict[int, list[Text]] = {}
+    for text in texts:
+        by_length.setdefault(len(text.ids), []).append(text)
+    scores = {}
+    for alike in by_length.values():  # without padding
+        ids = torch.tensor([text.ids for text in alike], dtype=torch.int64, device=model.device)
+        for text, row, logits in zip(alike, ids, model(input_ids=ids, use_cache=False).logits):
+            expected = logits[text.start - 1 : -1].float().log_softmax(-1)
+            log_p = expected.gather(-1, row[text.start :, None].to(expected.device))[:, 0]
+            scores[text] = torch.stack((log_p, log_p - expected.amax(-1))).double().cpu()
+    return scores
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, base: Path, adapter: Path, temporary: Path) -> Iterator[Any]:
+    """Put an adapter of any form on the model inside the block, by PEFT.
+
+    base: the model's folder. temporary: where an adapter that PEFT would misread is written anew.
+
+    Raises:
+        CheckpointError: it cannot be read as an adapter of this model.
+    """
+    import peft
+
+    config = read_json(base / CONFIG_FILE)
+    if not is_in_pefts_form(adapter, build_from_config(config, base / CONFIG_FILE)):
+        layout = "native" if str(config["model_type"]).startswith(NATIVE_PREFIX) else "hub"
+        adapter = convert_adapter(adapter, temporary / f"adapter {id(adapter)}", layout, trained_on=base)
+    wrapped = peft.PeftModel.from_pretrained(model, adapter)
+    try:
+        yield wrapped.eval()
+    finally:
+        wrapped.unload()  # type: ignore[operator]

@@ -1,0 +1,125 @@
+"""Server: what a running OpenAI-compatible server says of texts, in the most telling of three forms that it has.
+
+vLLM and SGLang give log-probabilities of a prompt; vLLM's CPU worker has none under an adapter, but those of tokens that
+it generates. `transformers serve` gives its greedy answers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from .texts import LENGTH, Text
+
+SECONDS = 600  # for one answer
+GREEDY = {"max_tokens": LENGTH // 2, "temperature": 0}
+
+
+NOT_LISTED = (
+    "It does not list {model}, only: {listed}. Servers leave out adapters that they cannot load, such as those of ranks "
+    "above --max-lora-rank; their log says why"
+)
+
+
+class NoAnswer(CheckpointError):
+    """A server's refusal, in its words."""
+
+
+class Server:
+    """A running server. url: of its root, or of /v1. tokenizer: of its model."""
+
+    def __init__(self, url: str, tokenizer: Any):
+        self.url, self.tokenizer = url.rstrip("/").removesuffix("/v1"), tokenizer
+
+    def ask(self, path: str, body: dict | None = None) -> dict:
+        """Get the JSON at a path, or what it answers to `body`. Raises NoAnswer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/v1/{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(2000).decode(errors="replace").split())
+            raise NoAnswer(f"{request.full_url} answers {error.code}: {said}") from error
+        except (OSError, ValueError) as error:  # no connection, or no JSON
+            raise NoAnswer(f"{request.full_url} does not answer: {error}") from error
+
+    @cached_property
+    def models(self) -> dict[str, str | None]:
+        """The names that it lists, with that of the model that each is an adapter of; none where it has no list."""
+        try:
+            return {model["id"]: model.get("parent") for model in self.ask("models").get("data") or ()}
+        except NoAnswer:
+            return {}
+
+    def base_of(self, name: str) -> str | None:
+        """Find the model that the adapter `name` is on there; None where the server does not say, as of merged models."""
+        base, _, adapter = name.partition(":")  # SGLang's names
+        return self.models.get(name) or (base if adapter and base in self.models else None)
+
+    def observe(self, model: str, texts: list[Text]) -> tuple[list[Text], torch.Tensor | None]:
+        """Ask for the log-probabilities of texts' tokens, one after the other.
+
+        Returns:
+            The texts, or what the server made of their beginnings; and the log-probabilities [tokens] by `model`, or
+            None where each token is said to be the model's first choice.
+        Raises:
+            NoAnswer: it refuses all three forms, or has no such model.
+        """
+        refusals = []
+        for observe in (self._prompts, self._generated):
+            try:
+                answers = [observe(model, text) for text in texts]
+            except NoAnswer as error:
+                refusals.append(error)
+            else:
+                return [text for text, _ in answers], torch.cat([values for _, values in answers]).double()
+        try:
+            return [self._choices(model, text) for text in texts], None
+        except NoAnswer as error:
+            if model in self.models or not self.models:
+                raise refusals[0] from error
+            raise NoAnswer(
+                f"{refusals[0]}. {NOT_LISTED.format(model=model, listed=', '.join(self.models))}"
+            ) from error
+
+    def _choice(self, **body: Any) -> dict:
+        return self.ask("completions", body)["choices"][0]
+
+    def _prompts(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
+        """Ask for what the model expects of the text itself."""
+        choice = self._choice(model=model, prompt=text.ids, echo=True, logprobs=1, max_tokens=1, temperature=0)
+        return text, _values(choice, text)
+
+    def _generated(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
+        """Ask for an end of the text, and what the model expected of that."""
+        prompt = text.ids[: (len(text.ids) + 1) // 2]
+        choice = self._choice(model=model, prompt=prompt, logprobs=1, return_token_ids=True, **GREEDY)
+        generated = choice.get("token_ids") or ()
+        text = Text((*prompt, *generated), len(prompt))
+        return text, _values(choice, text._replace(start=0, ids=tuple(generated)))
+
+    def _choices(self, model: str, text: Text) -> Text:
+        """Ask for an end of the text, as text."""
+        prompt = self.tokenizer.decode(text.ids[: (len(text.ids) + 1) // 2], skip_special_tokens=True)
+        answer = self._choice(model=model, prompt=prompt, **GREEDY).get("text") or ""
+        first = self.tokenizer(prompt)["input_ids"]
+        # apart: some tokenizers take the space off where an answer begins, and put it there again
+        ids = (*first, *self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+        if len(ids) == len(first):
+            raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with nothing")
+        return Text(ids, max(1, len(first)))
+
+
+def _values(choice: dict, text: Text) -> torch.Tensor:
+    """Read the log-probabilities of the text's tokens. Raises NoAnswer where an answer has others, or none."""
+    values = ((choice.get("logprobs") or {}).get("token_logprobs") or [])[text.start : len(text.ids)]
+    if not values or len(values) != len(text.ids) - text.start or None in values:
+        raise NoAnswer("the server gives no log-probabilities of these tokens")
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

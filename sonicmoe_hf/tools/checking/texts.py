@@ -1,0 +1,41 @@
+"""Texts whose tokens' log-probabilities are compared."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import socketserver
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import CheckpointError
+
+LENGTH, NUM_TEXTS = 128, 8  # tokens of a text; texts
+DOCUMENTED = statistics, socketserver, argparse, copy  # whose documentation is the text, where none is given
+
+
+class Text(NamedTuple):
+    """Tokens, of which those from `start` on are compared, each by what is expected after those before it."""
+
+    ids: tuple[int, ...]
+    start: int = 1
+
+
+def texts_for(tokenizer: Any, file: str | None) -> list[Text]:
+    """Cut a file, or documentation of the standard library, into NUM_TEXTS texts of at most LENGTH tokens, which begin
+    as the tokenizer begins a text.
+
+    Raises:
+        CheckpointError: there are less than two tokens.
+    """
+    documents = [module.__doc__ or "" for module in DOCUMENTED] if file is None else []
+    written = "".join(documents) if file is None else Path(file).read_text(encoding="utf-8")
+    first = tokenizer("")["input_ids"]
+    ids = tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
+    size = LENGTH - len(first)
+    texts = [Text((*first, *ids[begin : begin + size])) for begin in range(0, len(ids), size)][:NUM_TEXTS]
+    texts = [text for text in texts if len(text.ids) > 1]
+    if not texts:
+        raise CheckpointError(f"{file or 'the text'} has less than two tokens, so there is nothing to compare")
+    return texts

@@ -1,0 +1,71 @@
+"""`sonicmoe-hf check`: whether an adapter does what was trained, wherever it went."""
+
+from __future__ import annotations
+
+import json
+
+from ..checking.check import Check, check_adapter
+from ..checking.models import Loading
+from .command import command, json_option, option
+
+
+@command(
+    option("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on"),
+    option("adapter", metavar="ADAPTER", help="folder or hub id of the adapter, as it was saved"),
+    option("folders", metavar="FOLDER", nargs="*", help="a merged checkpoint, or the adapter in another form"),
+    option("--server", metavar="URL", help="of a running server (vLLM, SGLang, transformers serve)"),
+    option("--model", default="", metavar="NAME", help="of the adapter, or of the merged model, on the server"),
+    option("--text", metavar="FILE", help="text like that it was trained on (default: documentation of Python)"),
+    option("--dtype", default="auto", help="to compute in (default: the checkpoint's)"),
+    option("--experts-memory", metavar="8GiB", help="of the GPU for experts, which live in host memory"),
+    option("--experts-quantization", metavar="FORMAT", help="in which the adapter was trained on BASE"),
+    json_option(),
+)
+def check(base: str, adapter: str, folders: list[str], as_json: bool, **options) -> int:
+    """Compute the log-probabilities of some text with BASE and with ADAPTER on it, by Transformers and PEFT, and say
+    whether each FOLDER and a server's model give the same: a merged checkpoint, or the adapter in the form of an engine.
+    Beside the verdict stand the mean differences of a token's log-probability, and how much of the adapter's change is
+    there. Exit code: 0 if the adapter is applied everywhere, 1 if it is not, 2 if something cannot be read.
+    """
+    from rich.console import Console
+
+    loading = Loading(*(options.pop(name) for name in Loading._fields))
+    with Console(stderr=True).status("reading the text") as status:
+        result = check_adapter(base, adapter, folders, **options, loading=loading, say=status.update)
+    if as_json:
+        places = [
+            {"place": place, **verdict._asdict(), "is_base": is_base} for place, verdict, is_base in result.places
+        ]
+        print(json.dumps({**result._asdict(), "places": places}, indent=2))
+    else:
+        _print(result)
+    return 0 if all(place.is_right for place in result.places) else 1
+
+
+def _print(result: Check) -> None:
+    """Print distances, shares and verdicts as a table, and the reasons below."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    parts = list(result.places[0].verdict.shares) if result.places else []
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for heading in ("to adapter", "to base", *parts):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    table.add_row("base", f"{result.change:.2g}", "0", *("0%" for _ in parts))
+    table.add_row("adapter", "0", f"{result.change:.2g}", *("100%" for _ in parts))
+    for place, verdict, _ in result.places:
+        shares = (f"{verdict.shares[part]:.0%}" for part in parts)
+        table.add_row(place, f"{verdict.from_adapter:.2g}", f"{verdict.from_base:.2g}", *shares, verdict.kind)
+    console.print(
+        f"mean differences of a token's log-probability over {result.tokens:,} tokens, and how much of the adapter's "
+        "change is there",
+        soft_wrap=True,
+    )
+    console.print(table)
+    for place, verdict, _ in result.places:
+        if verdict.reason:
+            console.print(f"{place}: {verdict.kind}: {verdict.reason}", soft_wrap=True)

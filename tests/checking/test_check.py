@@ -1,0 +1,165 @@
+"""`sonicmoe-hf check` tells where an adapter is applied, in part or not at all, of folders and of servers that lie."""
+
+import json
+import random
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.adapters import adapt
+from helpers.checkpoints import edit_tensors, make, tensors_in
+from helpers.completions import ADAPTER, Served, serving
+from helpers.marks import rest_pinned
+from helpers.served import edit
+from helpers.trl_trainers import word_tokenizer
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from sonicmoe_hf import convert_adapter, merge_adapter
+from sonicmoe_hf.tools.checking.hypotheses import layers_of
+from sonicmoe_hf.tools.cli.main import main
+
+WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}  # of FP8
+WORD = "<{}>"
+SIZE = 0.05  # of factors: the adapter changes log p of a token by some tenths
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Write a base with a tokenizer, an adapter on its experts and attention, and text of three parts."""
+    folder = tmp_path_factory.mktemp("check")
+    make(folder / "base", "deepseek_v3", dtype=torch.float32, **WHOLE_BLOCKS)
+    word_tokenizer(WORD).save_pretrained(folder / "base")
+    modules = ["q_a_proj", "kv_b_proj", "o_proj"]
+    adapt(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter", size=SIZE, target_modules=modules)
+    words = random.Random(0)
+    (folder / "text").write_text(" ".join(WORD.format(words.randint(4, 63)) for _ in range(380)))
+    return SimpleNamespace(base=folder / "base", adapter=folder / "adapter", text=folder / "text", folder=folder)
+
+
+def check(place, capsys, *arguments, adapter=None):
+    """Run the command; return its exit code, and what it says of each place as JSON."""
+    command = ["check", place.base, adapter or place.adapter, *arguments, "--text", place.text, "--json"]
+    code = main([str(argument) for argument in command])
+    captured = capsys.readouterr()
+    return code, (json.loads(captured.out).get("places") or captured.out)
+
+
+def check_server(place, capsys, served):
+    with serving(served) as url:
+        return check(place, capsys, "--server", url, "--model", ADAPTER)
+
+
+def tuned(place, change=None):
+    """Return the base with the adapter, in which `change` may write."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place.base), place.adapter).eval()
+    if change is not None:
+        with torch.no_grad():
+            for layer in layers_of(model):
+                change(layer)
+    return model
+
+
+def base_of(place):
+    return AutoModelForCausalLM.from_pretrained(place.base).eval()
+
+
+def zero(*targets):
+    return lambda layer: layer.target in targets and layer.b.zero_()
+
+
+def zero_half_of_the_experts(layer):
+    if layer.experts is not None:
+        layer.b[:, layer.b.new_tensor(range(layer.b.shape[1])) % layer.experts.num_experts < 4] = 0
+
+
+def test_folders_with_the_adapter_in_every_form(place, capsys):
+    folder = place.folder
+    merge_adapter(place.base, place.adapter, folder / "merged")
+    merge_adapter(place.base, place.adapter, folder / "fp8", quantize="fp8")
+    convert_adapter(place.adapter, folder / "native", "native")
+    code, places = check(place, capsys, folder / "merged", folder / "fp8", folder / "native", place.adapter)
+    assert code == 0 and {each["kind"] for each in places} == {"applied"}
+    assert all(each["from_adapter"] < 1e-6 for each in places if "fp8" not in each["place"])
+
+
+def _by_rank(layer):
+    if layer.experts is not None:
+        layer.b.copy_(layer.b.unflatten(1, (-1, layer.rank)).transpose(1, 2).flatten(1))
+
+
+def _rows_in_turn(layer):
+    if layer.is_gate_up:
+        layer.b.copy_(layer.b.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+
+
+LIES = {  # of a server's adapter: (change of its factors, the verdict, words of the reason)
+    "honest": (None, "applied", ""),
+    "none of it": (zero("q_a_proj", "kv_b_proj", "o_proj", "gate_up_proj", "down_proj"), "not applied", "the base"),
+    "no experts": (zero("gate_up_proj", "down_proj"), "applied in part", "without its experts: the engine takes no"),
+    "no attention": (zero("q_a_proj", "kv_b_proj", "o_proj"), "applied in part", "without what is beside its experts"),
+    "down alone": (zero("gate_up_proj"), "applied in part", "without gate_up_proj"),
+    "absorbed": (zero("kv_b_proj"), "applied in part", "without kv_b_proj: vLLM decodes without"),
+    "half of the experts": (zero_half_of_the_experts, "applied in part", "of the change (experts)"),
+    "columns": (_by_rank, "other", "order of columns"),
+    "rows": (_rows_in_turn, "other", "gate's and up's rows"),
+    "another": (lambda layer: layer.b.copy_(layer.b.flip(0)), "other", "another adapter, base or quantization"),
+}
+
+
+CASES = [("no experts", 0.05), ("honest", 0.05), ("absorbed", 0.05), *((lie, 0.0) for lie in LIES)]
+
+
+@pytest.mark.parametrize(("lie", "noise"), rest_pinned(CASES, 2))
+def test_servers_that_lie(lie, noise, place, capsys):
+    """With noise a token's log-probability is as far off as in bf16, of the base as of the adapter."""
+    change, kind, words = LIES[lie]
+    served = Served(base_of(place), tuned(place, change), word_tokenizer(WORD), noise=noise)
+    code, (base, adapter) = check_server(place, capsys, served)
+    assert (base["kind"], base["is_base"]) == ("not applied", True)
+    assert adapter["kind"] == kind and words in adapter["reason"] and code == (kind != "applied")
+
+
+@pytest.mark.parametrize("form", ["generated", "text"])
+@pytest.mark.parametrize("lie", ["honest", "no experts"])
+def test_servers_that_tell_what_they_generate_alone(form, lie, place, capsys):
+    """vLLM on a CPU gives no log-probabilities of a prompt under an adapter, `transformers serve` none at all."""
+    change, kind, words = LIES[lie]
+    served = Served(base_of(place), tuned(place, change), word_tokenizer(WORD), form)
+    code, (base, adapter) = check_server(place, capsys, served)
+    assert base["kind"] == "not applied"
+    assert adapter["kind"] == kind and words in adapter["reason"] and code == (kind != "applied")
+
+
+def test_a_server_whose_base_has_the_adapter_too(place, capsys):
+    code, (base, adapter) = check_server(place, capsys, Served(tuned(place), tuned(place), word_tokenizer(WORD)))
+    assert (base["kind"], adapter["kind"], code) == ("applied", "applied", 1)
+
+
+def test_a_server_without_the_adapter_names_the_limit_of_ranks(place, capsys):
+    served = Served(base_of(place), tuned(place), word_tokenizer(WORD), listed=False)
+    command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--model", ADAPTER]
+    with serving(served) as url:
+        assert main([*command, "--server", url]) == 2
+    said = capsys.readouterr().err
+    assert "does not list tuned, only: base." in said and "--max-lora-rank" in said
+
+
+def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, capsys, tmp_path):
+    """PEFT, and a server that takes the file as PEFT's, load it without a word and compute another adapter."""
+    adapter = shutil.copytree(place.adapter, tmp_path / "unsloth")
+    edit(adapter, auto_mapping={"unsloth_fixed": True})
+    merge_adapter(place.base, adapter, tmp_path / "merged")
+    merge_adapter(place.base, place.adapter, tmp_path / "by peft")
+    code, (merged, by_peft) = check(place, capsys, tmp_path / "merged", tmp_path / "by peft", adapter=adapter)
+    assert (merged["kind"], by_peft["kind"], code) == ("applied", "other", 1)
+    assert "--layout hub" in by_peft["reason"]
+
+
+def test_what_cannot_be_told_is_said(place, capsys, tmp_path):
+    adapter = shutil.copytree(place.adapter, tmp_path / "untrained")
+    tensors = tensors_in(adapter)
+    edit_tensors(adapter, {name: 0 * tensor for name, tensor in tensors.items() if "lora_B" in name})
+    code, (merged,) = check(place, capsys, place.base, adapter=adapter)
+    assert (merged["kind"], code) == ("other", 1) and "too little to tell" in merged["reason"]

@@ -1,0 +1,83 @@
+"""A server on this machine that answers as vLLM, SGLang and `transformers serve` do, with what models of the test compute."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+FORMS = ("prompts", "generated", "text")  # the most telling that it has, under an adapter
+ADAPTER = "tuned"
+
+
+class Served:
+    """A server's models. base, tuned: answer requests for them; form: of FORMS. noise: of every log-probability.
+
+    listed: whether the adapter is in the list of models."""
+
+    def __init__(self, base, tuned, words, form="prompts", noise=0.0, listed=True):
+        self.models, self.words, self.form, self.noise = {"base": base, ADAPTER: tuned}, words, form, noise
+        self.generator = torch.Generator().manual_seed(0)
+        self.listed = {"base": None, **({ADAPTER: "base"} if listed else {})}
+
+    def answer(self, path, body):
+        """Return (status, JSON) of a request."""
+        if path == "/v1/models":
+            return 200, {"data": [{"id": name, "parent": parent} for name, parent in self.listed.items()]}
+        if body["model"] not in self.listed:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        model, prompt = self.models[body["model"]], body["prompt"]
+        if isinstance(prompt, str) != (self.form == "text"):
+            return 400, {"detail": "prompt must be a string"}
+        if body.get("echo"):
+            if self.form != "prompts":
+                return 500, {"error": {"message": "no prompt_logprobs with LoRA"}}
+            values = self._log_probabilities(model, prompt)
+            return 200, {"choices": [{"logprobs": {"token_logprobs": [None, *values, -1.0]}}]}
+        ids = self.words(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        whole = model.generate(torch.tensor([ids]), max_new_tokens=body["max_tokens"], do_sample=False)[0].tolist()
+        choice = {"text": self.words.decode(whole[len(ids) :])}
+        if self.form == "generated":
+            values = self._log_probabilities(model, whole)[len(ids) - 1 :]
+            choice |= {"token_ids": whole[len(ids) :], "logprobs": {"token_logprobs": values}}
+        return 200, {"choices": [choice]}
+
+    @torch.no_grad()
+    def _log_probabilities(self, model, ids):
+        ids = torch.tensor(ids)
+        expected = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        return (expected + self.noise * torch.randn(expected.shape, generator=self.generator)).tolist()
+
+
+@contextmanager
+def serving(served):
+    """Serve inside the block; gives the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._reply(None)
+
+        def do_POST(self):
+            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _reply(self, body):
+            status, reply = served.answer(self.path, body)
+            data = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
