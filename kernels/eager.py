@@ -107,7 +107,7 @@ def dequantize(codes, scales, state, name, dtype, rows):
     return FORMATS[name].dequantize(Quantized(codes, scales, state), dtype, [expert for expert, _ in _spans(rows)])
 
 
-def reads_packed(format, dtype, rows):
+def reads_packed(format, dtype, rows, is_expanded=False):
     return False
 
 

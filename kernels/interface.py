@@ -148,9 +148,9 @@ class Backend(Protocol):
         """Expand a Quantized in the format `name` of packed/ to the weight [E, N, K], contiguous. The values of
         experts without rows are undefined."""
 
-    def reads_packed(self, format: str, dtype: torch.dtype, rows: Rows) -> bool:
-        """Tell whether up and down take weights as `PackedOperand`, and are faster with them than with what `dequantize`
-        gives."""
+    def reads_packed(self, format: str, dtype: torch.dtype, rows: Rows, is_expanded: bool = False) -> bool:
+        """Tell whether up and down take weights as `PackedOperand`, and are faster with them than `dequantize` with what
+        it gives; or than the latter alone, where the weights are expanded anyway."""
 
     def up(
         self,

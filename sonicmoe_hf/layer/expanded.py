@@ -41,7 +41,7 @@ def expand(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype, names: Seq
         return {}  # nothing may be asked of the device
     kernels = backends.load(options.backend)
     packed = {name: projection for name in names if (projection := getattr(inputs, name)).format}
-    packed = {name: each for name, each in packed.items() if not kernels.reads_packed(each.format, dtype, rows)}
+    packed = {name: each for name, each in packed.items() if not kernels.reads_packed(each.format, dtype, rows, True)}
     shapes = [FORMATS[each.format].shape(Quantized(*each[:3])) for each in packed.values()]
     elements = sum(size_out * (num * size_in + FREE_ROWS * rows.token.numel()) for num, size_out, size_in in shapes)
     if not packed or free_on_card(inputs.weight.device) < dtype.itemsize * elements:
