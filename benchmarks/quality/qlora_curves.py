@@ -33,10 +33,22 @@ LENGTH, BATCH, RANK, EVALUATIONS = 128, 16, 8, 12
 PIECE = 1 << 14  # characters of a --text that are held out together
 
 
-def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16, optimizer=None, max_norm=1.0):
+def train(
+    model,
+    rows,
+    steps,
+    learning_rate,
+    seed,
+    evaluate=None,
+    dtype=torch.bfloat16,
+    optimizer=None,
+    max_norm=1.0,
+    batch=BATCH,
+):
     """Train with a warm-up and a linear decay; returns {step: held-out loss}.
 
     Args:
+        batch: rows of a step.
         dtype: of the arithmetic, by autocast. optimizer: AdamW unless given. max_norm: of the clipped gradients.
     """
     device = model.device
@@ -49,7 +61,7 @@ def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bf
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     found = {} if evaluate is None else {0: evaluate(model)}
     for step in range(steps):
-        chosen = [rows[order[(step * BATCH + i) % len(rows)]]["input_ids"] for i in range(BATCH)]
+        chosen = [rows[order[(step * batch + i) % len(rows)]]["input_ids"] for i in range(batch)]
         ids = torch.stack(chosen).to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = model.train()(input_ids=ids, labels=ids).loss
