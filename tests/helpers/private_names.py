@@ -31,6 +31,8 @@ USED = {  # the name, or "place: what its source sets"
     "torch.nn.Module()._modules": "finding what PEFT, FSDP and checkpointing wrap",
     "torch.nn.Module()._parameters": "restoring experts from a Trainer's checkpoint in place",
     "torch.nn.Module()._compiled_call_impl": "finding what is compiled",
+    "torch.nn.Module()._call_impl": "calling a compiled layer without its compiled code",
+    "torch._inductor.list_mode_options": "layers as CUDA graphs",
     "torch._dynamo.eval_frame: _orig_mod": "the model inside torch.compile",
     "torch.nn.Module()._forward_hooks": "calling adapted experts without torch's look for hooks",
     "torch.nn.Module()._forward_pre_hooks": "the same",
