@@ -225,11 +225,13 @@ class SpreadLoad:
         return (x + self.noise[:num_tokens].view(x.shape)) / self.SIZE, *others
 
 
-def spread_load(model) -> None:
+def spread_load(model, num_tokens: int = 0) -> None:
     """Give the experts the rows that they have in a balanced model. With random weights they differ: of
     Qwen3-30B-A3B's 128 experts, 16 get 92 to 97% of the rows from the second layer on, and the busiest nearly every
-    token."""
+    token. num_tokens: of a call, for compiled code, which makes no noise."""
     hook = SpreadLoad()
+    if num_tokens:
+        hook.make(num_tokens, model.config.get_text_config().hidden_size, model.device, model.dtype)
     for layer in find_layers(model):
         layer.router.register_forward_pre_hook(hook)
 
@@ -277,14 +279,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def apply_settings(name: str, model, options: argparse.Namespace) -> None:
-    """Change the model as those of `add_settings` say that the options have."""
+def apply_settings(name: str, model, options: argparse.Namespace, num_tokens: int = 0) -> None:
+    """Change the model as those of `add_settings` say that the options have. num_tokens: see `spread_load`."""
     if getattr(options, "liger", False):
         apply_liger(name, model)
     if getattr(options, "liger_loss", False):
         use_fused_loss(model)
     if getattr(options, "spread_load", False):
-        spread_load(model)
+        spread_load(model, num_tokens)
 
 
 def settings_of(name: str, options: argparse.Namespace) -> list[str]:

@@ -70,7 +70,7 @@ def bare(run: Run, options: argparse.Namespace, **packed):
         implementation = "grouped_mm" if run.is_ours else CONTENDERS[run.contender].implementation
         with torch.device(options.device):
             model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, **chosen)
-    models.apply_settings(run.model, model, options)
+    models.apply_settings(run.model, model, options, run.tokens)
     return model.train()
 
 

@@ -32,7 +32,7 @@ from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.run import Run, built, check, compiled, join_ranks, shard
-from benchmarks.step.training import RANK, WARMUP, Measured, record, sequences, timed_steps, varying
+from benchmarks.step.training import RANK, SEQUENCE, WARMUP, Measured, record, sequences, timed_steps, varying
 from sonicmoe_hf.kernels.packed import FORMATS
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
@@ -66,6 +66,7 @@ def settings(run: Run, options, world: int) -> str:
         "whole attention": run.mode != "full" and options.whole_attention,
         f"{options.packed} experts": run.mode == "QLoRA" and options.packed,
         f"{run.attention} attention": run.attention is not None,
+        f"sequences of {options.sequence_length}": options.sequence_length != SEQUENCE,
         "checkpointing": options.checkpointing,
         f"compiled {options.compile}": options.compile,
         "varying lengths": options.varying_lengths,
@@ -92,7 +93,7 @@ def steps_of(run: Run, options) -> Measured:
     """Return the steps of one run. Raises Unavailable."""
     model = prepared(run, options)
     seed = 1 + torch.distributed.get_rank() if options.expert_parallel else 1
-    tokens = sequences(run.tokens, model.config.vocab_size, options.device, seed)
+    tokens = sequences(run.tokens, model.config.vocab_size, options.device, seed, options.sequence_length)
     steps = WARMUP + options.steps
     batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
     return timed_steps(model, batches, run.mode != "full")
@@ -167,6 +168,7 @@ def options_of(arguments=None):
         "--layers", type=int, help="0: all; default: as many as one H200 trains fully, all where experts are frozen"
     )
     parser.add_argument("--tokens", type=int, help="a step and GPU; default: 16,384, or what fits the model")
+    parser.add_argument("--sequence-length", type=int, default=SEQUENCE, help="at most")
     models.add_settings(parser)
     parser.add_argument("--attention", action="append", choices=ATTENTION, help="default: the model's own")
     parser.add_argument("--packed", choices=FORMATS, help="of the experts in mode QLoRA; default: the model's")

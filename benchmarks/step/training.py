@@ -46,10 +46,10 @@ def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] | None
         return get_peft_model(model, adapters)
 
 
-def sequences(num_tokens: int, vocabulary: int, device: str, seed: int = 1) -> torch.Tensor:
-    """Draw random tokens in full sequences of 4,096, as packing makes them: no padding."""
+def sequences(num_tokens: int, vocabulary: int, device: str, seed: int = 1, length: int = SEQUENCE) -> torch.Tensor:
+    """Draw random tokens in full sequences of at most `length`, as packing makes them: no padding."""
     generator = torch.Generator(device).manual_seed(seed)
-    length = min(SEQUENCE, num_tokens)
+    length = min(length, num_tokens)
     return torch.randint(vocabulary, (num_tokens // length, length), generator=generator, device=device)
 
 

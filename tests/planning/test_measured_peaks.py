@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.step import models
 from sonicmoe_hf.tools.demo.model import config_from
-from sonicmoe_hf.tools.planning.memory import GIB, Training, memory
+from sonicmoe_hf.tools.planning.memory import GIB, SHARDED, Training, memory
 from sonicmoe_hf.tools.planning.sizes import sizes_of_model
 
 pytestmark = pytest.mark.pinned
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODELS = {name: (model.model_type, model.sizes) for name, model in models.MODELS.items()}
-MODELS["gpt-oss-120b"] = ("gpt_oss", {**MODELS["gpt-oss-20b"][1], "num_local_experts": 128})
+SIZES = ("vocab_size", "first_k_dense_replace")  # those that a row may have in place of the model's
 METHODS = {"full": "full", "LoRA": "lora", "QLoRA": "qlora"}
 TRAIN_STEPS, SMALL_BATCHES = (
     sorted(path.name for path in RESULTS.glob(f"{kind}*.csv")) for kind in ("train_step", "small_batches")
@@ -30,9 +30,9 @@ COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan off
 
 
 @cache
-def sizes_of(name, layers, vocabulary=None):
+def sizes_of(name, layers, **others):
     model_type, sizes = MODELS[name]
-    config = config_from(model_type, {**sizes, **({} if vocabulary is None else {"vocab_size": vocabulary})}, layers)
+    config = config_from(model_type, sizes | others, layers)
     with torch.device("meta"):
         return sizes_of_model(name, AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
@@ -48,20 +48,28 @@ def rows_of(name):
 def of_train_step(row):
     layers, tokens = map(int, row["shape"].split(","))
     settings = row["launch"].split(", ")
-    attention = next((words.split()[0] for words in settings if words.endswith(" attention")), None)
-    packed = next((words.split()[0] for words in settings if words.endswith(" experts")), None)
-    method = METHODS[row["mode"]]
-    return sizes_of(row["config"], layers), Training(
+
+    def word_before(end):
+        return next((words.removesuffix(end) for words in settings if words.endswith(end)), None)
+
+    attention, packed, gpus = word_before(" attention"), word_before(" experts"), word_before(" GPUs")
+    others = {words.split()[0]: int(words.split()[1]) for words in settings if words.startswith(SIZES)}
+    rank = next((int(words.split()[-1]) for words in settings if words.startswith("r = ")), 16)
+    method, is_whole = METHODS[row["mode"]], "whole attention" in settings
+    return sizes_of(row["config"], layers, **others), Training(
         method=method,
         tokens=tokens,
+        sequence=next((int(words.split()[-1]) for words in settings if words.startswith("sequences of ")), 4096),
         checkpointing="checkpointing" in settings,
         liger={"Liger": True, "Liger's loss": "loss"}.get(settings[0], False),
-        parallel="FSDP2" if "FSDP2" in settings else "one GPU",
-        gpus=2 if "2 GPUs" in settings else 1,
+        parallel=next((each for each in SHARDED if each in settings), "one GPU"),
+        gpus=int(gpus or 1),
         experts=packed or models.MODELS[row["config"]].packed if method == "qlora" else "bf16",
         extra_rows=ROUNDED if "nearest" in row["contender"] else 0,
-        attention=attention,
-        targets=("q_proj", "v_proj"),
+        attention=None if is_whole else attention,
+        targets=None if is_whole else ("q_proj", "v_proj"),
+        r=rank,
+        experts_r=rank,
     )
 
 
@@ -98,7 +106,7 @@ def of_expert_parallel(row):
     layers, vocabulary, tokens, ranks = (int(next(w for w in p.split() if w.isdecimal())) for p in parts[:4])
     if row["commit"] in OLDER_COMMITS and not row["case"].startswith("FSDP2"):  # see OLDER
         return None
-    return sizes_of("Qwen3-30B-A3B", layers, vocabulary), Training(
+    return sizes_of("Qwen3-30B-A3B", layers, vocab_size=vocabulary), Training(
         method="full",
         tokens=tokens,
         checkpointing=False,
