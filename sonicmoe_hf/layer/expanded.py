@@ -17,19 +17,21 @@ import torch
 from ..kernels.interface import Rows
 from ..kernels.packed import FORMATS, Quantized
 from ..private.attributes import EXPANDED
-from ..private.torch import current_graph_task_id
+from ..private.torch import current_graph_task_id, is_traced_in_checkpoint
 from . import backends
 
 Weights = dict[str, torch.Tensor]  # [E, out, in], by "gate_up" and "down"
 # times h and y: what the rest of the layer's backward may take beside the weights. The experts' own tensors are 2.5 of
 # it, if they were all there at once; attention, gradients and fragments have the others.
 FREE_ROWS = 6
+_had_room: dict[torch.device, bool] = {}  # by the last look: while a CUDA graph is captured, nothing can be asked
 
 
 def may_keep() -> bool:
-    """Tell whether memory outlives the call that it is allocated in: not where torch.compile makes CUDA graphs."""
+    """Tell whether memory that forward allocates is still there in backward. That of a CUDA graph of torch.compile is
+    where the graph is of backward, which computes the layer again."""
     config = sys.modules.get("torch._inductor.config")
-    return config is None or not config.triton.cudagraphs
+    return config is None or not config.triton.cudagraphs or is_traced_in_checkpoint()
 
 
 def expand(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype, names: Sequence[str]) -> Weights:
@@ -37,16 +39,20 @@ def expand(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype, names: Seq
     used them."""
     if current_graph_task_id() < 0 or options.fp8 or options.piece or not options.keeps_expanded:
         return {}
-    if inputs.weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return {}  # nothing may be asked of the device
     kernels = backends.load(options.backend)
     packed = {name: projection for name in names if (projection := getattr(inputs, name)).format}
     packed = {name: each for name, each in packed.items() if not kernels.reads_packed(each.format, dtype, rows, True)}
     shapes = [FORMATS[each.format].shape(Quantized(*each[:3])) for each in packed.values()]
     elements = sum(size_out * (num * size_in + FREE_ROWS * rows.token.numel()) for num, size_out, size_in in shapes)
-    if not packed or free_on_card(inputs.weight.device) < dtype.itemsize * elements:
+    if not packed or not _has_room(inputs.weight.device, dtype.itemsize * elements):
         return {}
     return {name: kernels.dequantize(*each[:4], dtype, rows) for name, each in packed.items()}
+
+
+def _has_room(device: torch.device, nbytes: int) -> bool:
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _had_room[device] = free_on_card(device) >= nbytes
+    return _had_room.get(device, False)
 
 
 def free_on_card(device: torch.device) -> int:

@@ -79,6 +79,15 @@ def is_compiled() -> bool:
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def is_traced_in_checkpoint() -> bool:
+    """Tell whether AOTAutograd traces a region that its compiled backward computes again."""
+    from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    is_marked = "recompute" in torch.fx.traceback.get_current_meta()  # until torch 2.12
+    return is_marked or any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
+
+
 def graph_breaks() -> Counter[str]:
     """Count torch's reasons for which Dynamo has left code to Python so far."""
     from torch._dynamo.utils import counters

@@ -26,6 +26,8 @@ USED = {  # the name, or "place: what its source sets"
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": "the same, in torch 2.15",
     "torch.utils.checkpoint.CheckpointFunction": "the same, for reentrant checkpointing",
     "torch.autograd.forward_ad._current_level": "the error for forward-mode derivatives",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "keeping expanded weights in CUDA graphs of backward",
+    "torch.utils.checkpoint._CachingTorchDispatchMode": "the same",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode": "our ops under a dispatch mode",
     "torch.distributed.tensor.placement_types._StridedShard": "adapters of experts that ranks share",
     "torch.nn.Module()._modules": "finding what PEFT, FSDP and checkpointing wrap",

@@ -240,13 +240,20 @@ def test_compiled_and_checkpointed_it_stays_the_same(name, expansions):
     def recomputed(*args):
         return checkpoint(module, *args, use_reentrant=False)
 
-    expected = run(module)
-    torch._dynamo.reset()
-    options = {"backend": "aot_eager", "fullgraph": True}
-    for function in (torch.compile(module, **options), recomputed, torch.compile(recomputed, **options)):
-        expansions.clear()
-        assert_same(run(function), expected)
-        assert len(expansions.counts) == 4 and not expansions.alive()
+    expected, options = run(module), {"backend": "aot_eager", "fullgraph": True}
+    for captured in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(module, **options)
+        with torch._inductor.config.patch({"triton.cudagraphs": captured}):
+            for function, times in (
+                (compiled, 4),
+                (torch.compile(recomputed, **options), 4),
+                # a graph of forward does not own what backward would find
+                (lambda *args: checkpoint(compiled, *args, use_reentrant=False), 6 if captured else 4),  # noqa: B023
+            ):
+                expansions.clear()
+                assert_same(run(function), expected)
+                assert len(expansions.counts) == times and not expansions.alive()
 
 
 def test_a_layout_that_contradicts_the_packing_is_refused():
