@@ -3,18 +3,22 @@
 import functools
 import pathlib
 import re
+import warnings
 
 import pytest
 import torch
 import transformers
+from helpers.adapters import with_lora
 from helpers.attention import CHANGES, apart, build, inputs, packed, results
 from helpers.flash_kernels import as_on_cuda
+from helpers.marks import rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
+from sonicmoe_hf import compile_layers
 from sonicmoe_hf.attention import flash
 from sonicmoe_hf.attention.models import NAME, SUPPORTED, UNSUPPORTED
 
@@ -106,6 +110,19 @@ def test_gradient_checkpointing(kernels, use_reentrant):
     model.enable_input_require_grads()
     actual = results(model, batch)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("use_reentrant", rest_pinned([False, True]))
+def test_layers_compiled_under_gradient_checkpointing(kernels, use_reentrant):
+    torch._dynamo.reset()
+    model, batch = with_lora(build(experts="sonicmoe_hf"), target_modules=["q_proj"]), inputs("both")
+    expected = results(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    compile_layers(model, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "torch.compile left a part")
+        assert_all_close(results(model, batch), expected, TOLERANCE, ORDER_OF_SUMS)
 
 
 def test_a_checkpointing_policy_can_keep_the_attention(kernels, monkeypatch):

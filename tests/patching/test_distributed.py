@@ -81,6 +81,24 @@ def test_every_rank_routes_its_own_tokens_and_gradients_are_averaged(ranks, opti
     assert_mean_of_ranks(expected, ranks.run(step, **options))
 
 
+def compiled_step(rank, kind):
+    """Run one step of compiled layers with adapters on each rank's batch."""
+    torch._dynamo.reset()
+    model = checkpointed(made("qwen3_moe", is_adapted=True), kind)
+    model.enable_input_require_grads()
+    sonicmoe_hf.compile_layers(model, backend="aot_eager")
+    model = Accelerator(cpu=True).prepare(model)
+    loss = model(**batch(**OWN_BATCH[rank])).loss
+    loss.backward()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("kind", rest_pinned(["non_reentrant", "reentrant"]))
+def test_compiled_layers_under_ddp_and_checkpointing_get_the_mean_of_ranks(ranks, kind):
+    assert_mean_of_ranks(made("qwen3_moe", is_adapted=True), ranks.run(compiled_step, kind))
+
+
 @pytest.mark.parametrize(
     "kind, is_odd, is_adapted",
     [("FSDP2", True, False), ("FSDP2", True, True), ("FSDP2", False, True), ("DDP", False, True)],

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from sonicmoe_hf import moe_experts, patch_model
+from sonicmoe_hf import compile_layers, moe_experts, patch_model
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.experts_op import Inputs
 from sonicmoe_hf.layer.fetching import STREAMED, fetched
@@ -217,16 +217,13 @@ def test_a_trainer_in_mixed_precision_resumes(late_copies, tmp_path):
     assert_equal(resumed, expected)
 
 
-@pytest.mark.parametrize("format", rest_pinned(["nf4", None]))
-def test_compiled_layers_give_the_same_gradients(late_copies, format):
+@pytest.mark.parametrize("format, checkpointing", rest_pinned([("nf4", False), ("nf4", True), (None, None)]))
+def test_compiled_layers_train_evaluate_and_generate_the_same(late_copies, format, checkpointing):
     torch._dynamo.reset()
-    expected = loss_and_gradients(adapted(streamed(None, format, layers=3)), BATCH)
-    model = adapted(streamed(0, format, layers=3))
-    for layer in model.get_base_model().model.layers:
-        layer.compile(backend="aot_eager")
-    for _ in range(2):
-        given = loss_and_gradients(model, BATCH)
-    assert_equal(given.values(), expected.values())
+    expected = lived(adapted(streamed(None, format, layers=2), checkpointing))
+    model = adapted(streamed(0, format, layers=2), checkpointing)
+    compile_layers(model, backend="aot_eager")
+    assert_equal(lived(model), expected)
 
 
 def test_memory_is_unpinned_when_the_model_is_gone_and_no_copy_is_under_way(late_copies):

@@ -3,8 +3,20 @@ not do it are an error."""
 
 import pytest
 import torch
-from helpers.models import batch, build, loss_and_gradients, patched, twin
-from helpers.training import POLICY, TILE, OutOfMemory, Watch, checkpointed, fail_in, trainer_for
+from helpers.adapters import with_lora
+from helpers.marks import rest_pinned
+from helpers.models import ORDER_OF_SUMS, batch, build, loss_and_gradients, patched, relative_error, twin
+from helpers.training import (
+    CHECKPOINTED_TRAINING,
+    POLICY,
+    TILE,
+    OutOfMemory,
+    Watch,
+    fail_in,
+    trained,
+    trainer_for,
+)
+from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
 import sonicmoe_hf
@@ -12,6 +24,7 @@ from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.routing.model import routing_state
 
 ONE_LAYER = {"num_hidden_layers": 1}
+LOGGED = "loss", "eval_loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped"
 
 
 def settings(model):
@@ -152,10 +165,44 @@ def test_compiled_code_of_a_model_without_hooks_is_an_error(tmp_path):
         torch._dynamo.reset()
 
 
-def test_compiled_and_checkpointed_layers_train_without_graph_breaks(tmp_path):
-    torch._dynamo.reset()
-    model = checkpointed(patched("qwen3_moe", use_cache=False, **ONE_LAYER), "non_reentrant")
-    model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
-    load = ExpertLoadCallback()
-    trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE), load], max_steps=2).train()
-    assert all(log["moe/rows_added"] + log["moe/rows_dropped"] > 0 for log in load.history) and len(load.history) == 2
+class Generation(TrainerCallback):
+    """The tokens that the model generates after each evaluation."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        ids = batch()["input_ids"][:2, :4]
+        self.tokens.append(model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False).tolist())
+        model.train()
+
+
+@pytest.mark.parametrize("kind", rest_pinned(["non_reentrant", "reentrant"]))
+def test_compiled_and_checkpointed_layers_train_evaluate_generate_and_resume_as_others(kind, tmp_path):
+    """Steps of two micro-batches, rounded and counted."""
+    options = CHECKPOINTED_TRAINING[kind] | {
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    runs = []
+    for compiled, checkpoint in ((False, None), (True, None), (True, str(tmp_path / "1" / "checkpoint-2"))):
+        torch._dynamo.reset()
+        counters.clear()
+        model, generation = with_lora(patched("qwen3_moe", **ONE_LAYER), target_modules=["q_proj"]), Generation()
+        if compiled:
+            sonicmoe_hf.compile_layers(model, backend="aot_eager")
+        callbacks = [TokenRoundingCallback(tile=TILE), generation]
+        folder = tmp_path / str(len(runs))
+        trainer = trained(model, folder, callbacks, count=32, checkpoint=checkpoint, **options)
+        assert not counters["graph_break"]
+        logs = [log[key] for log in trainer.state.log_history for key in LOGGED if key in log]
+        runs.append((logs, generation.tokens, [p.detach() for p in model.parameters() if p.requires_grad]))
+    (expected, tokens, weights), *others = runs
+    for logs, generated, given in others:
+        assert logs == pytest.approx(expected, rel=1e-4), ORDER_OF_SUMS
+        assert generated == tokens[-len(generated) :]
+        for weight, ours in zip(weights, given):
+            assert relative_error(ours, weight) < 1e-4, ORDER_OF_SUMS
