@@ -28,6 +28,7 @@ from ..checkpoints.stored import StoredWeights, Weight
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter
+from .packed_base import PackedBase
 from .rules import ADAPTER_WEIGHTS
 
 KEEP = "keep"
@@ -88,17 +89,21 @@ def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: 
     keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
     is_moved = not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here)
     stored = Source(stored.folder) if is_moved else stored
-    add_adapter(stored, build_from_config(stored.config, stored.folder / CONFIG_FILE), adapter)
+    notices = add_adapter(stored, build_from_config(stored.config, stored.folder / CONFIG_FILE), adapter)
     if isinstance(stored, Source):
-        return target_of(stored, layout or ("hub" if quantize else own), quantize=quantize)
-    return own_target(stored, (family, own, own), keeps)
+        target = target_of(stored, layout or ("hub" if quantize else own), quantize=quantize)
+    else:
+        target = own_target(stored, (family, own, own), keeps)
+    return target._replace(notices=notices + target.notices)
 
 
-def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> None:
+def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> list[str]:
     """Add an adapter to a checkpoint's weights, whenever they are read.
 
     Args:
         stored: the checkpoint. model: its model, on the meta device. folder: the adapter's.
+    Returns:
+        What a user should know of it, in sentences.
     Raises:
         CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
             files; or as Adapter.read.
@@ -120,6 +125,11 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> 
             if name in stored.weights:
                 stored.weights[name].delta = partial(delta, target)
                 stored.weights[name].num_experts = groups[target].num_experts if place is None else None
+    trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
+    if trained is None:
+        return []
+    sentence = trained.other_than(PackedBase.of_checkpoint(stored, model, groups), str(stored.folder))
+    return [] if sentence is None else [sentence]
 
 
 def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.Tensor) -> bool:

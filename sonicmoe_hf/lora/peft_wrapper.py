@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from peft.config import PeftConfigMixin
 from peft.tuners.lora import model as peft_model
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner
@@ -32,7 +33,7 @@ from ..patching.forwards import why_not_reached
 from ..private import attributes
 from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once
-from . import shared_experts
+from . import packed_base, shared_experts
 
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +42,7 @@ _PEFTS_CAST = Linear._cast_input_dtype
 _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
 _PEFTS_CHECK = BaseTuner._check_merge_allowed
+_PEFTS_SAVE = PeftConfigMixin.save_pretrained
 _said: set[str] = set()
 
 
@@ -239,16 +241,23 @@ def _cast_input_dtype(self, x, dtype):
     return _PEFTS_CAST(self, x, dtype)
 
 
+def _save_pretrained(self, save_directory, **kwargs):
+    """Save an adapter's config as PEFT does, with what its packed base was."""
+    mapping = packed_base.remembered(self, kwargs.pop("auto_mapping_dict", None) or self.auto_mapping)
+    return _PEFTS_SAVE(self, save_directory, auto_mapping_dict=mapping, **kwargs)
+
+
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Yield (where it stands, its name, what stands there instead) of each function of PEFT's that registration.py
     replaces.
 
     ParamWrapper then hands the factors to our experts, Linear casts no input twice, the policy for FSDP leaves them in
     their layer, the hooks for tensor parallelism leave them alone under expert parallelism, merging asks first whether it
-    can, and `shared_experts` shards them there."""
+    can, a config is saved with its base's packing, and `shared_experts` shards the factors there."""
     yield ParamWrapper, "forward", _forward
     yield Linear, "_cast_input_dtype", _cast_input_dtype
     yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
+    yield PeftConfigMixin, "save_pretrained", _save_pretrained
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:
         yield peft_model, "get_tp_plan_and_mesh", _get_tp_plan_and_mesh

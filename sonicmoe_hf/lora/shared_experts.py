@@ -29,6 +29,7 @@ from ..layer.holding import Holder, expert_parallelism, holding_of
 from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
+from . import packed_base
 from .config import quiet_false_alarms
 from .hub_names import names_that_are_loaded
 
@@ -123,7 +124,10 @@ def _shares_experts(model: nn.Module) -> bool:
 def _inject_adapter(self, model, *args, **kwargs):
     """Inject an adapter as BaseTuner does, and average what is whole on every rank. Every way to make an adapter passes
     here."""
-    quiet_false_alarms(self.peft_config.get(args[0] if args else kwargs.get("adapter_name")), model)
+    config = self.peft_config.get(args[0] if args else kwargs.get("adapter_name"))
+    quiet_false_alarms(config, model)
+    if config is not None:
+        packed_base.remember(config, model)
     if not _shares_experts(model):
         return _PEFTS_INJECT(self, model, *args, **kwargs)
     for module in model.modules():  # after a forward FSDP2's root is whole, and PEFT would freeze what is thrown away

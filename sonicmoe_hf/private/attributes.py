@@ -22,3 +22,4 @@ EXPANDED = "_sonicmoe_hf_expanded"  # the packed weights that a recomputation ex
 
 # PEFT
 HAS_AVERAGED_ADAPTERS = "_sonicmoe_hf_has_averaged_adapters"  # True, of a model: ranks average adapters' gradients
+PACKED_BASE = "_sonicmoe_hf_packed_base"  # of a config: lora.packed_base.PackedBase or None, of the experts below

@@ -1,0 +1,131 @@
+"""PackedBase: the packing of the experts that an adapter was trained beside, which its adapter_config.json remembers.
+
+An adapter learns to make up for what its base's rounding lost, and so belongs to that packing. PEFT reads and writes
+auto_mapping, an entry of its config, as it is: there stands the format, with sums of some scales.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..checkpoints.converters import WeightGroup
+from ..checkpoints.stored import HubMatrix, PackedExperts, StoredWeights, Weight
+from ..formats.state import local_part
+from ..layer.experts_module import packable
+from ..layer.packed_weight import PackedWeight
+from ..private import attributes
+
+logger = logging.getLogger(__name__)
+ENTRY = "sonicmoe_hf_base"
+LAYERS = 4
+NEAR = 3  # by so much sums of one packing differ where devices round the mean of NF4's scales otherwise
+OTHER = (
+    "the adapter was trained on experts in {trained}, and those of {place} are in {here}; it may have learned to make up "
+    "for that rounding, so take the base that it was trained on"
+)
+
+
+class PackedBase(NamedTuple):
+    """The packing of a model's experts.
+
+    format: its name. scales: of some layers, the sum of their first expert's scales as bytes, which is the same in every
+    order of rows; none where they are not known.
+    """
+
+    format: str
+    scales: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.format} (scales {', '.join(map(str, self.scales)) or 'unknown'})"
+
+    @classmethod
+    def of_layers(cls, format: str, layers: Sequence[Callable[[], list[torch.Tensor]]]) -> PackedBase:
+        """Sum the scales that some of the functions give."""
+        chosen = [layer() for layer in layers[:: max(1, len(layers) // LAYERS)][:LAYERS]]
+        return cls(format, [sum(int(scales.view(torch.uint8).sum()) for scales in layer) for layer in chosen])
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> PackedBase | None:
+        """Find the packing of a model in memory, on a rank that has the first experts; None of dense experts."""
+        held = [[local_part(getattr(module, name)) for name in packable(module)] for module in model.modules()]
+        layers = [
+            weights for weights in held if weights and isinstance(weights[0], PackedWeight) and weights[0].format
+        ]
+        if not layers or layers[0][0].scales.is_meta:
+            return None
+
+        def scales_of(weights: list[PackedWeight]) -> list[torch.Tensor]:
+            return [weight.scales[0].contiguous() for weight in weights]
+
+        return cls.of_layers(layers[0][0].format, [partial(scales_of, weights) for weights in layers])
+
+    @classmethod
+    def of_checkpoint(
+        cls, stored: StoredWeights, model: nn.Module, groups: Mapping[str, WeightGroup]
+    ) -> PackedBase | None:
+        """Find the packing of a checkpoint; None of dense experts.
+
+        Args:
+            model: the checkpoint's, on the meta device. groups: of its weights, by the model's parameters.
+        """
+        if stored.quantization is None:
+            return None
+        layers = []
+        for module, experts in model.named_modules():
+            own = [groups[name] for each in packable(experts) if (name := f"{module}.{each}") in groups]
+            places = {name: place for group in own for name, place in group.places.items() if not place}
+            if any(place is None and isinstance(stored.weights[name], HubMatrix) for name, place in places.items()):
+                return cls(stored.quantization, [])
+            if places:
+                layers.append(partial(_first_scales, [stored.weights[name] for name in places]))
+        return cls.of_layers(stored.quantization, layers)
+
+    @classmethod
+    def of_adapter(cls, auto_mapping: dict | None) -> PackedBase | None:
+        """Read what an adapter_config.json remembers; None where it was trained on dense experts, or says nothing."""
+        entry = (auto_mapping or {}).get(ENTRY)
+        return cls(**entry) if entry else None
+
+    def other_than(self, here: PackedBase | None, place: str) -> str | None:
+        """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
+        if here is not None and self.format == here.format:
+            pairs = list(zip(self.scales, here.scales))
+            if not pairs or (len(self.scales) == len(here.scales) and all(abs(a - b) <= NEAR for a, b in pairs)):
+                return None
+        return OTHER.format(trained=self, place=place, here=here or "bf16 or fp32")
+
+
+def _first_scales(weights: list[Weight]) -> list[torch.Tensor]:
+    """Read the scales of the first expert of weights that hold all experts, or are its own; none of dense ones."""
+    alone = [
+        weight.format.pack(*weight.raw()).scales.contiguous() for weight in weights if isinstance(weight, HubMatrix)
+    ]
+    return alone + [weight.raw(0)[1] for weight in weights if isinstance(weight, PackedExperts)]
+
+
+def remember(config: Any, model: nn.Module) -> None:
+    """Note in the config of an adapter, which PEFT puts on `model`, what it is trained on; warn where that changes."""
+    if dist.is_initialized() and dist.get_rank() != 0:  # who saves nothing, and has other experts
+        return
+    trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
+    if trained is not None and (sentence := trained.other_than(here, type(model).__name__)):
+        logger.warning(f"sonicmoe_hf: {sentence}")
+    setattr(config, attributes.PACKED_BASE, trained if config.inference_mode else here)
+
+
+def remembered(config: Any, auto_mapping: dict | None) -> dict | None:
+    """Return the auto_mapping that an adapter's config is saved with, of what PEFT would save."""
+    if not hasattr(config, attributes.PACKED_BASE):
+        return auto_mapping
+    base = getattr(config, attributes.PACKED_BASE)
+    mapping = {key: value for key, value in (auto_mapping or {}).items() if key != ENTRY}
+    if base is not None and (mapping or config.task_type is not None):  # PEFT takes a mapping for one of classes
+        mapping[ENTRY] = base._asdict()
+    return mapping or None

@@ -1,0 +1,69 @@
+"""An adapter remembers how the experts of its base were packed, and says where it meets others."""
+
+import pytest
+import torch
+from helpers.adapters import adapt
+from helpers.checkpoints import make
+from helpers.marks import rest_pinned
+from helpers.served import config_of
+from peft import PeftModel
+
+import sonicmoe_hf
+from sonicmoe_hf import convert_adapter, convert_checkpoint, merge_adapter
+from sonicmoe_hf.lora.packed_base import ENTRY
+
+WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}  # of FP8
+MESSAGE = "the adapter was trained on experts in {}"
+
+
+def load(folder, format=None):
+    return sonicmoe_hf.from_pretrained(folder, dtype="float32", experts_quantization=format)
+
+
+def trained(tmp_path, format, **options):
+    """Write a base, and an adapter beside its experts in this format; returns the packed base."""
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, **WHOLE_BLOCKS)
+    model = load(tmp_path / "base", format)
+    adapt(model, tmp_path / "adapter", **options)
+    return model
+
+
+@pytest.mark.parametrize(("format", "task"), rest_pinned([("nf4", "CAUSAL_LM"), ("fp8", None), ("mxfp4", None)]))
+def test_an_adapter_warns_on_another_packing_and_not_on_its_own(format, task, tmp_path, caplog):
+    trained(tmp_path, format, task_type=task)
+    assert config_of(tmp_path / "adapter")["auto_mapping"][ENTRY]["format"] == format
+    PeftModel.from_pretrained(load(tmp_path / "base", format), tmp_path / "adapter").save_pretrained(
+        tmp_path / "again"
+    )
+    assert not caplog.records and config_of(tmp_path / "again")["auto_mapping"][ENTRY]["format"] == format
+    other = "mxfp4" if format == "nf4" else "nf4"
+    for how, shown in ((None, "are in bf16 or fp32"), (other, f"are in {other} (scales")):
+        caplog.clear()
+        PeftModel.from_pretrained(load(tmp_path / "base", how), tmp_path / "again")
+        (record,) = caplog.records
+        assert MESSAGE.format(format) in record.getMessage() and shown in record.getMessage()
+
+
+@pytest.mark.parametrize("format", rest_pinned(["fp8", "mxfp4"]))
+def test_merging_into_another_base_says_so(format, tmp_path):
+    trained(tmp_path, format)
+    convert_adapter(tmp_path / "adapter", tmp_path / "vllm", "vllm")
+    make(tmp_path / "other", "qwen3_moe", dtype=torch.float32, seed=1, **WHOLE_BLOCKS)
+    for name in ("base", "other"):
+        convert_checkpoint(tmp_path / name, tmp_path / f"{name} native", "native", quantize=format)
+    if format == "fp8":
+        convert_checkpoint(tmp_path / "base", tmp_path / "base hub", "hub", quantize=format)
+    expected = {"base": True, "base native": False, "other native": True, "base hub": False}
+    for name, is_said in expected.items():
+        if (tmp_path / name).exists():
+            for adapter in ("adapter", "vllm"):
+                notices = merge_adapter(tmp_path / name, tmp_path / adapter, tmp_path / f"{name} {adapter}").notices
+                assert any(MESSAGE.format(format) in notice for notice in notices) == is_said, name
+
+
+def test_an_adapter_that_is_trained_on_belongs_to_the_base_below_it(tmp_path, caplog):
+    trained(tmp_path, "mxfp4")
+    model = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter", is_trainable=True)
+    assert len(caplog.records) == 1
+    model.save_pretrained(tmp_path / "again")
+    assert ENTRY not in (config_of(tmp_path / "again")["auto_mapping"] or {})
