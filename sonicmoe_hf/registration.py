@@ -52,11 +52,13 @@ def install() -> None:
     for classes in NATIVE.values():
         classes.register()
     if has_expert_parallelism():
+        from transformers.distributed import fsdp
         from transformers.distributed.expert_parallel import EPImplementationInterface
 
-        from .expert_parallel.implementation import SonicMoEExpertParallelism
+        from .expert_parallel.implementation import SonicMoEExpertParallelism, fully_shard
 
         EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)
+        replace(fsdp, "fully_shard", fully_shard)
     if not is_replaced(PreTrainedModel, "__setstate__"):
         for sentence in untested_versions():
             logger.warning(f"sonicmoe_hf: {sentence}")

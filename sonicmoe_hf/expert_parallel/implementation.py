@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from transformers.distributed import fsdp
 from transformers.distributed.expert_parallel import EPImplementation
 
 from ..layer.adapted import Adapted, split
 from ..layer.experts_module import IMPLEMENTATION, is_native
-from ..layer.holding import Holder, Holding
+from ..layer.holding import Holder, Holding, expert_parallelism
 from ..layer.routing import Routing
 from ..private import attributes
 from ..private.transformers import experts_implementation
 from .collectives import mean_of_gradients, ranks_with_same_experts, sum_gradients, sum_over_ranks
 from .exchange import Experts, pairs_of, reach_experts
+
+_FULLY_SHARD = fsdp.fully_shard
+
+
+def fully_shard(module: Any, *, mesh=None, **options):
+    """Shard a module, or a list of them, as torch's function does, but not experts that one rank has whole: FSDP2 would
+    copy all their weights in forward and again in backward, and their gradients three times."""
+    roots = module if isinstance(module, list) else [module]
+    ours: Any = expert_parallelism(roots[0])
+    if ours is not None and mesh.size() == 1 and options == {"reshard_after_forward": True}:
+        ours.is_outside_fsdp = True
+        vars(module)["set_gradient_divide_factor"] = _leave_gradients  # which Transformers calls next
+        return module
+    ignored: set[nn.Parameter] = set()
+    for each in itertools.chain.from_iterable(root.modules() for root in roots):
+        ours = expert_parallelism(each)
+        if ours is not None and ours.is_outside_fsdp:
+            ignored.update(parameter for parameter in each._parameters.values() if parameter is not None)
+    return _FULLY_SHARD(module, mesh=mesh, ignored_params=ignored, **options)
+
+
+def _leave_gradients(factor: float) -> None:
+    """Do nothing: with_mean_gradient divides them."""
 
 
 class SonicMoEExpertParallelism(EPImplementation):
@@ -36,6 +64,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         group, rank = ep_mesh.get_group(), ep_mesh.get_local_rank()
         self.holding = Holding(Holder.EXPERT_PARALLEL, num_local, group, rank, ep_mesh.size())
         self.batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None  # the ranks that hold the same batch
+        self.is_outside_fsdp = False
         setattr(experts, attributes.PARALLELISM, self)
         when_split = vars(experts).pop(attributes.WHEN_SPLIT, None)
         if when_split is not None:
@@ -78,6 +107,22 @@ class SonicMoEExpertParallelism(EPImplementation):
             )
         if torch.is_autocast_enabled(hidden_states.device.type):  # send what the experts would cast to anyway
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        with self._weights_with_mean_gradients():
+            return self._compute(hidden_states, top_k_index, top_k_weights)
+
+    @contextlib.contextmanager
+    def _weights_with_mean_gradients(self) -> Iterator[None]:
+        """Let the weights' gradients be those of the mean of the batches' losses, as FSDP2 divides those that it has."""
+        weights: Any = self.experts._parameters
+        given = dict(weights)
+        if self.is_outside_fsdp and torch.is_grad_enabled():
+            weights.update({name: self.with_mean_gradient(w) for name, w in given.items() if w.requires_grad})
+        try:
+            yield
+        finally:
+            weights.update(given)
+
+    def _compute(self, hidden_states, top_k_index, top_k_weights):
         top_k_index, adapters = split(top_k_index)
         experts = self._experts(adapters)
         if isinstance(top_k_index, Routing):
