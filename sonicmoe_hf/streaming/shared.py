@@ -18,6 +18,7 @@ from .copies import page_aligned
 
 logger = logging.get_logger(__name__)
 FILE = "sonicmoe_hf experts"  # as /proc/PID/maps names the memory
+COLUMNS = 4096  # words of eight bytes, of the table whose sums make a digest
 A_COPY_EACH = (
     "sonicmoe_hf: the {count} ranks of this host hold a copy each of the experts in host memory, because they cannot "
     "share one: {cause}"
@@ -116,14 +117,18 @@ class HostMemory:
 
 
 def digest_of(packed: Quantized) -> str:
-    """Compute a digest of a weight from the sums of its bytes along rows and along columns, which its device makes."""
+    """Compute a digest of a weight from the sums of its words along the rows and columns of a table, which its device
+    makes without a copy of aligned tensors, and from the bytes that fill no row."""
     digest = hashlib.blake2b(digest_size=16)
     for part in packed:
         if part is not None:
-            stored = part.detach().reshape(-1, part.shape[-1] if part.dim() else 1).contiguous().view(torch.uint8)
             digest.update(repr((part.shape, part.dtype)).encode())
-            for dim in (0, 1):
-                digest.update(stored.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+            stored = part.detach().contiguous().view(-1).view(torch.uint8)
+            stored = stored.clone() if stored.storage_offset() % 8 else stored
+            nbytes = stored.numel() - stored.numel() % (8 * COLUMNS)
+            table, rest = stored[:nbytes].view(torch.int64).view(-1, COLUMNS), stored[nbytes:]
+            for figures in (table.sum(0), table.sum(1), rest):
+                digest.update(figures.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -1,5 +1,12 @@
 """Small models with their experts in host memory."""
 
+import contextlib
+import ctypes
+import gc
+import threading
+import time
+from pathlib import Path
+
 from helpers.adapters import with_lora
 from helpers.models import OF_64, build
 
@@ -45,3 +52,39 @@ def layers_of(model):
 
 def engine_of(model):
     return host_weights(model)[0].layer.stream.copies
+
+
+def save_shards(folder):
+    """Save a model of six layers, each in a shard of its own."""
+    model = small(hidden_size=512, moe_intermediate_size=512, layers=6).bfloat16()
+    model.save_pretrained(folder, max_shard_size="14MB")
+    assert len(list(Path(folder).glob("*.safetensors"))) == 6
+
+
+def _own_memory():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return 1024 * int(line.split()[1])
+
+
+@contextlib.contextmanager
+def peak_growth():
+    """Give a list that holds, after `with`, by how many bytes this process's own memory grew at most: without what it
+    shares, and without pages of files, which the system can take back."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger blocks go back to the system as soon as they are freed
+    libc.malloc_trim(0)
+    start, peak, done = _own_memory(), [0], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            peak[0] = max(peak[0], _own_memory() - start)
+            time.sleep(5e-4)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()

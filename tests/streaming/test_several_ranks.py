@@ -16,7 +16,7 @@ from helpers.adapters import with_lora
 from helpers.models import batch, loss_and_gradients
 from helpers.parallel import OWN_BATCH, assert_mean_of_ranks, gradients
 from helpers.ranks import WORLD, forkserver, join
-from helpers.streamed import host_weights, layers_of, small, streamed
+from helpers.streamed import host_weights, layers_of, peak_growth, save_shards, small, streamed
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -133,6 +133,22 @@ def test_ranks_load_one_copy_weight_by_weight(ranks, tmp_path, format):
             PAGE + room_for(0)
         )
     assert results[0][3] == results[1][3], "the same memory"
+
+
+def loaded_while_watched(rank, folder):
+    from_pretrained(folder, experts_memory=0)  # imports
+    with peak_growth() as peak:
+        model = from_pretrained(folder, experts_memory=0)
+    weights = [weight.nbytes for weight in host_weights(model)]
+    return peak[0], sum(weights), max(weights), sum(memory_of().values())
+
+
+def test_loading_takes_one_copy_of_the_host_memory_and_a_weight_a_rank(ranks, tmp_path):
+    """Each rank adds what Transformers makes of one weight on the device, which is the CPU here: its experts as they are
+    read, stacks of their gates and ups, and both in one."""
+    save_shards(tmp_path)
+    for own, stored, largest, shared_bytes in ranks.run(loaded_while_watched, str(tmp_path)):
+        assert stored <= shared_bytes < 1.01 * stored and own < 4 * largest < stored / 2
 
 
 def with_weights_of_its_own(rank, folders):
