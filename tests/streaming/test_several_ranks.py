@@ -2,6 +2,7 @@
 experts otherwise is an error."""
 
 import contextlib
+import gc
 import mmap
 import os
 import signal
@@ -63,6 +64,7 @@ def with_adapters(experts_memory, format=None):
 
 def memory_of(process="self"):
     """Return {inode: bytes that it takes} of the shared memory that a process holds for experts."""
+    gc.collect()  # models that are gone
     found = {}
     for number in os.listdir(f"/proc/{process}/fd"):
         with contextlib.suppress(FileNotFoundError):  # of the listing itself
