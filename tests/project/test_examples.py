@@ -8,8 +8,10 @@ import shutil
 import datasets
 import pytest
 import torch
+from helpers.checkpoints import make, to_fp8
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
 from helpers.small_families import small_config
+from peft import get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3MoeConfig
@@ -385,3 +387,26 @@ def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_pa
         config = {**json.loads((merged / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
         (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
         qlora.load_packed(str(tmp_path / "awq"), qlora.parse_arguments([]))
+
+
+def test_qlora_packs_the_linear_layers_of_a_checkpoint_in_fp8(tmp_path, monkeypatch):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    qlora = load("qlora")
+    make(tmp_path, "deepseek_v3", hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
+    to_fp8(tmp_path)
+    options = ["--model", str(tmp_path), "--experts-quantization", "nf4", "--experts-memory", "0"]
+    dense, packed = (
+        qlora.load_packed(str(tmp_path), qlora.parse_arguments([*options, *more])) for more in ([], ["--linear-nf4"])
+    )
+    linear = {name for name, module in dense.named_modules() if isinstance(module, torch.nn.Linear)}
+    in_4_bits = {name for name, module in packed.named_modules() if type(module).__name__ == "Linear4bit"}
+    assert in_4_bits == linear - {"lm_head"} and any("shared_experts" in name for name in in_4_bits)
+    for name in in_4_bits:
+        weight, expected = packed.get_submodule(name).weight, dense.get_submodule(name).weight
+        given = functional.dequantize_4bit(weight.data, weight.quant_state)
+        assert (given - expected).norm() < 0.12 * expected.norm(), "NF4's error of normal weights is 0.09"
+    tokens = torch.arange(16)[None]
+    adapted = get_peft_model(packed, sonicmoe_hf.lora_config(packed, 2))
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
