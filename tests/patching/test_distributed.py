@@ -90,7 +90,8 @@ def compiled_step(rank, kind):
     model = Accelerator(cpu=True).prepare(model)
     loss = model(**batch(**OWN_BATCH[rank])).loss
     loss.backward()
-    assert not torch._dynamo.utils.counters["graph_break"]
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
     return loss.detach(), gradients(model)
 
 
