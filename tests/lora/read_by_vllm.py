@@ -9,8 +9,11 @@ Of the models whose adapters vLLM takes it does not read DeepSeek-V2, ERNIE 4.5 
 Qwen2-MoE, Qwen3-Next, and Qwen3.5-MoE's text model by itself.
 """
 
+import ast
 import importlib
+import inspect
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -50,6 +53,7 @@ IMPORTED = (  # by vllm.lora, besides what Transformers, PEFT and the tests need
     "xgrammar",
 )
 IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
+NUM_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # what configs call it
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -93,7 +97,8 @@ def read(title: str, adapted, folder: Path) -> None:
 
     from sonicmoe_hf import convert_adapter
 
-    mapper = mapper_of(type(adapted.get_base_model()).__name__)
+    engine_class = class_of(type(adapted.get_base_model()).__name__)
+    mapper = mapper_of(engine_class)
     if not (folder / "adapter").exists():
         save_with_factors(adapted, folder / "adapter")
     convert_adapter(folder / "adapter", folder / "served", "vllm", trained_on=folder / "base")
@@ -102,7 +107,8 @@ def read(title: str, adapted, folder: Path) -> None:
         for name in tensors if "GptOss" in type(adapted.get_base_model()).__name__ else ():
             if tensors[name].dim() == 3:  # [E, in, out]
                 tensors[name] = tensors[name].transpose(1, 2)
-    loras = loaded(folder / "served", mapper)
+    expected_modules = modules_of(engine_class, adapted.get_base_model().config.get_text_config())
+    loras = loaded(folder / "served", mapper, expected_modules)
     fused = any(isinstance(lora.lora_a, list) for lora in loras.values())
     weights, expected = (
         {renamed(name, mapper, fused): tensor for name, tensor in split_experts(tensors).items()}
@@ -112,8 +118,8 @@ def read(title: str, adapted, folder: Path) -> None:
     print(f"{title}: {len(loras)} modules read by vLLM, equal to PEFT's merge", flush=True)
 
 
-def mapper_of(class_name: str):
-    """Return the mapper by which vLLM's class of this name renames the modules of adapters, or None."""
+def class_of(class_name: str):
+    """Return vLLM's class of this name."""
     from vllm.model_executor.models import registry
 
     names = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
@@ -121,8 +127,56 @@ def mapper_of(class_name: str):
     module = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
     for missing in IMAGES:  # of image processors, which are imported beside the classes and not used
         sys.modules.setdefault(missing, mock.MagicMock())
-    mapper = getattr(getattr(importlib.import_module(module), name), "hf_to_vllm_mapper", None)
+    return getattr(importlib.import_module(module), name)
+
+
+def mapper_of(engine_class):
+    """Return the mapper by which vLLM's class renames the modules of adapters, or None."""
+    mapper = getattr(engine_class, "hf_to_vllm_mapper", None)
     return mapper and mapper.get_rename_mapper()
+
+
+def modules_of(engine_class, config) -> set[str]:
+    """Return what vLLM's worker expects adapters of the class on: its linear layers, by the source of the class and of what
+    that imports, and experts by its own mapping. To build the model, a GPU would be needed."""
+    source = "".join(map(inspect.getsource, _models_below(sys.modules[engine_class.__module__], set())))
+    names = set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = \w*(?:Linear|FusedMoE)\w*\(", source))
+    packed = dict(getattr(engine_class, "packed_modules_mapping", {}))
+    if not getattr(engine_class, "is_3d_moe_weight", False):
+        packed["experts"] = [name.rstrip(".") for _, name, *_ in _experts_of(engine_class, config)]
+    return {part for name in names for part in packed.get(name, [name])} | ({"experts"} & names)
+
+
+def _models_below(module, seen: set) -> set:
+    """Return the module of a model, and those of models that it takes classes from."""
+    if module not in seen and ".models." in module.__name__:
+        seen.add(module)
+        for value in vars(module).values():
+            if inspect.isclass(value) and value.__module__.startswith("vllm.model_executor.models."):
+                _models_below(sys.modules[value.__module__], seen)
+    return seen
+
+
+def _experts_of(engine_class, config) -> list:
+    """Return vLLM's mapping of experts' weights: the one of the model, or of the layer of experts under the model's names."""
+    from torch import nn
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    module = sys.modules[engine_class.__module__]
+    owners = [
+        value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    for owner in (*engine_class.__mro__, *owners):
+        method = vars(owner).get("get_expert_mapping")
+        if method is not None and "self.model." not in inspect.getsource(method):  # of the model that it holds
+            model = owner.__new__(owner)  # without its layers
+            nn.Module.__init__(model)
+            model.config, model.has_moe = config, True
+            return model.get_expert_mapping()
+    given = re.search(r"ckpt_names=\((.+)\)", "".join(map(inspect.getsource, _models_below(module, set()))))
+    names = ast.literal_eval(f"({given[1]})") if given else ("gate_proj", "down_proj", "up_proj")
+    count = next(getattr(config, key) for key in NUM_EXPERTS if hasattr(config, key))
+    return RoutedExperts.build_expert_params_mapping(*names, num_experts=count, routed_experts_prefix="")
 
 
 def renamed(name: str, mapper, fused: bool) -> str:
@@ -134,7 +188,7 @@ def renamed(name: str, mapper, fused: bool) -> str:
     return name.replace(module, there, 1)
 
 
-def loaded(folder: Path, mapper) -> dict:
+def loaded(folder: Path, mapper, expected: set[str]) -> dict:
     """Return vLLM's adapter by module, scales multiplied into B, and stacked for models that it holds as 3D."""
     from safetensors import safe_open
     from vllm.config.lora import LoRAConfig
@@ -148,10 +202,6 @@ def loaded(folder: Path, mapper) -> dict:
     helper.validate_legal(LoRAConfig(max_lora_rank=8, max_loras=1))
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         modules = {parse_fine_tuned_lora_name(name, mapper)[0] for name in file.keys()}  # noqa: SIM118
-    expected = {
-        module[module.find(".experts") + 1 :] if ".experts" in module else module.rpartition(".")[2]
-        for module in modules
-    }
     model = lora_model.LoRAModel.from_local_checkpoint(
         str(folder), expected, helper, lora_model_id=1, device="cpu", weights_mapper=mapper
     )
