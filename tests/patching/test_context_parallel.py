@@ -1,23 +1,39 @@
-"""Two gloo ranks that share each sequence: accelerate's context parallelism, and DeepSpeed's Ulysses."""
+"""Two gloo ranks that share each sequence, by accelerate's context parallelism, and by DeepSpeed's Ulysses."""
+
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
+import torch
 from accelerate import ParallelismConfig
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from helpers.adapters import with_lora
-from helpers.context_parallel import on_cpus
-from helpers.models import OF_64, assert_all_close, build
-from helpers.parallel import SUMMATION, gathered, pretend_to_have_gpus
+from helpers.context_parallel import on_cpus, positions_of_rank
+from helpers.models import OF_64, assert_all_close, batch, build, patched
+from helpers.parallel import SUMMATION, gathered, load_parallel, pretend_to_have_gpus
 from helpers.ranks import WORLD
-from helpers.training import Examples, arguments, logs_of
+from helpers.training import TILE, Examples, arguments, logs_of
 from transformers import Trainer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
+from sonicmoe_hf.layer.holding import has_expert_parallelism
+from sonicmoe_hf.routing import handlers
 
+pytestmark = pytest.mark.pinned  # accelerate and torch.distributed are what constraints.txt says
 FSDP2 = {"version": 2, "cpu_ram_efficient_loading": False}
+SHARED = {"fsdp": True, "fsdp_config": FSDP2, "parallelism_config": ParallelismConfig(cp_size=WORLD)}
+with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
+LOSS, BIAS = LoadBalancing(per_layer_loss=0.5), LoadBalancing(bias_update=1e-2)
 
 
 def model_of(kind):
-    """Return a patched model with adapters, of packed experts or not, whose attention is torch's."""
+    """Return a patched model: with adapters, of packed experts or not; or one of a family that trains whole."""
+    if kind not in ("dense", "packed"):
+        return patched(kind, attn_implementation="sdpa")
     model = build("qwen3_moe", **OF_64["qwen3_moe"], attn_implementation="sdpa")
     if kind == "packed":
         sonicmoe_hf.quantize_experts(model, "nf4")
@@ -25,28 +41,158 @@ def model_of(kind):
     return with_lora(model, target_modules=["q_proj"])
 
 
-def trained(model, folder, **options):
-    """Return the logs of a Trainer, and what it trained."""
-    args = arguments(folder, max_steps=3, learning_rate=0.05, gradient_checkpointing=True, **options)
+def trained(kind, folder, callbacks=(), rate=0.05, **options):
+    """Return what a Trainer logs, what it has trained with the routers' biases, and the rows of each expert."""
+    model, counts = model_of(kind), ExpertLoadCallback()
+    args = arguments(folder, max_steps=3, learning_rate=rate, gradient_checkpointing=True, **options)
     if "fsdp" in options:
         pretend_to_have_gpus()
-    trainer = Trainer(model, args, train_dataset=Examples(16), callbacks=[ExpertLoadCallback()])
+    examples = Examples(16)
+    count, length = examples.columns["input_ids"].shape
+    examples.columns["position_ids"] = torch.arange(length).expand(count, length)  # for Ulysses
+    trainer = Trainer(model, args, train_dataset=examples, callbacks=[counts, *callbacks])
     sonicmoe_hf.attach(trainer)
     trainer.train()
     learned = {n: gathered(p.detach()) for n, p in trainer.model.named_parameters() if p.requires_grad}
-    return [[log[key] for key in ("loss", "moe/load_cv")] for log in logs_of(trainer)], learned
+    learned |= {n: b for n, b in trainer.model.named_buffers() if n.endswith("e_score_correction_bias")}
+    return [log["loss"] for log in logs_of(trainer)], learned, [log["rows_per_expert"] for log in counts.history]
 
 
-def trained_in_parts(rank, kind, folder):
-    options = {"fsdp": True, "fsdp_config": FSDP2, "parallelism_config": ParallelismConfig(cp_size=WORLD)}
+def trained_in_parts(rank, *args):
     with on_cpus():
-        return trained(model_of(kind), folder, **options)
+        return trained(*args, **SHARED)
 
 
-@pytest.mark.parametrize("kind", ["dense", "packed"])
-def test_a_trainer_with_context_parallelism_trains_as_one_rank_does(ranks, kind, tmp_path):
-    logs, learned = trained(model_of(kind), str(tmp_path))
-    for found_logs, found in ranks.run(trained_in_parts, kind, str(tmp_path)):
-        for log, expected in zip(found_logs, logs, strict=True):
-            assert log == pytest.approx(expected, rel=1e-5), SUMMATION
+@mock.patch.dict("os.environ", DS_ACCELERATOR="cpu")
+def trained_by_heads(rank, *args):
+    """Train with Ulysses, whose attention gathers a sequence and shares the heads, and undo what DeepSpeed registers."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce over shared memory, in C++
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 2},
+    }
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
+    parallelism = ParallelismConfig(sp_size=WORLD, sp_backend="deepspeed", sp_handler=handler)
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        return trained(*args, deepspeed=config, parallelism_config=parallelism)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+        parallel_state_sp._release_sequence_parallel_groups()
+
+
+def assert_trained_alike(results, expected):
+    losses, learned, rows = expected
+    for found_losses, found, found_rows in results:
+        assert found_losses == pytest.approx(losses, rel=1e-5), SUMMATION
         assert_all_close(found, learned, 1e-5, SUMMATION)
+        assert found_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks"),
+    [("dense", ()), pytest.param("packed", (), marks=pytest.mark.slow), ("deepseek_v3", (BIAS,))],
+)
+def test_context_parallelism_trains_and_counts_as_one_rank_does(ranks, kind, callbacks, tmp_path):
+    """FSDP2, adapters or all weights, gradient checkpointing, and biases by the load of all parts of a sequence."""
+    expected = trained(kind, str(tmp_path), callbacks)
+    assert_trained_alike(ranks.run(trained_in_parts, kind, str(tmp_path), callbacks), expected)
+
+
+@with_deepspeed
+@pytest.mark.parametrize(
+    ("kind", "callbacks"), [("dense", ()), pytest.param("glm4_moe", (BIAS,), marks=pytest.mark.slow)]
+)
+def test_ulysses_trains_and_counts_as_one_rank_does(ranks, kind, callbacks, tmp_path):
+    """ZeRO-2. DeepSpeed's gradients are those of one rank times the ranks, as with Transformers' own experts."""
+    expected = trained(kind, str(tmp_path), callbacks, WORLD * 0.05)
+    assert_trained_alike(ranks.run(trained_by_heads, kind, str(tmp_path), callbacks), expected)
+
+
+def test_the_balancing_loss_is_that_of_each_ranks_part(ranks, tmp_path):
+    """Weighted by the part's share of the labels, as micro-batches are."""
+    length = batch()["input_ids"].shape[1]
+    parts = [positions_of_rank(rank, WORLD, length) for rank in range(WORLD)]
+    labels = [len(part) - int(length - 1 in part) for part in parts]
+
+    def of_parts(scores_TE, top_k_index_TK, valid_T, of_one=handlers.layer_loss):
+        scores, index = scores_TE.unflatten(0, (-1, length)), top_k_index_TK.unflatten(0, (-1, length))
+        losses = [of_one(scores[:, part].flatten(0, 1), index[:, part].flatten(0, 1), None) for part in parts]
+        return sum(count * loss for count, loss in zip(labels, losses)) / sum(labels)
+
+    with mock.patch.object(handlers, "layer_loss", of_parts):
+        expected = trained("dense", str(tmp_path), (LOSS,))
+    assert_trained_alike(ranks.run(trained_in_parts, "dense", str(tmp_path), (LOSS,)), expected)
+
+
+@pytest.mark.parametrize("train", [trained_in_parts, pytest.param(trained_by_heads, marks=with_deepspeed)])
+def test_each_rank_rounds_the_tokens_of_its_part(ranks, train, tmp_path):
+    rounding = TokenRoundingCallback(tile=TILE, min_tiles_per_expert=1)
+    for losses, _, rows in ranks.run(train, "dense", str(tmp_path), (rounding,)):
+        assert len(losses) == 3
+        assert all(count % TILE == 0 for log in rows for layer in log.values() for count in layer), "sums of two tiles"
+
+
+def replayed_in_parts(rank):
+    """Record and replay the part of this rank, and what the whole sequence's experts are for it."""
+    model, inputs = patched("qwen3_moe", attn_implementation="sdpa"), batch()
+    positions = positions_of_rank(rank, WORLD, inputs["input_ids"].shape[1])
+    with sonicmoe_hf.record_routing(model) as whole, torch.no_grad():
+        model(**inputs)
+    part = {name: column[:, positions] for name, column in inputs.items()} | {"position_ids": positions[None]}
+    part.pop("labels")
+    (experts,) = (torch.stack([index for (index,) in call.values()]) for call in whole.calls)
+    of_part = experts.unflatten(1, (len(inputs["input_ids"]), -1))[:, :, positions].flatten(1, 2)
+    with sonicmoe_hf.replay_routing(model, of_part), sonicmoe_hf.record_routing(model) as found:
+        model(**part)
+    assert all(torch.equal(index, given) for (index,), given in zip(found.calls[0].values(), of_part, strict=True))
+    too_many = pytest.raises(ValueError, match="the replayed routing of a layer has shape")
+    with too_many, sonicmoe_hf.replay_routing(model, experts):
+        model(**part)
+
+
+def test_a_rank_replays_the_experts_of_its_positions_and_refuses_those_of_all(ranks):
+    ranks.run(replayed_in_parts)
+
+
+# what does not work
+
+
+def with_shared_experts(rank, folder):
+    pretend_to_have_gpus()
+    model = load_parallel(folder, "ours")
+    with pytest.raises(ValueError, match=r"ParallelismConfig total_size \(4\) does not match num_processes \(2\)"):
+        Trainer(model, arguments(folder, **SHARED), train_dataset=Examples(4))
+
+
+@pytest.mark.skipif(not has_expert_parallelism(), reason="Transformers 5.23")
+def test_expert_parallelism_over_the_same_ranks_is_an_error(ranks, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    ranks.run(with_shared_experts, str(tmp_path))
+
+
+def test_torch_sinks_is_an_error_by_name_under_both(tmp_path):
+    model = patched("gpt_oss", attn_implementation="torch_sinks")
+    trainer = Trainer(model, arguments(str(tmp_path)), train_dataset=Examples(4))
+    trainer.accelerator.state.parallelism_config = mock.Mock(cp_enabled=True, cp_backend="torch")
+    with pytest.raises(ValueError, match="only with SDPA attention, you are using torch_sinks"):
+        trainer._prepare_context_parallel_inputs(model, batch())
+    with pytest.raises(ValueError, match=r"does not support attention layers of type \['sliding_attention'\]"):
+        _attach_context_parallel_hooks(model)
+    with pytest.raises(ValueError, match="Invalid sp_attn_implementation: torch_sinks"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation="torch_sinks")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_torchs_ring_attention_gives_the_gradients_of_one_gpu(tmp_path):
+    """As the benchmark checks them, of a small model in bf16."""
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    small = ["--tiny", "--layers", "2", "--lengths", "256", "--csv", str(tmp_path / "long.csv")]
+    subprocess.run([*ranks, "-m", "benchmarks.step.long", *small], check=True, timeout=180)

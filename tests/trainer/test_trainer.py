@@ -1,7 +1,11 @@
 """TokenRoundingCallback in a real Trainer: the schedule, evaluation by top-k, checkpointing, padding."""
 
+from unittest import mock
+
 import pytest
 import torch
+from helpers.adapters import with_lora
+from helpers.examples import load
 from helpers.models import (
     CONFIGS,
     assert_all_close,
@@ -185,6 +189,21 @@ def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding
     expected = loss_and_gradients(model, inputs)
     torch.manual_seed(1)
     assert_all_close(loss_and_gradients(again, inputs), expected, 1e-6, SAME_COMPUTATION)
+
+
+def test_checkpoints_of_layers_in_host_memory_change_no_bit(tmp_path):
+    """By the examples' option, whose context begins anew in each step."""
+    found = []
+    for offloads in (False, True):
+        model = checkpointed(with_lora(patched("qwen3_moe", POLICY)), "non_reentrant")
+        trainer = trainer_for(model, tmp_path, [sonicmoe_hf.LoadBalancing(0.5)], learning_rate=0.05)
+        with mock.patch.object(torch.autograd.graph, "save_on_cpu", wraps=torch.autograd.graph.save_on_cpu) as entered:
+            if offloads:
+                load("shared").offload_activations(trainer)
+            trainer.train()
+        assert entered.call_count == (trainer.state.global_step if offloads else 0)
+        found.append({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    assert_all_close(*found, 0.0, "copies")
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTING)
