@@ -83,8 +83,8 @@ class Examples(torch.utils.data.Dataset):
         return {name: column[i] for name, column in self.columns.items()}
 
 
-def arguments(folder, **options) -> TrainingArguments:
-    """Make arguments: four unshuffled sequences a step on the CPU, nothing reported, nothing saved."""
+def arguments(folder, kind=TrainingArguments, **options) -> TrainingArguments:
+    """Make arguments of this class: four unshuffled sequences a step on the CPU, nothing reported, nothing saved."""
     defaults = {
         "use_cpu": True,
         "per_device_train_batch_size": 4,
@@ -101,7 +101,7 @@ def arguments(folder, **options) -> TrainingArguments:
         "train_sampling_strategy": "sequential",
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(str(folder), **{**defaults, **options})
+    return kind(str(folder), **{**defaults, **options})
 
 
 def checkpointed(model, kind):

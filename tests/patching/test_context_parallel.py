@@ -9,14 +9,17 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from accelerate.utils import DeepSpeedSequenceParallelConfig
+from datasets import Dataset
 from helpers.adapters import with_lora
 from helpers.context_parallel import on_cpus, positions_of_rank
-from helpers.models import OF_64, assert_all_close, batch, build, patched
+from helpers.models import CONFIGS, OF_64, OTHERS, assert_all_close, batch, build, patched
 from helpers.parallel import SUMMATION, gathered, load_parallel, pretend_to_have_gpus
 from helpers.ranks import WORLD
 from helpers.training import TILE, Examples, arguments, logs_of
+from helpers.trl_trainers import word_tokenizer
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
@@ -32,7 +35,7 @@ LOSS, BIAS = LoadBalancing(per_layer_loss=0.5), LoadBalancing(bias_update=1e-2)
 
 def model_of(kind):
     """Return a patched model: with adapters, of packed experts or not; or one of a family that trains whole."""
-    if kind not in ("dense", "packed"):
+    if kind in CONFIGS | OTHERS:
         return patched(kind, attn_implementation="sdpa")
     model = build("qwen3_moe", **OF_64["qwen3_moe"], attn_implementation="sdpa")
     if kind == "packed":
@@ -44,13 +47,20 @@ def model_of(kind):
 def trained(kind, folder, callbacks=(), rate=0.05, **options):
     """Return what a Trainer logs, what it has trained with the routers' biases, and the rows of each expert."""
     model, counts = model_of(kind), ExpertLoadCallback()
+    if kind == "by TRL":
+        options |= {"kind": SFTConfig, "bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     args = arguments(folder, max_steps=3, learning_rate=rate, gradient_checkpointing=True, **options)
     if "fsdp" in options:
         pretend_to_have_gpus()
-    examples = Examples(16)
+    examples, more = Examples(16), {}
     count, length = examples.columns["input_ids"].shape
     examples.columns["position_ids"] = torch.arange(length).expand(count, length)  # for Ulysses
-    trainer = Trainer(model, args, train_dataset=examples, callbacks=[counts, *callbacks])
+    if kind == "by TRL":
+        more = {"processing_class": word_tokenizer()}
+        examples = Dataset.from_dict({name: column.tolist() for name, column in examples.columns.items()})
+    trainer = (SFTTrainer if more else Trainer)(
+        model=model, args=args, train_dataset=examples, callbacks=[counts, *callbacks], **more
+    )
     sonicmoe_hf.attach(trainer)
     trainer.train()
     learned = {n: gathered(p.detach()) for n, p in trainer.model.named_parameters() if p.requires_grad}
@@ -97,7 +107,12 @@ def assert_trained_alike(results, expected):
 
 @pytest.mark.parametrize(
     ("kind", "callbacks"),
-    [("dense", ()), pytest.param("packed", (), marks=pytest.mark.slow), ("deepseek_v3", (BIAS,))],
+    [
+        ("dense", ()),
+        pytest.param("deepseek_v3", (BIAS,), marks=pytest.mark.slow),
+        pytest.param("packed", (), marks=pytest.mark.slow),
+        pytest.param("by TRL", (), marks=pytest.mark.slow),
+    ],
 )
 def test_context_parallelism_trains_and_counts_as_one_rank_does(ranks, kind, callbacks, tmp_path):
     """FSDP2, adapters or all weights, gradient checkpointing, and biases by the load of all parts of a sequence."""
@@ -115,6 +130,7 @@ def test_ulysses_trains_and_counts_as_one_rank_does(ranks, kind, callbacks, tmp_
     assert_trained_alike(ranks.run(trained_by_heads, kind, str(tmp_path), callbacks), expected)
 
 
+@pytest.mark.slow
 def test_the_balancing_loss_is_that_of_each_ranks_part(ranks, tmp_path):
     """Weighted by the part's share of the labels, as micro-batches are."""
     length = batch()["input_ids"].shape[1]

@@ -113,6 +113,21 @@ def test_odd_sizes_and_adapted_experts_get_the_unsharded_models_gradients(ranks,
     assert_mean_of_ranks(made(**changes), results)
 
 
+def compiled_under_fsdp2(rank):
+    model = checkpointed(made("qwen3_moe", None, is_adapted=True), "non_reentrant")
+    sonicmoe_hf.compile_layers(model, backend="aot_eager")
+    for module in (*model.get_base_model().model.layers, model):
+        fully_shard(module)
+    loss = model(**batch(**OWN_BATCH[rank])).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.slow
+def test_compiled_layers_under_fsdp2_get_the_mean_of_ranks(ranks):
+    assert_mean_of_ranks(made("qwen3_moe", None, is_adapted=True), ranks.run(compiled_under_fsdp2))
+
+
 # FSDP2 of torch 2.15 takes a gradient of a bf16 parameter as it was computed: that of gpt-oss's norms in fp32. Before, and
 # without FSDP2, autograd rounds it to bf16.
 KEEPS_COMPUTED_DTYPE = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
