@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..layer.holding import expert_parallelism
 from ..private.torch import compiled_call, eager_call, graph_breaks, set_compiled_call
 
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
@@ -25,6 +27,8 @@ def compile_layers(model: nn.Module, **options) -> int:
 
     With `mode="reduce-overhead"` a layer's kernels are captured as CUDA graphs, for batches of one size: where sizes vary
     layers run as without it, and where nothing is trained, as in evaluation and generation, uncompiled.
+
+    Where ranks share the experts, attention, norms, routers and shared experts are compiled, each on its own.
 
     Args:
         model: a Transformers model, PEFT's or Trainer's wrapper of one.
@@ -51,14 +55,28 @@ def compile_layers(model: nn.Module, **options) -> int:
     if is_captured:
         inductor = torch._inductor.list_mode_options(options.pop("mode"))
         options["options"] = inductor | {"triton.cudagraph_skip_dynamic_graphs": True}
-    for layer in layers:
-        layer.compile(**options)
-        call = compiled_call(layer)
+    for part in itertools.chain.from_iterable(map(_parts, layers)):
+        part.compile(**options)
+        call = compiled_call(part)
         if is_captured:
-            call = _with_gradients(call, eager_call(layer))
-            _keep_gradients(layer)
-        set_compiled_call(layer, _FirstCall(layer, call))
+            call = _with_gradients(call, eager_call(part))
+            _keep_gradients(part)
+        set_compiled_call(part, _FirstCall(part, call))
     return len(layers)
+
+
+def _parts(layer: nn.Module) -> list[nn.Module]:
+    """List what is compiled of a layer: itself, or where ranks share its experts all else in it and beside them."""
+    if not _has_shared_experts(layer):
+        return [layer]
+    beside: list[nn.Module] = []
+    for child in layer.children():
+        beside += child.children() if _has_shared_experts(child) else [child]
+    return [part for part in beside if not _has_shared_experts(part)]
+
+
+def _has_shared_experts(module: nn.Module) -> bool:
+    return any(expert_parallelism(each) is not None for each in module.modules())
 
 
 def _with_gradients(captured: Callable, eager: Callable) -> Callable:

@@ -75,7 +75,7 @@ def experts_steps(rank, folder, num_tokens):
 
 
 @pytest.mark.parametrize(
-    "num_tokens", [NUM_TOKENS, pytest.param([(13, 0, 5, 7, 9, 2, 1, 30)], marks=pytest.mark.slow)], ids=len
+    "num_tokens", [NUM_TOKENS, [(13, 0, 5, 7, 9, 2, 1, 30)]], ids=lambda sizes: f"{len(sizes[0])} ranks"
 )
 def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks, num_tokens, tmp_path):
     model = saved_and_patched(tmp_path, "gpt_oss")

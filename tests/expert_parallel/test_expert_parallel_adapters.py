@@ -15,14 +15,16 @@ from helpers.examples import EXAMPLES, TEXT
 from helpers.examples import load as load_example
 from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, batch, build
-from helpers.parallel import OWN_BATCH, PARTIAL_SUMS
+from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
 from helpers.ranks import WORLD
 from helpers.training import Examples
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
-from test_expert_parallel import APART, SHARED, load
+from test_expert_parallel import APART, SHARED, load, step
 from test_expert_parallel import pytestmark as pytestmark
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sonicmoe_hf
@@ -153,6 +155,26 @@ def test_the_trainer_trains_saves_and_resumes_as_on_one_rank(ranks, tmp_path):
         assert_all_close(
             {name: moved}, {name: wanted}, 2e-2, "Adam's first steps make of a small difference a large one"
         )
+
+
+def compiled_step(rank, folder):
+    """Run a step of a model whose layers are compiled and checkpointed; also count what Dynamo left to Python."""
+    model = with_lora(load(folder, APART), target_modules=["o_proj"])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compiled = CompileCounter()
+    sonicmoe_hf.compile_layers(model, backend=compiled)
+    found = step(model, batch(**OWN_BATCH[rank]))
+    return found, compiled.frame_count, sum(counters["graph_break"].values())
+
+
+def test_what_is_beside_experts_that_ranks_share_is_compiled(ranks, tmp_path):
+    model = build("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model)
+    losses, expected = mean_of_ranks(with_lora(model, target_modules=["o_proj"]))
+    for loss, (found, frames, breaks) in zip(losses, ranks.run(compiled_step, str(tmp_path)), strict=True):
+        assert frames == 5 and not breaks, "attention, norm, MLP or router, and shared experts, of different widths"
+        assert_all_close(found, {"loss": loss, **expected}, 1e-5, PARTIAL_SUMS)
 
 
 PLAIN_PEFT = """
