@@ -6,6 +6,9 @@ and the routing (`save="input"`, or a layer in pieces: h is computed again), and
 activations a, the rows y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and y = a W2^T as
 kernels/interface.py says.
 
+Forward is one op, but two halves where torch.compile traces a checkpoint, since backward needs nothing of the second, the
+product with W2.
+
 Where ranks share the experts and gather all tokens, an `Exchange` brings x and takes the output inside the op. Backward
 then gathers x again, beside the first products, and sends the gradient of x beside those of the weights' gradients.
 """
@@ -19,6 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..kernels.interface import Activation, PackedOperand, Rows
+from ..kernels.packed import FORMATS, Quantized
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from ..kernels.tape import Taped, leaves_of
 from . import backends, expanded, pieces, torch_op
@@ -171,11 +175,11 @@ class _Layer:
         )
         return u_PJ, h_R2I, a_RI
 
-    def y(self, a_RI):
-        """Compute v, None without an adapter, and the second product of the a that `up` gave."""
-        down, v_PJ, lora = self.down, None, None
+    def y(self, a_RI, v_PJ=None):
+        """Compute v unless it is given, None without an adapter, and the second product of the a that `up` gave."""
+        down, lora = self.down, None
         if down.b is not None:
-            v_PJ = self.shrink(down, a_RI, gathered=False)
+            v_PJ = self.shrink(down, a_RI, gathered=False) if v_PJ is None else v_PJ
             lora = down.term(v_PJ)
         if self.fp8:
             packed = self.packed(down)
@@ -250,6 +254,64 @@ def _forward(arguments: list[Any]) -> list[torch.Tensor]:
     v_PJ, y_RH = layer.y(a_RI)
     out_TH = layer.kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])
     return [out_TH, *[tensor for tensor, is_saved in zip((h_R2I, u_PJ, v_PJ), flags) if is_saved]]
+
+
+def _experts_first_half(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
+    """Compute what `flags` name, and after it a_RI."""
+    assert inputs.x is not None
+    compute, dtype = _first_half if options.backend == "eager" else _FIRST_HALF_TAPES, inputs.x.dtype
+    with on_device(inputs, rows, options, dtype) as inputs:
+        weights = expanded.expand(inputs, rows, options, dtype, ("gate_up",))
+        results = compute([expanded.use(dict(weights), inputs, options.transposed), options, flags, rows])
+        expanded.keep(weights, results[:-1])
+        return results
+
+
+def _first_half(arguments: list[Any]) -> list[torch.Tensor]:
+    """Run `_experts_first_half` on a list, which is emptied."""
+    inputs, options, flags, rows = arguments
+    arguments.clear()
+    layer = _Layer(inputs, rows, options, inputs.x.dtype)
+    u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
+    v_PJ = layer.shrink(layer.down, a_RI, gathered=False) if flags.v else None
+    return [tensor for tensor, is_given in zip((h_R2I, u_PJ, v_PJ, a_RI), (*flags, True)) if is_given]
+
+
+def _fake_first_half(inputs, rows, options, flags):
+    inner = inputs.down.weight.shape[1 if options.transposed and not inputs.down.format else 2]
+    if inputs.down.format:
+        inner = FORMATS[inputs.down.format].shape(Quantized(*inputs.down[:3]))[2]
+    return [*_fake_forward(inputs, rows, options, flags)[1:], inputs.x.new_empty(rows.token.shape[0], inner)]
+
+
+def _experts_second_half(
+    inputs: Inputs, rows: Rows, options: Options, v: torch.Tensor | None, a: torch.Tensor
+) -> list[torch.Tensor]:
+    """Compute [out_TH] from a_RI, and v_PJ where that has been computed."""
+    assert inputs.x is not None
+    compute = _second_half if options.backend == "eager" else _SECOND_HALF_TAPES
+    with on_device(inputs, rows, options, inputs.x.dtype) as inputs:
+        without_gate_up_adapter = inputs._replace(gate_up=inputs.gate_up._replace(a=None, b=None))
+        return compute([without_gate_up_adapter, v, options, a, rows])
+
+
+def _second_half(arguments: list[Any]) -> list[torch.Tensor]:
+    """Run `_experts_second_half` on a list, which is emptied."""
+    inputs, v_PJ, options, a_RI, rows = arguments
+    arguments.clear()
+    layer = _Layer(inputs, rows, options, inputs.x.dtype)
+    _, y_RH = layer.y(a_RI, v_PJ)
+    return [layer.kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])]
+
+
+def _in_checkpoint(run: Callable, inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags):
+    """Run `_experts_forward` as two ops, so that backward computes the first half again, and the second where something
+    after the layer needs it."""
+    if options.piece or options.fp8 or not any(flags):
+        return run(*leaves_of((inputs, rows, options, flags)))
+    *saved, a_RI = _FIRST_HALF(False, inputs, rows, options, flags)
+    (out_TH,) = _SECOND_HALF(False, inputs, rows, options, saved[-1] if flags.v else None, a_RI)
+    return [out_TH, *saved]
 
 
 def _exchanged_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags, exchange: Exchange):
@@ -355,6 +417,8 @@ def _backward_of(
 
 
 _FORWARD_TAPES = Taped(_forward, num_derived=1)
+_FIRST_HALF_TAPES = Taped(_first_half, num_derived=1)
+_SECOND_HALF_TAPES = Taped(_second_half, num_derived=2)
 _BACKWARD_TAPES = Taped(_backward_of, num_derived=1)
 
 
@@ -459,7 +523,9 @@ def _backward(ctx, dout):
     return tuple(next(computed) if needed else None for needed in needs)
 
 
-FORWARD = torch_op.Op(_experts_forward, _fake_forward, WHAT, _setup_context, _backward)
+_FIRST_HALF = torch_op.Op(_experts_first_half, _fake_first_half, WHAT)
+_SECOND_HALF = torch_op.Op(_experts_second_half, lambda inputs, *_: [inputs.x.new_empty(inputs.x.shape)], WHAT)
+FORWARD = torch_op.Op(_experts_forward, _fake_forward, WHAT, _setup_context, _backward, _in_checkpoint)
 _BACKWARD = torch_op.GradientOp(_experts_backward, _fake_backward, WHAT)
 _EXCHANGED = torch_op.autograd_function(WHAT, _setup_context, once_differentiable(_backward)).apply
 

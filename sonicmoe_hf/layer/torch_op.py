@@ -26,6 +26,7 @@ from ..private.torch import (
     forward_mode_level,
     is_in_torch_dispatch_mode,
     is_legacy_batchedtensor,
+    is_traced_in_checkpoint,
     replace_call,
     will_engine_execute_node,
 )
@@ -72,10 +73,12 @@ class Op:
     setup_context(ctx, arguments, output), backward(ctx, gradient): as of a torch.autograd.Function of the first
         argument's leaves that returns the function's results; backward gets the gradient of the first result, or None.
         Without them the op has no gradients.
+    in_checkpoint(run, *arguments): where compiled backward computes again what it needs, gives the results by several
+        ops, of which it may need some alone; `run` is the op, of leaves.
     """
 
-    def __init__(self, function, fake, what: str, setup_context=None, backward=None):
-        self.function, self.what, self._backward = function, what, backward
+    def __init__(self, function, fake, what: str, setup_context=None, backward=None, in_checkpoint=None):
+        self.function, self.what, self._backward, self._in_checkpoint = function, what, backward, in_checkpoint
         hints = typing.get_type_hints(function)
         result = hints.pop("return")
         form = Form(hints)
@@ -121,8 +124,10 @@ class Op:
             raise NotImplementedError(_unsupported(self.what))
         run = below_autograd(self._overload, keyset)
         if self._backward and self._has_gradient(leaves):
-            nested = self.nest(leaves)
-            return list(self._apply(*leaves[: self._num_first], nested, lambda *_: run(*leaves)))
+            nested, compute = self.nest(leaves), lambda *_: run(*leaves)
+            if self._in_checkpoint and is_traced_in_checkpoint():
+                compute = functools.partial(self._in_checkpoint, run)
+            return list(self._apply(*leaves[: self._num_first], nested, compute))
         return run(*leaves)
 
     def _call_overload(self, *leaves):

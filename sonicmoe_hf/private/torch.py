@@ -81,11 +81,12 @@ def is_compiled() -> bool:
 
 def is_traced_in_checkpoint() -> bool:
     """Tell whether AOTAutograd traces a region that its compiled backward computes again."""
-    from torch.utils.checkpoint import _CachingTorchDispatchMode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+    kinds = _CachingTorchDispatchMode, _CachedTorchDispatchMode  # the latter where a backend computes again itself
     modes = _python_dispatch._get_current_dispatch_mode_stack()
     is_marked = "recompute" in torch.fx.traceback.get_current_meta()  # until torch 2.12
-    return is_marked or any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
+    return is_marked or any(isinstance(mode, kinds) for mode in modes)
 
 
 def graph_breaks() -> Counter[str]:

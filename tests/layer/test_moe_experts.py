@@ -11,6 +11,7 @@ from helpers.models import assert_all_close, relative_error
 from helpers.one_layer import NAMES, OF_ONE_KIND, Watching, expected, output_and_gradients, problem, run
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Weighting
@@ -277,6 +278,28 @@ def test_it_compiles_whole_and_gives_the_same_bits(save):
     assert_all_close(actual, output_and_gradients(run, inputs, index), 0.0, "the same kernels on the same inputs")
 
 
+@pytest.mark.parametrize("after", [torch.clone, torch.sin], ids=["nothing follows", "the output is needed"])
+def test_compiled_code_computes_the_second_product_again_only_for_what_follows_it(after, monkeypatch):
+    inputs, index = problem(T=16, dtype=torch.float32)
+    products = []
+    for name in ("up", "down"):
+        product = getattr(eager, name)
+        monkeypatch.setattr(eager, name, lambda *args, f=product, n=name, **kw: products.append(n) or f(*args, **kw))
+
+    def layer(*leaves):
+        return after(run(dict(zip(inputs, leaves)), index))
+
+    def recomputed(inputs):
+        return checkpoint(layer, *inputs.values(), use_reentrant=False)
+
+    wanted = output_and_gradients(lambda inputs: layer(*inputs.values()), inputs)
+    torch._dynamo.reset()
+    products.clear()
+    actual = output_and_gradients(torch.compile(recomputed, backend="aot_eager", fullgraph=True), inputs)
+    assert_all_close(actual, wanted, 0.0, "the same kernels on the same inputs")
+    assert products == ["up", "down", "up", *["down"] * (after is torch.sin)]
+
+
 @pytest.mark.parametrize("save", ["preactivation", "input"])
 def test_a_dispatch_mode_sees_the_ops_and_gets_the_same_bits(save):
     inputs, index = problem(dtype=torch.float32)
@@ -328,6 +351,12 @@ def test_the_custom_ops_pass_torchs_own_checks(layout):
     out, *kept = forward(*detached, *rows, *options, True, True, True)
     assert [tensor.shape[1] for tensor in kept] == [10, 8, 8], "ranks are padded to multiples of 8"
     torch.library.opcheck(backward, (torch.ones_like(out), *kept, *detached, *rows, *options, are_tensors))
+    halves = [getattr(torch.ops.sonicmoe_hf, f"experts_{half}_half").default for half in ("first", "second")]
+    h, u, v, a = halves[0](*detached, *rows, *options, True, True, True)
+    assert all(torch.equal(tensor, same) for tensor, same in zip((h, u, v), kept))
+    assert all(torch.equal(halves[1](*detached, *rows, *options, given, a)[0], out) for given in (v, None))
+    torch.library.opcheck(halves[0], (*detached, *rows, *options, True, False, True))
+    torch.library.opcheck(halves[1], (*detached, *rows, *options, v, a))
 
 
 @pytest.mark.parametrize("combination", itertools.product(("concatenated", "transposed_interleaved"), (False, True)))
