@@ -231,7 +231,7 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
     return device
 
 
-def pack_linear_layers(model: PreTrainedModel, quant_type: str) -> None:
+def pack_linear_layers(model: Any, quant_type: str) -> None:
     """Pack the linear layers of a loaded model but its head as bitsandbytes' "nf4" or "fp4", one after the other."""
     for name in [name for name, _ in model.named_modules()]:
         _pack_linear(model, name, model.get_submodule(name), quant_type)
