@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import convert_adapter, merge_adapter
+from sonicmoe_hf.lora.packed_base import ENTRY
 from sonicmoe_hf.tools.checking.hypotheses import layers_of
 from sonicmoe_hf.tools.cli.main import main
 
@@ -157,9 +158,11 @@ def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, caps
     assert "--layout hub" in by_peft["reason"]
 
 
-def test_what_cannot_be_told_is_said(place, capsys, tmp_path):
+def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
     adapter = shutil.copytree(place.adapter, tmp_path / "untrained")
     tensors = tensors_in(adapter)
     edit_tensors(adapter, {name: 0 * tensor for name, tensor in tensors.items() if "lora_B" in name})
+    edit(adapter, auto_mapping={ENTRY: {"format": "nf4", "scales": [1, 2]}}, task_type="CAUSAL_LM")
     code, (merged,) = check(place, capsys, place.base, adapter=adapter)
     assert (merged["kind"], code) == ("other", 1) and "too little to tell" in merged["reason"]
+    assert "trained on experts in nf4 (scales 1, 2)" in caplog.text, "whatever implementation the base has"

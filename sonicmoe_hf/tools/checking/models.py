@@ -18,6 +18,7 @@ from ...lora.adapter import is_in_pefts_form
 from ...lora.convert import convert_adapter
 from ...patching.loading import from_pretrained
 from ...private.transformers import auto_class_of
+from ...registration import install_in_peft
 from .texts import Text
 
 Scores = dict[Text, torch.Tensor]  # [2, tokens] on the CPU: log p, and log p less that of the likeliest token
@@ -62,20 +63,21 @@ def scores_of(model: Any, texts: Iterable[Text]) -> Scores:
 
 
 @contextmanager
-def adapted(model: PreTrainedModel, base: Path, adapter: Path, temporary: Path) -> Iterator[Any]:
+def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Iterator[Any]:
     """Put an adapter of any form on the model inside the block, by PEFT.
 
-    base: the model's folder. temporary: where an adapter that PEFT would misread is written anew.
+    base: the model's folder. new: a folder in which an adapter that PEFT would misread is written anew.
 
     Raises:
         CheckpointError: it cannot be read as an adapter of this model.
     """
     import peft
 
+    install_in_peft()  # so that the adapter's base is compared with this one
     config = read_json(base / CONFIG_FILE)
     if not is_in_pefts_form(adapter, build_from_config(config, base / CONFIG_FILE)):
         layout = "native" if str(config["model_type"]).startswith(NATIVE_PREFIX) else "hub"
-        adapter = convert_adapter(adapter, temporary / f"adapter {id(adapter)}", layout, trained_on=base)
+        adapter = convert_adapter(adapter, new, layout, trained_on=base)
     wrapped = peft.PeftModel.from_pretrained(model, adapter)
     try:
         yield wrapped.eval()

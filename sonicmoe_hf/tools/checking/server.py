@@ -19,8 +19,6 @@ from .texts import LENGTH, Text
 
 SECONDS = 600  # for one answer
 GREEDY = {"max_tokens": LENGTH // 2, "temperature": 0}
-
-
 NOT_LISTED = (
     "It does not list {model}, only: {listed}. Servers leave out adapters that they cannot load, such as those of ranks "
     "above --max-lora-rank; their log says why"
@@ -90,7 +88,7 @@ class Server:
             ) from error
 
     def _choice(self, **body: Any) -> dict:
-        return self.ask("completions", body)["choices"][0]
+        return next(iter(self.ask("completions", body).get("choices") or ()), {})
 
     def _prompts(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
         """Ask for what the model expects of the text itself."""

@@ -16,14 +16,14 @@ APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in par
 CERTAIN = 3.0  # standard deviations by which one hypothesis must explain more than another
 NEAR = 0.25  # of the adapter's change: by so much a share of it may be off one
 UNEXPLAINED = 0.5  # of the adapter's change: more that no hypothesis explains is something else
-
 TOO_LITTLE = "the adapter changes these texts too little to tell; give text like that it was trained on, --text"
 
 
 class Reference(NamedTuple):
     """The log-probabilities [T] of the model that was trained, at a place's tokens.
 
-    alternatives: by hypothesis. beside: the adapter's change without its experts, where it is on other layers too."""
+    alternatives: by hypothesis.
+    """
 
     base: torch.Tensor
     adapter: torch.Tensor
