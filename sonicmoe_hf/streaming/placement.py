@@ -78,7 +78,10 @@ class Placement:
         held = [weight for experts in sizes for weight in _weights(experts)]
         self.memory = memory = HostMemory()
         budget = _budget(model, experts_memory, device, held, max(sizes.values(), default=0))
-        budget = min(memory.exchange("bytes on the GPU", budget))
+        # ranks that share host memory decide alike
+        bytes_of_ranks = memory.exchange("bytes that stay, and are free", [budget, free_on_host()])
+        budget = min(stay for stay, _ in bytes_of_ranks)
+        free = min((free for _, free in bytes_of_ranks if free is not None), default=None)
         stays = dict(zip(sizes, spread(list(sizes.values()), budget)))
         streams = [weight.layer.stream for weight in held if _is_host(weight)]
         stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
@@ -88,13 +91,12 @@ class Placement:
         self._names = {experts: name for name, experts in layers}
         self._digests: dict[str, str] = {}
         weights = {self._name(experts, name): (experts, name) for experts in new for name in weight_names(experts)}
-        rooms = [room_for(_bytes_of_weight(*weight, format)) for weight in weights.values()]
-        memory.agree("sizes", dict(zip(weights, map(str, rooms))))
+        rooms = {name: room_for(_bytes_of_weight(*weight, format)) for name, weight in weights.items()}
+        memory.agree("sizes", {name: str(room) for name, room in rooms.items()})
         if memory.copies > 1 and not is_loading:
             memory.agree("weights", {name: _digest(*weight) for name, weight in weights.items()})
-        free = free_on_host()
-        memory.open(rooms)
-        nbytes = memory.copies * sum(rooms)
+        memory.open([*rooms.values()])
+        nbytes = memory.copies * sum(rooms.values())
         if free is not None and nbytes > free:
             raise MemoryError(
                 f"experts_memory={experts_memory!r} puts {nbytes / 2**30:.1f} GiB of experts in host memory, where "
@@ -102,7 +104,7 @@ class Placement:
             )
         made = [HostLayer(stream, memory.fills(2 * number), memory.is_shared) for number in range(len(new))]
         self.layers |= dict(zip(new, made))
-        _reserve(made, memory.allocate(rooms))
+        _reserve(made, memory.allocate([*rooms.values()]))
 
     def finish(self) -> None:
         """Wait until the ranks that share host memory have filled it. Raises ValueError where they had other weights."""
