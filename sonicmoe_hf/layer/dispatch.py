@@ -75,9 +75,11 @@ def dispatch(
     if backend is None:
         backend = backends.choose(expert_index.device, None).name
     if piece:
-        options = {"sentinels": sentinels, "backend": backend}
-        each = [dispatch(index, index.shape[0], num_experts, **options) for index in expert_index.split(piece)]
-        return Rows(*map(torch.cat, zip(*each)))
+        pieces = (
+            dispatch(index, index.shape[0], num_experts, sentinels=sentinels, backend=backend)
+            for index in expert_index.split(piece)
+        )
+        return Rows(*map(torch.cat, zip(*pieces)))
     pairs = expert_index, token_index, num_tokens, num_experts, sentinels
     if torch_op.traced("dispatch", expert_index, token_index):
         return Rows(*_DISPATCH(False, *pairs, backend))

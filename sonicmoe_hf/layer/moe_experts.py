@@ -90,11 +90,11 @@ def _run(
     fields of Options. sizes: T, of the routing, and E. exchange: the routing's.
     """
     expert_index, token_index, weight, sentinels = pairs
-    options = Options(*options, expanded.may_keep())
+    is_top_k = rows is None and token_index is None and exchange is None
+    piece = tokens_of_piece(sizes[0], expert_index.numel()) if is_top_k else 0
+    options = Options._make((*options, expanded.may_keep(), piece))
     if rows is None:
-        piece = tokens_of_piece(sizes[0], expert_index.numel()) if token_index is None and exchange is None else 0
         rows = dispatch(expert_index, *sizes, token_index, sentinels=sentinels, backend=options.backend, piece=piece)
-        options = options._replace(piece=piece)
     accumulated = accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
     has_gradient = x.requires_grad or weight.requires_grad or gate_up.requires_grad() or down.requires_grad()
