@@ -15,6 +15,8 @@ experts have the load of a trained model.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import tempfile
 import time
@@ -32,9 +34,11 @@ from benchmarks.step import checking, models
 from benchmarks.step.run import Run, bare, check, join_ranks, trained
 from benchmarks.step.training import GIB, WHOLE_ATTENTION, record
 from sonicmoe_hf.layer import pieces
+from sonicmoe_hf.layer.config import SAVE_POLICIES
 
 RANK = 8
 SHORT = 16384  # tokens of a first step, which compiles kernels and allocates the optimiser's state
+CHECKPOINTS = "checkpoints"  # what layers keep for backward where it is not what `patch_model(save=...)` says
 SMALL = 256  # tokens of a checked sequence; rows of a piece there
 MAX_DIFFERENCE = 0.05  # of a gradient, relative to its norm: the same model in bf16, with sums in another order
 
@@ -61,7 +65,9 @@ class Steps(TrainerCallback):
             self.peak_GiB = torch.cuda.max_memory_allocated() / GIB
 
 
-def train(model, sequences: list[torch.Tensor], ranks: int, offloading: bool = False, **settings):
+def train(
+    model, sequences: list[torch.Tensor], ranks: int, checkpointing: bool = True, offloading: bool = False, **settings
+):
     """Train on one sequence a step; return (its Steps, the Trainer, the losses). settings: of its arguments."""
     on_gpu = torch.cuda.is_available()
     if ranks > 1:
@@ -79,7 +85,7 @@ def train(model, sequences: list[torch.Tensor], ranks: int, offloading: bool = F
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        gradient_checkpointing=True,
+        gradient_checkpointing=checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
@@ -140,13 +146,20 @@ def check_ranks(run: Run, options: argparse.Namespace, ranks: int) -> None:
         raise SystemExit(f"{ranks} ranks train something else than one")
 
 
-def measure(run: Run, options: argparse.Namespace, ranks: int) -> dict:
+def measure(run: Run, kept: str, options: argparse.Namespace, ranks: int) -> dict:
     """Return milliseconds, tokens per second of a GPU, and GiB at the peak of this rank."""
     model = trained(bare(run, options), run)
+    if kept != CHECKPOINTS:
+        sonicmoe_hf.patch_model(model, save=kept)
     tokens = sequence(run.tokens, model.config.vocab_size)
     settings = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused"}
     times, _, (_, *losses) = train(
-        model, [tokens[:SHORT], *[tokens] * options.steps], ranks, options.offloading, **settings
+        model,
+        [tokens[:SHORT], *[tokens] * options.steps],
+        ranks,
+        run.checkpointing,
+        options.offloading,
+        **settings,
     )
     if not losses[-1] <= losses[0]:  # FSDP2 gives them in bf16
         raise SystemExit(f"the loss on one sequence went from {losses[0]} to {losses[-1]}: it does not train")
@@ -162,6 +175,8 @@ def main():
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 131072])
     parser.add_argument("--experts", default="nf4", help="format of the experts, or bf16")
+    kept = {"choices": (CHECKPOINTS, *SAVE_POLICIES), "nargs": "+", "default": [CHECKPOINTS]}
+    parser.add_argument("--kept", **kept, help="what layers keep for backward")
     parser.add_argument("--offloading", action="store_true", help="hidden states between layers in pinned host memory")
     parser.add_argument(
         "--steps", type=int, default=2, help="at full length, of which the first is timed if it is alone"
@@ -188,15 +203,12 @@ def main():
                 check([run], options, autocast=True)
         release()
     launch = [*models.settings_of(options.model, options), *["offloading"] * options.offloading]
-    launch += ["flash attention"] * options.no_cudnn
-    launch += [f"{ranks} GPUs", "context parallelism"] * (ranks > 1)
-    for length in options.lengths:
+    launch += ["flash attention"] * options.no_cudnn + [f"{ranks} GPUs", "context parallelism"] * (ranks > 1)
+    for length, kept in itertools.product(options.lengths, options.kept):
+        run = run._replace(tokens=length, checkpointing=kept == CHECKPOINTS)
+        how = "checkpointing" if run.checkpointing else f"save={kept}"
         columns = options.model, f"{layers},{length}", run.contender, f"{mode}, experts in {options.experts}"
-        record(
-            table,
-            (*columns, ", ".join(launch)),
-            lambda: measure(run._replace(tokens=length), options, ranks),  # noqa: B023
-        )
+        record(table, (*columns, ", ".join([*launch, how])), functools.partial(measure, run, kept, options, ranks))
         if int(os.environ.get("RANK", 0)) == 0:
             table.write()
 
