@@ -35,6 +35,7 @@ from shared import (
     add_activation_offloading,
     add_data_options,
     add_model_options,
+    keep_gradients_once,
     liger_kernels,
     load,
     offload_activations,
@@ -331,6 +332,7 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
         callbacks=callbacks,
     )
     sonicmoe_hf.attach(trainer)
+    keep_gradients_once(trainer)
     if arguments.activation_offloading:
         offload_activations(trainer)
     return trainer

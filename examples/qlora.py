@@ -43,6 +43,7 @@ from shared import (
     add_data_options,
     add_model_options,
     config_of,
+    keep_gradients_once,
     liger_kernels,
     offload_activations,
     pack_linear_layers,
@@ -235,6 +236,7 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
         callbacks=[sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)],
     )
     sonicmoe_hf.attach(prepared)
+    keep_gradients_once(prepared)
     if arguments.activation_offloading and not arguments.trl:
         offload_activations(prepared)
     return prepared

@@ -33,6 +33,7 @@ __all__ = [
     "blocks",
     "config_of",
     "forever",
+    "keep_gradients_once",
     "liger_kernels",
     "load",
     "offload_activations",
@@ -79,6 +80,12 @@ def offload_activations(trainer) -> None:
             return compute_loss(*args, **kwargs)
 
     trainer.compute_loss = on_host
+
+
+def keep_gradients_once(trainer) -> None:
+    """Have the buckets in which DDP sends gradients be these gradients, which are there twice otherwise."""
+    if trainer.accelerator.ddp_handler is not None:
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:

@@ -38,7 +38,7 @@ def run_of(layers: int, linear: str | None) -> Run:
 
 def parallel(model, world: int):
     """Return what a step calls: the model under DDP where there are several ranks."""
-    return model if world == 1 else DistributedDataParallel(model)
+    return model if world == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def loss_of(model, tokens):

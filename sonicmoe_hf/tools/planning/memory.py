@@ -222,7 +222,7 @@ def _fixed(sizes: ModelSizes, training: Training) -> Memory:
 def _gradients(sizes: ModelSizes, training: Training) -> float:
     """Count all gradients, as they are at the end of backward."""
     if not training.full:
-        return 4.0 * (2 if training.parallel == "DDP" else 1) * _held_adapters(sizes, training)  # DDP's buckets
+        return 4.0 * _held_adapters(sizes, training)  # the examples have DDP's buckets be the gradients
     if training.optimizer == "adam8bit":  # freed as soon as a weight is updated, from an fp32 copy of it
         return float(training.width * sizes.largest_weight)
     return float(training.width * sizes.total) / training.shards
