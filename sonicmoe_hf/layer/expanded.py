@@ -37,7 +37,7 @@ def may_keep() -> bool:
 def expand(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype, names: Sequence[str]) -> Weights:
     """Expand those of a layer's weights that are packed, if this is a part of backward, and they may stay until it has
     used them."""
-    if current_graph_task_id() < 0 or options.fp8 or options.piece or not options.keeps_expanded:
+    if current_graph_task_id() < 0 or options.fp8 or options.piece:
         return {}
     kernels = backends.load(options.backend)
     packed = {name: projection for name in names if (projection := getattr(inputs, name)).format}

@@ -50,7 +50,7 @@ class Options(NamedTuple):
     interleaved: bool
     backend: str
     fp8: bool = False
-    keeps_expanded: bool = False  # expanded.may_keep
+    keeps_expanded: bool = False  # of packed weights: expanded.may_keep
     piece: int = 0  # the tokens of a piece, where a layer is cut (pieces.py)
 
 
@@ -238,9 +238,12 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
     assert inputs.x is not None
     compute, dtype = _forward if options.backend == "eager" else _FORWARD_TAPES, inputs.x.dtype
     with on_device(inputs, rows, options, dtype) as inputs:
+        if options.piece:
+            return pieces.forward(compute, inputs, options, flags, rows)
+        if not options.keeps_expanded:
+            return compute([inputs, options, flags, rows])
         weights = expanded.expand(inputs, rows, options, dtype, ("gate_up", "down"))
-        arguments = [expanded.use(dict(weights), inputs, options.transposed), options, flags, rows]
-        out, *saved = pieces.forward(compute, *arguments) if options.piece else compute(arguments)
+        out, *saved = compute([expanded.use(dict(weights), inputs, options.transposed), options, flags, rows])
         expanded.keep(weights, saved)
         return [out, *saved]
 
@@ -261,7 +264,7 @@ def _experts_first_half(inputs: Inputs, rows: Rows, options: Options, flags: Sav
     assert inputs.x is not None
     compute, dtype = _first_half if options.backend == "eager" else _FIRST_HALF_TAPES, inputs.x.dtype
     with on_device(inputs, rows, options, dtype) as inputs:
-        weights = expanded.expand(inputs, rows, options, dtype, ("gate_up",))
+        weights = expanded.expand(inputs, rows, options, dtype, ("gate_up",)) if options.keeps_expanded else {}
         results = compute([expanded.use(dict(weights), inputs, options.transposed), options, flags, rows])
         expanded.keep(weights, results[:-1])
         return results
@@ -350,13 +353,13 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
     dout, saved, inputs, rows, options, needs, exchange = arguments
     arguments.clear()
     given, dtype = [dout.contiguous(), *saved], dout.dtype
-    weights = expanded.take(saved)
+    weights = expanded.take(saved) if options.keeps_expanded else {}
     del dout, saved
     compute = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
     with on_device(inputs, rows, options, dtype) as inputs:
-        if given[1] is None:  # h, for which gate_up is used too
+        if options.keeps_expanded and given[1] is None:  # h, for which gate_up is used too
             weights = weights or expanded.expand(inputs, rows, options, dtype, ("gate_up",))
-        given += expanded.use(weights, inputs, options.transposed), options, tuple(needs), rows
+        given += expanded.use(weights, inputs, options.transposed) if weights else inputs, options, tuple(needs), rows
         if exchange is not None:
             return _exchanged_backward(compute, given, exchange)
         return pieces.backward(compute, *given) if options.piece else compute(given)
@@ -520,7 +523,7 @@ def _backward(ctx, dout):
         arguments.append(ctx.exchange)
         gradients = _run_backward(arguments)
     computed = iter(gradients)
-    return tuple(next(computed) if needed else None for needed in needs)
+    return tuple([next(computed) if needed else None for needed in needs])  # quicker than a generator
 
 
 _FIRST_HALF = torch_op.Op(_experts_first_half, _fake_first_half, WHAT)

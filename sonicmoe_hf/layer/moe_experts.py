@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,10 @@ from .projection import LowRank, Projection, projection
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
+
+_SOURCE = hashlib.sha256(
+    b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activation):
@@ -82,17 +88,28 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
 
 @torch.compiler.allow_in_graph
 def _run(
-    x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, sizes: tuple[int, int], exchange
+    x,
+    gate_up: Projection,
+    down: Projection,
+    pairs,
+    rows,
+    options,
+    save: str,
+    sizes: tuple[int, int],
+    exchange,
+    source: str,
 ) -> torch.Tensor:
     """Compute `moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
     pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the first
     fields of Options. sizes: T, of the routing, and E. exchange: the routing's.
+    source: _SOURCE, for torch's cache of what it has traced, whose key has a function's name and arguments alone.
     """
     expert_index, token_index, weight, sentinels = pairs
     is_top_k = rows is None and token_index is None and exchange is None
     piece = tokens_of_piece(sizes[0], expert_index.numel()) if is_top_k else 0
-    options = Options._make((*options, expanded.may_keep(), piece))
+    keeps_expanded = bool(gate_up.format or down.format) and expanded.may_keep()
+    options = Options._make((*options, keeps_expanded, piece))
     if rows is None:
         rows = dispatch(expert_index, *sizes, token_index, sentinels=sentinels, backend=options.backend, piece=piece)
     accumulated = accumulation_dtype(x.dtype)
@@ -188,5 +205,5 @@ def moe_experts(
     rows = routing.rows_for(backend, *sizes)
     pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
     options = act, transposed, interleaved, backend, compute == "fp8"
-    out = _run(x, first, second, pairs, rows, options, save, sizes, exchange)
+    out = _run(x, first, second, pairs, rows, options, save, sizes, exchange, _SOURCE)
     return out if out.dtype == dtype_out else out.to(dtype_out)

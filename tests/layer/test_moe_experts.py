@@ -1,6 +1,7 @@
 """moe_experts: the values, every gradient, what is saved, what is not computed, and what is refused."""
 
 import itertools
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, relative_error
 from helpers.one_layer import NAMES, OF_ONE_KIND, Watching, expected, output_and_gradients, problem, run
+from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -298,6 +300,25 @@ def test_compiled_code_computes_the_second_product_again_only_for_what_follows_i
     actual = output_and_gradients(torch.compile(recomputed, backend="aot_eager", fullgraph=True), inputs)
     assert_all_close(actual, wanted, 0.0, "the same kernels on the same inputs")
     assert products == ["up", "down", "up", *["down"] * (after is torch.sin)]
+
+
+@pytest.mark.slow
+@pytest.mark.pinned
+def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    inputs, index = problem(T=16, dtype=torch.float32)
+
+    def recomputed(inputs):
+        return checkpoint(lambda *leaves: run(dict(zip(inputs, leaves)), index), *inputs.values(), use_reentrant=False)
+
+    hits = []
+    for source in ("this", "this", "another"):
+        monkeypatch.setattr(sys.modules[moe_experts.__module__], "_SOURCE", source)
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(recomputed, fullgraph=True)(inputs).sum().backward()
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]
 
 
 @pytest.mark.parametrize("save", ["preactivation", "input"])
