@@ -7,6 +7,7 @@ import argparse
 import time
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import sonicmoe_hf
@@ -175,7 +176,9 @@ class ThroughputCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        self.throughput = Throughput(sequences * self.sequence_length)
+        parallelism = AcceleratorState().parallelism_config
+        parts = 1 if parallelism is None else parallelism.cp_size * parallelism.sp_size  # of a sequence
+        self.throughput = Throughput(sequences * self.sequence_length // parts)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.throughput.step()

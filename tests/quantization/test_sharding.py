@@ -12,6 +12,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
+from helpers.context_parallel import on_cpus
 from helpers.examples import EXAMPLES
 from helpers.examples import load as load_example
 from helpers.marks import rest_pinned
@@ -275,7 +276,9 @@ def launch_environment(config):
     """Return the variables that `accelerate launch --config_file config` sets for its processes."""
     options, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(config), "-"]))
     environment = prepare_multi_gpu_env(options)
-    return {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    return {
+        name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))
+    }
 
 
 @mock.patch.dict(os.environ)
@@ -337,6 +340,22 @@ def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_wi
         assert wrapper == expected_wrapper and loss == pytest.approx(expected, rel=1e-5), SUMMATION
         same_weights = {name: same_weights[name] for name in weights}  # FSDP2 saves tied weights twice
         assert_all_close(same_weights, weights, 1e-2, "Adam's first steps make of a small difference a large one")
+
+
+def finetuned_in_parts(rank, options, environment):
+    with on_cpus():
+        return finetuned(rank, options, environment)
+
+
+@pytest.mark.slow
+def test_the_example_trains_the_same_with_context_parallelism_by_its_config_and_with_ddp(ranks, tmp_path):
+    """Two sequences a step: one on each rank, or half of both."""
+    options = ["--steps", "2", "--sequence-length", "32", "--held-out-blocks", "4", "--output", str(tmp_path)]
+    options += ["--per-layer-loss", "1e-9"]  # the balancing loss is that of a rank's tokens
+    environment = launch_environment(EXAMPLES / "context_parallel.yaml")
+    parts = ranks.run(finetuned_in_parts, [*options, "--batch-size", "2"], environment)
+    whole = ranks.run(finetuned, [*options, "--batch-size", "1"], {})
+    assert [loss for loss, *_ in parts] == pytest.approx([loss for loss, *_ in whole], rel=1e-5), SUMMATION
 
 
 def written_by_qlora(rank, folder):
