@@ -533,10 +533,11 @@ _BACKWARD = torch_op.GradientOp(_experts_backward, _fake_backward, WHAT)
 _EXCHANGED = torch_op.autograd_function(WHAT, _setup_context, once_differentiable(_backward)).apply
 
 
-def run(differentiable: bool, arguments: tuple[Inputs, Rows, Options, SaveFlags], exchange: Exchange | None):
-    """Compute the output [T, H]; with an exchange, which is no part of an op, `arguments` have this rank's tokens."""
-    if exchange is None:
-        return FORWARD(differentiable, *arguments)[0]
+def run_exchanged(
+    differentiable: bool, inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags, exchange: Exchange
+):
+    """Compute the output [T, H] of this rank's tokens, which is no op."""
+    arguments = inputs, rows, options, flags, exchange
     if differentiable:
-        return _EXCHANGED(*leaves_of(arguments[:1]), (*arguments, exchange), _exchanged_forward)[0]
-    return _exchanged_forward(*arguments, exchange)[0]
+        return _EXCHANGED(*leaves_of((inputs,)), arguments, _exchanged_forward)[0]
+    return _exchanged_forward(*arguments)[0]

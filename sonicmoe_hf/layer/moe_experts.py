@@ -13,7 +13,7 @@ from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends, expanded
 from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import Inputs, Options, SaveFlags, run
+from .experts_op import FORWARD, Inputs, Options, SaveFlags, run_exchanged
 from .packed_weight import PackedWeight
 from .pieces import tokens_of_piece
 from .projection import LowRank, Projection, projection
@@ -119,8 +119,10 @@ def _run(
     keep_h = differentiable and save == "preactivation" and not options.piece
     keep_u = differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h)
     keep_v = differentiable and down.b is not None and down.b.requires_grad
-    flags = SaveFlags(keep_h, keep_u, keep_v)
-    return run(differentiable, (Inputs(x.contiguous(), gate_up, down, weight), rows, options, flags), exchange)
+    arguments = Inputs(x.contiguous(), gate_up, down, weight), rows, options, SaveFlags(keep_h, keep_u, keep_v)
+    if exchange is None:
+        return FORWARD(differentiable, *arguments)[0]
+    return run_exchanged(differentiable, *arguments, exchange)
 
 
 def moe_experts(
