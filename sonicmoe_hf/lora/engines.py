@@ -54,28 +54,20 @@ VLLM_PER_EXPERT = (  # Transformers' names of classes whose namesakes in vLLM ta
     "Qwen3_5MoeForCausalLM",
 )
 VLLM_FUSED = ("GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-SGLANG = (
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "ExaoneMoeForCausalLM",
-    "Glm4MoeForCausalLM",
-    "Glm4MoeLiteForCausalLM",
-    "Glm4vMoeForConditionalGeneration",
-    "GptOssForCausalLM",
-    "GraniteMoeForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "MixtralForCausalLM",
-    "OlmoeForCausalLM",
-    "PhimoeForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
+NOT_IN_SGLANG = (  # of those in vLLM
+    "AXK1ForCausalLM",
+    "AfmoeForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "GraniteMoeSharedForCausalLM",
+    "HYV3ForCausalLM",
+    "JambaForCausalLM",
+    "LagunaForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "NemotronHForCausalLM",
 )
-CLASSES = {"vllm": (*VLLM_PER_EXPERT, *VLLM_FUSED), "sglang": SGLANG}
+CLASSES = {"vllm": {*VLLM_PER_EXPERT, *VLLM_FUSED}}
+CLASSES["sglang"] = CLASSES["vllm"].difference(NOT_IN_SGLANG)
 # linear layers that SGLang fuses, and of which it needs factors for all where there are some for one
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight

@@ -65,9 +65,3 @@ def test_without_the_history_nothing_is_compared(tmp_path, capsys):
     write_log(tmp_path, "0123456789ab")
     gpu_tests.main(["--root", str(tmp_path)])
     assert "git does not know 0123456789ab here" in capsys.readouterr().err
-
-
-def test_a_log_without_its_commit_is_an_error(tmp_path):
-    write_log(tmp_path, "unknown")
-    with pytest.raises(SystemExit, match="does not begin with the commit"):
-        gpu_tests.main(["--root", str(tmp_path)])

@@ -172,17 +172,6 @@ def test_a_second_call_skips_finished_runs(corpus_file, tmp_path, monkeypatch, c
     assert len(call("--learning-rate", "0.1")[0]) == 4
 
 
-def test_decisive_runs_come_first():
-    gpu = training.PRESETS["gpu"]
-    runs = command.planned_runs(gpu, training.METHODS, seeds=[4, 7])
-    assert len(runs) == len(set(runs)) and {run.seed for run in runs} == {4, 7}
-    assert {gpu.mean_rows / run.tile for run in runs if run.method == "nearest"} == {8, 4, 2, 1}
-    assert [run.method for run in runs[:3]] == ["top_k", "nearest", "balanced"]
-    first = runs[: 2 * len(command.PLAN[0])]
-    assert {run.method for run in first} == {"top_k", "nearest", "balanced"}
-    assert {run.seed for run in first} == {4, 7}
-
-
 def test_differences_are_found_where_seeds_are_missing():
     draw = random.Random(0)
     effects = {("top_k", 0): 0.0, ("nearest", 8): 0.02, ("expert_choice", 0): 0.4}

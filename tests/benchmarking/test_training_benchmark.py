@@ -181,16 +181,6 @@ def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that
     assert parts.kernels[step_parts.ROUTER, "gemv"][1] == 1.0  # launches a step
 
 
-def test_settings_that_no_figure_could_be_told_of_are_errors(capsys):
-    for wrong in (
-        ("--profile", "--checkpointing"),
-        ("--fsdp", "--mode", "LoRA"),
-    ):
-        with pytest.raises(SystemExit):
-            train_step.options_of(wrong)
-    assert "--fsdp: mode full only" in capsys.readouterr().err
-
-
 def test_the_chart_shows_what_was_measured_of_one_commit(tmp_path):
     common = {"config": "7B", "launch": "Liger", "mode": "full", "gpu": "a GPU", "commit": "1"}
     rows = [

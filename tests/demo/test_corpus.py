@@ -1,6 +1,5 @@
 """The demo's text, the standard library's sources, and its tokenizer."""
 
-import pytest
 import torch
 from helpers.examples import TEXT
 
@@ -12,11 +11,6 @@ def test_the_standard_library_is_split_without_overlap_and_in_the_same_way_every
     assert len(texts) > 10 * len(held_out) > 0
     assert not set(texts) & set(held_out)
     assert corpus.standard_library() == (texts, held_out)
-
-
-def test_a_python_without_sources_is_told_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="ships its sources"):
-        corpus.standard_library(tmp_path)
 
 
 def test_the_tokenizer_gives_back_any_text_and_trains_the_same_way_every_time():

@@ -24,7 +24,7 @@ from helpers.training import arguments, trainer_for
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing
@@ -55,17 +55,6 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(family, sharded, tmp
     assert (checkpoint / "model.safetensors.index.json").exists() == sharded
     assert resumed.state.log_history[-2]["loss"] == straight.state.log_history[-2]["loss"]
     assert not messages.about("missing keys") and not messages.about("unexpected keys")
-
-
-def test_resume_true_takes_the_last_checkpoint_of_the_output_folder(tmp_path):
-    straight = train(build("qwen3_moe"), tmp_path, save_total_limit=1)
-    assert not (tmp_path / "checkpoint-2").exists()
-    resumed = train(build("qwen3_moe", seed=5), tmp_path, True, max_steps=6)
-    assert resumed.state.global_step == 6
-    further = train(build("qwen3_moe"), tmp_path / "further", max_steps=6)
-    assert_equal(weights(resumed.model), weights(further.model))
-    assert_equal(weights(restored(build("qwen3_moe", seed=7), tmp_path / "checkpoint-6")), weights(further.model))
-    assert straight.state.global_step == 4
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -179,19 +168,6 @@ def test_the_best_model_of_a_resumed_run_may_lie_before_it(tmp_path):
     assert_equal(weights(resumed.model), snapshots.at[2])
 
 
-def test_what_another_callback_makes_of_the_weights_at_the_end_stays(tmp_path):
-    class Average(TrainerCallback):
-        def on_train_end(self, args, state, control, model=None, **kwargs):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.5)
-
-    trainer = train(build("qwen3_moe"), tmp_path, callbacks=[Average(), rounding()], **BEST)
-    best = restored(build("qwen3_moe"), tmp_path / "checkpoint-2")
-    down = "model.layers.0.mlp.experts.down_proj"
-    assert torch.equal(weights(trainer.model)[down], 0.5 * weights(best)[down])
-
-
 # ranks, and other ways to save and load
 
 
@@ -245,12 +221,6 @@ def test_a_callback_alone_stops_a_run_that_would_lose_the_experts(family, callba
             continue
         if "checkpoint" in options:
             assert_equal(weights(resumed.model), weights(straight.model))
-
-
-def test_checkpoints_resume_without_our_callbacks(tmp_path):
-    train(build("gpt_oss"), tmp_path / "straight")
-    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-    train(build("gpt_oss"), tmp_path / "bare", checkpoint, callbacks=[], attach=False)
 
 
 def test_two_ranks(ranks, tmp_path):

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 from sonicmoe_hf_command import COMMANDS
 
-
-class Option(NamedTuple):
-    """The arguments of argparse's add_argument."""
-
-    names: tuple[str, ...]
-    settings: dict[str, Any]
+Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of argparse's add_argument
 
 
 class Command(NamedTuple):
@@ -35,7 +30,7 @@ class Command(NamedTuple):
 
 def option(*names: str, **settings) -> Option:
     """Declare an option, or an argument without dashes."""
-    return Option(names, settings)
+    return names, settings
 
 
 def command(*options: Option, **settings) -> Callable[[Callable[..., int]], Command]:

@@ -40,7 +40,7 @@ def split_program(arguments: list[str]) -> tuple[list[str], list[str]]:
     taken it out), or begins with the first word that is none of ours. Any other command line is whole."""
     if arguments[:1] != ["run"]:
         return arguments, []
-    names, position = [name for each in OPTIONS for name in each.names], 1
+    names, position = [name for names, _ in OPTIONS for name in names], 1
     while position < len(arguments):
         word = arguments[position]
         if word == "--":

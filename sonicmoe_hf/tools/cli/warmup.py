@@ -118,6 +118,8 @@ def warmup(
             what = "was there" if outcome.seconds is None else f"compiled in {outcome.seconds:.1f} s"
             print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {what}", flush=True)
             move(number, total)
+    from ...kernels.hopper.variants import on_triton
+
     seconds = time.perf_counter() - began
     print(f"{total} kernels in {cache_folder()}: {compiled} compiled now, {seconds:.1f} s")
     on_triton_too = [kind for kind in kinds if on_triton(kind.hidden, kind.inner, kind.activation)]
@@ -137,15 +139,9 @@ def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind
     return list(dict.fromkeys(kinds))
 
 
-def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
-    """Name the functions (kernels/interface.py) that run on Triton's kernels on a Hopper GPU too; triton is installed."""
-    from ...kernels.hopper.variants import on_triton
-
-    return on_triton(hidden, inner, activation)
-
-
 def placement(hidden: int, inner: int, activation: Activation) -> str:
     """Say which of a layer's products run on the Hopper kernels; triton is installed."""
+    from ...kernels.hopper.variants import on_triton
     from ...kernels.triton.config import FEW
 
     functions = on_triton(hidden, inner, activation)

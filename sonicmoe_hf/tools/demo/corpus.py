@@ -13,21 +13,11 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_EVERY = 12  # every twelfth file is kept for evaluation
 
 
-def standard_library(folder: Path | None = None) -> tuple[list[str], list[str]]:
-    """Read the texts of the standard library's top-level modules, as (training files, held-out files).
-
-    Raises:
-        FileNotFoundError: this Python ships no sources (an embedded or zipped standard library).
-    """
-    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
-    texts = [text for text in texts if text.strip()]
-    if len(texts) < HELD_OUT_EVERY:
-        raise FileNotFoundError(
-            f"{folder} holds {len(texts)} Python sources; the demo reads the standard library's own text there. "
-            "Run it with a Python that ships its sources (python.org, conda, Debian's python3)"
-        )
-    return held_out_apart(texts)
+def standard_library() -> tuple[list[str], list[str]]:
+    """Read the texts of the standard library's top-level modules, as (training files, held-out files)."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    return held_out_apart([text for text in texts if text.strip()])
 
 
 def held_out_apart(texts: list[str]) -> tuple[list[str], list[str]]:
