@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..kernels.interface import Rows
 from ..layer import backends
-from ..layer.experts_op import Arriving
+from ..layer.products import Arriving
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older versions' name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,10 +1,9 @@
-"""The op of `moe_experts`: forward and backward, written once over the backends' functions.
+"""The op of `moe_experts`: forward and backward, whose computation is in products.py.
 
 Both are torch ops, so that torch.compile sees two opaque calls; where nothing traces, the ops' functions are called
 without the dispatcher. What is saved for backward is h, x if it is needed, and the routing (`save="preactivation"`), or x
 and the routing (`save="input"`, or a layer in pieces: h is computed again), and rows of the adapters' rank; never the
-activations a, the rows y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and y = a W2^T as
-kernels/interface.py says.
+activations a, the rows y, or gathered rows.
 
 Forward is one op, but two halves where torch.compile traces a checkpoint, since backward needs nothing of the second, the
 product with W2.
@@ -16,70 +15,24 @@ then gathers x again, beside the first products, and sends the gradient of x bes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..kernels.interface import Activation, PackedOperand, Rows
+from ..kernels.interface import Rows
 from ..kernels.packed import FORMATS, Quantized
-from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from ..kernels.tape import Taped, leaves_of
-from . import backends, expanded, pieces, torch_op
+from . import expanded, pieces, products, torch_op
 from .fetching import on_device
-from .projection import Projection, pack, padded_rank
+from .products import INPUTS, Arriving, Inputs, Options, Saved, SaveFlags
+from .projection import padded_rank
 
 WHAT = "moe_experts"
-
-
-class Inputs(NamedTuple):
-    """The tensors that a layer can be differentiated by, and how they are stored: x, which backward has only where it
-    needs it, the two projections, the routing weights. `needs` and the gradients stand in the order of its leaves."""
-
-    x: torch.Tensor | None
-    gate_up: Projection
-    down: Projection
-    weight: torch.Tensor
-
-
-class Options(NamedTuple):
-    """The other constants that decide the function of a layer, and the backend."""
-
-    activation: Activation
-    transposed: bool
-    interleaved: bool
-    backend: str
-    fp8: bool = False
-    keeps_expanded: bool = False  # of packed weights: expanded.may_keep
-    piece: int = 0  # the tokens of a piece, where a layer is cut (pieces.py)
-
-
-class SaveFlags(NamedTuple):
-    """Flags of the results of forward that backward is given: h, u = scale x A1^T, v = scale a A2^T."""
-
-    h: bool
-    u: bool
-    v: bool
-
-
-class Saved(NamedTuple):
-    """The results of forward that backward is given; None for what is computed again, or not needed."""
-
-    h: torch.Tensor | None
-    u: torch.Tensor | None
-    v: torch.Tensor | None
-
-
-class Arriving(NamedTuple):
-    """A tensor that other ranks send, to be read after `wait`."""
-
-    tensor: torch.Tensor
-    work: Any
-
-    def wait(self) -> torch.Tensor:
-        """Give the tensor to the current stream, which waits for it."""
-        self.work.wait()
-        return self.tensor
+_FORWARD_TAPES = Taped(products.forward, num_derived=1)
+_FIRST_HALF_TAPES = Taped(products.first_half, num_derived=1)
+_SECOND_HALF_TAPES = Taped(products.second_half, num_derived=2)
+_BACKWARD_TAPES = Taped(products.backward, num_derived=1)
 
 
 class Exchange(Protocol):
@@ -98,145 +51,10 @@ class Exchange(Protocol):
         """Sum [num_tokens, H] over the ranks: this rank's part [T, H]."""
 
 
-_INPUTS = torch_op.Form({"inputs": Inputs})
-_NO_GRADIENTS = Projection(None)  # type: ignore[arg-type]
-
-
-class _Layer:
-    """A layer's projections with their adapters as the kernels take them, their weights as logical views, and its first
-    half, which backward computes again where h was not kept. dtype: what is computed in."""
-
-    def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
-        self.kernels = backends.load(options.backend)
-        self.inputs, self.rows, self.dtype = inputs, rows, dtype
-        self.activation, self.transposed, self.interleaved, _, self.fp8, *_ = options
-        self.scaled_a: ScaledRows | None = None
-        self.scaled_dh: ScaledRows | None = None
-        projections = inputs.gate_up, inputs.down
-        self.gate_up, self.down = pack(projections, options.transposed, dtype, self.kernels)
-
-    @property
-    def x(self) -> Any:
-        """The tokens, for which a stream may have to wait."""
-        x = self.inputs.x
-        return x.wait() if isinstance(x, Arriving) else x
-
-    def weight(self, projection: Projection) -> torch.Tensor:
-        """Give [E, out, in]. A packed weight is expanded at every use and kept by none: one block is reused."""
-        if projection.format:
-            return self.kernels.dequantize(*projection[:4], self.dtype, self.rows)
-        return projection.weight.transpose(1, 2) if self.transposed else projection.weight
-
-    def operand(self, projection: Projection) -> torch.Tensor | PackedOperand:
-        """Give what `up` and `down` of the kernels take: `weight`, or the packed one itself where they read that."""
-        if projection.format and self.kernels.reads_packed(projection.format, self.dtype, self.rows):
-            return self.packed(projection)
-        return self.weight(projection)
-
-    def packed(self, projection: Projection) -> PackedOperand:
-        weight, scales, state, format, *_ = projection
-        assert scales is not None  # a dense weight alone is without
-        return PackedOperand(weight, scales, state, format)
-
-    def shrink(self, projection: Projection, source, gathered: bool) -> torch.Tensor:
-        """Compute scale * source @ A^T: u or v."""
-        assert projection.a is not None
-        return self.kernels.lora_shrink(source, projection.a.mT, self.rows, projection.scale, gathered=gathered)
-
-    def up(self, u_PJ, want_h: bool, want_a: bool):
-        """Compute h and a, and u unless it is given; u is None without an adapter."""
-        x, gate_up, lora = self.x, self.gate_up, None
-        if gate_up.b is not None:
-            u_PJ = self.shrink(gate_up, x, gathered=True) if u_PJ is None else u_PJ
-            lora = gate_up.term(u_PJ)
-        if self.fp8:
-            h_R2I, a_RI, self.scaled_a = self.kernels.scaled_up(
-                self.kernels.scale_rows(x),
-                self.packed(gate_up),
-                self.rows,
-                self.activation,
-                self.dtype,
-                want_h=want_h,
-                want_a=want_a and self.down.a is not None,
-                want_scaled=want_a,
-                lora=lora,
-            )
-            return u_PJ, h_R2I, a_RI
-        h_R2I, a_RI = self.kernels.up(
-            x,
-            self.operand(gate_up),
-            gate_up.bias,
-            self.rows,
-            self.activation,
-            self.interleaved,
-            want_h=want_h,
-            want_a=want_a,
-            lora=lora,
-        )
-        return u_PJ, h_R2I, a_RI
-
-    def y(self, a_RI, v_PJ=None):
-        """Compute v unless it is given, None without an adapter, and the second product of the a that `up` gave."""
-        down, lora = self.down, None
-        if down.b is not None:
-            v_PJ = self.shrink(down, a_RI, gathered=False) if v_PJ is None else v_PJ
-            lora = down.term(v_PJ)
-        if self.fp8:
-            packed = self.packed(down)
-            return v_PJ, self.kernels.scaled_down(self.scaled_a, packed, self.rows, self.dtype, lora=lora)
-        return v_PJ, self.kernels.down(a_RI, self.operand(down), down.bias, self.rows, lora=lora)
-
-    def down_backward(self, dout, h_R2I, want_dh: bool, want_dx: bool, want_a: bool, want_dw: bool, lora):
-        """Compute dh, a' and dw; with FP8 products dx needs dh in FP8 alone, unless there is an adapter."""
-        kernels, activation, weight_P = self.kernels, self.activation, self.inputs.weight.reshape(-1)
-        if self.fp8:
-            scaled_dout = kernels.scale_rows(dout, SMALLEST_GRADIENT)
-            dh_R2I, a_RI, dw_P, self.scaled_dh = kernels.scaled_down_backward(
-                scaled_dout,
-                self.transposed_packed(self.down),
-                h_R2I,
-                weight_P,
-                self.rows,
-                activation,
-                want_dh=want_dh and self.gate_up.a is not None,
-                want_a=want_a,
-                want_dw=want_dw,
-                want_scaled=want_dx,
-                lora=lora,
-            )
-            return dh_R2I, a_RI, dw_P
-        return kernels.down_backward(
-            dout,
-            self.weight(self.down),
-            self.down.bias,
-            h_R2I,
-            weight_P,
-            self.rows,
-            activation,
-            self.interleaved,
-            want_dh=want_dh,
-            want_a=want_a,
-            want_dw=want_dw,
-            lora=lora,
-        )
-
-    def dx(self, dh_R2I, lora):
-        """Compute the gradient of gathered x from the dh that `down_backward` gave."""
-        if self.fp8:
-            return self.kernels.scaled_down(
-                self.scaled_dh, self.transposed_packed(self.gate_up), self.rows, self.dtype, lora=lora
-            )
-        return self.kernels.up_backward_input(dh_R2I, self.weight(self.gate_up), self.rows, lora=lora)
-
-    def transposed_packed(self, projection: Projection) -> ScaledWeight:
-        """Transpose a packed FP8 weight for backward's products; as with `weight`, nobody keeps it."""
-        return self.kernels.transposed(projection.weight, projection.scales)
-
-
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
     """Compute [out_TH], and after it what `flags` name."""
     assert inputs.x is not None
-    compute, dtype = _forward if options.backend == "eager" else _FORWARD_TAPES, inputs.x.dtype
+    compute, dtype = products.forward if options.backend == "eager" else _FORWARD_TAPES, inputs.x.dtype
     with on_device(inputs, rows, options, dtype) as inputs:
         if options.piece:
             return pieces.forward(compute, inputs, options, flags, rows)
@@ -248,36 +66,15 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
         return [out, *saved]
 
 
-def _forward(arguments: list[Any]) -> list[torch.Tensor]:
-    """Run `_experts_forward` on a list, which is emptied."""
-    inputs, options, flags, rows = arguments
-    arguments.clear()
-    layer = _Layer(inputs, rows, options, inputs.x.dtype)
-    u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
-    v_PJ, y_RH = layer.y(a_RI)
-    out_TH = layer.kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])
-    return [out_TH, *[tensor for tensor, is_saved in zip((h_R2I, u_PJ, v_PJ), flags) if is_saved]]
-
-
 def _experts_first_half(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
     """Compute what `flags` name, and after it a_RI."""
     assert inputs.x is not None
-    compute, dtype = _first_half if options.backend == "eager" else _FIRST_HALF_TAPES, inputs.x.dtype
+    compute, dtype = products.first_half if options.backend == "eager" else _FIRST_HALF_TAPES, inputs.x.dtype
     with on_device(inputs, rows, options, dtype) as inputs:
         weights = expanded.expand(inputs, rows, options, dtype, ("gate_up",)) if options.keeps_expanded else {}
         results = compute([expanded.use(dict(weights), inputs, options.transposed), options, flags, rows])
         expanded.keep(weights, results[:-1])
         return results
-
-
-def _first_half(arguments: list[Any]) -> list[torch.Tensor]:
-    """Run `_experts_first_half` on a list, which is emptied."""
-    inputs, options, flags, rows = arguments
-    arguments.clear()
-    layer = _Layer(inputs, rows, options, inputs.x.dtype)
-    u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
-    v_PJ = layer.shrink(layer.down, a_RI, gathered=False) if flags.v else None
-    return [tensor for tensor, is_given in zip((h_R2I, u_PJ, v_PJ, a_RI), (*flags, True)) if is_given]
 
 
 def _fake_first_half(inputs, rows, options, flags):
@@ -292,19 +89,10 @@ def _experts_second_half(
 ) -> list[torch.Tensor]:
     """Compute [out_TH] from a_RI, and v_PJ where that has been computed."""
     assert inputs.x is not None
-    compute = _second_half if options.backend == "eager" else _SECOND_HALF_TAPES
+    compute = products.second_half if options.backend == "eager" else _SECOND_HALF_TAPES
     with on_device(inputs, rows, options, inputs.x.dtype) as inputs:
         without_gate_up_adapter = inputs._replace(gate_up=inputs.gate_up._replace(a=None, b=None))
         return compute([without_gate_up_adapter, v, options, a, rows])
-
-
-def _second_half(arguments: list[Any]) -> list[torch.Tensor]:
-    """Run `_experts_second_half` on a list, which is emptied."""
-    inputs, v_PJ, options, a_RI, rows = arguments
-    arguments.clear()
-    layer = _Layer(inputs, rows, options, inputs.x.dtype)
-    _, y_RH = layer.y(a_RI, v_PJ)
-    return [layer.kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])]
 
 
 def _in_checkpoint(run: Callable, inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags):
@@ -345,17 +133,14 @@ def _experts_backward(
 
 
 def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
-    """Compute the gradients that `needs` asks for, in the order of Inputs' leaves.
-
-    What forward saved is taken out of the list, so that it is freed when it has been used. So is everything else: dx
-    comes first, whose rows are the largest; weights' gradients stay, and come last.
-    """
+    """Compute the gradients that `needs` asks for, in the order of Inputs' leaves. What forward saved is taken out of the
+    list, so that it is freed when it has been used, and so is everything else."""
     dout, saved, inputs, rows, options, needs, exchange = arguments
     arguments.clear()
     given, dtype = [dout.contiguous(), *saved], dout.dtype
     weights = expanded.take(saved) if options.keeps_expanded else {}
     del dout, saved
-    compute = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
+    compute = products.backward if options.backend == "eager" else _BACKWARD_TAPES
     with on_device(inputs, rows, options, dtype) as inputs:
         if options.keeps_expanded and given[1] is None:  # h, for which gate_up is used too
             weights = weights or expanded.expand(inputs, rows, options, dtype, ("gate_up",))
@@ -366,117 +151,20 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
 
 
 def _exchanged_backward(compute: Callable, given: list[Any], exchange: Exchange) -> list[torch.Tensor]:
-    """Run backward for all ranks' tokens, from a list for `_backward_of` that has this rank's. compute: runs it."""
+    """Run backward for all ranks' tokens, from a list for `products.backward` that has this rank's. compute: runs it."""
     x, (need_x, *_) = given[4].x, given[6]
     given[0] = exchange.gather(given[0])
     if x is not None:
         given[4] = given[4]._replace(x=exchange.gather(x))
     given[0] = given[0].wait()
     if exchange.is_long:
-        return _backward_of(given, exchange.scatter_sum)
+        return products.backward(given, exchange.scatter_sum)
     if x is not None:
         given[4] = given[4]._replace(x=given[4].x.wait())
     gradients = compute(given)
     if need_x:
         gradients[0] = exchange.scatter_sum(gradients[0]).wait()
     return gradients
-
-
-def _backward_of(
-    arguments: list[Any], send_dx: Callable[[torch.Tensor], Arriving] | None = None
-) -> list[torch.Tensor]:
-    """Run backward on the tensors that kernels read, from a list, which is emptied. send_dx: begins to exchange the
-    gradient of x for another."""
-    dout, h, u, v, inputs, options, needs, rows = arguments
-    arguments.clear()
-    saved, (need,) = [Saved(h, u, v)], _INPUTS.nest(needs)
-    del h, u, v
-    layer = _Layer(inputs, rows, options, dout.dtype)
-    kernels = layer.kernels
-    dw, down, dh, a, u = _down_backward(layer, need, dout, saved)
-    if not need.down.weight:  # not used again, and it may be an expanded one
-        inputs = layer.inputs = inputs._replace(down=inputs.down._replace(weight=None))
-        layer.down = inputs.down
-    dx, du, gate_up = _up_backward(layer, need, dh, u, dout.shape[0])
-    sent = None if dx is None or send_dx is None else send_dx(dx)
-    if need.gate_up.a:
-        gate_up["a"] = kernels.lora_a_gradient(du, layer.x, rows, gathered=True, like_EjK=inputs.gate_up.a)
-    if need.gate_up.weight:
-        gate_up["weight"] = kernels.gate_up_gradient(dh, layer.x, rows, layer.weight(layer.gate_up))
-    if need.gate_up.bias:
-        gate_up["bias"] = kernels.gate_up_bias_gradient(dh, rows, inputs.gate_up.bias)
-    del dh
-    if need.down.weight:
-        down["weight"] = kernels.down_gradient(dout, a, rows, layer.weight(layer.down))
-    if need.down.bias:
-        down["bias"] = kernels.down_bias_gradient(dout, inputs.weight.reshape(-1), rows, inputs.down.bias)
-    if options.transposed:
-        for of_projection in (gate_up, down):
-            if "weight" in of_projection:
-                of_projection["weight"] = of_projection["weight"].transpose(1, 2)
-    dx = dx if sent is None else sent.wait()
-    gradients = Inputs(dx, _NO_GRADIENTS._replace(**gate_up), _NO_GRADIENTS._replace(**down), dw)
-    return [gradient for gradient in leaves_of(gradients) if isinstance(gradient, torch.Tensor)]
-
-
-_FORWARD_TAPES = Taped(_forward, num_derived=1)
-_FIRST_HALF_TAPES = Taped(_first_half, num_derived=1)
-_SECOND_HALF_TAPES = Taped(_second_half, num_derived=2)
-_BACKWARD_TAPES = Taped(_backward_of, num_derived=1)
-
-
-def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
-    """Compute the routing weights' gradient, those of the second adapter by name, dh, a' and u; None for what is not
-    needed. need: Inputs of bools."""
-    kernels, inputs, rows, down = layer.kernels, layer.inputs, layer.rows, layer.down
-    h, u, v = saved.pop()
-    weight_P, gradients, dv, lora, dh, a, dw = inputs.weight.reshape(-1), {}, None, None, None, None, None
-    want_dh = need.x or need.gate_up.weight or need.gate_up.bias or need.gate_up.a or need.gate_up.b
-    want_a = need.down.weight or need.down.a
-    want_da = want_dh or need.weight
-    if down.b is not None and (want_da or need.down.a or need.down.b):
-        dv, gradients["b"] = kernels.lora_b_backward(
-            dout,
-            down.b,
-            v,
-            weight_P,
-            rows,
-            down.scale,
-            gathered=True,
-            want_dshrunk=want_da or need.down.a,
-            like_ENj=inputs.down.b if need.down.b else None,
-        )
-        lora = down.transposed_term(dv, layer.fp8) if want_da else None
-    if want_da or want_a:
-        if h is None:
-            u, h, _ = layer.up(u, want_h=True, want_a=False)
-        dh, a, dw_P = layer.down_backward(dout, h, want_dh, need.x, want_a, need.weight, lora)
-        dw = dw_P.view(inputs.weight.shape) if need.weight else None
-    if need.down.a:
-        gradients["a"] = kernels.lora_a_gradient(dv, a, rows, gathered=False, like_EjK=inputs.down.a)
-    return dw, gradients, dh, a if need.down.weight else None, u
-
-
-def _up_backward(layer: _Layer, need: Any, dh, u, num_tokens: int):
-    """Compute the gradients of x and of the first adapter's product, and that of its B by name. need: Inputs of bools."""
-    kernels, inputs, rows, gate_up = layer.kernels, layer.inputs, layer.rows, layer.gate_up
-    gradients, du, dx, lora = {}, None, None, None
-    if gate_up.b is not None and (need.x or need.gate_up.a or need.gate_up.b):
-        du, gradients["b"] = kernels.lora_b_backward(
-            dh,
-            gate_up.b,
-            u,
-            None,
-            rows,
-            gate_up.scale,
-            gathered=False,
-            want_dshrunk=need.x or need.gate_up.a,
-            like_ENj=inputs.gate_up.b if need.gate_up.b else None,
-        )
-        lora = gate_up.transposed_term(du, layer.fp8) if need.x else None
-    if need.x:
-        dx = kernels.combine(layer.dx(dh, lora), None, rows, num_tokens)
-    return dx, du, gradients
 
 
 def _fake_backward(dout, saved, inputs, rows, options, needs):
@@ -489,11 +177,11 @@ def _setup_context(ctx, arguments, output):
     ctx.exchange = exchange[0] if exchange else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    needs = dict(zip(_INPUTS.leaves, ctx.needs_input_grad))
+    needs = dict(zip(INPUTS.leaves, ctx.needs_input_grad))
     results = iter(output[1:])
     saved = [next(results) if is_saved else None for is_saved in flags]
     tensors, x = leaves_of((*saved, inputs, rows, options)), len(saved)
-    ctx.given = [isinstance(leaf, torch.Tensor) for leaf in tensors[x : x + len(_INPUTS.leaves)]]
+    ctx.given = [isinstance(leaf, torch.Tensor) for leaf in tensors[x : x + len(INPUTS.leaves)]]
     if flags.h and not needs["gate_up_weight"] and not needs["gate_up_a"]:
         tensors[x] = None
     ctx.constants = [None] * len(tensors)

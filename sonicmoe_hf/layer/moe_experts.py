@@ -1,4 +1,4 @@
-"""moe_experts: the one differentiable function, whose computation is in experts_op.py."""
+"""moe_experts: the one differentiable function, whose op is in experts_op.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends, expanded
 from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import FORWARD, Inputs, Options, SaveFlags, run_exchanged
+from .experts_op import FORWARD, run_exchanged
 from .packed_weight import PackedWeight
 from .pieces import tokens_of_piece
+from .products import Inputs, Options, SaveFlags
 from .projection import LowRank, Projection, projection
 from .routing import Routing
 

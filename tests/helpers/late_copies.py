@@ -9,7 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sonicmoe_hf.layer import experts_op
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.layer import products
+from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.streaming import copies as copies_module
 
 GARBAGE = 0x7F  # bytes of NaN in bf16 and FP8, of no small value in the others
@@ -134,14 +136,20 @@ def late_copies(monkeypatch):
     monkeypatch.setitem(copies_module.KINDS, "cpu", LateCopies)
     monkeypatch.setattr(LateCopies, "every", [])
     for name in ("weight", "operand"):
-        monkeypatch.setattr(experts_op._Layer, name, _reading(getattr(experts_op._Layer, name)))
+        monkeypatch.setattr(products.Layer, name, _reading(getattr(products.Layer, name)))
+    monkeypatch.setattr(eager, "dequantize", _reading(eager.dequantize))
     return LateCopies
 
 
-def _reading(method):
-    def run(layer, projection):
+def _reading(function):
+    """Note the reading of what a call's arguments hold of a weight: the projection, or the stored codes."""
+
+    def run(*arguments):
+        weight = next(
+            getattr(each, "weight", each) for each in arguments if isinstance(each, (Projection, torch.Tensor))
+        )
         for engine in LateCopies.every:
-            engine.read(projection.weight)
-        return method(layer, projection)
+            engine.read(weight)
+        return function(*arguments)
 
     return run

@@ -4,7 +4,7 @@ import sys
 
 TAPED = {
     "sonicmoe_hf.kernels.triton.dispatch": ("_TAPES",),
-    "sonicmoe_hf.layer.experts_op": ("_FORWARD_TAPES", "_BACKWARD_TAPES"),
+    "sonicmoe_hf.layer.experts_op": ("_FORWARD_TAPES", "_FIRST_HALF_TAPES", "_SECOND_HALF_TAPES", "_BACKWARD_TAPES"),
 }
 
 

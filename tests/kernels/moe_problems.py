@@ -12,9 +12,9 @@ from sonicmoe_hf.kernels.interface import Activation, is_gated
 from sonicmoe_hf.kernels.tape import leaves_of
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.dispatch import dispatch
-from sonicmoe_hf.layer.experts_op import Inputs, Options
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.layer.packed_weight import PackedWeight
+from sonicmoe_hf.layer.products import Inputs, Options
 from sonicmoe_hf.layer.projection import Projection, pack
 from sonicmoe_hf.layer.routing import Routing
 

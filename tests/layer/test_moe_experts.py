@@ -20,8 +20,8 @@ from sonicmoe_hf.kernels.interface import GATED, UNGATED, Weighting
 from sonicmoe_hf.kernels.tape import leaves_of
 from sonicmoe_hf.layer import moe_experts as functional
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.layer.experts_op import Inputs, Options
 from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
+from sonicmoe_hf.layer.products import Inputs, Options
 from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.layer.routing import TokenRounding, round_tokens, rounded_routing
 

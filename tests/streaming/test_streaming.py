@@ -18,8 +18,8 @@ from transformers import Trainer, TrainingArguments
 
 from sonicmoe_hf import compile_layers, moe_experts, patch_model
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.layer.experts_op import Inputs
 from sonicmoe_hf.layer.fetching import STREAMED, fetched
+from sonicmoe_hf.layer.products import Inputs
 from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.streaming.placement import expert_layers
 

@@ -8,7 +8,7 @@ Where they come from:
   `moe_experts` (layer/experts_op.py: x, h and the routing) and PEFT's adapters; norms are Transformers', or Liger's.
 - The loss is Transformers' ForCausalLMLoss in fp32: its backward holds the log-softmax, its gradient and that of the
   logits, 4 V each; Liger's fused loss keeps none of them.
-- What backward of a layer's experts holds at once is dh, a' and dx of its rows (layer/experts_op.py), and one packed
+- What backward of a layer's experts holds at once is dh, a' and dx of its rows (layer/products.py), and one packed
   weight expanded to bf16. FP8 products have its codes transposed instead, and dh and dout in FP8, which is not more.
 - Adam: torch's fused AdamW, moments in the weights' dtype; torchao's AdamW8bit, one byte each and a scale for 256.
 - FSDP2: torch's fully_shard, a unit a layer and the rest in the root's, which stays gathered; ZeRO-3: DeepSpeed's bf16
@@ -301,7 +301,7 @@ def is_eager(sizes: ModelSizes, training: Training) -> bool:
 def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]:
     """Count what a layer's backward holds beside what was kept, (before, after) the gradients of the experts' weights.
 
-    Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/experts_op.py). Adapters
+    Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/products.py). Adapters
     need a' only before dx.
     """
     rows = 2.0 * (MAX_ROWS / training.tokens if _is_in_pieces(sizes, training) else _rows(sizes, training))
