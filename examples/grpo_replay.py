@@ -7,13 +7,14 @@ minute on a CPU.
 
     python examples/grpo_replay.py
     python examples/grpo_replay.py --routing server
+    python examples/grpo_replay.py --vllm
     python examples/grpo_replay.py --model Qwen/Qwen3-30B-A3B --dataset trl-lib/tldr --bf16
 
 --routing policy: TRL samples, and does not read the experts that sampling used. The policy's routing of the whole
 completion is recorded before the first update, in a call with the same weights.
 --routing server: an inference server samples, and returns its experts beside the tokens. Its old log-probabilities, which
-TRL 1.16 computes before a subclass sees the batch, are computed with them too. `StandInServer` returns what vLLM does;
-its docstring has vLLM's own lines, to put in its place.
+TRL 1.16 computes before a subclass sees the batch, are computed with them too. `StandInServer` returns what vLLM does.
+--vllm: vLLM 0.32 or newer samples in this process, as `VLLMServer` has it, and its experts are replayed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy
 import torch
@@ -68,6 +70,9 @@ class ReplayingGRPOTrainer(GRPOTrainer):
         else:
             calls = self._aligned(self.rollout_experts, mask)
             self._log_divergence(calls, ids, mask)
+            if "old_per_token_logps" in batch:
+                gaps = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
+                self._log("serving_gap", gaps[batch["completion_mask"].bool()].max().item())
         self.rollout_experts = None
         experts_LTK = torch.cat(calls, dim=1).to(ids.device)
         batch[ROUTING] = experts_LTK.unflatten(1, ids.shape).transpose(0, 1).contiguous()
@@ -100,9 +105,10 @@ class ReplayingGRPOTrainer(GRPOTrainer):
                     self.model, call, input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1
                 )
             shares.append(sum(of_layers.values()) / len(of_layers))
-        self._metrics["train" if self.model.training else "eval"]["serving_divergence"].append(
-            sum(shares) / len(shares)
-        )
+        self._log("serving_divergence", sum(shares) / len(shares))
+
+    def _log(self, name: str, value: float):
+        self._metrics["train" if self.model.training else "eval"][name].append(value)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         """Compute also the old log-probabilities, which TRL computes, where it needs them, before it hands out the
@@ -120,21 +126,8 @@ class ReplayingGRPOTrainer(GRPOTrainer):
 
 
 class StandInServer:
-    """A stand-in for vLLM on one machine without it: a copy of the policy in bf16, which samples token by token
-    with a cache, and returns tokens, their log-probabilities and the experts that it used.
-
-    vLLM in its place, for the body of `rollout`, once its weights are the policy's (TRL's `use_vllm` does that, but drops
-    the experts):
-
-        llm = LLM(model, enable_return_routed_experts=True)
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=..., logprobs=0))
-        completions = [output.outputs[0] for output in outputs]
-        return {
-            "prompt_ids": [output.prompt_token_ids for output in outputs],
-            "completion_ids": [list(completion.token_ids) for completion in completions],
-            "logprobs": [[next(iter(step.values())).logprob for step in c.logprobs] for c in completions],
-            "routed_experts": [completion.routed_experts for completion in completions],
-        }
+    """A stand-in for vLLM on a machine without it: a copy of the policy in bf16, which samples token by token with a
+    cache, and returns tokens, their log-probabilities and the experts that it used.
     """
 
     def __init__(self, model):
@@ -172,6 +165,54 @@ class StandInServer:
         }
 
 
+class VLLMServer:
+    """vLLM in this process, in the policy's own dtype. It reads the policy from a folder, so that a change of the weights
+    costs a save and a load; `use_vllm` of TRL passes them on in memory, but drops the experts."""
+
+    def __init__(self, model, folder: Path, **options):
+        from vllm import LLM
+
+        self.folder, self.step_of_weights = folder, 0
+        model.save_pretrained(folder)
+        self.llm = LLM(
+            str(folder),
+            dtype=str(model.dtype).removeprefix("torch."),
+            skip_tokenizer_init=True,
+            enable_return_routed_experts=True,
+            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+            gpu_memory_utilization=0.3,
+            enforce_eager=not torch.accelerator.is_available(),  # compiled for a CPU, vLLM 0.32 records no experts
+            **options,
+        )
+
+    def rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+        """Serve as TRL's `rollout_func`: a completion for each prompt."""
+        from vllm import SamplingParams
+
+        if self.step_of_weights != trainer.state.global_step:
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(self.folder)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
+            self.llm.reset_prefix_cache()
+            self.step_of_weights = trainer.state.global_step
+        tokenizer = trainer.processing_class
+        parameters = SamplingParams(
+            max_tokens=trainer.max_completion_length,
+            temperature=trainer.temperature,
+            stop_token_ids=[tokenizer.eos_token_id],
+            logprobs=0,
+            detokenize=False,
+        )
+        given = [{"prompt_token_ids": _tokens_of(prompt, tokenizer)} for prompt in prompts]
+        outputs = self.llm.generate(given, parameters, use_tqdm=False)
+        completions = [output.outputs[0] for output in outputs]
+        return {
+            "prompt_ids": [output.prompt_token_ids for output in outputs],
+            "completion_ids": [list(completion.token_ids) for completion in completions],
+            "logprobs": [[next(iter(step.values())).logprob for step in c.logprobs] for c in completions],
+            ROLLOUT_EXPERTS: [completion.routed_experts for completion in completions],
+        }
+
+
 def _tokens_of(prompt: str | list[dict], tokenizer) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -203,6 +244,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument(
         "--routing", choices=("policy", "server"), default="policy", help="whose experts are replayed; see above"
     )
+    parser.add_argument("--vllm", action="store_true", help="sample with vLLM, whose experts are replayed")
     parser.add_argument("--output", default="outputs/grpo")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
@@ -225,7 +267,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = sonicmoe_hf.from_pretrained(arguments.model, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         prompts = load_dataset(arguments.dataset, split="train")
-    server = {"rollout_func": StandInServer(model).rollout} if arguments.routing == "server" else {}
+    server = {}
+    if arguments.vllm:
+        server = {"rollout_func": VLLMServer(model, Path(arguments.output) / "policy").rollout}
+    elif arguments.routing == "server":
+        server = {"rollout_func": StandInServer(model).rollout}
     trainer = ReplayingGRPOTrainer(
         model,
         reward_funcs=lower_case,

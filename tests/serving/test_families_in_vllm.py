@@ -1,0 +1,31 @@
+"""vLLM, run on a CPU, computes what was trained: from merged checkpoints, and from converted adapters beside the base."""
+
+import pytest
+from helpers.adapters import save_with_factors
+from helpers.served import config_for_vllm
+from helpers.vllm_engine import FAMILIES_SERVED, complete, distance, engine, model_for_vllm
+from peft import get_peft_model
+
+from sonicmoe_hf import convert_adapter, merge_adapter
+
+pytestmark = pytest.mark.serving
+TOLERANCE = 1e-4  # fp32: two engines' order of sums, through two layers; of MLA 2e-5, as vLLM absorbs kv_b_proj
+
+
+@pytest.mark.parametrize("family", FAMILIES_SERVED)
+def test_base_adapter_and_merged_checkpoint_have_the_log_probabilities_of_transformers_and_peft(family, tmp_path):
+    """Base and adapter come from one server with LoRA, whose experts are `vllm_on_cpu`; the merged checkpoint from one
+    without, whose experts are vLLM's own kernels."""
+    model = model_for_vllm(family, tmp_path / "base")
+    adapted = save_with_factors(get_peft_model(model, config_for_vllm(model)), tmp_path / "adapter", 0.1)
+    convert_adapter(tmp_path / "adapter", tmp_path / "tuned", "vllm", trained_on=tmp_path / "base")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    with engine(tmp_path / "base", enable_lora=True, max_lora_rank=8) as llm:
+        base, tuned = complete(llm), complete(llm, tmp_path / "tuned")
+    with engine(tmp_path / "merged") as llm:
+        merged = complete(llm)
+    assert distance(adapted, tuned) < TOLERANCE
+    assert distance(adapted, merged) < TOLERANCE
+    with adapted.disable_adapter():
+        assert distance(adapted, base) < TOLERANCE
+        assert distance(adapted, tuned) > 0.3, "the adapter changes much"
