@@ -231,6 +231,7 @@ def small_model():
     tokenizer = train_tokenizer(texts, 512)
     config = small_config(tokenizer)
     config.num_experts, config.num_hidden_layers = 8, 2
+    config.tie_word_embeddings = False  # vLLM on a CPU keeps a copy of a tied head
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     lines = [line.strip() for text in texts for line in text.splitlines() if line.lstrip().startswith("def ")]
     return model, tokenizer, Dataset.from_list([{"prompt": line} for line in lines])

@@ -14,7 +14,6 @@ import torch
 from helpers.models import VOCABULARY, with_realistic_weights
 from helpers.small_families import small_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from triton.backends import backends
 
 if find_spec("vllm"):  # before it is imported
     os.environ |= {
@@ -24,8 +23,11 @@ if find_spec("vllm"):  # before it is imported
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TRITON_INTERPRET": "1",
     }
+    from triton.backends import backends
+
     # vLLM returns routed experts from its newer runner alone, whose bookkeeping is in Triton's kernels: interpreted here
     backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=bool)))
+
 PROMPTS = [[5, 9, 33, 7, 41], [3, 3, 3, 11, 60, 4], list(range(4, 30))]
 TOKENS = 6
 WIDTHS = {

@@ -2,20 +2,14 @@
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
 import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import make
+from helpers.http_servers import answer, running
 from helpers.trl_trainers import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,52 +34,18 @@ def load_and_tell(*arguments, **options):
 ModelManager._load_model = load_and_tell
 app()
 """
-WORD, TOKENS, SECONDS = "<{}>", 12, 240
+WORD, TOKENS = "<{}>", 12
 PROMPT = "<5> <9> <33> <7>"
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def answer(port, path, body=None):
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SECONDS) as response:
-        return json.load(response)
-
-
-@contextmanager
 def served(log):
-    """Start a server of the models that it is asked for, which `sonicmoe-hf run` gives way to, in a process of its
-    own; yield its port, and stop it at the end."""
-    port, arguments = free_port(), ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
+    """Start a server of the models that it is asked for, which `sonicmoe-hf run` gives way to."""
     script = log.with_name("serve.py")
     script.write_text(SERVE)
-    command = [sys.executable, str(script), "serve", *arguments, "--port", str(port)]
+    arguments = ["serve", "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--port"]
     environment = _environment(RunSettings(), {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    try:
-        until = time.monotonic() + SECONDS
-        while True:
-            assert process.poll() is None and time.monotonic() < until, log.read_text()
-            try:
-                answer(port, "/health")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-        yield port
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    return running([sys.executable, str(script), *arguments], log, environment)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
 from helpers.terminal import assert_prints_what_is_shown, make_folders, sessions
+from helpers.vllm_engine import FAMILIES_SERVED
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
 
 import sonicmoe_hf
@@ -227,6 +228,16 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert "`sonicmoe_hf.patch_model(model)`" in text
     sonicmoe_hf.patch_model(model)
     assert routing_state(model) is not None
+
+
+def test_the_families_of_the_document_on_serving_are_those_that_tests_serve_and_all_others_that_vllm_takes():
+    serving, models = (
+        (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8") for page in ("serving.md", "models.md")
+    )
+    rows = [line for line in serving.splitlines() if re.search(r"\| `\w+`, `", line)]
+    served, *others = (set(re.findall(r"`(\w+)`", row)) for row in rows)
+    taken = re.findall(r"^\| (\w+), .* \| .*vLLM.* \|$", models, flags=re.MULTILINE)
+    assert served == set(FAMILIES_SERVED) and set().union(served, *others) == set(taken)
 
 
 def test_the_tests_that_the_evidence_names_exist():

@@ -38,18 +38,9 @@ def test_vllm_used_the_experts_that_the_model_chooses_and_replay_gives_its_log_p
 
 
 def test_grpo_trains_with_the_experts_of_vllm(tmp_path, monkeypatch):
-    """New weights reach vLLM twice; in fp32 the policy's routers would have chosen the same experts each time. The head is not
-    tied to the embeddings, since vLLM on a CPU keeps a copy of a tied one."""
+    """New weights reach vLLM twice; in fp32 the policy's routers would have chosen the same experts each time."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     example, texts = load_example("grpo_replay"), ["def fox(jumps):\n    return jumps\n", "def dog(mind):\n    pass\n"]
-    small_config = example.small_config
-
-    def untied(tokenizer):
-        config = small_config(tokenizer)
-        config.tie_word_embeddings = False
-        return config
-
-    monkeypatch.setattr(example, "small_config", untied)
     monkeypatch.setattr(example, "standard_library", lambda: (texts * 4, []))
     options = ["--vllm", "--steps", "6", "--max-completion-length", "8", "--output", str(tmp_path)]
     log = [entry for entry in example.main(options) if "serving_gap" in entry]
