@@ -16,9 +16,9 @@ The first line's conditions hold for all cells, those of a column and of a row f
 else a value of its column `metric`; without a name the cell has the median. A column or row `-` has no figures of a
 CSV.
 
-Where several rows differ, `mean`, `sum`, `min` or `max` stands before the name. `1e-3 * NAME` is in another unit, and
-`NAME less 1` a gain. `A ÷ B` is a ratio, in which A's conditions hold for B unless it has its own. Decimals, signs, `k`
-and `%` stay as the cell has them.
+Where several rows differ, `mean`, `sum` or `max` stands before the name. `1e-3 * NAME` is in another unit.
+`A ÷ B` is a ratio, in which A's conditions hold for B unless it has its own. Decimals, signs, `k` and `%` stay as the
+cell has them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MINUS = "\N{MINUS SIGN}"  # of the documents
 FIGURE = re.compile(rf"(?<![\w.,{MINUS}-])[+{MINUS}-]?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:k\b|%)?(?!\w)")
 MARKER = re.compile(r"^<!-- figures ([\w.]+)(.*?)\n(.*?)\n-->\n\n", re.MULTILINE | re.DOTALL)
-VALUE = re.compile(r"(?:([\d.e+-]+) \* )?(?:(mean|sum|min|max) )?(.+?)( less 1)?$")
-TOTALS = {"mean": statistics.fmean, "sum": sum, "min": min, "max": max}
+VALUE = re.compile(r"(?:([\d.e+-]+) \* )?(?:(mean|sum|max) )?(.+)$")
+TOTALS = {"mean": statistics.fmean, "sum": sum, "max": max}
 UNITS = {"k": 1e3, "%": 0.01}
 WITHOUT_COMMIT = {"quality_corpus.csv"}  # a list of packages
 
@@ -70,7 +70,7 @@ def value_of(folder: Path, name: str, filters: dict[str, str]) -> float:
     """
     match = VALUE.match(name)
     assert match is not None
-    factor, total, column, less_one = match.groups()
+    factor, total, column = match.groups()
     path = folder / filters.pop("csv")
     rows = rows_of(path)
     if column not in rows[0]:
@@ -83,7 +83,7 @@ def value_of(folder: Path, name: str, filters: dict[str, str]) -> float:
     if not values or (total is None and len(set(values)) > 1):
         raise ValueError(f"{path.name} has {len(values)} rows of {filters}: {column} {sorted(set(values))}")
     value = TOTALS[total](values) if total else values[0]
-    return value * float(factor or 1) - bool(less_one)
+    return value * float(factor or 1)
 
 
 def values_of(folder: Path, outer: dict[str, str], cell: str) -> list[float]:
