@@ -19,6 +19,7 @@ from ..kernels.packed import FORMATS, Quantized
 from ..private.attributes import EXPANDED
 from ..private.torch import current_graph_task_id, is_traced_in_checkpoint
 from . import backends
+from .pieces import MAX_ROWS
 
 Weights = dict[str, torch.Tensor]  # [E, out, in], by "gate_up" and "down"
 # times h and y: what the rest of the layer's backward may take beside the weights. The experts' own tensors are 2.5 of
@@ -35,18 +36,26 @@ def may_keep() -> bool:
 
 
 def expand(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype, names: Sequence[str]) -> Weights:
-    """Expand those of a layer's weights that are packed, if this is a part of backward, and they may stay until it has
-    used them."""
-    if current_graph_task_id() < 0 or options.fp8 or options.piece:
+    """Expand those of a layer's weights that are packed, where they serve several products and there is room: in what
+    backward computes again, until it has used them, and for a layer in pieces."""
+    if options.fp8 or not (options.piece or _is_backward()):
         return {}
     kernels = backends.load(options.backend)
     packed = {name: projection for name in names if (projection := getattr(inputs, name)).format}
     packed = {name: each for name, each in packed.items() if not kernels.reads_packed(each.format, dtype, rows, True)}
     shapes = [FORMATS[each.format].shape(Quantized(*each[:3])) for each in packed.values()]
-    elements = sum(size_out * (num * size_in + FREE_ROWS * rows.token.numel()) for num, size_out, size_in in shapes)
+    num_rows = min(rows.token.numel(), MAX_ROWS)
+    elements = sum(size_out * (num * size_in + FREE_ROWS * num_rows) for num, size_out, size_in in shapes)
     if not packed or not _has_room(inputs.weight.device, dtype.itemsize * elements):
         return {}
+    if options.piece:  # whose offsets are each piece's
+        every = torch.arange(shapes[0][0] + 1, dtype=rows.offsets.dtype, device=rows.offsets.device)
+        rows = rows._replace(offsets=every)
     return {name: kernels.dequantize(*each[:4], dtype, rows) for name, each in packed.items()}
+
+
+def _is_backward() -> bool:
+    return current_graph_task_id() >= 0
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:
@@ -65,8 +74,8 @@ def free_on_card(device: torch.device) -> int:
 
 
 def keep(weights: Weights, saved: Sequence[torch.Tensor]) -> None:
-    """Keep the weights for as long as the first of the tensors that are saved for backward."""
-    if weights and saved:
+    """Keep the weights for as long as the first of the tensors that are saved for backward, if that follows at once."""
+    if weights and saved and _is_backward():
         vars(saved[0].untyped_storage())[EXPANDED] = weights
 
 

@@ -56,14 +56,14 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
     assert inputs.x is not None
     compute, dtype = products.forward if options.backend == "eager" else _FORWARD_TAPES, inputs.x.dtype
     with on_device(inputs, rows, options, dtype) as inputs:
-        if options.piece:
-            return pieces.forward(compute, inputs, options, flags, rows)
-        if not options.keeps_expanded:
-            return compute([inputs, options, flags, rows])
-        weights = expanded.expand(inputs, rows, options, dtype, ("gate_up", "down"))
-        out, *saved = compute([expanded.use(dict(weights), inputs, options.transposed), options, flags, rows])
-        expanded.keep(weights, saved)
-        return [out, *saved]
+        if options.keeps_expanded:
+            weights = expanded.expand(inputs, rows, options, dtype, ("gate_up", "down"))
+            inputs = expanded.use(dict(weights), inputs, options.transposed)
+        arguments = [inputs, options, flags, rows]
+        results = pieces.forward(compute, *arguments) if options.piece else compute(arguments)
+        if options.keeps_expanded:
+            expanded.keep(weights, results[1:])
+        return results
 
 
 def _experts_first_half(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
@@ -143,7 +143,8 @@ def _run_backward(arguments: list[Any]) -> list[torch.Tensor]:
     compute = products.backward if options.backend == "eager" else _BACKWARD_TAPES
     with on_device(inputs, rows, options, dtype) as inputs:
         if options.keeps_expanded and given[1] is None:  # h, for which gate_up is used too
-            weights = weights or expanded.expand(inputs, rows, options, dtype, ("gate_up",))
+            names = ("gate_up", "down") if options.piece else ("gate_up",)
+            weights = weights or expanded.expand(inputs, rows, options, dtype, names)
         given += expanded.use(weights, inputs, options.transposed) if weights else inputs, options, tuple(needs), rows
         if exchange is not None:
             return _exchanged_backward(compute, given, exchange)

@@ -14,7 +14,7 @@ from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.layer import expanded
+from sonicmoe_hf.layer import expanded, pieces
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank
 from sonicmoe_hf.layer.packed_weight import as_parameter
@@ -183,6 +183,30 @@ def test_a_step_expands_each_weight_twice_with_checkpointing_too(save, layout, e
     found, times = gradients(run)
     assert_same(found, expected)
     assert times == 6 + (save == "input")
+
+
+@pytest.mark.parametrize("checkpointed", [None, *CHECKPOINTED])
+def test_a_layer_in_pieces_expands_its_weights_once_for_all_of_them(checkpointed, expansions, monkeypatch):
+    (gate_up, down), (leaves, _) = packed_weights("nf4", "concatenated"), inputs()
+    leaves[:2] = torch.randn(300, H, requires_grad=True), torch.rand(300, K, requires_grad=True)
+    index = (
+        torch.tensor([[0, 1]]).repeat(300, 1).index_fill(0, torch.tensor([299]), 3)
+    )  # an expert of the last piece alone
+
+    def layer(*leaves):
+        return experts(gate_up, down, leaves, index)
+
+    def gradients():
+        expansions.clear()
+        out = CHECKPOINTED[checkpointed](layer, *leaves) if checkpointed else layer(*leaves)
+        out.square().sum().backward()
+        return taken_gradients(leaves)
+
+    whole = gradients()
+    monkeypatch.setattr(pieces, "MAX_ROWS", 256)
+    found = gradients()
+    assert max(relative_error(found[name], whole[name]) for name in NAMES) < 1e-6, "fp32, another order of sums"
+    assert len(expansions.counts) == 4 and not expansions.alive()
 
 
 class Fails(torch.autograd.Function):
