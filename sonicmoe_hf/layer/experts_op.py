@@ -59,7 +59,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
         if options.keeps_expanded:
             weights = expanded.expand(inputs, rows, options, dtype, ("gate_up", "down"))
             inputs = expanded.use(dict(weights), inputs, options.transposed)
-        arguments = [inputs, options, flags, rows]
+        arguments: list[Any] = [inputs, options, flags, rows]
         results = pieces.forward(compute, *arguments) if options.piece else compute(arguments)
         if options.keeps_expanded:
             expanded.keep(weights, results[1:])
