@@ -248,6 +248,7 @@ def trained(rank, folder, steps, resume=None):
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.pinned  # Transformers 5.17 resumes no optimiser on several CPU ranks
 def test_ranks_that_share_memory_resume_and_save(ranks, tmp_path):
     whole = ranks.run(trained, str(tmp_path), 3)
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
