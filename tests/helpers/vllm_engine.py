@@ -7,26 +7,11 @@ import gc
 import json
 import os
 from contextlib import contextmanager
-from importlib.util import find_spec
-from types import SimpleNamespace
 
 import torch
 from helpers.models import VOCABULARY, with_realistic_weights
 from helpers.small_families import small_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-if find_spec("vllm"):  # before it is imported
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TRITON_INTERPRET": "1",
-    }
-    from triton.backends import backends
-
-    # vLLM returns routed experts from its newer runner alone, whose bookkeeping is in Triton's kernels: interpreted here
-    backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=bool)))
 
 PROMPTS = [[5, 9, 33, 7, 41], [3, 3, 3, 11, 60, 4], list(range(4, 30))]
 TOKENS = 6

@@ -16,10 +16,12 @@ from peft import get_peft_model
 
 from sonicmoe_hf import convert_adapter, merge_adapter
 
-pytestmark = pytest.mark.serving
 LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", "/no folder"))
-if not (LLAMA_CPP / "convert_lora_to_gguf.py").exists():
-    pytest.skip("LLAMA_CPP names no folder with llama.cpp's converters", allow_module_level=True)
+HAS_CONVERTERS = (LLAMA_CPP / "convert_lora_to_gguf.py").exists()
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.skipif(not HAS_CONVERTERS, reason="LLAMA_CPP names no folder with llama.cpp's converters"),
+]
 
 # the tokenizer's kind is told by a hash of released ones
 CONVERT = """
