@@ -269,8 +269,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
     if arguments.compile:
-        is_alone = args.world_size == 1 and arguments.experts_memory is None
-        sonicmoe_hf.compile_layers(model, **({"mode": "reduce-overhead"} if is_alone else {}))
+        sonicmoe_hf.compile_layers(model)
     if arguments.random:
         return trainer.train().metrics
     before = trainer.evaluate()["eval_loss"]
