@@ -23,6 +23,9 @@ A_COPY_EACH = (
     "sonicmoe_hf: the {count} ranks of this host hold a copy each of the experts in host memory, because they cannot "
     "share one: {cause}"
 )
+NOT_INITIALIZED = (
+    "torch.distributed is not initialised; make TrainingArguments, or call init_process_group, before the model"
+)
 OTHER_WEIGHTS = (
     "ranks {ranks} of this host have other weights in {name} than rank {rank}, so they cannot share host memory; load "
     "the same checkpoint in each with the same options, or make random weights from the same seed"
@@ -135,7 +138,10 @@ def digest_of(packed: Quantized) -> str:
 def _ranks_of_host() -> tuple[range, int]:
     """Find (the ranks of this host, this rank)."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if count == 1 or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < count:
+    if count > 1 and not (dist.is_available() and dist.is_initialized()):
+        logger.warning_once(A_COPY_EACH.format(count=count, cause=NOT_INITIALIZED))
+        count = 1
+    if count == 1 or dist.get_world_size() < count:
         return range(1), 0
     first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
     return range(first, first + count), dist.get_rank()

@@ -209,6 +209,12 @@ def test_where_the_system_does_not_share_memory_each_rank_has_a_copy(ranks, way)
         )
 
 
+def test_ranks_that_have_not_met_yet_are_told_that_each_holds_a_copy(late_copies, monkeypatch, messages):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert host_weights(streamed())
+    assert messages.about("4 ranks of this host hold a copy each") and messages.about("make TrainingArguments")
+
+
 def written(rank):
     model, same, other = streamed(), streamed(None).state_dict(), streamed(None, seed=1).state_dict()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
