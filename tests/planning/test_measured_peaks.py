@@ -137,6 +137,23 @@ def of_streaming(row):
     )
 
 
+def of_deepseek(row):
+    layers, tokens, gpus = (int(words.split()[0]) for words in row["shape"].split(", "))
+    return sizes_of("DeepSeek-V3", layers), Training(
+        method="qlora",
+        tokens=tokens,
+        parallel="one GPU" if gpus == 1 else "DDP",
+        gpus=gpus,
+        r=8,
+        experts_r=8,
+        experts="nf4",
+        linear="nf4" if "NF4 linear" in row["contender"] else "bf16",
+        optimizer="adam8bit" if row["contender"].endswith("8bit") else "adam",
+        keeps_expanded=True,
+        experts_memory=0,
+    )
+
+
 def of_everyday(row):
     layers, setting = row["shape"].split(",")
     if row["contender"] != "sonicmoe-hf" or setting == "field":  # see COMPILED; a step of four micro-batches
@@ -193,6 +210,7 @@ READERS = {  # by file
     **dict.fromkeys(TRAIN_STEPS, of_train_step),
     "lora_step.csv": of_lora_step,
     "qlora_step.csv": of_qlora_step,
+    "deepseek_host_memory.csv": of_deepseek,
     "everyday.csv": of_everyday,
     "expert_parallel.csv": of_expert_parallel,
     "recipes.csv": of_recipes,
@@ -203,7 +221,7 @@ READERS = {  # by file
 
 def is_of_ours(name, row):
     contender = row.get("case") or row.get("contender", "")
-    all_are = name in ("qlora_step.csv", "recipes.csv", "streaming.csv")
+    all_are = name in ("deepseek_host_memory.csv", "qlora_step.csv", "recipes.csv", "streaming.csv")
     return all_are or contender.split(",")[0] in PLANNED or contender.endswith("sonicmoe-hf")
 
 

@@ -49,7 +49,8 @@ class Training:
     attention's adapted linear layers; None: all. checkpointing; save: what a layer keeps; offloading: whether what is
     kept between checkpointed layers goes to host memory. liger: whether Liger's
     kernels compute the rest; "loss": its loss alone. extra_rows: of token rounding, for each expert. attention: its
-    implementation; None: the model's own. experts_memory: bytes of experts that stay on the GPU while the others are
+    implementation; None: the model's own. keeps_expanded: whether backward keeps both expanded weights of a layer, as it
+    does where there is room. experts_memory: bytes of experts that stay on the GPU while the others are
     in host memory; None: all are on the GPU.
     """
 
@@ -71,6 +72,7 @@ class Training:
     save: str = "preactivation"
     extra_rows: int = 0
     attention: str | None = None
+    keeps_expanded: bool = False
     experts_memory: int | None = None
 
     @property
@@ -131,22 +133,32 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     between = OFFLOADED if training.offloading else sizes.layers
     kept = (between * stream if checkpointing else sizes.layers * layer) + _casts(sizes, training)
     kept_by_last = (0.0 if checkpointing else layer) + stream  # when only the last layer's backward is left
-    expanded = 2.0 * sizes.largest_weight if training.experts != "bf16" else 0.0  # one packed weight at a time
+    expanded = 0.0 if training.experts == "bf16" else 2.0 * sizes.largest_weight  # one packed weight at a time
+    if training.keeps_expanded:
+        expanded = 2.0 * sizes.experts / sizes.moe_layers
     recomputed = (layer if checkpointing else 0.0) + expanded / (training.gpus if training.splits_experts else 1)
     root, gathered = _root(sizes, training), _communication(sizes, training)
     gradients, head = _gradients(sizes, training), _head(sizes, training)
     own, waiting = _layer_gradients(sizes, training)
     adam = training.optimizer == "adam" or not training.full
     earlier = max(gradients - own - head, 0.0) if adam else 0.0
+    buckets = gradients if training.parallel == "DDP" else 0.0  # which are there all the time
     in_loss = kept + tokens * norm_bytes(sizes.hidden, training)
     moments = [
-        replace(fixed, moment="loss", activations=in_loss, logits=_loss(sizes, training), communication=root),
+        replace(
+            fixed,
+            moment="loss",
+            gradients=buckets,
+            activations=in_loss,
+            logits=_loss(sizes, training),
+            communication=root,
+        ),
         replace(fixed, moment="optimiser's step", gradients=gradients, communication=root),
     ]
     before, after = backward_bytes(sizes, training)
     for workspace, of_layer in ((before, waiting), (after, waiting + own)):
         working, backward = recomputed + tokens * workspace, replace(fixed, communication=gathered)
-        first = {"activations": kept + working, "gradients": of_layer, "logits": head}
+        first = {"activations": kept + working, "gradients": buckets + of_layer, "logits": head}
         last = {
             "activations": kept_by_last + working,
             "gradients": earlier + of_layer,
