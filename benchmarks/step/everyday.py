@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerState
 
 import sonicmoe_hf
 from benchmarks.common.command import Command
@@ -133,6 +134,7 @@ def measure(model, setting: str, options) -> dict:
     """Measure one setting: metric -> values."""
     torch.compiler.reset()
     callback = SmallSteps()
+    callback.on_train_begin(None, TrainerState(), None, model=model)
     steps = steps_of(setting, WARMUP + options.steps, model.config.vocab_size, options.device, options.tiny)
     optimizer, clock = optimizer_of(model), Clock(1 + options.steps)
     began = time.perf_counter()

@@ -13,10 +13,11 @@ from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
 from ..patching.forwards import has_liger_forward
+from ..private.torch import compiled_call
 
 logger = logging.get_logger(__name__)
 
-OBSERVED = 8  # micro-batches, after which a choice is made
+OBSERVED = 8  # micro-batches, in which a choice is made
 FEW_TOKENS = 8192  # of a micro-batch; attention of more takes the GPU longer than planning takes the host
 SAMPLED_STEPS = range(6, 11)  # of a run: the first ones compile
 BUSY = 60  # percent
@@ -32,7 +33,8 @@ class SmallSteps(TrainerCallback):
     """Says once how busy the GPU is, and chooses what suits the sizes of a run. `attach` adds it to a Trainer.
 
     cuDNN's attention, which torch prefers on Hopper, plans for some 80 ms whenever a length is new. Where most of the
-    first micro-batches have new lengths and few tokens, it is off until the run ends.
+    first micro-batches have new lengths and few tokens, it is off until the run ends. Compiled layers keep the attention
+    that they were compiled with, so there it is off from the second length on, for which torch compiles for any.
 
     Liger's fused linear cross entropy cuts the tokens into chunks whose logits take no more memory than its input. Of
     2,048 tokens and 152 thousand words that is 32 tokens a chunk: it reads the head's weight 64 times, a third of the
@@ -47,14 +49,16 @@ class SmallSteps(TrainerCallback):
         self.shapes: set[tuple[int, ...]] = set()
         self.count = self.tokens = 0
         self.samples: list[int] = []
-        self.has_disabled_cudnn = False
+        self.is_compiled = self.has_disabled_cudnn = False
         self.hooks: list[Any] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Observe this run, and let Liger's loss have larger chunks."""
         self._begin(state.global_step)
-        models = [] if model is None else [each for each in model.modules() if has_liger_forward(each)]
+        modules = [] if model is None else list(model.modules())
+        models = [each for each in modules if has_liger_forward(each)]
         self.hooks = [each.register_forward_pre_hook(_enlarge_chunks, with_kwargs=True) for each in models]
+        self.is_compiled = any(compiled_call(each) is not None for each in modules)
 
     def note(self, inputs) -> None:
         """Observe the sizes of a training micro-batch."""
@@ -64,8 +68,9 @@ class SmallSteps(TrainerCallback):
         self.count += 1
         self.tokens += ids.numel()
         self.shapes.add(tuple(ids.shape))
-        varies = 2 * len(self.shapes) > OBSERVED and self.tokens <= OBSERVED * FEW_TOKENS
-        if self.count == OBSERVED and varies and torch.backends.cuda.cudnn_sdp_enabled():
+        varies = len(self.shapes) > (1 if self.is_compiled else OBSERVED // 2)
+        are_short = self.tokens <= self.count * FEW_TOKENS
+        if varies and are_short and torch.backends.cuda.cudnn_sdp_enabled():
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.has_disabled_cudnn = True
 

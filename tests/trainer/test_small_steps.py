@@ -23,18 +23,22 @@ def cudnn_is_on():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "is_off"),
+    ("lengths", "is_off", "compiled"),
     [
-        (range(100, 100 + OBSERVED), True),
-        ([128] * OBSERVED, False),  # one length
-        ([64, 128] * (OBSERVED // 2), False),  # lengths that come again
-        (range(20000, 20000 + OBSERVED), False),  # attention itself takes longer
-        (range(100, 100 + OBSERVED - 1), False),  # not known yet
+        (range(100, 100 + OBSERVED), True, False),
+        ([128] * OBSERVED, False, False),  # one length
+        ([64, 128] * (OBSERVED // 2), False, False),  # lengths that come again
+        (range(20000, 20000 + OBSERVED), False, False),  # attention itself takes longer
+        (range(100, 100 + OBSERVED // 2), False, False),  # not known yet
+        ([64, 128], True, True),  # the second is compiled for any length
+        ([128, 128], False, True),
     ],
 )
-def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths, is_off, tmp_path):
-    callback, args = SmallSteps(), arguments(tmp_path)
-    callback.on_train_begin(args, TrainerState(), None)
+def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths, is_off, compiled, tmp_path):
+    callback, args, model = SmallSteps(), arguments(tmp_path), patched("qwen3_moe")
+    if compiled:
+        sonicmoe_hf.compile_layers(model)
+    callback.on_train_begin(args, TrainerState(), None, model=model)
     for length in lengths:
         callback.note({"input_ids": torch.empty(1, length, dtype=torch.int64, device="meta")})
     assert torch.backends.cuda.cudnn_sdp_enabled() != is_off
