@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ..kernels.announce import is_first_rank
 from ..patching.forwards import has_liger_forward
 from ..private.torch import compiled_call
+from .gathered_head import gather_head
 
 logger = logging.get_logger(__name__)
 
@@ -59,6 +60,7 @@ class SmallSteps(TrainerCallback):
         models = [each for each in modules if has_liger_forward(each)]
         self.hooks = [each.register_forward_pre_hook(_enlarge_chunks, with_kwargs=True) for each in models]
         self.is_compiled = any(compiled_call(each) is not None for each in modules)
+        self.hooks += [hook for each in models for hook in gather_head(each)]
 
     def note(self, inputs) -> None:
         """Observe the sizes of a training micro-batch."""

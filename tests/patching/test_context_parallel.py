@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import MethodType
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from helpers.ranks import WORLD
 from helpers.training import TILE, Examples, arguments, logs_of
 from helpers.trl_trainers import word_tokenizer
 from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig, SFTTrainer
 
@@ -38,10 +40,39 @@ def model_of(kind):
     if kind in CONFIGS | OTHERS:
         return patched(kind, attn_implementation="sdpa")
     model = build("qwen3_moe", **OF_64["qwen3_moe"], attn_implementation="sdpa")
+    if kind == "fused loss":
+        model.forward = MethodType(fused_loss, model)
     if kind == "packed":
         sonicmoe_hf.quantize_experts(model, "nf4")
     sonicmoe_hf.patch_model(model)
     return with_lora(model, target_modules=["q_proj"])
+
+
+class FusedLoss(torch.autograd.Function):
+    """A loss that computes its gradient in forward, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, count):
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_()
+            logits = torch.nn.functional.linear(hidden, weight.detach()).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / count
+            (ctx.gradient,) = torch.autograd.grad(loss, hidden)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, scale):
+        return scale * ctx.gradient, None, None, None
+
+
+def fused_loss(self, input_ids, shift_labels=None, labels=None, num_items_in_batch=None, chunk_mem_const=0, **inputs):
+    """Compute the loss as Liger's forward does, which reads the head's weight and does not call the head."""
+    hidden = self.model(input_ids, **inputs).last_hidden_state
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+    return CausalLMOutput(loss=FusedLoss.apply(hidden, self.lm_head.weight, targets, num_items_in_batch))
+
+
+fused_loss.__module__ = "liger_kernel.transformers.model.qwen3_moe"
 
 
 def trained(kind, folder, callbacks=(), rate=0.05, **options):
@@ -112,6 +143,7 @@ def assert_trained_alike(results, expected):
         pytest.param("deepseek_v3", (BIAS,), marks=pytest.mark.slow),
         pytest.param("packed", (), marks=pytest.mark.slow),
         pytest.param("by TRL", (), marks=pytest.mark.slow),
+        pytest.param("fused loss", (), marks=pytest.mark.slow),
     ],
 )
 def test_context_parallelism_trains_and_counts_as_one_rank_does(ranks, kind, callbacks, tmp_path):

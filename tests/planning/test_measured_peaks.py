@@ -181,6 +181,26 @@ def of_small_batches(row):
     return sizes_of(row["config"], layers), training
 
 
+def of_long(row):
+    layers, length = map(int, row["shape"].split(","))
+    settings, packed = row["launch"].split(", "), row["mode"].split()[-1]
+    gpus = next((int(words.split()[0]) for words in settings if words.endswith(" GPUs")), 1)
+    return sizes_of(row["config"], layers), Training(
+        method="lora" if packed == "bf16" else "qlora",
+        tokens=length // gpus,
+        sequence=length,
+        parallel="FSDP2" if gpus > 1 else "one GPU",
+        gpus=gpus,
+        r=8,
+        experts_r=8,
+        experts=packed,
+        checkpointing="checkpointing" in settings,
+        save="input" if "save=input" in settings else "preactivation",
+        offloading="offloading" in settings,
+        attention="torch_sinks" if row["config"].startswith("gpt-oss") else None,
+    )
+
+
 RECIPES = {
     "all weights of Qwen3-30B-A3B on one GPU": (48, Training(method="full", tokens=16384, optimizer="adam8bit")),
     "FSDP2": (48, Training(method="full", tokens=16384, parallel="FSDP2", gpus=2)),
@@ -213,6 +233,7 @@ READERS = {  # by file
     "qlora_step.csv": of_qlora_step,
     "deepseek_host_memory.csv": of_deepseek,
     "everyday.csv": of_everyday,
+    "long.csv": of_long,
     "expert_parallel.csv": of_expert_parallel,
     "recipes.csv": of_recipes,
     "streaming.csv": of_streaming,

@@ -1,0 +1,20 @@
+"""The head's weight of a model with Liger's fused loss, which reads it without calling the head: gathered during the
+forward where FSDP2 has the head as a unit of its own, as accelerate makes it of PEFT's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def gather_head(model: nn.Module) -> list[Any]:
+    """Have FSDP2 gather a frozen head's weight for each forward of the model that has it; return the hooks."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, FSDPModule) or head.weight.requires_grad:
+        return []
+    return [
+        model.register_forward_pre_hook(lambda module, args: head.unshard() and None),
+        model.register_forward_hook(lambda module, args, output: head.reshard(), always_call=True),
+    ]
