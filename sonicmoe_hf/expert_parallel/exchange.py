@@ -60,12 +60,12 @@ class MaxSizes(NamedTuple):
 def choose_way(num_ranks: int, sizes: MaxSizes) -> str:
     """Choose how tokens reach the experts of other ranks, the same on all ranks: one of WAYS.
 
-    Gathering sends every token to N - 1 ranks, half of it beside products. An all-to-all sends a token with K experts to
+    Gathering sends every token to N - 1 ranks, partly beside products. An all-to-all sends a token with K experts to
     1 - (1 - 1 / N)^K of them: with K = 8 to 0.90 of 3, 0.66 of 7, 0.40 of 15. It packs what it sends, and waits for the
-    device before anything is sent. On four H200s with NVLink (eight layers of Qwen3-30B-A3B, 16,384 tokens a rank) NCCL
-    took 30 ms of a step by gathering, nothing beside products then, and 69 by all-to-all: a byte took more than twice as
-    long. Gathering in two chunks, one beside the other's products, took 10% longer than in one on four H100s. So ranks
-    gather unless an all-to-all would send less than half as much (MIN_SHARE): with K = 8 from 12 ranks on.
+    device before anything is sent. On four H100s with NVLink (eight layers of Qwen3-30B-A3B, 16,384 tokens a rank) a step
+    takes 169 ms by gathering and 182 by an all-to-all. Gathering in two chunks, one beside the other's products, took 10%
+    longer than in one. So ranks gather unless an all-to-all would send less than half as much (MIN_SHARE): with K = 8
+    from 12 ranks on.
     """
     num_experts_per_token = sizes.num_pairs / max(sizes.num_tokens, 1)
     share = 1 - (1 - 1 / num_ranks) ** num_experts_per_token
