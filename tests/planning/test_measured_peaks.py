@@ -30,7 +30,6 @@ OLDER_COMMITS = {"de49b3387966", "3cfd751bf381", "fba58151172d", "1894feb171d7"}
 COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan offers no compiled way"
 
 
-EMBEDDINGS = "of frozen embeddings and heads, 2.2 GiB of gpt-oss-120b's, FSDP2 has less at the peak than is planned"
 KEPT = "2026-11-26"  # from then on a layer's packed weights stay expanded from its recomputation to its backward
 
 
@@ -53,7 +52,7 @@ def rows_of(name):
 def of_train_step(row):
     layers, tokens = map(int, row["shape"].split(","))
     settings = row["launch"].split(", ")
-    if "compiled layers" in settings or row["config"] == "gpt-oss-120b":  # see COMPILED, EMBEDDINGS
+    if "compiled layers" in settings:  # see COMPILED
         return None
 
     def word_before(end):

@@ -386,8 +386,11 @@ def _loss(sizes: ModelSizes, training: Training) -> float:
 
 
 def _root(sizes: ModelSizes, training: Training) -> float:
-    """Count what is gathered from the first layer's forward to the last one's backward: embeddings and head."""
-    return 2.0 * sizes.embeddings if training.parallel in ("FSDP2", "expert parallelism") else 0.0
+    """Count what is gathered from the first layer's forward to the last one's backward: embeddings and head, of which
+    Transformers' expert parallelism shards the embeddings on their own."""
+    return 2.0 * {"FSDP2": sizes.embeddings, "expert parallelism": sizes.vocabulary * sizes.hidden}.get(
+        training.parallel, 0
+    )
 
 
 def _communication(sizes: ModelSizes, training: Training) -> float:
