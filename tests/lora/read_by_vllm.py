@@ -5,8 +5,8 @@
 makes an environment in a temporary folder, with vLLM's wheel and what its LoRA modules import beside the packages of this
 Python, and runs there on the CPU. Not a test of the suite: the wheel is 340 MB.
 
-It expects the modules that the adapter names, so it does not see whether vLLM's class has others: tests/serving does, which
-serves 12 families. Of the models whose adapters vLLM takes it does not read DeepSeek-V2, ERNIE 4.5 MoE, EXAONE MoE,
+It expects the modules that vLLM's own model classes and mappings name, and builds none of its models: tests/serving does,
+which serves 12 families. Of the models whose adapters vLLM takes it does not read DeepSeek-V2, ERNIE 4.5 MoE, EXAONE MoE,
 GLM-4.7-Flash, GLM-4.5V, Qwen2-MoE, Qwen3-Next, and Qwen3.5-MoE's text model by itself.
 """
 
