@@ -235,9 +235,10 @@ def _check_merge_allowed(self) -> None:
 def _cast_input_dtype(self, x, dtype):
     """Cast the input of an adapter as LoRA's Linear does, but not to fp32 where autocast casts it back to what it was;
     backward would cast the gradient twice, too."""
-    is_cast = x is not None and not self.lora_variant and torch.is_autocast_enabled(x.device.type)
-    if is_cast and x.dtype == torch.get_autocast_dtype(x.device.type):
-        return x
+    if x is not None and not (x.is_meta or self.lora_variant):  # the meta device has no autocast
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and x.dtype == torch.get_autocast_dtype(kind):
+            return x
     return _PEFTS_CAST(self, x, dtype)
 
 

@@ -13,6 +13,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples"
 SHARED = re.compile(r'^(\s*"?)from (?:finetune|shared) import .*?(\\n",)?$', re.MULTILINE)  # also in a notebook
 FIND_SHARED = "import os, sys, sonicmoe_hf; sys.path.append(os.path.join(sonicmoe_hf.__path__[0], 'examples'))"
 OTHERS = {
+    "context_parallel.yaml": "FSDP2 with context parallelism, a config for accelerate launch.",
     "fsdp2.yaml": "FSDP2, a config for accelerate launch.",
     "quickstart.ipynb": "A notebook: patch a model, train adapters on its experts, merge, generate.",
     "zero3.json": "ZeRO-3, a config for DeepSpeed.",
