@@ -117,15 +117,14 @@ def remember(config: Any, model: nn.Module) -> None:
     trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
     if trained is not None and (sentence := trained.other_than(here, type(model).__name__)):
         logger.warning(f"sonicmoe_hf: {sentence}")
+    if trained is not None and not config.inference_mode:
+        config.auto_mapping = {key: value for key, value in config.auto_mapping.items() if key != ENTRY} or None
     setattr(config, attributes.PACKED_BASE, trained if config.inference_mode else here)
 
 
 def remembered(config: Any, auto_mapping: dict | None) -> dict | None:
     """Return the auto_mapping that an adapter's config is saved with, of what PEFT would save."""
-    if not hasattr(config, attributes.PACKED_BASE):
+    base = getattr(config, attributes.PACKED_BASE, None)
+    if base is None or not (auto_mapping or config.task_type is not None):  # PEFT takes a mapping for one of classes
         return auto_mapping
-    base = getattr(config, attributes.PACKED_BASE)
-    mapping = {key: value for key, value in (auto_mapping or {}).items() if key != ENTRY}
-    if base is not None and (mapping or config.task_type is not None):  # PEFT takes a mapping for one of classes
-        mapping[ENTRY] = base._asdict()
-    return mapping or None
+    return {**(auto_mapping or {}), ENTRY: base._asdict()}

@@ -61,8 +61,9 @@ def test_merging_into_another_base_says_so(format, tmp_path):
                 assert any(MESSAGE.format(format) in notice for notice in notices) == is_said, name
 
 
-def test_an_adapter_that_is_trained_on_belongs_to_the_base_below_it(tmp_path, caplog):
-    trained(tmp_path, "mxfp4")
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+def test_an_adapter_that_is_trained_on_belongs_to_the_base_below_it(task, tmp_path, caplog):
+    trained(tmp_path, "mxfp4", task_type=task)
     model = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter", is_trainable=True)
     assert len(caplog.records) == 1
     model.save_pretrained(tmp_path / "again")
