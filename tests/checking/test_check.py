@@ -138,13 +138,14 @@ def test_a_server_whose_base_has_the_adapter_too(place, capsys):
     assert (base["kind"], adapter["kind"], code) == ("applied", "applied", 1)
 
 
-def test_a_server_without_the_adapter_names_the_limit_of_ranks(place, capsys):
-    served = Served(base_of(place), tuned(place), word_tokenizer(WORD), listed=False)
-    command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--model", ADAPTER]
+@pytest.mark.parametrize(("model", "listed"), [(ADAPTER, "base"), ("", "base, tuned")])
+def test_a_server_without_the_adapter_names_those_that_it_has_and_the_limit_of_ranks(model, listed, place, capsys):
+    served = Served(base_of(place), tuned(place), word_tokenizer(WORD), listed=not model)
+    command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--model", model]
     with serving(served) as url:
         assert main([*command, "--server", url]) == 2
     said = capsys.readouterr().err
-    assert "does not list tuned, only: base." in said and "--max-lora-rank" in said
+    assert f"does not list {model!r}, only: {listed}." in said and "--max-lora-rank" in said
 
 
 def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, capsys, tmp_path):

@@ -125,7 +125,7 @@ def _observed(folder: str, scores: Scores) -> Observation:
 def _asked(server: Server, model: str, texts: list[Text], say: Callable[[str], None]):
     """Ask a server for the base, where it has that beside the adapter, and for the adapter."""
     own, base = None, server.base_of(model)
-    for name in filter(None, (base, model)):
+    for name in [model] if base is None else [base, model]:
         say(f"asking {server.url} for {name}")
         observed, found = server.observe(name, texts)
         is_base = name == base

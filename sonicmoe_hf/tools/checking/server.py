@@ -20,8 +20,8 @@ from .texts import LENGTH, Text
 SECONDS = 600  # for one answer
 GREEDY = {"max_tokens": LENGTH // 2, "temperature": 0}
 NOT_LISTED = (
-    "It does not list {model}, only: {listed}. Servers leave out adapters that they cannot load, such as those of ranks "
-    "above --max-lora-rank; their log says why"
+    "It does not list {model!r}, only: {listed}. Servers leave out adapters that they cannot load, such as those of "
+    "ranks above --max-lora-rank; their log says why"
 )
 
 
