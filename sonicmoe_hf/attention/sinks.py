@@ -45,13 +45,14 @@ class Sequences(NamedTuple):
 
 class Options(NamedTuple):
     """The options. scale of the scores; causal and window as flash.Visible has them; the lengths of the longest packed
-    sequences, or 0 where they are to be read from the starts."""
+    sequences, or 0 where they are to be read from the starts; torch_op.SOURCE."""
 
     scale: float
     causal: bool
     window: int = flash.NO_WINDOW
     max_q: int = 0
     max_k: int = 0
+    source: str = torch_op.SOURCE
 
 
 def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[torch.Tensor, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -19,12 +17,9 @@ from .pieces import tokens_of_piece
 from .products import Inputs, Options, SaveFlags
 from .projection import LowRank, Projection, projection
 from .routing import Routing
+from .torch_op import SOURCE
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
-
-_SOURCE = hashlib.sha256(
-    b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-).hexdigest()
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activation):
@@ -104,7 +99,7 @@ def _run(
 
     pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the first
     fields of Options. sizes: T, of the routing, and E. exchange: the routing's.
-    source: _SOURCE, for torch's cache of what it has traced, whose key has a function's name and arguments alone.
+    source: torch_op.SOURCE.
     """
     expert_index, token_index, weight, sentinels = pairs
     is_top_k = rows is None and token_index is None and exchange is None
@@ -208,5 +203,5 @@ def moe_experts(
     rows = routing.rows_for(backend, *sizes)
     pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
     options = act, transposed, interleaved, backend, compute == "fp8"
-    out = _run(x, first, second, pairs, rows, options, save, sizes, exchange, _SOURCE)
+    out = _run(x, first, second, pairs, rows, options, save, sizes, exchange, SOURCE)
     return out if out.dtype == dtype_out else out.to(dtype_out)

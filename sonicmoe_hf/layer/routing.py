@@ -174,6 +174,7 @@ class _Rounding(NamedTuple):
     num_pairs: int
     dtype: torch.dtype
     backend: str
+    source: str = torch_op.SOURCE
 
 
 def _round_rows(

@@ -11,9 +11,11 @@ function does without its launches.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import typing
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,15 @@ from ..private.torch import (
 )
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
+# a digest of what is traced below functions and ops that a model's graph holds, as an argument of theirs: torch's cache
+# of compiled graphs on disk knows them by names and arguments alone
+SOURCE = hashlib.sha256(
+    b"".join(
+        file.read_bytes()
+        for folder in ("attention", "layer")
+        for file in sorted((Path(__file__).parents[1] / folder).glob("*.py"))
+    )
+).hexdigest()
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float}
 
 

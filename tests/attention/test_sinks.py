@@ -4,12 +4,14 @@ import pytest
 import torch
 from helpers.flash_kernels import as_on_cuda
 from helpers.sinks import Attention, causal, compare, compute, gradients, in_fp64, tensors
+from torch._dynamo.utils import counters
 
 from sonicmoe_hf.attention.implementation import sinks_attention_forward
 from sonicmoe_hf.attention.mask import sinks_mask
 from sonicmoe_hf.attention.models import NAME
 from sonicmoe_hf.attention.packing import sequence_starts, sides_of
 from sonicmoe_hf.attention.positions import starts_of
+from sonicmoe_hf.attention.sinks import Inputs, Options, Sequences, attention_with_sinks
 
 CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
     "one_sequence": (1, 7, 7, 2, 2, 8, 8, None, True),
@@ -344,3 +346,18 @@ def test_the_stand_in_gives_what_torch_says_the_kernels_give(monkeypatch, is_pac
             )
         for ours, theirs in zip(results[0][:2], results[1][:2]):
             assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+
+
+@pytest.mark.slow
+@pytest.mark.pinned
+def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    inputs = Inputs(*(torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)), torch.randn(2))
+    hits = []
+    for source in ("this", "this", "another"):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(attention_with_sinks, fullgraph=True)
+        compiled(inputs, Sequences(), Options(1.0, True)._replace(source=source)).sum().backward()
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]

@@ -313,7 +313,7 @@ def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkey
 
     hits = []
     for source in ("this", "this", "another"):
-        monkeypatch.setattr(sys.modules[moe_experts.__module__], "_SOURCE", source)
+        monkeypatch.setattr(sys.modules[moe_experts.__module__], "SOURCE", source)
         torch._dynamo.reset()
         counters.clear()
         torch.compile(recomputed, fullgraph=True)(inputs).sum().backward()
