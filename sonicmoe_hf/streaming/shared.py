@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -75,9 +76,22 @@ class HostMemory:
         written."""
         if len(self.ranks) == 1:
             return
-        self.is_shared, files, cause = True, {}, None
+        self.is_shared = True
+        with contextlib.ExitStack() as files:
+            causes = self._map(sizes, files)
+        if causes:
+            self.is_shared, self._opened = False, []
+            logger.warning(A_COPY_EACH.format(count=len(self.ranks), cause=causes[0]))
+
+    def _map(self, sizes: Sequence[int], opened: contextlib.ExitStack) -> list[str]:
+        """Map memory as `open`, and return what keeps ranks from sharing it. opened: closes this rank's files."""
+        cause, files = None, {}
         try:
-            files = {number: _file(size) for number, size in enumerate(sizes) if self.fills(number)}
+            for number in filter(self.fills, range(len(sizes))):
+                file = os.memfd_create(FILE)
+                opened.callback(os.close, file)
+                os.ftruncate(file, sizes[number])
+                files[number] = file
         except (AttributeError, OSError) as error:  # a system without memfd, or one that does not permit it
             cause = str(error)
         offers = self.exchange("memory", [os.getpid(), {number: [file, *_id(file)] for number, file in files.items()}])
@@ -87,12 +101,7 @@ class HostMemory:
                 self._opened = [page_aligned(size, _open(*offered[number])) for number, size in enumerate(sizes)]
         except OSError as error:
             cause = str(error)
-        causes = [cause for cause in self.exchange("what keeps it", cause) if cause is not None]
-        for file in files.values():
-            os.close(file)
-        if causes:
-            self.is_shared, self._opened = False, []
-            logger.warning(A_COPY_EACH.format(count=len(self.ranks), cause=causes[0]))
+        return [cause for cause in self.exchange("what keeps it", cause) if cause is not None]
 
     def allocate(self, sizes: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (number, memory) of each weight, to be pinned. Memory that this rank fills comes first, and the others'
@@ -145,12 +154,6 @@ def _ranks_of_host() -> tuple[range, int]:
         return range(1), 0
     first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
     return range(first, first + count), dist.get_rank()
-
-
-def _file(nbytes: int) -> int:
-    file = os.memfd_create(FILE)
-    os.ftruncate(file, nbytes)
-    return file
 
 
 def _id(file: int | str) -> tuple[int, int]:

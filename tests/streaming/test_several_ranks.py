@@ -181,7 +181,8 @@ def without_a_way(rank, way):
     """Place experts where the last rank cannot share memory; return (the warnings, logits, how many layers it fills)."""
     refused = mock.Mock(side_effect=PermissionError(13, "Permission denied", "/proc/1/fd/5"))
     monkeypatch = pytest.MonkeyPatch()
-    patching = mock.patch.object(*{"memfd": (os, "memfd_create"), "/proc": (shared, "_open")}[way], refused)
+    ways = {"memfd": (os, "memfd_create"), "its size": (os, "ftruncate"), "/proc": (shared, "_open")}
+    patching = mock.patch.object(*ways[way], refused)
     with (
         patching if rank == WORLD - 1 else contextlib.nullcontext(),
         mock.patch.object(shared.logger, "warning") as warning,
@@ -198,7 +199,7 @@ def without_a_way(rank, way):
     return [call.args[0] for call in warning.call_args_list], logits, filled, memory_of()
 
 
-@pytest.mark.parametrize("way", ["memfd", "/proc"])
+@pytest.mark.parametrize("way", ["memfd", "its size", "/proc"])
 def test_where_the_system_does_not_share_memory_each_rank_has_a_copy(ranks, way):
     expected = streamed(None)(**batch(2, 8)).logits
     for warnings, logits, filled, memory in ranks.run(without_a_way, way):
