@@ -6,6 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -54,7 +55,11 @@ def compile_layers(model: nn.Module, **options) -> int:
     is_captured = options.get("mode") in CAPTURED_MODES
     if is_captured:
         inductor = torch._inductor.list_mode_options(options.pop("mode"))
-        options["options"] = inductor | {"triton.cudagraph_skip_dynamic_graphs": True}
+        options["options"] = {
+            **inductor,
+            "triton.cudagraph_skip_dynamic_graphs": True,
+            **(options.get("options") or {}),
+        }
     for part in itertools.chain.from_iterable(map(_parts, layers)):
         part.compile(**options)
         call = compiled_call(part)
@@ -93,15 +98,11 @@ def _keep_gradients(layer: nn.Module) -> None:
     """Copy a layer's first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
     for parameter in layer.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(_copied_for(weakref.ref(parameter)))
+            parameter.register_hook(partial(_kept, weakref.ref(parameter)))
 
 
-def _copied_for(reference: weakref.ref) -> Callable:
-    def copy(gradient: torch.Tensor) -> torch.Tensor:
-        parameter = reference()
-        return gradient.clone() if parameter is not None and parameter.grad is None else gradient
-
-    return copy
+def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
 
 
 class _FirstCall:

@@ -105,6 +105,7 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
 def in_memory_of_a_graph(graph, inputs, options):
     """Compile as a CUDA graph does: each run of a backward pass writes to the memory of the one before."""
     assert options["triton.cudagraphs"] and options["triton.cudagraph_skip_dynamic_graphs"]
+    assert options["shape_padding"] is False, "the caller's own"
 
     def backward(graph, inputs):
         memory = []
@@ -138,7 +139,8 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
     prompt = {"input_ids": batches[0]["input_ids"][:, :4], "max_new_tokens": 3, "do_sample": False}
     tokens = model.eval().generate(**prompt)
     checkpointed(model.train(), kind)
-    sonicmoe_hf.compile_layers(model, mode="reduce-overhead", backend=in_memory_of_a_graph)
+    options = {"mode": "reduce-overhead", "options": {"shape_padding": False}}
+    sonicmoe_hf.compile_layers(model, **options, backend=in_memory_of_a_graph)
     for _ in range(2):
         assert_all_close(accumulated(), expected, 1e-5, ORDER_OF_SUMS)
     assert counters["stats"]["unique_graphs"] == 1  # generation compiles nothing
