@@ -26,7 +26,7 @@ from benchmarks.quality.qlora_curves import held_out_loss, patched_and_balanced,
 from sonicmoe_hf.tools.demo.corpus import blocks, standard_library
 
 FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4", "fp8")
-LENGTH, RANK, TILE = 128, 8, 128
+LENGTH, RANK = 128, 8
 
 
 class Trial:
@@ -66,7 +66,7 @@ def adapters(trial: Trial) -> None:
     for seed in range(1, 1 + trial.options.seeds):
         for experts in ("bf16", "nf4"):
             model = with_adapters(base, seed, RANK, experts=experts)
-            train(model, trial.rows, trial.options.steps, 3e-4, seed)
+            train(model, trial.rows, trial.options.steps, 3e-4, seed, batch=trial.options.batch)
             trial.add("adapters", experts, seed, model)
             whole = with_adapters(base, seed, RANK)
             whole.load_state_dict({n: p for n, p in model.named_parameters() if p.requires_grad}, strict=False)
@@ -77,15 +77,14 @@ def adapters(trial: Trial) -> None:
 
 
 def rounding(trial: Trial) -> None:
+    tile = trial.options.tile
     for tiles in (4, 2):
         for seed in range(1, 1 + trial.options.seeds):
-            for name, policy in (
-                ("top-k", None),
-                ("rounded", sonicmoe_hf.TokenRounding(tile=TILE, min_tiles_per_expert=tiles)),
-            ):
+            rounded = sonicmoe_hf.TokenRounding(tile=tile, min_tiles_per_expert=tiles)
+            for name, policy in ("top-k", None), (f"rounded to {tile} rows", rounded):
                 model = trial.load(torch.float32)
                 config = model.config
-                tokens = tiles * TILE * config.num_local_experts // config.num_experts_per_tok
+                tokens = tiles * tile * config.num_local_experts // config.num_experts_per_tok
                 with patched_and_balanced(model):
                     sonicmoe_hf.set_routing(model, policy)
                     train(model, trial.rows, trial.options.steps, 5e-5, seed, batch=tokens // LENGTH)
@@ -100,6 +99,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder that examples/upcycle.py wrote")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=16, help="rows of 128 tokens, of the adapters' steps")
+    parser.add_argument("--tile", type=int, default=128, help="rows, of token rounding")
     parser.add_argument("--held-out", type=int, default=256, help="rows of 128 tokens, about")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
