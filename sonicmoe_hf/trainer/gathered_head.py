@@ -12,10 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 def gather_head(model: nn.Module) -> list[Any]:
     """Have FSDP2 gather a frozen head's weight for each forward of the model that has it; return the hooks."""
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    is_unit = isinstance(head, FSDPModule)
-    if not is_unit or head.weight.requires_grad:
+    if not isinstance(head, FSDPModule) or head.weight.requires_grad:
         return []
     return [
-        model.register_forward_pre_hook(lambda module, args: head.unshard() and None),
+        model.register_forward_pre_hook(lambda module, args: head.unshard()),
         model.register_forward_hook(lambda module, args, output: head.reshard(), always_call=True),
     ]

@@ -93,17 +93,13 @@ class SmallSteps(TrainerCallback):
                 logger.info(f"sonicmoe_hf: the GPU is busy {busy}% of the time")
 
     def end(self) -> None:
-        """Put torch's settings back as they were."""
+        """Put torch's settings back as they were, when `trainer.train` ends, also by an error."""
         if self.has_disabled_cudnn:
             torch.backends.cuda.enable_cudnn_sdp(True)
         self.has_disabled_cudnn = False
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Put torch's settings back as they were."""
-        self.end()
 
 
 def chunk_mem_const(num_tokens: int, hidden_size: int) -> int:

@@ -42,7 +42,7 @@ def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths,
     for length in lengths:
         callback.note({"input_ids": torch.empty(1, length, dtype=torch.int64, device="meta")})
     assert torch.backends.cuda.cudnn_sdp_enabled() != is_off
-    callback.on_train_end(args, TrainerState(), None)
+    callback.end()
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -25,7 +25,6 @@ COLUMNS = (
     "sonicmoe-hf convert ADAPTER DST --layout hub"
 )
 ROWS = "gate's and up's rows of lora_B read in the other order (halves, or in turn)"
-SWAPPED = "gate and up exchanged in lora_B"
 SCALES = "without its alpha_pattern and rsLoRA: scaled by lora_alpha / rank"
 
 
@@ -96,12 +95,10 @@ def layers_of(model: Any) -> list[Layer]:
 
 def hypotheses_for(model: Any, layers: list[Layer]) -> list[Hypothesis]:
     """List what may have become of the active adapter of a PEFT model, whose layers these are."""
-    targets, experts = (
-        dict.fromkeys(layer.target for layer in layers),
-        [layer for layer in layers if layer.experts is not None],
-    )
+    targets = dict.fromkeys(layer.target for layer in layers)
+    experts = [layer for layer in layers if layer.experts is not None]
     hypotheses = [_without(target, lambda layer, name: layer.target == name) for target in targets]
-    if len(hypotheses) == 1:  # which is the base
+    if len(targets) == 1:  # which is the base
         hypotheses = []
     if experts and len(experts) < len(layers):
         hypotheses.append(_without(EXPERTS, lambda layer, _: layer.experts is not None))
@@ -109,11 +106,10 @@ def hypotheses_for(model: Any, layers: list[Layer]) -> list[Hypothesis]:
     if any(layer.rank > 1 for layer in experts):
         hypotheses += [Hypothesis(MISREAD, COLUMNS, change) for change in (_as_by_rank, _as_by_expert)]
     if any(layer.is_gate_up for layer in layers):
-        hypotheses += [Hypothesis(MISREAD, ROWS, _in_other_rows), Hypothesis(MISREAD, SWAPPED, _exchanged)]
+        hypotheses.append(Hypothesis(MISREAD, ROWS, _in_other_rows))
     alpha = model.peft_config[model.active_adapter].lora_alpha
     if any(layer.scale != alpha / layer.rank for layer in layers):
-        scaled = Hypothesis(MISREAD, SCALES, lambda layer: layer.b.data * (alpha / layer.rank / layer.scale))
-        hypotheses.append(scaled)
+        hypotheses.append(Hypothesis(MISREAD, SCALES, lambda layer: layer.b.data * (alpha / layer.rank / layer.scale)))
     return hypotheses
 
 
@@ -124,29 +120,20 @@ def _without(name: str, is_left_out: Callable[[Layer, str], bool]) -> Hypothesis
 
 def _as_by_rank(layer: Layer) -> torch.Tensor | None:
     """Take columns that were written expert by expert for PEFT's, which stand rank by rank."""
-    return None if layer.experts is None else _turned(layer.b.data, (layer.rank, -1))
+    return None if layer.experts is None else _turned(layer.b.data, 1, (layer.rank, -1))
 
 
 def _as_by_expert(layer: Layer) -> torch.Tensor | None:
     """Invert `_as_by_rank`."""
-    return None if layer.experts is None else _turned(layer.b.data, (-1, layer.rank))
-
-
-def _turned(b: torch.Tensor, columns: tuple[int, int]) -> torch.Tensor:
-    return b.unflatten(1, columns).transpose(1, 2).flatten(1)
+    return None if layer.experts is None else _turned(layer.b.data, 1, (-1, layer.rank))
 
 
 def _in_other_rows(layer: Layer) -> torch.Tensor | None:
     """Take gate's and up's rows, one half after the other, for rows in turn, or the reverse."""
     if not layer.is_gate_up:
         return None
-    return (
-        layer.b.data.unflatten(0, (2, -1) if is_interleaved(layer.experts) else (-1, 2)).transpose(0, 1).flatten(0, 1)
-    )
+    return _turned(layer.b.data, 0, (2, -1) if is_interleaved(layer.experts) else (-1, 2))
 
 
-def _exchanged(layer: Layer) -> torch.Tensor | None:
-    if not layer.is_gate_up:
-        return None
-    shape, dim = ((-1, 2), 1) if is_interleaved(layer.experts) else ((2, -1), 0)
-    return layer.b.data.unflatten(0, shape).flip(dim).flatten(0, 1)
+def _turned(b: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
+    return b.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)
