@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 def gather_head(model: nn.Module) -> list[Any]:
     """Have FSDP2 gather a frozen head's weight for each forward of the model that has it; return the hooks."""
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(head, FSDPModule) or head.weight.requires_grad:
+    is_unit = isinstance(head, FSDPModule)
+    if not is_unit or head.weight.requires_grad:
         return []
     return [
         model.register_forward_pre_hook(lambda module, args: head.unshard()),
