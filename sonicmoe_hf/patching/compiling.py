@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -62,11 +61,9 @@ def compile_layers(model: nn.Module, **options) -> int:
         }
     for part in itertools.chain.from_iterable(map(_parts, layers)):
         part.compile(**options)
-        call = compiled_call(part)
         if is_captured:
-            call = _with_gradients(call, eager_call(part))
             _keep_gradients(part)
-        set_compiled_call(part, _FirstCall(part, call))
+        set_compiled_call(part, _Call(part, is_captured))
     return len(layers)
 
 
@@ -84,16 +81,6 @@ def _has_shared_experts(module: nn.Module) -> bool:
     return any(expert_parallelism(each) is not None for each in module.modules())
 
 
-def _with_gradients(captured: Callable, eager: Callable) -> Callable:
-    """Make a call of a layer that is captured where something is trained: a cache of keys and values would outlive the
-    graph's memory."""
-
-    def call(*args, **kwargs):
-        return (captured if torch.is_grad_enabled() else eager)(*args, **kwargs)
-
-    return call
-
-
 def _keep_gradients(layer: nn.Module) -> None:
     """Copy a layer's first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
     for parameter in layer.parameters():
@@ -105,18 +92,24 @@ def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
 
 
-class _FirstCall:
-    """The compiled call of a layer until it has been made once; a call that Dynamo traces is none."""
+class _Call:
+    """The compiled call of a layer, until it has been made once; a call that Dynamo traces is none.
 
-    def __init__(self, layer: nn.Module, call: Callable):
-        self.layer, self.call = layer, call
+    One that is captured stays, for where nothing is trained: a cache of keys and values would outlive the graph's memory.
+    """
+
+    def __init__(self, layer: nn.Module, is_captured: bool):
+        self.layer, self.compiled, self.is_captured = layer, compiled_call(layer), is_captured
 
     def __call__(self, *args, **kwargs):
+        if self.is_captured and not torch.is_grad_enabled():
+            return eager_call(self.layer)(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self.call(*args, **kwargs)
+            return self.compiled(*args, **kwargs)
         before = graph_breaks()
-        result = self.call(*args, **kwargs)
-        set_compiled_call(self.layer, self.call)
+        result = self.compiled(*args, **kwargs)
+        if not self.is_captured:
+            set_compiled_call(self.layer, self.compiled)
         for reason in graph_breaks() - before:
             warnings.warn(
                 f"torch.compile left a part of {type(self.layer).__name__} to Python: {reason.splitlines()[0]}",

@@ -147,11 +147,16 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
     assert model.eval().generate(**prompt).equal(tokens)
 
 
-def test_compile_layers_says_what_torch_leaves_to_python():
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compile_layers_says_what_torch_leaves_to_python(mode):
+    """With CUDA graphs also after a call without gradients, which is not compiled."""
     torch._dynamo.reset()
     model = patched("qwen3_moe", use_cache=False, **ONE_LAYER)
     model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: torch._dynamo.graph_break("of a test"))
-    sonicmoe_hf.compile_layers(model, backend="eager")
+    sonicmoe_hf.compile_layers(model, mode=mode, backend=lambda graph, inputs, **options: graph)
+    if mode is not None:
+        with torch.no_grad():
+            model(**batch())
     with pytest.warns(UserWarning, match="left a part of Qwen3MoeDecoderLayer to Python"):
         model(**batch())
     with pytest.raises(ValueError, match=r"Linear has no decoder layers .*; use torch\.compile"):
