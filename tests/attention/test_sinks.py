@@ -239,7 +239,7 @@ def test_the_op_is_what_torch_asks_of_ops(place):
     for form in forms:
         torch.library.opcheck(
             torch.ops.sonicmoe_hf.attention_with_sinks.default,
-            (*(x.transpose(1, 2) for x in inputs[:3]), inputs[3], *form, 0.3, True, 3, 0, 0),
+            (*(x.transpose(1, 2) for x in inputs[:3]), inputs[3], *form, 0.3, True, 3, 0, 0, "source"),
             test_utils=place.either((*checks, "test_aot_dispatch_dynamic"), checks),
         )
 

@@ -179,7 +179,7 @@ def test_the_routing_lists_the_masks_pairs_with_the_familys_weights_and_their_gr
 def test_the_ops_of_token_rounding_are_what_torch_expects_of_ops():
     scores, weighting = torch.rand(20, 4, requires_grad=True), (True, 1e-20, 2.5)
     ranking, top_k = scores.detach(), scores.topk(2).indices
-    options = (None, *weighting, "nearest", 4, 32, 48, torch.float32, "eager")
+    options = (None, *weighting, "nearest", 4, 32, 48, torch.float32, "eager", "source")
     for valid in (None, torch.arange(20) < 17):
         inputs = (scores, ranking, top_k, valid, *options)
         torch.library.opcheck(torch.ops.sonicmoe_hf.round_rows.default, inputs)
