@@ -104,7 +104,7 @@ def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
 def test_a_call_that_an_earlier_hook_stopped_ends_nothing_but_itself():
     """Torch calls our hook after it, though the one before it never ran."""
     model, inputs = patched("qwen3_moe", POLICY), batch(padding=True)
-    other = patched("qwen3_moe", seed=1)
+    other = patched("qwen3_moe", POLICY, seed=1)  # a model gets hooks when something asks for them
     expected = loss_and_gradients(model, inputs)
 
     def stop(*_):
