@@ -112,7 +112,7 @@ class SonicMoEExpertParallelism(EPImplementation):
 
     @contextlib.contextmanager
     def _weights_with_mean_gradients(self) -> Iterator[None]:
-        """Let the weights' gradients be those of the mean of the batches' losses, as FSDP2 divides those that it has."""
+        """Scale the weights' gradients to those of the mean of the batches' losses, as FSDP2 scales those that it has."""
         weights: Any = self.experts._parameters
         given = dict(weights)
         if self.is_outside_fsdp and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What a layer computes on tensors that the backend's kernels read: forward, its halves, and backward.
+"""A layer's computation on tensors that the backend's kernels read: forward, its halves, and backward.
 
 Each function takes its arguments in a list, which it empties, so that a tensor is freed when it has been used. Formulas:
 paper, section 3; adapters add to h = x W1^T and y = a W2^T as kernels/interface.py says.

@@ -56,7 +56,7 @@ class HostMemory:
 
     @property
     def copies(self) -> int:
-        """How many copies of the experts this host is to hold."""
+        """The number of copies of the experts that this host is to hold."""
         return 1 if self.is_shared else len(self.ranks)
 
     def fills(self, number: int) -> bool:

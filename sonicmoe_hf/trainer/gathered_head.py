@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def gather_head(model: nn.Module) -> list[Any]:
-    """Have FSDP2 gather a frozen head's weight for each forward of the model that has it; return the hooks."""
+    """Register hooks by which FSDP2 gathers a frozen head's weight for each forward of its model; return them."""
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     is_unit = isinstance(head, FSDPModule)
     if not is_unit or head.weight.requires_grad:

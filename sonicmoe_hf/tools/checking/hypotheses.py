@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.wrapper.scaling[self.adapter]
 
     @property

@@ -25,7 +25,7 @@ Scores = dict[Text, torch.Tensor]  # [2, tokens] on the CPU: log p, and log p le
 
 
 class Loading(NamedTuple):
-    """How models are loaded. dtype: a name, or "auto" for the checkpoint's. experts_memory, experts_quantization: as
+    """Options of loading models. dtype: a name, or "auto" for the checkpoint's. experts_memory, experts_quantization: as
     sonicmoe_hf.from_pretrained takes them; without either, Transformers and PEFT compute."""
 
     dtype: str = "auto"

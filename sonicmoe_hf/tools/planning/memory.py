@@ -6,15 +6,14 @@ vocabulary, r rank. All formulas count bytes. Experts that read a latent have it
 Where they come from:
 - What a layer keeps for backward was counted by saved-tensor hooks over Transformers' modules, with the op of
   `moe_experts` (layer/experts_op.py: x, h and the routing) and PEFT's adapters; norms are Transformers', or Liger's.
-- The loss is Transformers' ForCausalLMLoss in fp32: its backward holds the log-softmax, its gradient and that of the
-  logits, 4 V each; Liger's fused loss keeps none of them.
-- What backward of a layer's experts holds at once is dh, a' and dx of its rows (layer/products.py), and one packed
-  weight expanded to bf16. FP8 products have its codes transposed instead, and dh and dout in FP8, which is not more.
+- The loss is Transformers', in fp32: backward holds log-softmax, its gradient and the logits', 4 V each; Liger's none.
+- What backward of a layer's experts holds at once is dh, a' and dx of its rows (layer/products.py), and packed weights
+  expanded to bf16. FP8 products have codes transposed instead, and dh and dout in FP8, which is not more.
 - Adam: torch's fused AdamW, moments in the weights' dtype; torchao's AdamW8bit, one byte each and a scale for 256.
 - FSDP2: torch's fully_shard, a unit a layer and the rest in the root's, which stays gathered; ZeRO-3: DeepSpeed's bf16
   optimizer, with its default buckets.
-- Expert parallelism: expert_parallel/exchange.py, whose rows have room for all ranks' pairs where it gathers few tokens.
-  Experts and their adapters are split, the attention's adapters whole on every rank, the rest is FSDP2's.
+- Expert parallelism: expert_parallel/exchange.py, whose rows have room for all ranks' pairs where it gathers few
+  tokens. Experts and their adapters are split, the attention's adapters whole on every rank, the rest is FSDP2's.
 
 Nothing here is fitted: tests/planning/test_measured_peaks.py compares the sums with every peak in benchmarks/results.
 """
@@ -47,11 +46,10 @@ class Training:
     autocast. optimizer: "adam", or "adam8bit", which steps in backward. experts, linear: format of frozen experts and
     of the attention's linear layers, "bf16" or a packed one. r, experts_r: ranks; 0: no adapters there. targets: the
     attention's adapted linear layers; None: all. checkpointing; save: what a layer keeps; offloading: whether what is
-    kept between checkpointed layers goes to host memory. liger: whether Liger's
-    kernels compute the rest; "loss": its loss alone. extra_rows: of token rounding, for each expert. attention: its
-    implementation; None: the model's own. keeps_expanded: whether backward keeps both expanded weights of a layer, as it
-    does where there is room. experts_memory: bytes of experts that stay on the GPU while the others are
-    in host memory; None: all are on the GPU.
+    kept between checkpointed layers goes to host memory. liger: whether Liger's kernels compute the rest; "loss": its
+    loss alone. extra_rows: of token rounding, for each expert. attention: its implementation; None: the model's own.
+    keeps_expanded: whether backward keeps both expanded weights of a layer, as it does where there is room.
+    experts_memory: bytes of experts that stay on the GPU while the others are in host memory; None: all are on the GPU.
     """
 
     method: str
@@ -133,9 +131,8 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     between = OFFLOADED if training.offloading else sizes.layers
     kept = (between * stream if checkpointing else sizes.layers * layer) + _casts(sizes, training)
     kept_by_last = (0.0 if checkpointing else layer) + stream  # when only the last layer's backward is left
-    expanded = 0.0 if training.experts == "bf16" else 2.0 * sizes.largest_weight  # one packed weight at a time
-    if training.keeps_expanded:
-        expanded = 2.0 * sizes.experts / sizes.moe_layers
+    weights = sizes.experts / sizes.moe_layers if training.keeps_expanded else sizes.largest_weight
+    expanded = 0.0 if training.experts == "bf16" else 2.0 * weights
     recomputed = (layer if checkpointing else 0.0) + expanded / (training.gpus if training.splits_experts else 1)
     root, gathered = _root(sizes, training), _communication(sizes, training)
     gradients, head = _gradients(sizes, training), _head(sizes, training)
@@ -386,11 +383,9 @@ def _loss(sizes: ModelSizes, training: Training) -> float:
 
 
 def _root(sizes: ModelSizes, training: Training) -> float:
-    """Count what is gathered from the first layer's forward to the last one's backward: embeddings and head, of which
-    Transformers' expert parallelism shards the embeddings on their own."""
-    return 2.0 * {"FSDP2": sizes.embeddings, "expert parallelism": sizes.vocabulary * sizes.hidden}.get(
-        training.parallel, 0
-    )
+    """Count what stays gathered: embeddings and head, or in Transformers' expert parallelism the head alone."""
+    head = sizes.vocabulary * sizes.hidden if training.splits_experts else 0
+    return 2.0 * (sizes.embeddings if training.parallel == "FSDP2" else head)
 
 
 def _communication(sizes: ModelSizes, training: Training) -> float:
