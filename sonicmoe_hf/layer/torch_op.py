@@ -26,9 +26,10 @@ from ..private.torch import (
     below_autograd,
     disable_dynamo,
     forward_mode_level,
-    is_in_torch_dispatch_mode,
+    is_in_pre_dispatch_mode,
     is_legacy_batchedtensor,
     is_traced_in_checkpoint,
+    num_dispatch_modes,
     replace_call,
     will_engine_execute_node,
 )
@@ -144,8 +145,9 @@ class Op:
     def _call_overload(self, *leaves):
         """Call the function in place of the OpOverload that compiled code calls, unless something looks at ops."""
         is_transformed = are_functorch_transforms_active() or torch.jit.is_tracing()
-        is_watched = is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, leaves[: self._num_first]))
-        if is_transformed or is_watched or self._has_gradient(leaves):
+        is_watched = num_dispatch_modes() > 0 or is_in_pre_dispatch_mode()
+        is_plain = _PLAIN.issuperset(map(type, leaves[: self._num_first]))
+        if is_transformed or is_watched or not is_plain or self._has_gradient(leaves):
             return self._dispatch(*leaves)
         return self.function(*self.nest(leaves))
 
@@ -229,4 +231,4 @@ def traced(what: str, *leaves) -> bool:
         return True
     if are_functorch_transforms_active() or torch.jit.is_tracing() or forward_mode_level() >= 0:
         raise NotImplementedError(_unsupported(what))
-    return is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, leaves))
+    return num_dispatch_modes() > 0 or is_in_pre_dispatch_mode() or not _PLAIN.issuperset(map(type, leaves))

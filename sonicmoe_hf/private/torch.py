@@ -19,7 +19,12 @@ are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
 disable_dynamo = torch._disable_dynamo
 will_engine_execute_node = torch._C._will_engine_execute_node
-is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
+# of this thread; torch's is_in_torch_dispatch_mode answers from one flag for all threads, which stays set once two have
+# left their modes in another order than they entered them
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+is_in_pre_dispatch_mode = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+)
 collectives = torch.ops._c10d_functional
 to_copy = torch.ops.aten._to_copy.default
 flash_forward = torch.ops.aten._flash_attention_forward.default
