@@ -101,6 +101,15 @@ def upstream(shape: Shape):
     return layer
 
 
+def liger(shape: Shape):
+    """Compute as LigerExperts does, which `use_liger_kernel=True` puts into nine families; it tunes for minutes at each
+    new size of an expert, or not at all where LIGER_FUSED_MOE_AUTOTUNE is 0."""
+    if shape.activation != "swiglu":
+        raise Unavailable(f"activation {shape.activation} is not compared")
+    function = peer_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    return lambda x, gate_up, down, expert, weight: function.apply(x, gate_up, down, expert.int(), weight)
+
+
 class _DenseTwin(torch.autograd.Function):
     """The layer's six products as dense ones over the same R rows, and nothing else: what cuBLAS would take."""
 
@@ -132,10 +141,11 @@ def dense_bound(shape: Shape):
 
 BOUND = "dense cuBLAS (bound)"
 EAGER = "eager"  # on a CPU
+TUNED = {"sonicmoe (Transformers)": upstream, "Liger": liger}  # they run where they are asked for
 CONTENDERS = {
     "hopper": functools.partial(ours, backend="hopper"),
     "triton": functools.partial(ours, backend="triton"),
-    "sonicmoe (Transformers)": upstream,
+    **TUNED,
     "ScatterMoE": scattermoe,
     "grouped_mm": grouped_mm,
     BOUND: dense_bound,

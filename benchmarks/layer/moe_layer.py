@@ -1,20 +1,20 @@
 """One MoE layer on a GPU: time, memory and error of every contender, in one interleaved run.
 
-    python -m benchmarks.layer.moe_layer [--shape T,H,I,E,K ...] [--contender NAME ...] [--upstream] [--csv FILE]
+    python -m benchmarks.layer.moe_layer [--shape T,H,I,E,K ...] [--contender NAME ...] [--tuned] [--csv FILE]
     python -m benchmarks.layer.moe_layer --shape Nemotron-3-Nano-30B-A3B
     python -m benchmarks.layer.moe_layer --device cpu --shape 16,2688,1856,2,1,relu2 --csv /tmp/moe_layer.csv
 
 Without --shape: the shapes of shapes.py. bf16, random data and routing; SwiGLU, or squared ReLU without a gate where a
 shape ends in "relu2". Writes moe_layer.csv. --device cpu checks the script; its times mean nothing.
---upstream adds Transformers' sonicmoe, which tunes for minutes at each new shape. Modes: forward (no gradients),
-forward+backward (of x, weights, routing weights), frozen (the same without the experts' weights). Host time is that of a
-layer alone (host_ms) and of one in a stack of layers (stacked_host_ms).
+--tuned adds Transformers' sonicmoe and Liger's experts, which tune for minutes at each new shape. Modes: forward (no
+gradients), forward+backward (of x, weights, routing weights), frozen (the same without the experts' weights). Host time
+is that of a layer alone (host_ms) and of one in a stack of layers (stacked_host_ms).
 """
 
 from __future__ import annotations
 
 from benchmarks.common.command import Command
-from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, available
+from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, TUNED, available
 from benchmarks.common.measuring import Step, first_step, memory, relative_errors
 from benchmarks.common.shapes import LARGE, SHAPES, Shape, problem
 from benchmarks.common.table import Table
@@ -84,9 +84,9 @@ def main():
     parser = Command(__doc__, "moe_layer.csv", "--device cpu --shape 64,32,16,8,2", shapes=SHAPES, ungated=True)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
-    parser.add_argument("--upstream", action="store_true", help="also Transformers' sonicmoe, which tunes for minutes")
+    parser.add_argument("--tuned", action="store_true", help=f"also those that tune for minutes: {', '.join(TUNED)}")
     options = parser.parse_args()
-    on_gpu = [n for n in CONTENDERS if n != EAGER and (options.upstream or "Transformers" not in n)]
+    on_gpu = [name for name in CONTENDERS if name != EAGER and (options.tuned or name not in TUNED)]
     names = options.contender or (on_gpu if options.device == "cuda" else ON_CPU)
     table = Table(options.csv)
     for config, shape in options.shapes.items():

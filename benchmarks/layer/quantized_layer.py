@@ -10,6 +10,7 @@ its times mean nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from unittest import mock
@@ -26,7 +27,7 @@ from benchmarks.layer.lora_contenders import through_peft
 from benchmarks.layer.lora_layer import step_of
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer import backends, products
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
 GENERATED = (1, 8, 64, 128, 256, 512)  # tokens
@@ -35,9 +36,12 @@ RANK = 16
 GENERAL = ("Qwen3-30B-A3B", "gpt-oss-20b")
 
 
+@contextlib.contextmanager
 def never_read_packed():
-    """Expand every packed weight, however few rows there are."""
-    return mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
+    """Expand every packed weight, however few rows there are; what calls of this size did before is no guide."""
+    expand = mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
+    with expand, mock.patch("sonicmoe_hf.layer.experts_op._FORWARD_TAPES", products.forward):
+        yield
 
 
 def formats_of(shape):
