@@ -35,10 +35,10 @@ from shared import (
     add_activation_offloading,
     add_data_options,
     add_model_options,
+    checkpointing,
     keep_gradients_once,
     liger_kernels,
     load,
-    offload_activations,
     parsed,
     standard_library,
 )
@@ -91,7 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     switch = argparse.BooleanOptionalAction
     model.add_argument("--bf16", action=switch, help="compute in bf16 (autocast); default: for LoRA")
-    model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA")
+    model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA, and offloading")
     model.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -161,9 +161,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.rounding == "top_k" and (useless := options_of_rounding(options)):
         names = ", ".join("--" + name.replace("_", "-") for name in useless)
         parser.error(f"{names}: only with token rounding; add --rounding, such as --rounding balanced")
-    for switch in ("bf16", "gradient_checkpointing"):
-        if getattr(options, switch) is None:
-            setattr(options, switch, bool(options.lora_rank))
+    if options.bf16 is None:
+        options.bf16 = bool(options.lora_rank)
+    if options.gradient_checkpointing is None:
+        options.gradient_checkpointing = bool(options.lora_rank) or options.activation_offloading
     return options
 
 
@@ -276,7 +277,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         learning_rate = 1e-4 if arguments.lora_rank else 3e-3 if arguments.model is None else 1e-5
     options = {}
     if arguments.gradient_checkpointing:
-        options["gradient_checkpointing"] = True
+        options |= checkpointing(arguments.activation_offloading)
     if arguments.liger:
         options |= liger_kernels(arguments.compile is not None)
     if arguments.compile is not None and not compiles_layers(arguments):
@@ -333,8 +334,6 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
     )
     sonicmoe_hf.attach(trainer)
     keep_gradients_once(trainer)
-    if arguments.activation_offloading:
-        offload_activations(trainer)
     return trainer
 
 

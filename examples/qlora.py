@@ -42,10 +42,10 @@ from shared import (
     add_activation_offloading,
     add_data_options,
     add_model_options,
+    checkpointing,
     config_of,
     keep_gradients_once,
     liger_kernels,
-    offload_activations,
     pack_linear_layers,
     parsed,
     random_packed_model,
@@ -200,8 +200,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         "lr_scheduler_type": "cosine",
         "warmup_steps": max(1, arguments.steps // 20),
         "bf16": True,
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        **checkpointing(arguments.activation_offloading),
         **(liger_kernels(arguments.compile) if arguments.liger else {}),
         "optim": arguments.optim,
         "logging_steps": max(1, arguments.steps // 8),
@@ -215,7 +214,6 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         return TrainingArguments(**settings)
     from trl import SFTConfig
 
-    settings["activation_offloading"] = arguments.activation_offloading
     return SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
 
 
@@ -237,8 +235,6 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
     )
     sonicmoe_hf.attach(prepared)
     keep_gradients_once(prepared)
-    if arguments.activation_offloading and not arguments.trl:
-        offload_activations(prepared)
     return prepared
 
 

@@ -32,12 +32,12 @@ __all__ = [
     "add_data_options",
     "add_model_options",
     "blocks",
+    "checkpointing",
     "config_of",
     "forever",
     "keep_gradients_once",
     "liger_kernels",
     "load",
-    "offload_activations",
     "pack_linear_layers",
     "parsed",
     "random_model",
@@ -67,20 +67,15 @@ def add_data_options(parser) -> None:
 
 
 def add_activation_offloading(parser) -> None:
-    """Add the option of `offload_activations`."""
-    text = "keep the hidden states between checkpointed layers in pinned host memory: for long sequences"
+    """Add the option of `checkpointing`."""
+    text = "gradient checkpointing whose hidden states between layers wait in pinned host memory: for long sequences"
     parser.add_argument("--activation-offloading", action="store_true", help=text)
 
 
-def offload_activations(trainer) -> None:
-    """Have a Trainer's forward leave in pinned host memory what backward reads. TRL has activation_offloading=True."""
-    compute_loss = trainer.compute_loss
-
-    def on_host(*args, **kwargs):
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return compute_loss(*args, **kwargs)
-
-    trainer.compute_loss = on_host
+def checkpointing(offloads: bool) -> dict:
+    """Make the Trainer's arguments for gradient checkpointing; on a CPU there is nothing to offload."""
+    offload = {"offload": True} if offloads and torch.accelerator.is_available() else {}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False, **offload}}
 
 
 def keep_gradients_once(trainer) -> None:

@@ -86,7 +86,7 @@ def train(
         report_to="none",
         disable_tqdm=True,
         gradient_checkpointing=checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        gradient_checkpointing_kwargs={"use_reentrant": False, "offload": offloading and on_gpu},
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
         **settings,
@@ -94,14 +94,6 @@ def train(
     times, rows = Steps(), [{"input_ids": tokens, "labels": tokens} for tokens in sequences]
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[times])
     sonicmoe_hf.attach(trainer)
-    if offloading:
-        compute_loss = trainer.compute_loss
-
-        def on_host(*given, **named):
-            with torch.autograd.graph.save_on_cpu(pin_memory=on_gpu):
-                return compute_loss(*given, **named)
-
-        trainer.compute_loss = on_host
     trainer.train()
     return times, trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 

@@ -1,13 +1,15 @@
 """TokenRoundingCallback in a real Trainer: the schedule, evaluation by top-k, checkpointing, padding."""
 
-from unittest import mock
+import weakref
+from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 from helpers.adapters import with_lora
-from helpers.examples import load
 from helpers.models import (
     CONFIGS,
+    OF_64,
     assert_all_close,
     batch,
     build,
@@ -28,6 +30,7 @@ from helpers.training import (
     trained,
     trainer_for,
 )
+from peft import get_peft_model_state_dict
 from transformers import TrainerCallback
 
 import sonicmoe_hf
@@ -191,19 +194,57 @@ def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding
     assert_all_close(loss_and_gradients(again, inputs), expected, 1e-6, SAME_COMPUTATION)
 
 
-def test_checkpoints_of_layers_in_host_memory_change_no_bit(tmp_path):
-    """By the examples' option, whose context begins anew in each step."""
+def adapted(experts):
+    """Return a model with adapters, of packed experts or not; what is recomputed calls its routers' hooks again."""
+    model = patched("qwen3_moe", POLICY, **OF_64["qwen3_moe"])
+    if experts == "nf4":
+        sonicmoe_hf.quantize_experts(model, "nf4")
+    return with_lora(model, target_modules=["q_proj"])
+
+
+class OnHost(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what Transformers copies to the host, in the place of its context on CPUs."""
+
+    shapes: ClassVar[list] = []
+
+    def __init__(self, **options):
+        super().__init__(lambda tensor: self.shapes.append(tensor.shape) or tensor.clone(), lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("experts", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_checkpoints_of_layers_in_host_memory_change_no_bit(kind, experts, tmp_path, monkeypatch):
+    """Transformers' option beside accumulation, balancing, evaluation and resuming. It copies the layers' inputs alone:
+    neither frozen nor packed weights."""
+    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", OnHost)
+    OnHost.shapes.clear()
     found = []
-    for offloads in (False, True):
-        model = checkpointed(with_lora(patched("qwen3_moe", POLICY)), "non_reentrant")
-        trainer = trainer_for(model, tmp_path, [sonicmoe_hf.LoadBalancing(0.5)], learning_rate=0.05)
-        with mock.patch.object(torch.autograd.graph, "save_on_cpu", wraps=torch.autograd.graph.save_on_cpu) as entered:
-            if offloads:
-                load("shared").offload_activations(trainer)
-            trainer.train()
-        assert entered.call_count == (trainer.state.global_step if offloads else 0)
-        found.append({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
-    assert_all_close(*found, 0.0, "copies")
+    for kwargs in (CHECKPOINTING[kind], CHECKPOINTING[kind] | {"offload": True}):
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "learning_rate": 0.05}
+        options |= {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+        model, balancing = adapted(experts), [sonicmoe_hf.LoadBalancing(0.5)]
+        trained(model, tmp_path, balancing, **options, **SAVING)
+        resumed, checkpoint = adapted(experts), str(tmp_path / "checkpoint-2")
+        trained(resumed, tmp_path, balancing, checkpoint=checkpoint, **options)
+        found += [get_peft_model_state_dict(each) for each in (model, resumed)]
+    for other in found[1:]:
+        assert_all_close(other, found[0], 0.0, "the same steps, and copies")
+    inputs, layers, calls = batch()["input_ids"], 2, 2 * (3 + 1)
+    shapes = [shape for shape in OnHost.shapes if shape.numel()]  # torch 2.11 saves an empty tensor, too
+    assert shapes == [(*inputs.shape, OF_64["qwen3_moe"]["hidden_size"])] * (layers * calls)
+
+
+def test_what_checkpoints_keep_in_host_memory_leaves_the_device(monkeypatch):
+    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", OnHost)
+    model, alive = patched("qwen3_moe"), []
+    for layer in model.model.layers[1:]:
+        layer.register_forward_pre_hook(lambda module, args: alive.append(weakref.ref(args[0].untyped_storage())))
+    for offload in (False, True):
+        model.gradient_checkpointing_enable(offload=offload)
+        alive.clear()
+        loss = model(**batch()).loss
+        assert [storage() is None for storage in alive] == [offload]
+        loss.backward()
 
 
 LOSSES = {  # of two calls, in the order of their backwards
