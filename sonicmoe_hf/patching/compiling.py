@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from functools import partial
@@ -13,9 +12,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layer.holding import expert_parallelism
-from ..private.torch import compiled_call, eager_call, graph_breaks, set_compiled_call
+from ..private.torch import allow_recompilations, compiled_call, eager_call, graph_breaks, set_compiled_call
 
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
+# torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
+RECOMPILATIONS = 64
 
 
 def compile_layers(model: nn.Module, **options) -> int:
@@ -25,8 +26,8 @@ def compile_layers(model: nn.Module, **options) -> int:
     before or after; a layer is then computed again inside its own compiled code. A model compiled as a whole computes the
     same, but Transformers builds a causal mask inside it, and breaks its graph where checkpointing begins.
 
-    With `mode="reduce-overhead"` a layer's kernels are captured as CUDA graphs, for batches of one size: where sizes vary
-    layers run as without it, and where nothing is trained, as in evaluation and generation, uncompiled.
+    Where nothing is trained, as in evaluation and generation, layers run uncompiled. With `mode="reduce-overhead"` a
+    layer's kernels are captured as CUDA graphs, for batches of one size; where sizes vary, layers run as without it.
 
     Where ranks share the experts, attention, norms, routers and shared experts are compiled, each on its own.
 
@@ -59,11 +60,13 @@ def compile_layers(model: nn.Module, **options) -> int:
             "triton.cudagraph_skip_dynamic_graphs": True,
             **(options.get("options") or {}),
         }
-    for part in itertools.chain.from_iterable(map(_parts, layers)):
-        part.compile(**options)
-        if is_captured:
-            _keep_gradients(part)
-        set_compiled_call(part, _Call(part, is_captured))
+    allow_recompilations(RECOMPILATIONS)
+    for layer in layers:
+        for part in _parts(layer):
+            part.compile(**options)
+            if is_captured:
+                _keep_gradients(part)
+            set_compiled_call(part, _Call(part, layer, is_captured))
     return len(layers)
 
 
@@ -93,26 +96,27 @@ def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Call:
-    """The compiled call of a layer, until it has been made once; a call that Dynamo traces is none.
-
-    One that is captured stays, for where nothing is trained: a cache of keys and values would outlive the graph's memory.
+    """The call of a layer or a part of it: what was compiled where the layer is trained, which a checkpoint may begin
+    without gradients, and its own elsewhere: torch would compile evaluation and generation apart, the latter for each
+    layer, and a cache of keys and values would outlive the memory of a CUDA graph.
     """
 
-    def __init__(self, layer: nn.Module, is_captured: bool):
-        self.layer, self.compiled, self.is_captured = layer, compiled_call(layer), is_captured
+    def __init__(self, part: nn.Module, layer: nn.Module, is_captured: bool):
+        self.part, self.layer, self.is_captured = part, layer, is_captured
+        self.compiled, self.is_new = compiled_call(part), True
 
     def __call__(self, *args, **kwargs):
-        if self.is_captured and not torch.is_grad_enabled():
-            return eager_call(self.layer)(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        is_checkpointed = self.layer.gradient_checkpointing and self.layer.training and not self.is_captured
+        if not (torch.is_grad_enabled() or is_checkpointed):
+            return eager_call(self.part)(*args, **kwargs)
+        if not self.is_new or torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
         before = graph_breaks()
         result = self.compiled(*args, **kwargs)
-        if not self.is_captured:
-            set_compiled_call(self.layer, self.compiled)
+        self.is_new = False
         for reason in graph_breaks() - before:
             warnings.warn(
-                f"torch.compile left a part of {type(self.layer).__name__} to Python: {reason.splitlines()[0]}",
+                f"torch.compile left a part of {type(self.part).__name__} to Python: {reason.splitlines()[0]}",
                 stacklevel=2,
             )
         return result

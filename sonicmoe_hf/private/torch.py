@@ -149,6 +149,13 @@ def guard_module_hooks() -> None:
         dynamo.reset()
 
 
+def allow_recompilations(count: int) -> None:
+    """Let torch compile at least so many variants of a function; further ones it would leave to Python for good."""
+    import torch._dynamo as dynamo
+
+    dynamo.config.recompile_limit = max(count, dynamo.config.recompile_limit)
+
+
 def mark_as_static(tensor: torch.Tensor) -> None:
     """Promise that the tensor stays where it is: compiled code that writes into it can be a CUDA graph."""
     import torch._dynamo as dynamo

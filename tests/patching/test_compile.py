@@ -81,7 +81,7 @@ def packed(model):
 )
 def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, routing, family):
     """Adapters and checkpointing are included, at which Dynamo gives a layer up whole where anything outside is
-    written. DeepSeek-V3's first layer has no experts, and is compiled apart."""
+    written. DeepSeek-V3's first layer has no experts, and is compiled apart, whatever torch's limit of variants is."""
     torch._dynamo.reset()
     counters.clear()
     # NF4 takes blocks of 64 columns
@@ -91,8 +91,8 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
         model.enable_input_require_grads()
     expected = loss_and_gradients(checkpointed(model, kind), inputs)
     compiled = CompileCounter()
-    assert sonicmoe_hf.compile_layers(model, backend=compiled) == 2
-    with warnings.catch_warnings():
+    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
+        assert sonicmoe_hf.compile_layers(model, backend=compiled) == 2
         warnings.filterwarnings("error", "torch.compile left a part")
         actual = [loss_and_gradients(model, inputs) for _ in range(2)]
     # torch 2.11 compiles apart what a reentrant checkpoint computes again, with gradients

@@ -166,7 +166,7 @@ def test_compiled_code_of_a_model_without_hooks_is_an_error(tmp_path):
 
 
 class Generation(TrainerCallback):
-    """The tokens that the model generates after each evaluation."""
+    """The tokens that the model generates before training and after each evaluation."""
 
     def __init__(self):
         self.tokens = []
@@ -176,10 +176,13 @@ class Generation(TrainerCallback):
         self.tokens.append(model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False).tolist())
         model.train()
 
+    on_train_begin = on_evaluate
+
 
 @pytest.mark.parametrize("kind", rest_pinned(["non_reentrant", "reentrant"]))
 def test_compiled_and_checkpointed_layers_train_evaluate_generate_and_resume_as_others(kind, tmp_path):
-    """Steps of two micro-batches, rounded and counted."""
+    """Steps of two micro-batches, rounded and counted. Training alone is compiled: torch takes no more than eight variants
+    of a layer, and generation would have one for each. A reentrant checkpoint's forward may be another than its second."""
     options = CHECKPOINTED_TRAINING[kind] | {
         "learning_rate": 0.3,
         "gradient_accumulation_steps": 2,
@@ -198,7 +201,7 @@ def test_compiled_and_checkpointed_layers_train_evaluate_generate_and_resume_as_
         callbacks = [TokenRoundingCallback(tile=TILE), generation]
         folder = tmp_path / str(len(runs))
         trainer = trained(model, folder, callbacks, count=32, checkpoint=checkpoint, **options)
-        assert bool(counters["stats"]["unique_graphs"]) is compiled and not counters["graph_break"]
+        assert (0 < counters["stats"]["unique_graphs"] <= 2) is compiled and not counters["graph_break"]
         logs = [log[key] for log in trainer.state.log_history for key in LOGGED if key in log]
         runs.append((logs, generation.tokens, [p.detach() for p in model.parameters() if p.requires_grad]))
     (expected, tokens, weights), *others = runs
