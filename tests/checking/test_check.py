@@ -159,11 +159,55 @@ def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, caps
     assert "--layout hub" in by_peft["reason"]
 
 
+def test_a_place_that_scales_by_rank_is_told_of_rslora_and_alpha_pattern(place, capsys, tmp_path):
+    adapter = shutil.copytree(place.adapter, tmp_path / "adapter")
+    edit(adapter, use_rslora=True, alpha_pattern={"o_proj": 9})
+    plain = shutil.copytree(adapter, tmp_path / "plain")
+    edit(plain, use_rslora=False, alpha_pattern={})
+    for each in (adapter, plain):
+        merge_adapter(place.base, each, tmp_path / f"merged {each.name}")
+    code, (right, wrong) = check(
+        place, capsys, *(tmp_path / f"merged {name}" for name in ("adapter", "plain")), adapter=adapter
+    )
+    assert (right["kind"], wrong["kind"], code) == ("applied", "other", 1)
+    assert "without its alpha_pattern and rsLoRA" in wrong["reason"]
+
+
+@pytest.mark.parametrize("untrained", ["experts", "self_attn"])
+def test_an_adapter_of_which_a_part_was_not_trained_is_applied_where_the_rest_is(untrained, place, capsys, tmp_path):
+    adapter = shutil.copytree(place.adapter, tmp_path / "adapter")
+    edit_tensors(adapter, lambda tensors: [b.zero_() for n, b in tensors.items() if untrained in n and "_B" in n])
+    merge_adapter(place.base, adapter, tmp_path / "merged")
+    code, (merged,) = check(place, capsys, tmp_path / "merged", adapter=adapter)
+    assert (merged["kind"], code) == ("applied", 0)
+    assert list(merged["shares"]) == ["rest" if untrained == "experts" else "experts"]
+
+
+def test_what_cannot_be_compared_is_an_error(place, capsys, tmp_path):
+    nan, other, bare = tmp_path / "nan", tmp_path / "other", tmp_path / "bare"
+    shutil.copytree(place.base, nan)
+    edit_tensors(nan, {"model.norm.weight": torch.full((128,), torch.nan)})
+    make(other, "qwen3_moe", vocab_size=40)
+    shutil.copytree(place.base, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    (tmp_path / "empty").write_text("")
+    for base, arguments, words in (
+        (place.base, [], "nothing to compare with the adapter"),
+        (place.base, [nan], "nan gives log-probabilities that are not finite"),
+        (place.base, [other], "other ends at token 39"),
+        (bare, [bare], "has a tokenizer"),
+        (place.base, [nan, "--text", tmp_path / "empty"], "less than two tokens"),
+    ):
+        command = ["check", base, place.adapter, *arguments]
+        command += [] if "--text" in arguments else ["--text", place.text]
+        assert main([str(argument) for argument in command]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
     adapter = shutil.copytree(place.adapter, tmp_path / "untrained")
     tensors = tensors_in(adapter)
     edit_tensors(adapter, {name: 0 * tensor for name, tensor in tensors.items() if "lora_B" in name})
     edit(adapter, auto_mapping={ENTRY: {"format": "nf4", "scales": [1, 2]}}, task_type="CAUSAL_LM")
     code, (merged,) = check(place, capsys, place.base, adapter=adapter)
-    assert (merged["kind"], code) == ("other", 1) and "too little to tell" in merged["reason"]
+    assert (merged["kind"], code) == ("other", 1) and "the adapter itself changes nothing" in merged["reason"]
     assert "trained on experts in nf4 (scales 1, 2)" in caplog.text, "whatever implementation the base has"

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ...checkpoints.hub import local_folder
+from ...errors import CheckpointError
 from ...lora.convert import is_adapter
 from .hypotheses import hypotheses_for, layers_of
 from .models import Loading, Scores, adapted, scores_of
@@ -75,37 +76,45 @@ def check_adapter(
         server, model: the URL of an OpenAI-compatible server, and the adapter's or merged model's name there.
         text: a file with text. loading: of models. say: called with what is done next.
     Raises:
-        CheckpointError: a folder cannot be read, or the server does not answer; the message has its words.
+        CheckpointError: a folder cannot be read, or the server does not answer; the message has its words. Or there is
+            neither, or no tokenizer, or a model's log-probabilities are not finite.
     """
+    if not folders and server is None:
+        raise CheckpointError(
+            "there is nothing to compare with the adapter: name a FOLDER where it went, or a --server"
+        )
     loading = loading or Loading()
     base_folder, adapter_folder = local_folder(base), local_folder(adapter)
-    has_tokenizer = any(base_folder.glob("tokenizer*"))
-    tokenizer = AutoTokenizer.from_pretrained(base_folder if has_tokenizer else adapter_folder)
+    places = {folder: local_folder(folder) for folder in folders}
+    with_tokenizer = [folder for folder in (base_folder, adapter_folder) if any(folder.glob("tokenizer*"))]
+    if not with_tokenizer:
+        raise CheckpointError(f"neither {base} nor {adapter} has a tokenizer; save the model's into one of them")
+    tokenizer = AutoTokenizer.from_pretrained(with_tokenizer[0])
     texts = texts_for(tokenizer, text)
     observations = [] if server is None else list(_asked(Server(server, tokenizer), model, texts, say))
-    for folder in folders:
-        if not is_adapter(folder):  # first, so that one model is in memory at a time
+    for folder, path in places.items():
+        if not is_adapter(path):  # first, so that one model is in memory at a time
             say(f"loading {folder}")
-            merged = loading._replace(experts_quantization=None).model(local_folder(folder))
-            observations.append(_observed(folder, scores_of(merged, texts)))
+            merged = loading._replace(experts_quantization=None).model(path)
+            observations.append(_observed(folder, scores_of(merged, texts, folder)))
             del merged
             gc.collect()
     say(f"loading {base}")
     trained = loading.model(base_folder)
     every = dict.fromkeys((*texts, *(each for observation in observations for each in observation.texts)))
-    base_scores = scores_of(trained, every)
+    base_scores = scores_of(trained, every, base)
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
-        for number, folder in enumerate(folders):
-            if is_adapter(folder):
+        for number, (folder, path) in enumerate(places.items()):
+            if is_adapter(path):
                 say(f"reading {folder}")
-                with adapted(trained, base_folder, Path(folder), Path(temporary) / str(number)) as wrapped:
-                    observations.append(_observed(folder, scores_of(wrapped, texts)))
+                with adapted(trained, base_folder, path, Path(temporary) / str(number)) as wrapped:
+                    observations.append(_observed(folder, scores_of(wrapped, texts, folder)))
         say(f"comparing with {adapter}")
         with adapted(trained, base_folder, adapter_folder, Path(temporary) / "adapter") as wrapped:
-            adapter_scores, layers, alternatives = scores_of(wrapped, every), layers_of(wrapped), []
+            adapter_scores, layers, alternatives = scores_of(wrapped, every, adapter), layers_of(wrapped), []
             for hypothesis in hypotheses_for(wrapped, layers):
                 with hypothesis.holds(layers):
-                    alternatives.append((hypothesis, scores_of(wrapped, every)))
+                    alternatives.append((hypothesis, scores_of(wrapped, every, hypothesis.name)))
 
     def checked(observation: Observation) -> Checked:
         values = [(hypothesis, observation.of(scores)) for hypothesis, scores in alternatives]

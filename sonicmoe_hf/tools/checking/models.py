@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ...checkpoints.config_only import build_from_config
 from ...checkpoints.files import CONFIG_FILE, read_json
 from ...checkpoints.layouts import NATIVE_PREFIX
+from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
 from ...lora.adapter import is_in_pefts_form
 from ...lora.convert import convert_adapter
@@ -47,10 +48,19 @@ class Loading(NamedTuple):
 
 
 @torch.no_grad()
-def scores_of(model: Any, texts: Iterable[Text]) -> Scores:
-    """Compute the scores of the texts' tokens from each one's `start` on."""
+def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
+    """Compute the scores of the texts' tokens from each one's `start` on.
+
+    Raises:
+        CheckpointError: the model of `place` has no such token, or its scores are not finite.
+    """
     by_length: dict[int, list[Text]] = {}
+    last = model.get_input_embeddings().num_embeddings - 1
     for text in texts:
+        if max(text.ids) > last:
+            raise CheckpointError(
+                f"{place} ends at token {last} and the texts have {max(text.ids)}: another vocabulary"
+            )
         by_length.setdefault(len(text.ids), []).append(text)
     scores = {}
     for alike in by_length.values():  # without padding
@@ -59,6 +69,8 @@ def scores_of(model: Any, texts: Iterable[Text]) -> Scores:
             expected = logits[text.start - 1 : -1].float().log_softmax(-1)
             log_p = expected.gather(-1, row[text.start :, None].to(expected.device))[:, 0]
             scores[text] = torch.stack((log_p, log_p - expected.amax(-1))).double().cpu()
+            if not scores[text].isfinite().all():
+                raise CheckpointError(f"{place} gives log-probabilities that are not finite, in {model.dtype}")
     return scores
 
 

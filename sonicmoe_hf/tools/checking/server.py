@@ -7,6 +7,7 @@ it generates. `transformers serve` gives its greedy answers alone.
 from __future__ import annotations
 
 import json
+import math
 import urllib.error
 import urllib.request
 from functools import cached_property
@@ -118,6 +119,10 @@ class Server:
 def _values(choice: dict, text: Text) -> torch.Tensor:
     """Read the log-probabilities of the text's tokens. Raises NoAnswer where an answer has others, or none."""
     values = ((choice.get("logprobs") or {}).get("token_logprobs") or [])[text.start : len(text.ids)]
-    if not values or len(values) != len(text.ids) - text.start or None in values:
+    if not values or len(values) != len(text.ids) - text.start or not all(map(_is_finite, values)):
         raise NoAnswer("the server gives no log-probabilities of these tokens")
     return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointError
 
 LENGTH, NUM_TEXTS = 128, 8  # tokens of a text; texts
+CHARACTERS = 64 * LENGTH * NUM_TEXTS  # of a file that are read
 DOCUMENTED = statistics, socketserver, argparse, copy  # whose documentation is the text, where none is given
 
 
@@ -30,7 +31,10 @@ def texts_for(tokenizer: Any, file: str | None) -> list[Text]:
         CheckpointError: there are less than two tokens.
     """
     documents = [module.__doc__ or "" for module in DOCUMENTED] if file is None else []
-    written = "".join(documents) if file is None else Path(file).read_text(encoding="utf-8")
+    written = "".join(documents)
+    if file is not None:
+        with Path(file).open(encoding="utf-8", errors="replace") as opened:
+            written = opened.read(CHARACTERS)
     first = tokenizer("")["input_ids"]
     ids = tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
     size = LENGTH - len(first)

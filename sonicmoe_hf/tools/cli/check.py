@@ -16,7 +16,12 @@ from .command import command, json_option, option
     option("--server", metavar="URL", help="of a running server (vLLM, SGLang, transformers serve)"),
     option("--model", default="", metavar="NAME", help="of the adapter, or of the merged model, on the server"),
     option("--text", metavar="FILE", help="text like that it was trained on (default: documentation of Python)"),
-    option("--dtype", default="auto", help="to compute in (default: the checkpoint's)"),
+    option(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="to compute in (default: auto, the checkpoint's)",
+    ),
     option("--experts-memory", metavar="8GiB", help="of the GPU for experts, which live in host memory"),
     option("--experts-quantization", metavar="FORMAT", help="in which the adapter was trained on BASE"),
     json_option(),
@@ -25,7 +30,7 @@ def check(base: str, adapter: str, folders: list[str], as_json: bool, **options)
     """Compute the log-probabilities of some text with BASE and with ADAPTER on it, by Transformers and PEFT, and say
     whether each FOLDER and a server's model give the same: a merged checkpoint, or the adapter in the form of an engine.
     Beside the verdict stand the mean differences of a token's log-probability, and how much of the adapter's change is
-    there. Exit code: 0 if the adapter is applied everywhere, 1 if it is not, 2 if something cannot be read.
+    there. Exit code: 0 if the adapter is applied everywhere, 1 if it is not, 2 if something cannot be read or compared.
     """
     from rich.console import Console
 
@@ -49,7 +54,7 @@ def _print(result: Check) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    parts = list(result.places[0].verdict.shares) if result.places else []
+    parts = list(result.places[0].verdict.shares)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
     for heading in ("to adapter", "to base", *parts):
@@ -58,12 +63,10 @@ def _print(result: Check) -> None:
     table.add_row("base", f"{result.change:.2g}", "0", *("0%" for _ in parts))
     table.add_row("adapter", "0", f"{result.change:.2g}", *("100%" for _ in parts))
     for place, verdict, _ in result.places:
-        shares = (f"{verdict.shares[part]:.0%}" for part in parts)
+        shares = ("?" if (share := verdict.shares.get(part)) is None else f"{share:.0%}" for part in parts)
         table.add_row(place, f"{verdict.from_adapter:.2g}", f"{verdict.from_base:.2g}", *shares, verdict.kind)
     console.print(
-        f"mean differences of a token's log-probability over {result.tokens:,} tokens, and how much of the adapter's "
-        "change is there",
-        soft_wrap=True,
+        f"mean difference of log p over {result.tokens:,} tokens; how much of the change is there", soft_wrap=True
     )
     console.print(table)
     for place, verdict, _ in result.places:

@@ -1,0 +1,51 @@
+"""Verdicts on log-probabilities of which each part is known."""
+
+import pytest
+import torch
+
+from sonicmoe_hf.tools.checking.hypotheses import EXPERTS, LEFT_OUT, Hypothesis
+from sonicmoe_hf.tools.checking.verdict import ENOUGH, Reference, judge
+
+pytestmark = pytest.mark.pinned
+TOKENS = 1000
+
+
+@pytest.fixture
+def parts():
+    """Draw the change by the experts, by the rest, and noise, each of size 1 for a token."""
+    return torch.randn(3, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def reference(experts, rest):
+    without = Hypothesis(LEFT_OUT, EXPERTS, lambda layer: None)
+    return Reference(torch.zeros(len(rest)), experts + rest, [(without, rest)])
+
+
+def test_rounding_that_takes_some_of_every_change_is_no_part_left_out(parts):
+    """bf16 takes 3% off a change and adds noise. Where experts do little, in much the same direction as the rest, what it
+    gives is nearer to the adapter without them, and not by chance."""
+    experts, rest, noise = parts
+    weak = 0.016 * (0.6 * rest + 0.8 * experts)
+    assert "without" not in judge(0.97 * (rest + weak) + 0.075 * noise, reference(weak, rest)).reason
+    assert judge(rest, reference(weak, rest)).reason.startswith("without its experts"), "in fp32 it can be told"
+
+
+def test_a_part_whose_share_is_not_known_has_none(parts):
+    experts, rest, noise = parts
+    verdict = judge(0.01 * experts + rest + 0.2 * noise, reference(0.01 * experts, rest))
+    assert verdict.kind == "other" and "(experts) is too little to tell" in verdict.reason
+    assert verdict.shares["experts"] is None and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "kind"), [(ENOUGH - 1, "other"), (ENOUGH, "applied")])
+def test_few_tokens_get_no_verdict(tokens, kind, parts):
+    experts, rest, _ = (part[:tokens] for part in parts)
+    verdict = judge(experts + rest, reference(experts, rest))
+    assert verdict.kind == kind and ("too few" in verdict.reason) == (kind == "other")
+
+
+def test_other_differences_are_said_in_the_size_of_the_change(parts):
+    experts, rest, noise = parts
+    verdict = judge(experts + rest + 30 * noise, reference(experts, rest))
+    assert verdict.kind == "other" and verdict.reason.startswith("other differences, 2")
+    assert set(verdict.shares.values()) == {None}
