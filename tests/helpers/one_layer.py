@@ -83,7 +83,8 @@ def output_and_gradients(function, inputs, *args, **options):
 def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
     """Return inputs of `problem` and factors as PEFT stores them, of other values for every expert."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, num_experts = inputs["x"].shape[1], min(inputs["down"].shape[1:]), len(inputs["down"])
+    hidden, num_experts = inputs["x"].shape[1], len(inputs["down"])
+    inner = inputs["down"].numel() // (num_experts * hidden)
 
     def factor(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
