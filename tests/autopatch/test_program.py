@@ -25,13 +25,10 @@ import json, os, sys
 print(json.dumps({"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "stdin": sys.stdin.read(),
                   "pid": os.getpid(), "spec": getattr(__spec__, "name", None)}))
 """
-START = f"""import sys, types
-package = types.ModuleType("sonicmoe_hf")  # without its own start, which imports Transformers
-package.__path__ = [{str(ROOT / "sonicmoe_hf")!r}]
-sys.modules["sonicmoe_hf"] = package
-from sonicmoe_hf.tools.autopatch.program import run_program
-from sonicmoe_hf.tools.autopatch.settings import RunSettings
-sys.exit(run_program(sys.argv[1:], RunSettings()))
+START = """import sys
+from sonicmoe_hf_command import main
+sys.argv.insert(1, "run")
+sys.exit(main())
 """
 MODEL = """class PreTrainedModel:
     def post_init(self): pass
@@ -51,21 +48,9 @@ def launch(*command, cwd, env=None, **options):
 
 
 @pytest.fixture
-def launch_own(tmp_path, monkeypatch):
-    """Start what `sonicmoe-hf run` gives way to, without that command's own start, which imports Transformers."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words, env=None, **options):
-        environment = _environment(RunSettings(), {**os.environ, **(env or {})})
-        return launch(*_own_python(list(words)), cwd=tmp_path, env=environment, **options)
-
-    return run
-
-
-@pytest.fixture
-def launch_whole(tmp_path):
-    """Run a program by the whole function, in a process of its own."""
-    return lambda *words, **options: launch(sys.executable, "-c", START, *words, cwd=tmp_path, **options)
+def run(tmp_path):
+    """Run a program by `sonicmoe-hf run`, which imports neither torch nor Transformers itself."""
+    return lambda *words, **options: launch(sys.executable, "-c", START, "--", *words, cwd=tmp_path, **options)
 
 
 def write(folder, name, text):
@@ -89,50 +74,36 @@ def fake_transformers(tmp_path):
     [["tell.py", "--json", "a b", "--", "-x"], ["-m", "package.tell", "run", "--routing"]],
     ids=["script", "module"],
 )
-def test_a_program_sees_what_it_sees_by_itself(words, tmp_path, launch_own):
+def test_a_program_sees_what_it_sees_by_itself(words, tmp_path, run):
     write(tmp_path, "tell.py", TELL)
     write(tmp_path, "package/tell.py", TELL)
     by_itself = launch(sys.executable, *words, cwd=tmp_path, input="from stdin\n")
-    run = launch_own(*words, input="from stdin\n")
-    assert run.returncode == by_itself.returncode == 0, run.stderr
-    told, expected = json.loads(run.stdout), json.loads(by_itself.stdout)
+    done = run(*words, input="from stdin\n")
+    assert done.returncode == by_itself.returncode == 0, done.stderr
+    told, expected = json.loads(done.stdout), json.loads(by_itself.stdout)
     assert told.pop("pid") and expected.pop("pid")
     assert told == expected and told["stdin"] == "from stdin\n"
-    assert run.stderr == by_itself.stderr == ""
+    assert done.stderr == by_itself.stderr == ""
 
 
-@pytest.mark.slow
-def test_the_command_gives_way_to_the_program(tmp_path):
-    script = write(tmp_path, "tell.py", TELL)
-    with subprocess.Popen(
-        [sys.executable, "-m", "sonicmoe_hf", "run", "--", str(script), "-x"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:
-        told = json.loads(process.communicate("from stdin", timeout=300)[0])
-    assert told["pid"] == process.pid and told["argv"] == [str(script), "-x"] and told["stdin"] == "from stdin"
-
-
-def test_exit_code_and_traceback_are_the_programs_own(tmp_path, launch_own):
+def test_exit_code_and_traceback_are_the_programs_own(tmp_path, run):
     write(tmp_path, "fails.py", "def fail():\n    raise LookupError('of its own')\n\nfail()\n")
     by_itself = launch(sys.executable, "fails.py", cwd=tmp_path)
-    run = launch_own("fails.py")
-    assert run.returncode == by_itself.returncode == 1
-    assert run.stderr == by_itself.stderr and "LookupError: of its own" in run.stderr
+    done = run("fails.py")
+    assert done.returncode == by_itself.returncode == 1
+    assert done.stderr == by_itself.stderr and "LookupError: of its own" in done.stderr
 
 
 def test_a_program_of_another_kind_keeps_its_exit_code_and_is_told_that_nothing_was_patched(
-    tmp_path, launch_whole, fake_transformers
+    tmp_path, run, fake_transformers
 ):
     isolated = write(tmp_path, "isolated.sh", f"#!/bin/sh\n{sys.executable} -I -c 'raise SystemExit(7)'\n")
-    done = launch_whole(str(isolated))
+    done = run(str(isolated))
     assert done.returncode == 7 and done.stderr.endswith(f"{NOTHING_PATCHED}\n")
     write(tmp_path, "ask.py", f"import sys\nsys.path.insert(0, 'theirs')\n{ARE_PATCHED}")
     patched = write(tmp_path, "patched.sh", f"#!/bin/sh\n{sys.executable} ask.py\n")
     for words in ([str(patched)], ["-u", "ask.py"]):
-        done = launch_whole(*words)
+        done = run(*words)
         assert done.returncode == 0 and done.stdout == "[True, True]\n" and NOTHING_PATCHED not in done.stderr
 
 
@@ -142,7 +113,7 @@ def test_a_signal_reaches_the_program(kind, tmp_path):
     words = [str(script)] if kind == "script" else ["-u", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, "-c", START, *words],
+        [sys.executable, "-c", START, "--", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -153,12 +124,12 @@ def test_a_signal_reaches_the_program(kind, tmp_path):
         assert process.wait(timeout=100) == (-signal.SIGTERM if kind == "script" else 128 + signal.SIGTERM)
 
 
-def test_settings_reach_children_of_this_environment_and_nobody_else(tmp_path, launch_own):
+def test_settings_reach_children_of_this_environment_and_nobody_else(tmp_path, run):
     ask = f"import sys; print({STARTED})"
     parent = write(
         tmp_path, "parent.py", f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {ask!r}], check=True)"
     )
-    assert launch_own(str(parent)).stdout == "True\n"
+    assert run(str(parent)).stdout == "True\n"
     assert launch(sys.executable, str(parent), cwd=tmp_path).stdout == "False\n"
     settings = RunSettings(routing="balanced", tile=4, adapt_experts=8)
     environment = _environment(settings, {"PYTHONPATH": "/there"})
@@ -173,12 +144,12 @@ def test_settings_reach_children_of_this_environment_and_nobody_else(tmp_path, l
 @pytest.mark.parametrize(
     "theirs", ["print('theirs')", "import transformers.modeling_utils", "raise LookupError('of theirs')"]
 )
-def test_models_are_patched_whatever_the_other_sitecustomize_does(theirs, tmp_path, launch_own, fake_transformers):
+def test_models_are_patched_whatever_the_other_sitecustomize_does(theirs, tmp_path, run, fake_transformers):
     """Python prints an error that the other one raises, and goes on."""
     write(tmp_path, "theirs/sitecustomize.py", theirs)
     by_itself = launch(sys.executable, "-c", "", cwd=tmp_path, env=fake_transformers)
-    done = launch_own("-c", ARE_PATCHED, env=fake_transformers)
-    assert done.stdout == f"{by_itself.stdout}[True, True]\n", done.stderr
+    done = run("-c", ARE_PATCHED, env=fake_transformers)
+    assert done.stdout == f"{by_itself.stdout * 2}[True, True]\n", done.stderr  # once as the command starts
     assert done.stderr.splitlines()[-1:] == by_itself.stderr.splitlines()[-1:]
 
 

@@ -12,12 +12,10 @@ import trl
 from datasets import load_dataset
 from helpers.programs import make_model, texts, write_rows
 from helpers.terminal import assert_prints_what_is_shown, sessions
-from test_program import START  # which has what the command does before it gives way
+from test_program import START
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
-from sonicmoe_hf.tools.autopatch.program import _environment, _own_python
-from sonicmoe_hf.tools.autopatch.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
@@ -85,7 +83,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def launch(*command, cwd, change=dict):
+def launch(*command, cwd):
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -95,16 +93,14 @@ def launch(*command, cwd, change=dict):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=change(environment), capture_output=True, text=True, timeout=500
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def launch_own(*program, cwd, **settings):
-    """Launch what `sonicmoe-hf run` gives way to, without that command's own start, which imports Transformers."""
-    command = _own_python(list(map(str, program)))
-    return launch(*command, cwd=cwd, change=lambda own: _environment(RunSettings(**settings), own))
+def run(*words, cwd):
+    return launch(sys.executable, "-c", START, *words, cwd=cwd)
 
 
 def losses(output):
@@ -130,9 +126,9 @@ def test_a_loop_of_accelerates_in_a_child_of_its_launcher_has_the_losses_of_the_
     folder, losses_by_hand
 ):
     options = shlex.split("--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no")
-    run = launch_own("-m", "accelerate.commands.launch", *options, "loop.py", "small-qwen3-moe", "run", cwd=folder)
-    assert last_line(run) == losses_by_hand[1]
-    assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
+    done = run("--", "accelerate", "launch", *options, "loop.py", "small-qwen3-moe", "run", cwd=folder)
+    assert last_line(done) == losses_by_hand[1]
+    assert done.stderr.count(PATCHED) == 1 and "backend: eager" in done.stderr
 
 
 def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_by_hand_and_one_of_them_reports(
@@ -140,9 +136,9 @@ def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_b
 ):
     (folder / "start.py").write_text(START)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    run = launch(*torchrun, "start.py", "loop.py", "small-qwen3-moe", "run", cwd=folder)
-    assert last_line(run) == losses_by_hand[0] and len(losses_by_hand[0][0]) == 2
-    assert run.stderr.count(PATCHED) == 1
+    done = launch(*torchrun, "start.py", "loop.py", "small-qwen3-moe", "run", cwd=folder)
+    assert last_line(done) == losses_by_hand[0] and len(losses_by_hand[0][0]) == 2
+    assert done.stderr.count(PATCHED) == 1
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +179,8 @@ def test_trls_sft_prints_what_the_document_shows_and_has_the_losses_of_the_same_
 def test_trls_dpo_has_the_losses_of_the_same_run_by_hand(trained_by_hand):
     options = [word for name, value in TRAINING.items() for word in (f"--{name}", value)]
     options += ["--dataset_name", trained_by_hand / "pairs", "--model_name_or_path", "small-qwen3-moe"]
-    run = launch_own("-m", "trl.scripts.dpo", *options, "--output_dir", "dpo-run", cwd=trained_by_hand)
-    assert run.stderr.count(PATCHED) == 1
+    done = run("--", "-m", "trl.scripts.dpo", *options, "--output_dir", "dpo-run", cwd=trained_by_hand)
+    assert done.stderr.count(PATCHED) == 1
     assert_same_losses(trained_by_hand, "dpo-run/checkpoint-3", "dpo-by-hand", 3)
 
 
@@ -192,6 +188,7 @@ def test_trls_lora_of_attention_gets_experts_when_asked(folder):
     options = [word for name, value in {**TRAINING, "max_steps": 1}.items() for word in (f"--{name}", value)]
     options += ["--dataset_name", folder / "texts", "--model_name_or_path", "small-qwen3-moe"]
     options += ["--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "v_proj", "--lora_r", "8"]
-    run = launch_own("-m", "trl.scripts.sft", *options, "--output_dir", "experts", cwd=folder, adapt_experts=4)
+    program = ("-m", "trl.scripts.sft", *options, "--output_dir", "experts")
+    done = run("--adapt-experts", "4", "--", *program, cwd=folder)
     assert len(json.loads((folder / "experts" / "adapter_config.json").read_text())["target_parameters"]) == 2
-    assert "experts: frozen, with LoRA of rank 4" in run.stderr
+    assert "experts: frozen, with LoRA of rank 4" in done.stderr

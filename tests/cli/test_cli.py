@@ -15,9 +15,13 @@ from helpers.small_families import small_config
 import sonicmoe_hf
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer import backends
+from sonicmoe_hf.lora.engines import ENGINES
 from sonicmoe_hf.tools.cli import doctor
+from sonicmoe_hf.tools.cli.commands import COMMANDS
 from sonicmoe_hf.tools.cli.main import build_parser, main
 from sonicmoe_hf.tools.demo import run
+from sonicmoe_hf.tools.planning.memory import METHODS
+from sonicmoe_hf.tools.planning.ways import SEQUENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,13 +44,38 @@ def test_version_names_the_packages_that_matter(capsys):
     assert f"transformers {transformers.__version__}" in capsys.readouterr().out
 
 
-def test_help_lists_the_commands_without_importing_torch():
+def test_help_wrong_command_lines_and_examples_import_no_torch():
     """Importing torch takes seconds, as does Transformers."""
-    code = "import sys, sonicmoe_hf_command as command; command.main(); print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=ROOT)
-    printed, _, modules = done.stdout.rpartition("[")
-    assert printed.split() == build_parser().format_help().split()
-    assert "'torch'" not in modules and "'transformers'" not in modules
+    lines = [
+        "--help",
+        "--version",
+        *(f"{name} --help" for name in COMMANDS),
+        "docter",
+        "plan",
+        "run",
+        "example",
+        "example x",
+    ]
+    code = f"""import contextlib, sys, sonicmoe_hf_command as command
+for line in {lines}:
+    sys.argv[1:] = line.split()
+    with contextlib.suppress(SystemExit):
+        command.main()
+    assert not {{"torch", "transformers"}} & sys.modules.keys(), line"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(build_parser().format_help()) and "transformers" in done.stdout
+    assert "there is no example 'x'" in done.stderr and "no program to run" in done.stderr
+
+
+def test_the_choices_that_options_offer_are_those_of_the_library():
+    """commands.py imports nothing that imports torch, so it writes some of them again."""
+    options = {(name, *names): option for name, command in COMMANDS.items() for names, option in command.options}
+    for command, name in (("convert", "--quantize"), ("run", "--experts-quantization")):
+        assert set(options[command, name]["choices"]) == set(FORMATS)
+    assert options["convert", "--layout"]["choices"] == ("native", "hub", *ENGINES)
+    assert options["plan", "--method"]["choices"] == METHODS
+    assert options["plan", "--sequence-length"]["default"] == SEQUENCE
 
 
 def test_a_command_is_required_and_an_unknown_one_refused(capsys):

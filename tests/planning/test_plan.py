@@ -28,8 +28,9 @@ import sonicmoe_hf
 from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
+from sonicmoe_hf.tools.cli.commands import gibibytes
 from sonicmoe_hf.tools.cli.main import main
-from sonicmoe_hf.tools.cli.plan import PARTS, gibibytes, runnable
+from sonicmoe_hf.tools.cli.plan import PARTS, runnable
 from sonicmoe_hf.tools.demo import corpus
 from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.tools.planning.memory import GIB, Training, adapter_parameters, layer_bytes, memory, stored_bytes

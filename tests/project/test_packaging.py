@@ -170,6 +170,12 @@ def told(installed, with_kernels, sources, tmp_path_factory):
         ("", "", [], "import transformers.modeling_utils, transformers.models.auto.modeling_auto"),
         ("wheel", folder, [installed], f"{WHERE}; {printing}"),
         ("example", folder, [installed], example),
+        (
+            "command",
+            folder,
+            [installed],
+            "import sys, sonicmoe_hf_command as it; sys.argv[1:] = ['doctor']; it.main()",
+        ),
         ("checkout", folder, [ROOT], WHERE),
         ("editable", folder, [], f"import site; site.addsitedir({str(editable)!r}); {WHERE}"),
     ]
@@ -181,9 +187,12 @@ def told(installed, with_kernels, sources, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_imports_from_anywhere_prints_its_examples_and_they_start(installed, told):
+def test_an_installed_wheel_imports_from_anywhere_has_a_command_prints_its_examples_and_they_start(installed, told):
     assert Path(told["wheel"].partition("\n")[0]) == installed / "sonicmoe_hf" / "kernels"
     assert "--model MODEL" in told["example"]  # it imports two others
+    assert (
+        "SONICMOE_HF_BACKEND" in told["command"]
+    )  # which imports the whole package after it has read its command line
 
 
 @pytest.mark.slow

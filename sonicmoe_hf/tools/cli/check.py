@@ -6,32 +6,10 @@ import json
 
 from ..checking.check import Check, check_adapter
 from ..checking.models import Loading
-from .command import command, json_option, option
 
 
-@command(
-    option("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on"),
-    option("adapter", metavar="ADAPTER", help="folder or hub id of the adapter, as it was saved"),
-    option("folders", metavar="FOLDER", nargs="*", help="a merged checkpoint, or the adapter in another form"),
-    option("--server", metavar="URL", help="of a running server (vLLM, SGLang, transformers serve)"),
-    option("--model", default="", metavar="NAME", help="of the adapter, or of the merged model, on the server"),
-    option("--text", metavar="FILE", help="text like that it was trained on (default: documentation of Python)"),
-    option(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="to compute in (default: auto, the checkpoint's)",
-    ),
-    option("--experts-memory", metavar="8GiB", help="of the GPU for experts, which live in host memory"),
-    option("--experts-quantization", metavar="FORMAT", help="in which the adapter was trained on BASE"),
-    json_option(),
-)
 def check(base: str, adapter: str, folders: list[str], as_json: bool, **options) -> int:
-    """Compute the log-probabilities of some text with BASE and with ADAPTER on it, by Transformers and PEFT, and say
-    whether each FOLDER and a server's model give the same: a merged checkpoint, or the adapter in the form of an engine.
-    Beside the verdict stand the mean differences of a token's log-probability, and how much of the adapter's change is
-    there. Exit code: 0 if the adapter is applied everywhere, 1 if it is not, 2 if something cannot be read or compared.
-    """
+    """Run `sonicmoe-hf check`."""
     from rich.console import Console
 
     loading = Loading(*(options.pop(name) for name in Loading._fields))

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 
 from ...errors import CheckpointError
 from ...lora.engines import ENGINES
 from ...model_patches import NATIVE_FAMILIES
 from .bar import progress
-from .command import command, option
 
-DST = option("dst", metavar="DST", help="new folder")
-VERIFY = option("--verify", action="store_true", help="raise an error for NaN, read everything back and compare")
 HUB_LAYOUTS = {family.hub_layout for family in NATIVE_FAMILIES.values()}  # which --layout calls hub
-SHARD_SIZE = option("--max-shard-size", help="of the files written (default 5GB)")
 
 
-@command(
-    option("src", metavar="SRC", help="folder or hub id"),
-    DST,
-    option(
-        "--layout",
-        choices=("native", "hub", *ENGINES),
-        required=True,
-        help="the layout to convert to; vllm and sglang are for adapters",
-    ),
-    option("--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"),
-    option(
-        "--dequantize",
-        action=argparse.BooleanOptionalAction,
-        help="MXFP4, FP8 and NVFP4 weights to bfloat16 (default: do it and say so)",
-    ),
-    option(
-        "--quantize",
-        choices=("nf4", "mxfp4", "fp8", "nvfp4"),
-        help="pack the experts: with --layout native to train adapters on them, with --layout hub as engines read them "
-        "(mxfp4 for gpt-oss, fp8 for the others)",
-    ),
-    SHARD_SIZE,
-    VERIFY,
-    option("--revision", help="of a hub id"),
-    option(
-        "--trained-on",
-        metavar="MODEL",
-        help="for an adapter: the folder or hub id of the model it was trained on (default: what it says)",
-    ),
-)
 def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: bool, **of_models) -> int:
-    """Convert a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a time and bit by
-    bit; a folder with a LoRA adapter is converted too, also to what inference engines load. The result appears whole or
-    not at all. Exit code: 0 if it is there, 2 if nothing was written.
-    """
+    """Run `sonicmoe-hf convert`."""
     from ...checkpoints.convert import convert_checkpoint
     from ...lora.convert import is_adapter
 
@@ -82,27 +44,8 @@ def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, ve
     return 0
 
 
-@command(
-    option("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on"),
-    option("adapter", metavar="ADAPTER", help="folder or hub id"),
-    DST,
-    option("--layout", choices=("native", "hub"), help="of the result (default: that of BASE)"),
-    option(
-        "--quantize",
-        choices=("keep", "mxfp4", "fp8"),
-        help="keep: in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) or fp8: pack the experts "
-        "(default: bfloat16)",
-    ),
-    SHARD_SIZE,
-    VERIFY,
-    option("--revision", help="of BASE, a hub id"),
-)
 def merge(base: str, adapter: str, dst: str, **options) -> int:
-    """Write BASE, of any family that Transformers loads, with ADAPTER's products added to its weights (W + scale * B A,
-    in fp32, in the dtype of BASE), under the names of its files. ADAPTER is what PEFT saves, on experts
-    (target_parameters) and on linear layers. The result appears whole or not at all. Exit code: 0 if it is there, 2 if
-    nothing was written.
-    """
+    """Run `sonicmoe-hf merge`."""
     from ...lora.merge import merge_adapter
 
     given = {name: value for name, value in options.items() if value is not None}

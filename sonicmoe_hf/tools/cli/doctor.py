@@ -21,7 +21,6 @@ from ...patching.experts import experts_facts, sizes_of
 from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from ...private.versions import untested_versions, versions
-from .command import at_least, command, json_option, option
 from .warmup import placement
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,25 +29,10 @@ PACKED_AS = "packed as "
 NO_REMEDY = "use a checkpoint that is not quantized"
 
 
-@command(
-    option("model", nargs="?", help="hub id or local folder"),
-    json_option(),
-    option("--batch-size", type=at_least(1), help="sequences per forward and device"),
-    option(
-        "--sequence-length",
-        type=at_least(1),
-        help="tokens per sequence; with --batch-size, says whether token rounding applies or falls back to top-k",
-    ),
-    option("--tile", type=at_least(1), help="token rounding's tile in rows (default 128)"),
-)
 def doctor(
     model: str | None, as_json: bool, batch_size: int | None, sequence_length: int | None, tile: int | None
 ) -> int:
-    """Print versions, devices and the backend chosen for each. With a model (hub id or local folder; only its config is
-    read) also which of its layers are accelerated, where token rounding works, and why not elsewhere. Exit code: 0 if
-    sonicmoe_hf computes all mixture-of-experts layers (which backend does here, and whether it accelerates them, is
-    printed), 1 if not, 2 if the model cannot be examined.
-    """
+    """Run `sonicmoe-hf doctor`."""
     batch = (batch_size, sequence_length, tile)
     if any(batch) and not (model and batch_size and sequence_length):
         raise ValueError(

@@ -7,8 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-from .command import command, option
-
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 SHARED = re.compile(r'^(\s*"?)from (?:finetune|shared) import .*?(\\n",)?$', re.MULTILINE)  # also in a notebook
 FIND_SHARED = "import os, sys, sonicmoe_hf; sys.path.append(os.path.join(sonicmoe_hf.__path__[0], 'examples'))"
@@ -41,11 +39,8 @@ def _printed(path: Path) -> str:
     return SHARED.sub(with_path, path.read_text(encoding="utf-8"), count=1)
 
 
-@command(
-    option("name", nargs="?", help="such as finetune, qlora or fsdp2.yaml"),
-)
 def example(name: str | None) -> int:
-    """Print an example: sonicmoe-hf example finetune > finetune.py. Without a name, list them."""
+    """Run `sonicmoe-hf example`."""
     files = examples()
     if name is None:
         width = max(map(len, files))

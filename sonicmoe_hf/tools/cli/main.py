@@ -1,27 +1,17 @@
-"""The `sonicmoe-hf` command: its parser, and what becomes of errors. Each command is a function in a file of its own."""
+"""The `sonicmoe-hf` command: its parser, and what becomes of errors. commands.py lists the commands."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import sys
 
 from safetensors import SafetensorError
 
-from sonicmoe_hf_command import top_level
-
-from ... import __version__
-from .check import check
-from .checkpoints import convert, merge
-from .demo import demo
-from .doctor import doctor
-from .example import example
-from .plan import plan
-from .run import run, split_program
-from .warmup import warmup
-
-COMMANDS = (doctor, demo, warmup, plan, convert, merge, check, run, example)
+from .commands import COMMANDS
+from .run import split_program
 
 
 class _UsageError(Exception):
@@ -33,12 +23,27 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(self, message)
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser, *_):
+        own, *others = (
+            f"{name} {importlib.metadata.version(name)}" for name in ("sonicmoe-hf", "torch", "transformers")
+        )
+        print(f"{own} ({', '.join(others)})")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line of `sonicmoe-hf`."""
-    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-    parser, subparsers = top_level(_Parser, f"sonicmoe-hf {__version__} ({packages})")
-    for command in COMMANDS:
-        command.add_to(subparsers)
+    parser = _Parser(prog="sonicmoe-hf", description="SonicMoE for Hugging Face Transformers")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print versions and exit"
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        settings = {"help": command.line, "description": command.description, "usage": command.usage}
+        subparser = subparsers.add_parser(name, **settings)
+        for names, option in command.options:
+            subparser.add_argument(*names, **option)
     return parser
 
 
@@ -48,9 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     as_json = "--json" in arguments
     try:
         options = vars(build_parser().parse_args(arguments))
-        if options.pop("command") == "run":
+        name = options.pop("command")
+        if name == "run":
             options["program"] = program
-        return options.pop("run")(**options)
+        package = sys.modules[__name__.partition(".")[0]]
+        if COMMANDS[name].imports_torch and not hasattr(package, "__version__"):
+            importlib.reload(package)  # whose __init__.py sonicmoe_hf_command.py has left to us
+        return getattr(importlib.import_module(f".{COMMANDS[name].module}", __package__), name)(**options)
     except _UsageError as error:
         parser, message = error.args
         if not as_json:

@@ -7,10 +7,9 @@ import re
 import shlex
 from pathlib import Path
 
-from ..planning.memory import GIB, METHODS
+from ..planning.memory import GIB
 from ..planning.sizes import ModelSizes, sizes_of_checkpoint
 from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, compiling, left_out, shown, ways_of
-from .command import at_least, command, json_option, option
 from .example import FOLDER
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
@@ -26,20 +25,6 @@ PARTS = {  # fields of planning.memory.Memory, and their headings
 EXAMPLE = re.compile(r"(?<!\S)examples/(?=\w+\.(?:py|yaml|json)(?!\S))")
 
 
-def gibibytes(text: str) -> float:
-    """Read GiB from "80GB", "80GiB" or "80". Cards are named by GB and have as many GiB, within 1%."""
-    return float(re.sub(r"\s*(GB|GiB|G)$", "", text, flags=re.IGNORECASE))
-
-
-@command(
-    option("model", help="hub id or local folder"),
-    option("--gpus", type=at_least(1), default=1, help="of one machine (default %(default)s)"),
-    option("--gpu-memory", type=gibibytes, default=80.0, metavar="80GB", help="of each (default 80GB)"),
-    option("--tokens", type=at_least(1), help=f"of a step on each GPU (default: {SEQUENCE}, or one sequence)"),
-    option("--sequence-length", type=at_least(1), default=SEQUENCE, help="the longest sequence (default %(default)s)"),
-    option("--method", choices=METHODS, help="default: all"),
-    json_option(", with what does not fit"),
-)
 def plan(
     model: str,
     gpus: int,
@@ -49,10 +34,7 @@ def plan(
     method: str | None,
     as_json: bool,
 ) -> int:
-    """Read a model's config.json alone (hub id or local folder) and print which ways of training fit, GiB of a GPU by
-    part at the peak, and the command of each, which runs this package's examples. Exit code: 0 if a way fits, 1 if none
-    does, 2 if the model cannot be planned for.
-    """
+    """Run `sonicmoe-hf plan`."""
     sizes = sizes_of_checkpoint(model)
     batch = {"tokens": tokens or max(SEQUENCE, sequence_length), "sequence": sequence_length}
     ways = ways_of(sizes, gpus=gpus, gpu_memory=gpu_memory, method=method, **batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import signal
@@ -16,14 +15,12 @@ from typing import NamedTuple
 import torch
 
 from ...checkpoints.config_only import build_on_meta
-from ...kernels.activation import ACTIVATIONS
 from ...layer import backends
 from ...layer.config import LAYOUTS, check_order
 from ...layer.moe_experts import Activation
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.support import supported_layers, supports
 from .bar import progress
-from .command import at_least, command, option
 
 
 @dataclass(frozen=True)
@@ -53,34 +50,6 @@ class Outcome(NamedTuple):
     seconds: float | None
 
 
-def _sizes(text: str) -> tuple[int, int]:
-    sizes = text.split(",")
-    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} is not H,I: two whole numbers, such as 2048,768")
-    return int(sizes[0]), int(sizes[1])
-
-
-@command(
-    option("model", nargs="?", help="hub id or local folder"),
-    option(
-        "--shape",
-        type=_sizes,
-        action="append",
-        metavar="H,I",
-        default=[],
-        help="hidden and intermediate size of a layer; may be given several times",
-    ),
-    option(
-        "--layout",
-        choices=sorted(LAYOUTS),
-        default="concatenated",
-        help="of --shape's weights (default %(default)s, the hub's)",
-    ),
-    option("--activation", choices=ACTIVATIONS, default="swiglu", help="of --shape (default %(default)s)"),
-    option("--bias", action="store_true", help="--shape's experts have biases"),
-    option("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default %(default)s)"),
-    option("--processes", type=at_least(1), help="that compile at a time (default: one for each CPU)"),
-)
 def warmup(
     model: str | None,
     shape: list[tuple[int, int]],
@@ -90,11 +59,7 @@ def warmup(
     dtype: str,
     processes: int | None,
 ) -> int:
-    """Compile every Hopper kernel that the layers of a model (hub id or local folder; only its config is read) or of
-    given sizes need, forward, backward and with frozen parts, into the cache on disk (SONICMOE_HF_CACHE, or
-    ~/.cache/sonicmoe_hf). Needs no GPU. Exit code: 0 if all are there, 1 if a layer's sizes are not for these kernels, 2
-    if nothing could be compiled.
-    """
+    """Run `sonicmoe-hf warmup`."""
     if (model is None) == (not shape):
         raise ValueError(
             "give a model, or --shape H,I: sonicmoe-hf warmup MODEL, or sonicmoe-hf warmup --shape 2048,768"
