@@ -19,7 +19,6 @@ from sonicmoe_hf.lora.engines import ENGINES
 from sonicmoe_hf.tools.cli import doctor
 from sonicmoe_hf.tools.cli.commands import COMMANDS
 from sonicmoe_hf.tools.cli.main import build_parser, main
-from sonicmoe_hf.tools.demo import run
 from sonicmoe_hf.tools.planning.memory import METHODS
 from sonicmoe_hf.tools.planning.ways import SEQUENCE
 
@@ -304,31 +303,3 @@ def test_doctor_counts_the_parameters_of_adapters_on_the_experts(capsys, tmp_pat
 def test_doctor_explains_what_it_cannot_examine(capsys, tmp_path, arguments, words):
     assert main(["doctor", *(argument.format(empty=tmp_path) for argument in arguments)]) == 2
     assert words.format(empty=tmp_path) in capsys.readouterr().err
-
-
-def test_the_demo_refuses_a_tile_with_which_it_would_never_round(capsys):
-    assert main(["demo", "--tile", "65"]) == 2
-    assert "choose a tile of at most 64" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("variables", "threads"), [({}, 1), ({"OMP_WAIT_POLICY": "PASSIVE"}, 2), ({"OMP_NUM_THREADS": "2"}, 2)]
-)
-def test_the_demo_starts_no_threads_that_spin_while_they_wait(monkeypatch, variables, threads):
-    """On busy cores they take ten times as long as one thread."""
-    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        run.limit_threads()
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_make_demo_has_its_threads_sleep_while_they_wait():
-    done = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True)
-    assert "OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m sonicmoe_hf demo" in done.stdout, done.stderr
