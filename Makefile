@@ -54,8 +54,10 @@ test-serving: $(SERVING)/.installed
 mutants: $(VENV)/.installed
 	$(RUN) PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
 
-# Most of it is compiling, on the CPU, so more processes help; LOCAL_RANK=1 keeps each from beginning further ones.
-TEST_GPU := LOCAL_RANK=1 $(VENV)/bin/python -m pytest -q -rs tests/kernels tests/attention $(ARGS)
+# Most of it is compiling, on the CPU, so more processes help; SLURM_LOCALID=1 keeps each from beginning further ones, as any
+# launcher's rank but the first does. LOCAL_RANK would have accelerate look for the other ranks.
+GPU_TESTS := tests/kernels tests/attention tests/streaming tests/patching/test_cuda_graphs.py tests/patching/test_context_parallel.py
+TEST_GPU := SLURM_LOCALID=1 $(VENV)/bin/python -m pytest -q -rs $(GPU_TESTS) $(ARGS)
 test-gpu: $(VENV)/.installed
 	$(TEST_GPU) -m "gpu and not large" -n $(GPU_WORKERS) --dist worksteal
 	$(TEST_GPU) -m "gpu and large"

@@ -2,9 +2,9 @@
 
 `PEERS` maps names to makers of `Experts`; a maker raises `Unavailable` with a reason where its package is missing.
 Axolotl's (axolotl/integrations/kernels/libs/scattermoe_lora) and Unsloth's (unsloth_zoo/temporary_patches/moe_utils.py)
-are importable alone, their folders on sys.path; unsloth_zoo with an empty __init__.py, for its own asks for a GPU and
-patches Transformers. Both get the adapters as their own PEFT hooks would hand them over. Unsloth reads lora_B's columns
-with the expert slowest, PEFT with the expert fastest: its errors, against PEFT's meaning, are of order one.
+are importable alone, their folders on sys.path; unsloth_zoo and its temporary_patches with empty __init__.py, for their
+own ask for a GPU and patch Transformers. Both get the adapters as their own PEFT hooks would hand them over. unsloth_zoo
+reads lora_B's columns as PEFT does since 2026.9; before, the expert was slowest, and its errors were of order one.
 """
 
 from __future__ import annotations
