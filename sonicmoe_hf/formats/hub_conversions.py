@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Quantized
 from ..layer.holding import holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
+from .apart import Apart
 from .hub import HubFormat, HubFP8
 from .loading_errors import keeping_errors
 from .shares import gathered_rows, pack_share
@@ -37,19 +38,30 @@ class _TakeExperts(ConversionOps):
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
         wanted, holding = self.hf_quantizer.quantization_config.experts, holding_of(module)
-        dense = getattr(module, name)
-        first = holding.experts.start
+        dense, first = getattr(module, name), holding.experts.start
         order = "concatenated" if len(self.sources) > 1 else "whole"
         is_plain = self._is_plain(input_dict)
         if wanted == self.format.name and not is_plain:
-            return {full_layer_name: as_parameter(self._weight(input_dict, full_layer_name, dense, first))}
+            packed = self._joined(
+                self._parts(input_dict, full_layer_name, dense, first), full_layer_name, dense, first
+            )
+            return {full_layer_name: as_parameter(PackedWeight.of(packed, wanted, dense.dtype))}
 
         def pack(mean=torch.mean):
             if is_plain:
-                plain = torch.cat([torch.stack(input_dict[f"{source}$"]) for source in self.sources], dim=1)
-                check_shape(full_layer_name, plain, dense)
-                return PackedWeight.quantize(plain.to(dense.dtype), wanted, order=order, mean=mean)
-            return self._weight(input_dict, full_layer_name, dense, first).requantized(wanted, order, mean)
+                plain = Apart(input_dict[f"{source}$"] for source in self.sources)
+                check_shape(full_layer_name, plain.shape, dense)
+                return plain.packed(wanted, dense.dtype, order, mean)
+            parts, stored = self._parts(input_dict, full_layer_name, dense, first), FORMATS[self.format.name]
+            experts = (
+                self._joined([[part] for part in expert], full_layer_name, dense, number)
+                for number, expert in enumerate(zip(*parts), first)
+            )
+            values = (stored.dequantize_expert(packed, dense.dtype, 0) for packed in experts)
+            device = parts[0][0].codes.device
+            return PackedWeight(
+                FORMATS[wanted].pack(values, local_shape(dense), order, mean, device), wanted, dense.dtype
+            )
 
         if holding.group is None:
             return {full_layer_name: as_parameter(pack())}
@@ -62,9 +74,9 @@ class _TakeExperts(ConversionOps):
         weights = [tensor for source in self.sources for tensor in input_dict.get(f"{source}$", ())]
         return not has_scales and all(tensor.dtype in FLOATS for tensor in weights)
 
-    def _weight(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> PackedWeight:
-        """Return the weight as the checkpoint has it, which stands for a dense one on the meta device. first: the first
-        of the layer's experts that is here."""
+    def _parts(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> list[list[Quantized]]:
+        """Return the experts as the checkpoint has them, [part][expert], of a weight that stands for a dense one on the
+        meta device. first: the first of the layer's experts that is here."""
         parts = [self._part(input_dict, source, layer, dense, first) for source in self.sources]
         alike = parts[0][0]
         for source, experts in zip(self.sources, parts):
@@ -74,11 +86,14 @@ class _TakeExperts(ConversionOps):
                         f"{layer}, {source} of expert {expert}: its weight and scales are stored as {_kinds(part)}, "
                         f"others of this layer as {_kinds(alike)}"
                     )
-        packed = self.format.join(parts)
-        FORMATS[self.format.name].check(layer, packed, first)
-        weight = PackedWeight.of(packed, self.format.name, dense.dtype)
-        check_shape(layer, weight, dense)
-        return weight
+        return parts
+
+    def _joined(self, parts: list[list[Quantized]], layer: str, dense: torch.Tensor, first: int) -> Quantized:
+        """Join experts from the `first` on, all or some of those of a weight that stands for `dense`."""
+        packed, format = self.format.join(parts), FORMATS[self.format.name]
+        format.check(layer, packed, first)
+        check_shape(layer, (local_shape(dense)[0], *format.shape(packed)[1:]), dense)
+        return packed
 
     def _part(self, input_dict, source: str, layer: str, dense: torch.Tensor, first: int) -> list[Quantized]:
         tensors = [input_dict.get(f"{name}$", []) for name in self.format.names(source)]

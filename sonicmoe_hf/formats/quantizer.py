@@ -25,6 +25,7 @@ from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order, why_replaced_by_liger
 from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
+from .apart import Apart, leave_apart
 from .declared import QUANT_METHOD, check_undeclared
 from .hub import HUB
 from .hub_conversions import with_hub_converters
@@ -110,13 +111,22 @@ class _Pack(ConversionOps):
             operation = self.hf_quantizer.linear.get_quantize_ops()
             return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         (value,) = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_layer_name)
-        check_shape(full_layer_name, value, getattr(module, name))
-        format, holding = self.hf_quantizer.quantization_config.experts, holding_of(module)
-        pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), row_order(module, name))
+        format, holding, order = (
+            self.hf_quantizer.quantization_config.experts,
+            holding_of(module),
+            row_order(module, name),
+        )
+        pack: Any
+        if isinstance(value, Apart):
+            first = value[0][0]
+            pack = functools.partial(value.packed, format, first.dtype, order)
+        else:
+            value = first = value[0] if isinstance(value, list) else value
+            pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), order)
+        check_shape(full_layer_name, value.shape, getattr(module, name))
         is_whole = holding.group is None
-        packed = pack() if is_whole else pack_share(format, pack, value.shape, value.device, holding)
+        packed = pack() if is_whole else pack_share(format, pack, value.shape, first.device, holding)
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -145,7 +155,7 @@ class _TakePacked(ConversionOps):
         except ValueError as error:
             raise CheckpointError(f"{full_layer_name.rpartition('.')[0]}, {error}") from error
         weight = PackedWeight.of(packed, format.name, dense.dtype, is_transposed(module))
-        check_shape(full_layer_name, weight, dense)
+        check_shape(full_layer_name, weight.shape, dense)
         return {full_layer_name: as_parameter(weight)}
 
 
@@ -165,6 +175,10 @@ class ExpertsQuantizer(HfQuantizer):
         """Tell whether the parameter is a weight of experts."""
         module, name = get_module_from_name(model, param_name)
         return name in packable(module)
+
+    def _packs_apart(self, model: PreTrainedModel, param_name: str) -> bool:
+        module, _ = get_module_from_name(model, param_name)
+        return self.packs(model, param_name) and not is_transposed(module)
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         places = set(device_map.values()) if isinstance(device_map, dict) else set()
@@ -208,7 +222,8 @@ class ExpertsQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions, *model):
         hub = self.quantization_config.hub
         if hub is None:
-            return super().update_weight_conversions(weight_conversions, *model)
+            conversions = super().update_weight_conversions(weight_conversions, *model)
+            return conversions if self.pre_quantized else leave_apart(conversions, self._packs_apart)
         return with_hub_converters(weight_conversions, self, HUB[hub["experts"]])
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):

@@ -85,9 +85,9 @@ def _left(folder: Path, limit: str, used: str, statistics: str) -> int | None:
     """Count the bytes that a control group may still take; file caches are given up for it."""
     try:
         maximum, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-        caches = re.search(r"^inactive_file (\d+)$", (folder / statistics).read_text(), re.MULTILINE)
+        caches = re.findall(r"^(?:in)?active_file (\d+)$", (folder / statistics).read_text(), re.MULTILINE)
     except OSError:
         return None
     if not maximum.isdigit() or int(maximum) >= UNLIMITED:
         return None
-    return max(0, int(maximum) - now + (0 if caches is None else int(caches[1])))
+    return max(0, int(maximum) - now + sum(map(int, caches)))

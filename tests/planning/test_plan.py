@@ -206,6 +206,8 @@ def test_deepseek_v3_fits_on_few_gpus_of_80_gib_with_its_experts_in_host_memory(
     trained = sum(adapter_parameters(sizes, way.training))  # 2.5e9, which Adam keeps in 12 bytes each, or in 6
     assert way.memory.adapters == pytest.approx((6.03 if "8-bit" in parts else 12) * trained, rel=1e-3)
     assert way.memory.rest / GIB == pytest.approx(10.9, abs=0.1), "31.9 in bf16"
+    loading = 2 * sizes.rest + (1 + 0.52) * sizes.largest_weight  # dense linear layers, a weight in FP8 and in NF4
+    assert loading < way.memory.total, "so that loading needs no column"
 
 
 @pytest.mark.parametrize(("format", "bits"), [("nf4", 4.127), ("mxfp4", 4.25), ("fp8", 8.002), ("nvfp4", 4.5)])

@@ -206,16 +206,16 @@ def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("name", rest_slow(FORMATS, 1))
-def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
-    experts, layers = 16, 6
+def test_loading_holds_the_result_and_one_weight_of_a_layer_as_the_checkpoint_has_it(name, tmp_path):
+    experts, layers, expert = 64, 2, 2 * 64 * 64  # gate and up, the largest weight
     small("qwen3_moe", num_experts=experts, num_hidden_layers=layers).bfloat16().save_pretrained(tmp_path)
-    layer = experts * 3 * 64 * 64 * 2
     with LiveBytes() as memory:
         model = from_pretrained(tmp_path, experts_quantization=name)
-    result = sum(weight.nbytes for weight in model.parameters())
-    assert layer < memory.most <= result + 2 * layer
+    result, largest = sum(weight.nbytes for weight in model.parameters()), 2 * experts * expert
+    of_one_expert = 10 * 4 * expert  # in fp32, and what packing makes of it
+    assert largest < memory.most <= result + largest + of_one_expert
     bound = 0.51 if name == "fp8" else 0.35  # of bf16; NF4's 256-entry map counts
-    assert sum(weight.nbytes for weight in packed_in(model).values()) < bound * layers * layer
+    assert sum(weight.nbytes for weight in packed_in(model).values()) < bound * layers * 1.5 * largest
 
 
 @pytest.mark.parametrize(

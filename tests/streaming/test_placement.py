@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from accelerate import cpu_offload
 from helpers.adapters import with_lora
 from helpers.checkpoints import edit_tensors, tensors_in
 from helpers.marks import rest_pinned
+from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
 from helpers.streamed import adapted, host_weights, small, streamed
@@ -121,6 +123,16 @@ def test_no_more_than_one_weight_is_on_the_device_while_a_checkpoint_streams_in(
     monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", None)  # threads would bring more
     from_pretrained(tmp_path, experts_quantization=format, experts_memory=0)
     assert max(there) == 1 and len(there) > 2 * LAYERS
+
+
+@reads_peaks
+def test_a_checkpoint_streams_into_host_memory_with_one_weight_of_a_layer_beside_the_model(tmp_path):
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64}
+    small(layers=1, **sizes).bfloat16().save_pretrained(tmp_path, max_shard_size="10MB")
+    peak = peak_of_a_process(partial(from_pretrained, tmp_path, experts_quantization="nf4", experts_memory=0))
+    files, largest = bytes_in(tmp_path), 64 * 512 * 512 * 2  # mapped pages count; gate and up in bf16
+    libraries = 40 * 2**20
+    assert peak < 0.27 * files + files + largest + libraries, "merged before they were packed, they took two more"
 
 
 def test_experts_that_the_checkpoint_does_not_have_go_to_host_memory_too(tmp_path):
@@ -311,7 +323,14 @@ def test_what_the_host_has_free_is_the_least_of_system_and_containers(tmp_path, 
     (tmp_path / "memory").mkdir()
     for files, free in (
         ({"meminfo": "MemTotal: 1000 kB\nMemAvailable:    600 kB\n"}, 600 * 1024),
-        ({"memory.max": "max\n", "memory.current": "900\n", "memory.stat": "anon 1\ninactive_file 300\n"}, 600 * 1024),
+        (
+            {
+                "memory.max": "max\n",
+                "memory.current": "900\n",
+                "memory.stat": "anon 1\ninactive_file 200\nactive_file 100\n",
+            },
+            600 * 1024,
+        ),
         ({"memory.max": "1000\n"}, 400),
         ({"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "1"}, 400),
         ({"memory/memory.stat": "inactive_file 0\n"}, 400),

@@ -1,0 +1,68 @@
+"""Experts that a checkpoint has as a tensor for each expert and projection: one after the other is packed, so that no
+tensor of all of them is made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+
+from ..kernels.packed import FORMATS
+from ..kernels.packed.format import Mean
+from ..layer.packed_weight import PackedWeight
+
+MERGES = (
+    [(MergeModulelist, 0)],
+    [(MergeModulelist, 0), (Concatenate, 1)],  # gate and up
+)
+
+
+class Apart(list):
+    """Matrices of experts by projection, [gates, ups] or [downs]."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape [E, N, K] of their merged weight. Raises RuntimeError, as merging does, where they do not fit."""
+        return torch.cat([torch.stack([each.to("meta") for each in part]) for part in self], dim=1).shape
+
+    def packed(self, format: str, dtype: torch.dtype, order: str, mean: Mean = torch.mean) -> PackedWeight:
+        """Pack their merged weight, in `dtype`, as PackedWeight.quantize does."""
+        experts = (torch.cat(matrices).to(dtype) for matrices in zip(*self))
+        packed = FORMATS[format].pack(experts, self.shape, order, mean, self[0][0].device)
+        return PackedWeight(packed, format, dtype)
+
+
+class _LeaveApart(ConversionOps):
+    """Hands on the matrices of experts that are to be packed, and merges others as the `operations` do."""
+
+    def __init__(self, packs: Callable[[Any, str], bool], operations: list[ConversionOps]):
+        self.packs, self.operations = packs, operations
+
+    def convert(self, input_dict, source_patterns, target_patterns, *, full_layer_name, model, **kwargs):
+        if self.packs(model, full_layer_name):
+            return {
+                target_patterns[0]: Apart(input_dict[source] for source in source_patterns if source in input_dict)
+            }
+        options = {"full_layer_name": full_layer_name, "model": model, **kwargs}
+        for operation in self.operations:
+            input_dict = operation.convert(input_dict, source_patterns, target_patterns, **options)
+        return input_dict
+
+
+def leave_apart(conversions: list, packs: Callable[[Any, str], bool]) -> list:
+    """Return Transformers' conversions of a model, changed so that experts are not merged before they are packed. packs:
+    tells of (model, name) whether that parameter is."""
+    return [_left_apart(conversion, packs) for conversion in conversions]
+
+
+def _left_apart(conversion, packs):
+    operations = getattr(conversion, "operations", ())
+    if [(type(operation), getattr(operation, "dim", None)) for operation in operations] not in MERGES:
+        return conversion
+    assert isinstance(conversion, WeightConverter)
+    changed = copy.copy(conversion)
+    changed.operations = [_LeaveApart(packs, conversion.operations)]
+    return changed
