@@ -1,7 +1,7 @@
 """PackedBase: the packing of the experts that an adapter was trained beside, which its adapter_config.json remembers.
 
-An adapter learns to make up for what its base's rounding lost, and so belongs to that packing. PEFT reads and writes
-auto_mapping, an entry of its config, as it is: there stands the format, with sums of some scales.
+An adapter may learn to make up for what its base's rounding lost, and so belongs to that packing. PEFT reads and writes
+auto_mapping, an entry of its config, as it is: there stands the format, with sums of some codes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoints.converters import WeightGroup
-from ..checkpoints.stored import HubMatrix, PackedExperts, StoredWeights, Weight
+from ..checkpoints.stored import HubMatrix, StoredWeights, Weight
 from ..formats.state import local_part
 from ..layer.experts_module import packable
 from ..layer.packed_weight import PackedWeight
@@ -25,31 +25,34 @@ from ..private import attributes
 logger = logging.getLogger(__name__)
 ENTRY = "sonicmoe_hf_base"
 LAYERS = 4
-NEAR = 3  # by so much sums of one packing differ where devices round the mean of NF4's scales otherwise
 OTHER = (
     "the adapter was trained on experts in {trained}, and those of {place} are in {here}; it may have learned to make up "
     "for that rounding, so take the base that it was trained on"
+)
+DENSE = (
+    "the adapter was trained on experts in {trained}, and those of {place} are not packed: what it gives lacks the "
+    "rounding of training, so compare the losses"
 )
 
 
 class PackedBase(NamedTuple):
     """The packing of a model's experts.
 
-    format: its name. scales: of some layers, the sum of their first expert's scales as bytes, which is the same in every
-    order of rows; none where they are not known.
+    format: its name. codes: of some layers, the sum of their first expert's codes as bytes, which is the same in every
+    order of rows, unlike NF4's scales; none where they are not known.
     """
 
     format: str
-    scales: list[int]
+    codes: list[int]
 
     def __str__(self) -> str:
-        return f"{self.format} (scales {', '.join(map(str, self.scales)) or 'unknown'})"
+        return f"{self.format} (codes {', '.join(map(str, self.codes)) or 'unknown'})"
 
     @classmethod
     def of_layers(cls, format: str, layers: Sequence[Callable[[], list[torch.Tensor]]]) -> PackedBase:
-        """Sum the scales that some of the functions give."""
+        """Sum the codes that some of the functions give."""
         chosen = [layer() for layer in layers[:: max(1, len(layers) // LAYERS)][:LAYERS]]
-        return cls(format, [sum(int(scales.view(torch.uint8).sum()) for scales in layer) for layer in chosen])
+        return cls(format, [sum(int(codes.view(torch.uint8).sum()) for codes in layer) for layer in chosen])
 
     @classmethod
     def of_model(cls, model: nn.Module) -> PackedBase | None:
@@ -58,13 +61,13 @@ class PackedBase(NamedTuple):
         layers = [
             weights for weights in held if weights and isinstance(weights[0], PackedWeight) and weights[0].format
         ]
-        if not layers or layers[0][0].scales.is_meta:
+        if not layers or layers[0][0].codes.is_meta:
             return None
 
-        def scales_of(weights: list[PackedWeight]) -> list[torch.Tensor]:
-            return [weight.scales[0].contiguous() for weight in weights]
+        def codes_of(weights: list[PackedWeight]) -> list[torch.Tensor]:
+            return [weight.codes[0] for weight in weights]
 
-        return cls.of_layers(layers[0][0].format, [partial(scales_of, weights) for weights in layers])
+        return cls.of_layers(layers[0][0].format, [partial(codes_of, weights) for weights in layers])
 
     @classmethod
     def of_checkpoint(
@@ -84,30 +87,29 @@ class PackedBase(NamedTuple):
             if any(place is None and isinstance(stored.weights[name], HubMatrix) for name, place in places.items()):
                 return cls(stored.quantization, [])
             if places:
-                layers.append(partial(_first_scales, [stored.weights[name] for name in places]))
+                layers.append(partial(_first_codes, [stored.weights[name] for name in places]))
         return cls.of_layers(stored.quantization, layers)
 
     @classmethod
     def of_adapter(cls, auto_mapping: dict | None) -> PackedBase | None:
         """Read what an adapter_config.json remembers; None where it was trained on dense experts, or says nothing."""
         entry = (auto_mapping or {}).get(ENTRY)
-        return cls(**entry) if entry else None
+        return cls(entry["format"], entry.get("codes") or []) if entry else None
 
     def other_than(self, here: PackedBase | None, place: str) -> str | None:
         """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
-        if here is not None and self.format == here.format:
-            pairs = list(zip(self.scales, here.scales))
-            if not pairs or (len(self.scales) == len(here.scales) and all(abs(a - b) <= NEAR for a, b in pairs)):
-                return None
-        return OTHER.format(trained=self, place=place, here=here or "bf16 or fp32")
+        if (
+            here is not None
+            and self.format == here.format
+            and (self.codes == here.codes or not self.codes or not here.codes)
+        ):
+            return None
+        return (DENSE if here is None else OTHER).format(trained=self, place=place, here=here)
 
 
-def _first_scales(weights: list[Weight]) -> list[torch.Tensor]:
-    """Read the scales of the first expert of weights that hold all experts, or are its own; none of dense ones."""
-    alone = [
-        weight.format.pack(*weight.raw()).scales.contiguous() for weight in weights if isinstance(weight, HubMatrix)
-    ]
-    return alone + [weight.raw(0)[1] for weight in weights if isinstance(weight, PackedExperts)]
+def _first_codes(weights: list[Weight]) -> list[torch.Tensor]:
+    """Read the codes of the first expert of weights that hold all experts, or are its own; none of dense ones."""
+    return [weight.raw(None if isinstance(weight, HubMatrix) else 0)[0] for weight in weights if weight.format]
 
 
 def remember(config: Any, model: nn.Module) -> None:

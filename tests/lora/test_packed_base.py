@@ -37,14 +37,14 @@ def test_an_adapter_warns_on_another_packing_and_not_on_its_own(format, task, tm
     )
     assert not caplog.records and config_of(tmp_path / "again")["auto_mapping"][ENTRY]["format"] == format
     other = "mxfp4" if format == "nf4" else "nf4"
-    for how, shown in ((None, "are in bf16 or fp32"), (other, f"are in {other} (scales")):
+    for how, shown in ((None, "are not packed"), (other, f"are in {other} (codes")):
         caplog.clear()
         PeftModel.from_pretrained(load(tmp_path / "base", how), tmp_path / "again")
         (record,) = caplog.records
         assert MESSAGE.format(format) in record.getMessage() and shown in record.getMessage()
 
 
-@pytest.mark.parametrize("format", rest_pinned(["fp8", "mxfp4"]))
+@pytest.mark.parametrize("format", rest_pinned(["fp8", "nf4", "mxfp4"]))
 def test_merging_into_another_base_says_so(format, tmp_path):
     trained(tmp_path, format)
     convert_adapter(tmp_path / "adapter", tmp_path / "vllm", "vllm")
