@@ -44,10 +44,10 @@ SIZES = {
     1: ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_hidden_layers"),
 }
 NOT_MERGED = {
-    "Inkling2LoopExperts": "no: its checkpoints are quantized, and conversion to dense weights has no inverse",
-    "DiffusionGemmaTextExperts": "no: encoder and decoder share weights",
-    "MuseSparkExperts": "untested: `lora_config` raises an error",
-    "Qwen3OmniMoeTalkerTextExperts": "untested: its inputs are the thinker's states",
+    "Inkling2LoopExperts": "not merged: its checkpoints are quantized, and conversion to dense weights has no inverse",
+    "DiffusionGemmaTextExperts": "not merged: encoder and decoder share weights",
+    "MuseSparkExperts": "merge untested: `lora_config` raises an error",
+    "Qwen3OmniMoeTalkerTextExperts": "merge untested: its inputs are the thinker's states",
 }
 LIMITS = {"limit", "swiglu_limit"}
 
@@ -155,21 +155,21 @@ def layers_of(architecture: Architecture) -> OneLayer:
 
 
 def table() -> str:
-    """Return the table of docs/models.md: what `supports` says of one layer of every architecture, which families are merged in
-    test_merge_families, and which have a class whose adapters are written for engines."""
+    """Return the table of docs/models.md: what `supports` says of one layer of every architecture, which families are not
+    merged in test_merge_families, and which have a class whose adapters are written for engines."""
     lines = [
-        "| model (folder of transformers.models), experts | token rounding | merge | adapters for |",
-        "|---|---|---|---|",
+        "| model (folder of transformers.models), experts | token rounding | adapters for |",
+        "|---|---|---|",
     ]
     for architecture in architectures():
         (layer,) = supports(layers_of(architecture))
         reason = layer.reason.partition("; ")[0].partition(": ")[2]
         engines = {"vLLM": CLASSES["vllm"], "SGLang": CLASSES["sglang"]}
+        limits = ["" if layer.accelerated else f"not accelerated: {reason}", NOT_MERGED.get(architecture.experts, "")]
+        limits = [f" ({each})" for each in limits if each]
         cells = [
-            f"{architecture.folder}, `{architecture.experts}`"
-            + ("" if layer.accelerated else f" (not accelerated: {reason})"),
+            f"{architecture.folder}, `{architecture.experts}`{''.join(limits)}",
             "yes" if layer.token_rounding else "no",
-            NOT_MERGED.get(architecture.experts, "yes"),
             ", ".join(
                 name
                 for name, classes in engines.items()

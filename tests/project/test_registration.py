@@ -124,7 +124,9 @@ def test_functions_of_other_packages_are_replaced_by_the_register_alone():
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 owner = ast.unparse(node.value)
                 is_setting = owner == "dynamo.config"
-                assert is_setting or owner.partition(".")[0] not in names, f"{path}:{node.lineno} sets {ast.unparse(node)}"
+                assert is_setting or owner.partition(".")[0] not in names, (
+                    f"{path}:{node.lineno} sets {ast.unparse(node)}"
+                )
 
 
 def test_installing_again_after_uninstalling_changes_the_same(uninstalled):
