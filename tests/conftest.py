@@ -37,9 +37,13 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _afresh():
-    """Start with the same random numbers, and no tape of what another test made of the kernels."""
+    """Start with the same random numbers, no tape of what another test made of the kernels, and nothing of accelerate's
+    in this process: after a Trainer that was interrupted, or accumulates gradients, its optimizers may skip steps."""
     torch.manual_seed(0)
     tapes.forget()
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from helpers import models
 from helpers.training import Examples, arguments
 from torch import nn
@@ -24,12 +23,9 @@ BATCH = models.batch()
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
-@pytest.fixture
-def make_session():
+def make_session(**settings):
     """Make a Session that follows nothing of this process but what a test hands it."""
-    AcceleratorState._reset_state(True)  # other tests' mixed precision
-    yield lambda **settings: Session(RunSettings(**settings))
-    AcceleratorState._reset_state(True)
+    return Session(RunSettings(**settings))
 
 
 def build(family="qwen3_moe", **changes):
@@ -46,7 +42,7 @@ def train_step(session, model):
     session.report()  # the optimiser's step
 
 
-def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_step(make_session, capsys):
+def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_step(capsys):
     session, model = make_session(save="input"), build()
     session.built(model.model)  # its constructor ends before that of the model around it
     session.built(model)
@@ -58,7 +54,7 @@ def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_s
     assert "backend: eager (" in said and "in torch.float32" in said and "experts: trained" in said
 
 
-def test_the_backend_is_told_for_the_dtype_of_accelerates_mixed_precision(make_session, capsys):
+def test_the_backend_is_told_for_the_dtype_of_accelerates_mixed_precision(capsys):
     session, model = make_session(), build()
     session.built(model)
     Accelerator(mixed_precision="bf16", cpu=True)
@@ -66,7 +62,7 @@ def test_the_backend_is_told_for_the_dtype_of_accelerates_mixed_precision(make_s
     assert "in torch.bfloat16" in capsys.readouterr().err
 
 
-def test_dense_experts_in_host_memory_are_frozen_and_not_packed(make_session, capsys):
+def test_dense_experts_in_host_memory_are_frozen_and_not_packed(capsys):
     session, model = make_session(), build()
     session.built(model)
     sonicmoe_hf.patch_model(model, experts_memory=0)  # as a program may
@@ -74,7 +70,7 @@ def test_dense_experts_in_host_memory_are_frozen_and_not_packed(make_session, ca
     assert capsys.readouterr().err.endswith("experts: frozen\n")
 
 
-def test_a_model_without_experts_is_told_why_nothing_is_patched(make_session, capsys):
+def test_a_model_without_experts_is_told_why_nothing_is_patched(capsys):
     session = make_session()
     model = dense_model()
     session.built(model)
@@ -83,7 +79,7 @@ def test_a_model_without_experts_is_told_why_nothing_is_patched(make_session, ca
     assert "LlamaForCausalLM is not patched: LlamaForCausalLM has no mixture-of-experts layer" in said
 
 
-def test_a_program_that_trains_nothing_is_told_at_its_end(make_session, capsys):
+def test_a_program_that_trains_nothing_is_told_at_its_end(capsys):
     session, model = make_session(), build()
     session.built(model)
     session.at_exit()
@@ -93,7 +89,7 @@ def test_a_program_that_trains_nothing_is_told_at_its_end(make_session, capsys):
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"LOCAL_RANK": "0", "RANK": "8"}, {"SLURM_PROCID": "1"}])
-def test_only_the_first_rank_of_all_machines_speaks(make_session, capsys, monkeypatch, variables):
+def test_only_the_first_rank_of_all_machines_speaks(capsys, monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     announce("a layer of a new size")
@@ -103,7 +99,7 @@ def test_only_the_first_rank_of_all_machines_speaks(make_session, capsys, monkey
     assert capsys.readouterr().err == ""
 
 
-def test_a_model_that_can_be_patched_no_longer_is_as_it_was_by_itself(make_session):
+def test_a_model_that_can_be_patched_no_longer_is_as_it_was_by_itself():
     session, model = make_session(), build()
     session.built(model)
     assert sonicmoe_hf.is_patched(model)
@@ -113,7 +109,7 @@ def test_a_model_that_can_be_patched_no_longer_is_as_it_was_by_itself(make_sessi
     train_step(session, model)
 
 
-def test_routing_is_set_where_every_layer_can_round_and_refused_where_not(make_session, monkeypatch):
+def test_routing_is_set_where_every_layer_can_round_and_refused_where_not(monkeypatch):
     session, model = make_session(routing="balanced", tile=4), build()
     session.built(model)
     report = sonicmoe_hf.patch_model(copy.deepcopy(model))
@@ -124,7 +120,7 @@ def test_routing_is_set_where_every_layer_can_round_and_refused_where_not(make_s
         session.built(build())
 
 
-def test_a_model_is_patched_after_it_was_loaded_not_while(make_session, tmp_path):
+def test_a_model_is_patched_after_it_was_loaded_not_while(tmp_path):
     """A quantizer may replace the experts meanwhile."""
     build().save_pretrained(tmp_path)
     session, during = make_session(), []
@@ -139,7 +135,7 @@ def test_a_model_is_patched_after_it_was_loaded_not_while(make_session, tmp_path
     assert during == [False] and sonicmoe_hf.is_patched(model) and info == {"missing_keys": set()}
 
 
-def test_models_without_weights_are_not_spoken_of(make_session, capsys):
+def test_models_without_weights_are_not_spoken_of(capsys):
     """Shells of models, as accelerate's init_empty_weights builds them, compute nothing."""
     session = make_session()
     with torch.device("meta"):
@@ -149,7 +145,7 @@ def test_models_without_weights_are_not_spoken_of(make_session, capsys):
     assert sonicmoe_hf.is_patched(shell) and capsys.readouterr().err == ""
 
 
-def test_models_are_patched_after_one_that_could_not_be_loaded(make_session, tmp_path):
+def test_models_are_patched_after_one_that_could_not_be_loaded(tmp_path):
     session, model = make_session(), build()
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, (str(tmp_path),), {})
@@ -157,7 +153,7 @@ def test_models_are_patched_after_one_that_could_not_be_loaded(make_session, tmp
     assert sonicmoe_hf.is_patched(model)
 
 
-def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(make_session, tmp_path, capsys):
+def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(tmp_path, capsys):
     build(moe_intermediate_size=32).save_pretrained(tmp_path / "moe")
     dense_model().save_pretrained(tmp_path / "dense")
     session = make_session(experts_quantization="mxfp4")
@@ -173,7 +169,7 @@ def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(m
     assert "experts: frozen, packed as mxfp4" in capsys.readouterr().err
 
 
-def test_experts_are_looked_for_where_the_program_loads_from(make_session, tmp_path):
+def test_experts_are_looked_for_where_the_program_loads_from(tmp_path):
     build(moe_intermediate_size=32).save_pretrained(tmp_path / "inner")
     session, places = make_session(experts_quantization="mxfp4"), []
 
@@ -190,7 +186,7 @@ def test_experts_are_looked_for_where_the_program_loads_from(make_session, tmp_p
 
 
 @pytest.mark.parametrize("rank", [8, 3])
-def test_experts_are_added_to_a_lora_of_the_program_at_its_own_scale(rank, make_session, capsys, recwarn):
+def test_experts_are_added_to_a_lora_of_the_program_at_its_own_scale(rank, capsys, recwarn):
     session, model = make_session(adapt_experts=rank), build()
     session.built(model)
     config = peft.LoraConfig(**LORA)
@@ -208,7 +204,7 @@ def test_experts_are_added_to_a_lora_of_the_program_at_its_own_scale(rank, make_
     assert f"experts: frozen, with LoRA of rank {rank}" in capsys.readouterr().err
 
 
-def test_a_lora_that_cannot_take_experts_is_refused_with_the_remedy(make_session):
+def test_a_lora_that_cannot_take_experts_is_refused_with_the_remedy():
     session, model = make_session(adapt_experts=4), build()
     session.built(model)
     for config, message in (
@@ -222,7 +218,7 @@ def test_a_lora_that_cannot_take_experts_is_refused_with_the_remedy(make_session
         train_step(session, model)
 
 
-def test_a_saved_adapter_a_dense_model_and_a_lora_of_attention_alone_are_left_alone(make_session):
+def test_a_saved_adapter_a_dense_model_and_a_lora_of_attention_alone_are_left_alone():
     session, model = make_session(adapt_experts=4), build()
     session.built(model)
     saved = peft.LoraConfig(**LORA, inference_mode=True)
@@ -234,7 +230,7 @@ def test_a_saved_adapter_a_dense_model_and_a_lora_of_attention_alone_are_left_al
     assert all(config.target_parameters is None for config in (saved, other, not_asked))
 
 
-def test_a_trainer_of_a_patched_model_is_attached_and_another_is_left_alone(make_session, tmp_path):
+def test_a_trainer_of_a_patched_model_is_attached_and_another_is_left_alone(tmp_path):
     session, model = make_session(), build()
     trainer = Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=Examples(4))
     session.prepare(trainer)
@@ -245,7 +241,7 @@ def test_a_trainer_of_a_patched_model_is_attached_and_another_is_left_alone(make
     assert "moe/dead_experts" in trainer.state.log_history[0]
 
 
-def test_token_rounding_is_refused_in_a_policy_trainer(make_session, tmp_path):
+def test_token_rounding_is_refused_in_a_policy_trainer(tmp_path):
     session, model = make_session(routing="nearest"), build()
     session.built(model)
 
