@@ -55,6 +55,7 @@ class SmallSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Observe this run, and let Liger's loss have larger chunks."""
+        self.end()  # of an attempt with a larger batch (auto_find_batch_size)
         self._begin(state.global_step)
         modules = [] if model is None else list(model.modules())
         models = [each for each in modules if has_liger_forward(each)]

@@ -42,6 +42,8 @@ def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths,
     for length in lengths:
         callback.note({"input_ids": torch.empty(1, length, dtype=torch.int64, device="meta")})
     assert torch.backends.cuda.cudnn_sdp_enabled() != is_off
+    callback.on_train_begin(args, TrainerState(), None, model=model)  # again, with auto_find_batch_size
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     callback.end()
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
