@@ -42,7 +42,7 @@ class RoutingState:
     since a Trainer began to compute its loss, None outside.
     before_step: what of these attributes a training step has changed, as it was.
     reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
-    has_trained: whether a call with gradients had any of these to do, or experts to record or replay.
+    has_trained: whether a training call had any of these to do, or experts to record or replay.
     """
 
     def __init__(self) -> None:
@@ -57,15 +57,20 @@ class RoutingState:
         self.reports = self.reported = False
         self.has_trained = False
 
-    def __getstate__(self):  # a copy has had no calls
-        return {**vars(self), "last": None, "calls_of_loss": None}
+    def between_steps(self) -> dict[str, Any]:
+        """Make the attributes that are others outside a training step and its calls."""
+        return {**self.before_step, "before_step": {}, "reports": False, "last": None, "calls_of_loss": None}
+
+    def __getstate__(self):  # a copy, as of an average of weights, is in no step and has had no calls
+        return {**vars(self), **self.between_steps()}
 
 
 class ModelCall:
     """Call of a model, with all that its routers do in it.
 
-    state: its model's settings; policy: theirs when it began. gradients: whether it began with gradients on.
-    handlers, in_training: what its routers do, in order (handlers.py), and what those in training mode do.
+    state: its model's settings; policy: theirs when it began. gradients: whether it began with gradients on; trains:
+    whether in training mode too, and with work for routers. handlers: this work, in order (handlers.py). It is the same
+    where checkpointing computes a layer again, whatever the model's mode is by then.
     share: what part of the optimiser step's tokens it has, as far as its own loss says; loss_scale: what backward
     multiplies its balancing loss by, once it began; num_layer_losses: how many runs of layers that loss is the mean of;
     loss_weight: of that loss.
@@ -77,8 +82,8 @@ class ModelCall:
         self.state = state
         self.policy = state.policy
         self.gradients = torch.is_grad_enabled()
+        self.trains = False
         self.handlers: tuple[Callable, ...] = ()
-        self.in_training: tuple[Callable, ...] = ()
         self.share: torch.Tensor | float = 1.0
         self.loss_scale: torch.Tensor | None = None
         self.num_layer_losses = 0

@@ -99,16 +99,15 @@ class RouterHook:
                 calls.check_checkpointing(None, self.layer_name)
             return None
         call = forward.call
-        work = call.in_training if router.training else call.handlers
-        if not work:
+        if not call.handlers:
             return None
         run = handlers.RouterRun(self, router, output, forward)
-        if router.training and call.gradients:
+        if call.trains:
             calls.check_checkpointing(call, self.layer_name)
             run.valid_T = valid_tokens(forward, run.family, self.layer_name, run.num_tokens, run.logits_TE.device)
             if state.reports:
                 state.reported = True
-        for handle in work:
+        for handle in call.handlers:
             handle(run)
         return run.output()
 
@@ -148,7 +147,7 @@ class ModelHook:
             if not is_compiling:
                 self._check(model)
             self._prepare(model, call, kwargs)
-        if call.in_training:
+        if call.trains:
             arguments = {**dict(zip(self.parameters, args)), **kwargs}
             mask = given_mask(arguments)
             forward.attention_mask = forward.attention_mask if mask is None else mask
@@ -182,14 +181,21 @@ class ModelHook:
                 call.recorded = {}
                 recording.calls.append(call.recorded)
                 work.append(handlers.record)
-        call.handlers = call.in_training = tuple(work)
-        if not call.gradients:
-            return
+        call.trains = model.training and call.gradients
+        if call.trains:
+            work += self._training_work(model, call, kwargs)
+            state.has_trained = True
+        call.handlers = tuple(work)
+
+    def _training_work(self, model: nn.Module, call: ModelCall, kwargs: dict) -> list[Callable]:
+        """List what the routers do in a new call that trains, and note what they need for it."""
+        policy, balancing = self.state.policy, self.state.balancing
+        work: list[Callable] = []
         if policy is not None:
             work.append(handlers.round_tokens)
             if policy.rounding == "stochastic":
                 call.batch_group = self._batch_group(model)
-        if state.counting:
+        if self.state.counting:
             work.append(handlers.count_load)
         if balancing is not None:
             call.share, call.loss_weight = share_of_batch(model, kwargs), balancing.loss_weight
@@ -197,8 +203,7 @@ class ModelHook:
                 work.append(handlers.count_tokens)
             if balancing.loss_weight:
                 work.append(handlers.add_layer_loss)
-        call.in_training = tuple(work)
-        state.has_trained = True
+        return work
 
     def _batch_group(self, model: nn.Module) -> torch.distributed.ProcessGroup | None:
         """Find the ranks that have this model's batch too, as it or, where a part of it is called, its experts know."""
@@ -221,13 +226,13 @@ class ModelHook:
         if forward is None or output is None or forward.recomputing:
             return
         state, call = self.state, forward.call
-        if not (call.in_training and forward.is_outermost):
+        if not (call.handlers and forward.is_outermost):
             return
         if call.replayed is not None:
             call.replayed.check_used()
         if call.recorded is not None and not call.recorded:
             raise RuntimeError("record_routing: the model was called, and no router of it reported its experts")
-        if state.balancing is not None and call.gradients and not torch.compiler.is_compiling():
+        if state.balancing is not None and call.trains and not torch.compiler.is_compiling():
             hook_loss(call, output)
             state.last = call
             if state.calls_of_loss is not None:

@@ -55,7 +55,7 @@ def drop_step(model: nn.Module) -> None:
     """Do as `end_step` for a step that an error or Ctrl-C ended."""
     state = find_state(model)
     if state is not None:
-        vars(state).update(state.before_step, before_step={}, reports=False, last=None)
+        vars(state).update(state.between_steps())
 
 
 def summed_over_ranks(counts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -125,6 +125,7 @@ def test_in_a_loop_that_is_not_the_trainers_callbacks_ask_until_training_ends(tm
     watch = Watch(model)
     loss_and_gradients(model, batch())
     assert watch.rounded() == [True] and all(settings(model))
+    assert not any(settings(twin(model))), "an average of the weights is a model by itself"
     handler.on_train_end(*arguments)
     assert not any(settings(model)[:3])
 
