@@ -24,7 +24,7 @@ def compile_layers(model: nn.Module, **options) -> int:
 
     Call it when the model is complete: patched, quantized, with its adapters. Gradient checkpointing may be switched on
     before or after; a layer is then computed again inside its own compiled code. A model compiled as a whole computes the
-    same, but Transformers builds a causal mask inside it, and breaks its graph where checkpointing begins.
+    same, but every layer of it is compiled anew, and Transformers builds a causal mask inside it.
 
     Where nothing is trained, as in evaluation and generation, layers run uncompiled. With `mode="reduce-overhead"` a
     layer's kernels are captured as CUDA graphs, for batches of one size; where sizes vary, layers run as without it.

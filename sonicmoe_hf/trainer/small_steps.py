@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
 from ..patching.forwards import has_liger_forward
-from ..private.torch import compiled_call
+from ..private.torch import has_compiled_parts
 from .gathered_head import gather_head
 
 logger = logging.get_logger(__name__)
@@ -34,8 +34,8 @@ class SmallSteps(TrainerCallback):
     """Says once how busy the GPU is, and chooses what suits the sizes of a run. `attach` adds it to a Trainer.
 
     cuDNN's attention, which torch prefers on Hopper, plans for some 80 ms whenever a length is new. Where most of the
-    first micro-batches have new lengths and few tokens, it is off until the run ends. Compiled layers keep the attention
-    that they were compiled with, so there it is off from the second length on, for which torch compiles for any.
+    first micro-batches have new lengths and few tokens, it is off until the run ends. Compiled code keeps the attention
+    that it was compiled with, so there it is off from the second length on, for which torch compiles for any.
 
     Liger's fused linear cross entropy cuts the tokens into chunks whose logits take no more memory than its input. Of
     2,048 tokens and 152 thousand words that is 32 tokens a chunk: it reads the head's weight 64 times, a third of the
@@ -60,7 +60,7 @@ class SmallSteps(TrainerCallback):
         modules = [] if model is None else list(model.modules())
         models = [each for each in modules if has_liger_forward(each)]
         self.hooks = [each.register_forward_pre_hook(_enlarge_chunks, with_kwargs=True) for each in models]
-        self.is_compiled = any(compiled_call(each) is not None for each in modules)
+        self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_parts(modules)
         self.hooks += [hook for each in models for hook in gather_head(each)]
 
     def note(self, inputs) -> None:

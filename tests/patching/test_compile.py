@@ -17,7 +17,15 @@ from helpers.models import (
     relative_error,
     twin,
 )
-from helpers.training import CHECKPOINTING, POLICY, TILE, checkpointed, start_counting, trained
+from helpers.training import (
+    CHECKPOINTED_TRAINING,
+    CHECKPOINTING,
+    POLICY,
+    TILE,
+    checkpointed,
+    start_counting,
+    trained,
+)
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -278,14 +286,29 @@ def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few()
 
 
 @pytest.mark.slow
-def test_the_trainers_torch_compile_follows_the_schedule(tmp_path):
+@pytest.mark.parametrize("kind", CHECKPOINTED_TRAINING)
+def test_the_trainers_torch_compile_follows_the_schedule(kind, tmp_path):
+    """With adapters under checkpointing too, whose inputs Transformers makes require gradients: where the graph breaks."""
     logs = []
+    counters.clear()
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
         torch._dynamo.reset()
-        options = {"padding": True, "eval_strategy": "steps", "eval_steps": 2, **options}
+        options = {
+            "padding": True,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            **CHECKPOINTED_TRAINING[kind],
+            **options,
+        }
         callbacks = [TokenRoundingCallback(tile=TILE, start=1, end=3)]
-        trainer = trained(build("qwen3_moe", **ONE_LAYER), tmp_path, callbacks, **options)
+        model = build("qwen3_moe", **ONE_LAYER)
+        if kind != "none":
+            sonicmoe_hf.patch_model(model)
+            model = with_lora(model, target_modules=["q_proj"])
+        trainer = trained(model, tmp_path, callbacks, **options)
         kept = ("loss", "eval_loss", "moe/load_cv", "moe/rows_added", "moe/padded_rows_avoided")
         logs.append([log[key] for log in trainer.state.log_history for key in kept if key in log])
     assert len(logs[0]) == 4 * 4 + 2
     assert logs[1] == pytest.approx(logs[0], rel=1e-4)  # fp32 after four updates
+    assert all("requires_grad_" in reason for reason in counters["graph_break"])
+    assert bool(counters["graph_break"]) is (kind != "none")

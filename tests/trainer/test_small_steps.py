@@ -25,18 +25,20 @@ def cudnn_is_on():
 @pytest.mark.parametrize(
     ("lengths", "is_off", "compiled"),
     [
-        (range(100, 100 + OBSERVED), True, False),
-        ([128] * OBSERVED, False, False),  # one length
-        ([64, 128] * (OBSERVED // 2), False, False),  # lengths that come again
-        (range(20000, 20000 + OBSERVED), False, False),  # attention itself takes longer
-        (range(100, 100 + OBSERVED // 2), False, False),  # not known yet
-        ([64, 128], True, True),  # the second is compiled for any length
-        ([128, 128], False, True),
+        (range(100, 100 + OBSERVED), True, None),
+        ([128] * OBSERVED, False, None),  # one length
+        ([64, 128] * (OBSERVED // 2), False, None),  # lengths that come again
+        (range(20000, 20000 + OBSERVED), False, None),  # attention itself takes longer
+        (range(100, 100 + OBSERVED // 2), False, None),  # not known yet
+        ([64, 128], True, "layers"),  # the second is compiled for any length
+        ([64, 128], True, "model"),
+        ([128, 128], False, "layers"),
     ],
 )
 def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths, is_off, compiled, tmp_path):
-    callback, args, model = SmallSteps(), arguments(tmp_path), patched("qwen3_moe")
-    if compiled:
+    callback, model = SmallSteps(), patched("qwen3_moe")
+    args = arguments(tmp_path, torch_compile=compiled == "model")
+    if compiled == "layers":
         sonicmoe_hf.compile_layers(model)
     callback.on_train_begin(args, TrainerState(), None, model=model)
     for length in lengths:
