@@ -13,7 +13,16 @@ import argparse
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from shared import PER_LAYER_LOSS, VOCAB_SIZE, blocks, forever, small_config, standard_library, train_tokenizer
+from shared import (
+    PER_LAYER_LOSS,
+    VOCAB_SIZE,
+    add_training_options,
+    blocks,
+    forever,
+    small_config,
+    standard_library,
+    train_tokenizer,
+)
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -23,12 +32,9 @@ import sonicmoe_hf
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--top-k-steps", type=int, default=10, help="the last steps, trained with plain top-k")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences of 128 tokens per device")
-    parser.add_argument("--tile", type=int, default=64, help="rows")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    add_training_options(parser, steps=100, batch_size=16, learning_rate=3e-3, seed=0)
+    parser.add_argument("--top-k-steps", type=int, default=10, help="the last steps, with plain top-k (default 10)")
+    parser.add_argument("--tile", type=int, default=64, help="of token rounding, in rows (default %(default)s)")
     return parser.parse_args(arguments)
 
 

@@ -22,6 +22,7 @@ from shared import (
     VOCAB_SIZE,
     Throughput,
     add_model_options,
+    add_training_options,
     blocks,
     forever,
     parsed,
@@ -41,13 +42,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences of each process")
-    parser.add_argument("--sequence-length", type=int, default=128)
+    add_training_options(parser, steps=50, batch_size=16, sequence_length=128, seed=0)
     parser.add_argument("--tile", type=int, help="rows; default: 64 for the small model, else the policy's own")
     parser.add_argument("--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5")
     parser.add_argument("--output", help="where to save the model")
-    parser.add_argument("--seed", type=int, default=0)
     return parsed(parser, arguments)
 
 

@@ -35,6 +35,7 @@ from shared import (
     add_activation_offloading,
     add_data_options,
     add_model_options,
+    add_training_options,
     checkpointing,
     keep_gradients_once,
     liger_kernels,
@@ -115,7 +116,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     data = parser.add_argument_group("data")
     add_data_options(data)
     data.add_argument("--held-out-blocks", type=int, default=64, help="for evaluation; a tenth of the blocks at most")
-    data.add_argument("--sequence-length", type=int, default=512)
+    add_training_options(data, sequence_length=512)
 
     moe = parser.add_argument_group("sonicmoe-hf")
     moe.add_argument(
@@ -139,22 +140,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     training = parser.add_argument_group("training")
     add_activation_offloading(training)
-    training.add_argument("--output", default="outputs/finetune")
-    training.add_argument("--steps", type=int, default=100)
-    training.add_argument("--batch-size", type=int, default=4, help="sequences per device")
-    training.add_argument("--gradient-accumulation-steps", type=int, default=1)
+    add_training_options(training, steps=100, batch_size=4, gradient_accumulation_steps=1)
+    add_training_options(training, logging_steps=10, output="outputs/finetune", seed=0)
     training.add_argument(
         "--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5; LoRA: 1e-4"
     )
     training.add_argument("--deepspeed", metavar="JSON", help="a DeepSpeed config, such as examples/zero3.json")
-    training.add_argument("--logging-steps", type=int, default=10)
     training.add_argument("--save-steps", type=int, help="default: only at the end")
     training.add_argument(
         "--train-only", action="store_true", help="no evaluation, nothing saved: for speed and memory"
     )
     training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
     training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
-    training.add_argument("--seed", type=int, default=0)
     options = parsed(parser, arguments)
     if options.experts_quantization and not options.lora_rank:
         parser.error("--experts-quantization freezes the experts: it needs --lora")

@@ -18,7 +18,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from shared import ThroughputCallback, add_model_options, blocks, load, parsed, standard_library
+from shared import ThroughputCallback, add_model_options, add_training_options, blocks, load, parsed, standard_library
 from torchao.optim import AdamW8bit
 from transformers import Trainer, TrainingArguments, set_seed
 
@@ -31,14 +31,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add_model_options(parser)
     parser.add_argument("--text", type=Path, nargs="+", help="files of plain text; default: the standard library's")
-    parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences")
-    parser.add_argument("--steps", type=int, default=100)
+    add_training_options(parser, steps=100, batch_size=4, sequence_length=512, logging_steps=1)
+    add_training_options(parser, output="outputs/full", seed=0)
     parser.add_argument("--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5")
-    parser.add_argument("--logging-steps", type=int, default=1)
-    parser.add_argument("--output", default="outputs/full")
     parser.add_argument("--no-save", dest="save", action="store_false", help="do not write the model at the end")
-    parser.add_argument("--seed", type=int, default=0)
     return parsed(parser, arguments)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy
 import torch
 from datasets import Dataset, load_dataset
-from shared import small_config, standard_library, train_tokenizer
+from shared import add_training_options, small_config, standard_library, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -246,12 +246,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
         "--routing", choices=("policy", "server"), default="policy", help="whose experts are replayed; see above"
     )
     parser.add_argument("--vllm", action="store_true", help="sample with vLLM, whose experts are replayed")
-    parser.add_argument("--output", default="outputs/grpo")
-    parser.add_argument("--steps", type=int, default=100)
+    add_training_options(parser, steps=100, output="outputs/grpo")
     parser.add_argument(
         "--max-completion-length", type=int, help="in tokens; default: 16 for the small model, else TRL's"
     )
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16 (autocast), TRL's own default")
     arguments = parser.parse_args(argv)
     if (arguments.model is None) != (arguments.dataset is None):
         parser.error("--model and --dataset belong together")

@@ -42,6 +42,7 @@ from shared import (
     add_activation_offloading,
     add_data_options,
     add_model_options,
+    add_training_options,
     checkpointing,
     config_of,
     keep_gradients_once,
@@ -90,7 +91,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--optim", default="adamw_torch_fused", help="Trainer's; adamw_8bit: the adapters' state by bitsandbytes"
     )
     parser.add_argument("--attn-implementation", help="default: the model's own; gpt-oss: torch_sinks on GPUs")
-    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--attention-only", action="store_true", help="no adapters on the experts")
     parser.add_argument("--all-linear", action="store_true", help="adapt linear attention, Mamba, shared experts too")
     parser.add_argument(
@@ -100,12 +100,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_activation_offloading(parser)
     add_data_options(parser)
     parser.add_argument("--sequence-length", type=int, help="default: 512; for the small model 128")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step and GPU")
-    parser.add_argument("--steps", type=int, default=40)
+    add_training_options(parser, steps=40, batch_size=4, rank=8, output=Path("outputs/qlora"), seed=0)
     parser.add_argument("--learning-rate", type=float, help="default: 1e-4; for the small model 3e-3")
     parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer")
-    parser.add_argument("--output", type=Path, default=Path("outputs/qlora"))
-    parser.add_argument("--seed", type=int, default=0)
     options = parsed(parser, arguments)
     if options.liger is None:
         options.liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None

@@ -14,7 +14,7 @@ import argparse
 
 import torch
 from datasets import Dataset, load_dataset
-from shared import ThroughputCallback, add_model_options, load, parsed, standard_library
+from shared import ThroughputCallback, add_model_options, add_training_options, load, parsed, standard_library
 from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -26,17 +26,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add_model_options(parser)
-    parser.add_argument("--attn-implementation", default="sdpa")
+    parser.add_argument("--attn-implementation", default="sdpa", help="flash_attention_2 keeps packed texts apart")
     parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
     parser.add_argument("--dataset", help="hub name, of a kind that SFTTrainer takes; default: the standard library")
-    parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=4, help="packed sequences per device")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--logging-steps", type=int, default=10)
-    parser.add_argument("--output", default="outputs/sft")
-    parser.add_argument("--seed", type=int, default=0)
+    add_training_options(parser, steps=100, batch_size=4, sequence_length=512, rank=16, learning_rate=1e-4)
+    add_training_options(parser, logging_steps=10, output="outputs/sft", seed=0)
     return parsed(parser, arguments)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "add_activation_offloading",
     "add_data_options",
     "add_model_options",
+    "add_training_options",
     "blocks",
     "checkpointing",
     "config_of",
@@ -49,6 +50,17 @@ __all__ = [
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 WARM_UP_STEPS = 2
+TRAINING = {  # options of training that examples share
+    "steps": "optimiser steps",
+    "batch_size": "sequences of a batch on each device",
+    "gradient_accumulation_steps": "batches of a step",
+    "sequence_length": "tokens of a sequence",
+    "rank": "of the adapters",
+    "learning_rate": "at its highest",
+    "logging_steps": "steps between two lines of the log",
+    "output": "folder to write",
+    "seed": "of random weights and of the order of texts",
+}
 
 
 def add_model_options(parser) -> None:
@@ -62,8 +74,15 @@ def add_data_options(parser) -> None:
     """Add the options that choose the texts, as `finetune.load_texts` reads them."""
     parser.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
     parser.add_argument("--dataset-config", help="the hub dataset's configuration")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--text-column", default="text")
+    parser.add_argument("--split", default="train", help="of the hub's dataset (default %(default)s)")
+    parser.add_argument("--text-column", default="text", help="(default %(default)s)")
+
+
+def add_training_options(parser, **defaults) -> None:
+    """Add options of TRAINING, with these defaults."""
+    for name, default in defaults.items():
+        text = f"{TRAINING[name]} (default %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
 
 
 def add_activation_offloading(parser) -> None:

@@ -32,14 +32,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="hub id or folder of a dense Llama, Mistral or Qwen3")
     parser.add_argument("--gguf-file", help="of the model's folder, in place of safetensors")
     parser.add_argument("--experts", nargs="+", default=(), help="fine-tuned copies of it, for its experts in turn")
-    parser.add_argument("--num-experts", type=int, default=8)
+    parser.add_argument("--num-experts", type=int, default=8, help="of each layer (default %(default)s)")
     parser.add_argument("--top-k", type=int, default=2, help="experts of each token")
     parser.add_argument(
         "--noise", type=float, default=0.0, help="of experts, relative to the deviation of their weights"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the weights that are written")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="of the noise and the routers")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
     return parser.parse_args(arguments)
 
 
