@@ -43,8 +43,8 @@ def _padded(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor
 
 
 WAYS = ("gathering", "all_to_all")
-MAX_RANKS_GATHERING, MIN_SHARE = 4, 0.5
-MANY_BYTES = 2**26  # of gathered tokens: with fewer, the host's time counts more than the memory
+MAX_RANKS_GATHERING = 4
+MANY_BYTES = 2**26  # of gathered tokens: with fewer, the host's time counts more than memory and links
 LENGTHS = 16  # steps from no pairs to a balanced rank's
 _way_in_use: str | None = None  # no thread's own: checkpointing runs layers again in a thread of autograd's
 
@@ -57,19 +57,19 @@ class MaxSizes(NamedTuple):
     is_list: int
 
 
-def choose_way(num_ranks: int, sizes: MaxSizes) -> str:
-    """Choose how tokens reach the experts of other ranks, the same on all ranks: one of WAYS.
+def choose_way(num_ranks: int, gathered_bytes: int) -> str:
+    """Choose how tokens reach the experts of other ranks, the same on all ranks: one of WAYS. gathered_bytes: of the
+    tokens of all ranks, each with as many as the longest.
 
-    Gathering sends every token to N - 1 ranks, partly beside products. An all-to-all sends a token with K experts to
-    1 - (1 - 1 / N)^K of them: with K = 8 to 0.90 of 3, 0.66 of 7, 0.40 of 15. It packs what it sends, and waits for the
-    device before anything is sent. On four H100s with NVLink (eight layers of Qwen3-30B-A3B, 16,384 tokens a rank) a step
-    takes 169 ms by gathering and 182 by an all-to-all. Gathering in two chunks, one beside the other's products, took 10%
-    longer than in one. So ranks gather unless an all-to-all would send less than half as much (MIN_SHARE): with K = 8
-    from 12 ranks on.
+    Gathering sends every token to N - 1 ranks five times a layer, partly beside products. An all-to-all sends a token
+    with K experts to 1 - (1 - 1 / N)^K of them four times, and waits for the device before anything is sent. On four
+    H100s with NVLink (eight layers of Qwen3-30B-A3B, 16,384 tokens a rank, K = 8) a step takes 169 ms by gathering and
+    182 by an all-to-all, 15 of them at least idle: 1.9 a layer. Eight ranks would gather for 12 ms a layer
+    at that all-to-all's 190 GB/s, and exchange for 6, which is worth the wait. Few tokens never are: gathered five times,
+    64 MiB take 1.8 ms. Gathering in two chunks, one beside the other's products, took 10% longer than in one.
     """
-    num_experts_per_token = sizes.num_pairs / max(sizes.num_tokens, 1)
-    share = 1 - (1 - 1 / num_ranks) ** num_experts_per_token
-    return "gathering" if num_ranks <= MAX_RANKS_GATHERING or share > MIN_SHARE else "all_to_all"
+    is_gathered = num_ranks <= MAX_RANKS_GATHERING or gathered_bytes < MANY_BYTES
+    return "gathering" if is_gathered else "all_to_all"
 
 
 @contextlib.contextmanager
@@ -92,7 +92,8 @@ def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
         experts: x, a Routing of this rank's experts with ids counted from its first, and the weights -> their output.
     """
     sizes = _max_sizes(len(x_TH), routing.expert_index.numel(), routing.token_index is not None, holding)
-    way = _way_in_use or choose_way(holding.size, sizes)
+    gathered_bytes = holding.size * sizes.num_tokens * x_TH.shape[1] * x_TH.element_size()
+    way = _way_in_use or choose_way(holding.size, gathered_bytes)
     if way == "all_to_all":
         return by_all_to_all(x_TH, routing, holding, experts)
     return by_gathering(x_TH, routing, holding, experts, sizes)

@@ -24,7 +24,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from ...expert_parallel.exchange import MANY_BYTES, MaxSizes, choose_way
+from ...expert_parallel.exchange import MANY_BYTES, choose_way
 from ...layer.pieces import MAX_ROWS
 from ...streaming.memory import packed_nbytes
 from .sizes import ModelSizes, Projection
@@ -344,14 +344,13 @@ def _rows(sizes: ModelSizes, training: Training) -> float:
     return rows * (training.gpus if has_room_for_all else 1)
 
 
-def _gathered_bytes(sizes: ModelSizes, training: Training) -> float:
-    return 2.0 * sizes.experts_hidden * training.tokens * training.gpus
+def _gathered_bytes(sizes: ModelSizes, training: Training) -> int:
+    return 2 * sizes.experts_hidden * training.tokens * training.gpus
 
 
 def _gathers_tokens(sizes: ModelSizes, training: Training) -> bool:
     """Return whether expert parallelism gathers the tokens of all ranks."""
-    most = MaxSizes(training.tokens, training.tokens * sizes.top_k, 0)
-    return training.splits_experts and choose_way(training.gpus, most) == "gathering"
+    return training.splits_experts and choose_way(training.gpus, _gathered_bytes(sizes, training)) == "gathering"
 
 
 def _exchanged(sizes: ModelSizes, training: Training) -> float:
