@@ -117,16 +117,6 @@ def falls_back(function, t, launched, triton):
     return fallback.called
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_supported_calls_go_to_the_hopper_kernels(launched, triton, function, dtype):
-    t = operands()
-    halves = {
-        name: value.to(dtype) for name, value in vars(t).items() if getattr(value, "dtype", None) == torch.bfloat16
-    }
-    assert not falls_back(function, operands(**halves), launched, triton)
-
-
 OPERANDS = {  # of each function, those that kernels read or write 16 bytes at a time
     "up": ("x", "gate_up"),
     "down": ("a", "down"),
@@ -135,7 +125,14 @@ OPERANDS = {  # of each function, those that kernels read or write 16 bytes at a
     "gate_up_gradient": ("h", "x"),
     "down_gradient": ("dout", "a"),
 }
-EVERY_OPERAND = [(function, name) for function, names in OPERANDS.items() for name in names]
+WITH_EXTRA = {"up": (2 * I, H), "down": (H, I), "up_backward_input": (H, 2 * I), "down_backward": (I, H)}  # [E, N, K]
+TRANSPOSED = "up_backward_input", "down_backward"  # which read the weight, and a factor, in the other order
+GATHERED = {"up": "x", "down_backward": "dout", "gate_up_gradient": "x", "down_gradient": "dout"}
+
+
+def weight_of(function):
+    """Name its weight, or for a weight gradient the tensor that it shall look like."""
+    return "gate_up" if function in ("up", "up_backward_input", "gate_up_gradient") else "down"
 
 
 def off_alignment(tensor):
@@ -148,49 +145,82 @@ def with_gaps(tensor):
     return of(*tensor.shape[:-1], tensor.shape[-1] + 8)[..., : tensor.shape[-1]]
 
 
-@pytest.mark.parametrize("change", (off_alignment, torch.Tensor.float))
-@pytest.mark.parametrize(("function", "name"), EVERY_OPERAND)
-def test_operands_off_alignment_or_in_fp32_fall_back(launched, triton, function, name, change):
-    assert falls_back(function, operands(**{name: change(getattr(operands(), name))}), launched, triton)
+def across(tensor):
+    """Copy a tensor into the other order of its last two dimensions."""
+    return tensor.mT.contiguous().mT
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_weights_with_gaps_fall_back(launched, triton, function):
-    """Make gaps in the weight, or for a weight gradient in the tensor that it shall look like; transposed weights have
-    none."""
-    name = "gate_up" if function in ("up", "up_backward_input", "gate_up_gradient") else "down"
-    weight = getattr(operands(), name)
-    assert falls_back(function, operands(**{name: with_gaps(weight)}), launched, triton)
-    assert falls_back(function, operands(**{name: with_gaps(weight.mT.contiguous()).mT}), launched, triton)
-    assert not falls_back(function, operands(**{name: weight.mT.contiguous().mT}), launched, triton)
+def adapter(function, rank=RANK, change=lambda factor: factor):
+    """Make rows and a factor, changed as it is stored, in the order of the weight."""
+    columns = WITH_EXTRA[function][0]
+    stored = change(of(E, rank, columns) if function in TRANSPOSED else of(E, columns, rank))
+    return LoraTerm(of(P, rank), stored.mT if function in TRANSPOSED else stored)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_sizes_that_are_small_or_no_multiple_of_eight_fall_back(launched, triton, function):
-    reads_width = function in ("up_backward_input", "gate_up_gradient")  # and 2I there, where the others read I
+def for_triton(function):
+    """Yield (why, operands) of calls that fall back."""
+    t, weight = operands(), weight_of(function)
+    for name in OPERANDS[function]:
+        yield f"{name} off alignment", operands(**{name: off_alignment(getattr(t, name))})
+        yield f"{name} in fp32", operands(**{name: getattr(t, name).float()})
+    yield "weights with gaps", operands(**{weight: with_gaps(getattr(t, weight))})
+    yield "transposed ones", operands(**{weight: with_gaps(getattr(t, weight).mT.contiguous()).mT})
     for hidden, inner in ((64, I), (260, I), (H, 32), (H, 202)):
-        assert falls_back(function, operands(P, hidden, inner), launched, triton)
-    assert falls_back(function, operands(P, H, 64), launched, triton) != reads_width
-    assert not falls_back(function, operands(P, 72, 72), launched, triton)
+        yield f"sizes {hidden}, {inner}", operands(P, hidden, inner)
+    if function not in ("up_backward_input", "gate_up_gradient"):  # which read 2I where the others read I
+        yield "I = 64", operands(P, H, 64)
+    yield "no pairs", operands(0)
+    if function in ("up", "down_backward"):
+        yield "few rows, gathered", operands(2 * 48)
+    if function in ("up", "down"):
+        packed = PackedOperand(of(1), of(1), None, "nf4")
+        yield "packed", operands(gate_up=packed, down=packed)
+    if function in WITH_EXTRA:
+        lora = adapter(function)
+        shrunk, factor = lora
+        for why, other in {
+            "factor in the other order": lora._replace(
+                factor_ENJ=across(factor) if factor.is_contiguous() else factor.contiguous()
+            ),
+            "factor with gaps": adapter(function, change=with_gaps),
+            "factor off alignment": adapter(function, change=off_alignment),
+            "factor of fp16": lora._replace(factor_ENJ=factor.half()),
+            "rows off alignment": lora._replace(shrunk_PJ=off_alignment(shrunk)),
+            "rows with gaps": lora._replace(shrunk_PJ=with_gaps(shrunk)),
+            "rows of fp16": lora._replace(shrunk_PJ=shrunk.half()),
+            "a rank that is no multiple of eight": adapter(function, 12),
+        }.items():
+            yield why, operands(lora=other)
+
+
+def for_hopper(function):
+    """Yield (why, operands) of calls that do not."""
+    t, weight = operands(), weight_of(function)
+    yield "bf16", t
+    halves = {name: each.half() for name, each in vars(t).items() if getattr(each, "dtype", None) == torch.bfloat16}
+    yield "fp16", operands(**halves)
+    yield "transposed weights", operands(**{weight: across(getattr(t, weight))})
+    yield "small sizes", operands(P, 72, 72)
+    if function in ("up_backward_input", "gate_up_gradient"):
+        yield "I = 64", operands(P, H, 64)
+    if function not in ("up", "down_backward"):
+        yield "few rows", operands(2 * 48)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_no_pairs_fall_back(launched, triton, function):
-    assert falls_back(function, operands(0), launched, triton)
+def test_what_the_kernels_do_not_take_falls_back_and_nothing_else(launched, triton, function):
+    for calls, expected in ((for_triton, True), (for_hopper, False)):
+        assert [why for why, t in calls(function) if falls_back(function, t, launched, triton) != expected] == []
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [("up", "x"), ("down_backward", "dout"), ("gate_up_gradient", "x"), ("down_gradient", "dout")],
-)
-def test_gathered_tensors_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch, function, name):
+@pytest.mark.parametrize("function", GATHERED)
+def test_gathered_tensors_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch, function):
     """Whose offsets would not fit into 32 bits. Shown with a smaller limit: the first that falls back is the limit itself."""
     assert hopper.MAX_ELEMENTS == 1 << 31
     t = operands()
-    monkeypatch.setattr(hopper, "MAX_ELEMENTS", getattr(t, name).numel())
-    assert falls_back(function, t, launched, triton)
-    monkeypatch.setattr(hopper, "MAX_ELEMENTS", getattr(t, name).numel() + 1)
-    assert not falls_back(function, t, launched, triton)
+    for more, expected in ((0, True), (1, False)):
+        monkeypatch.setattr(hopper, "MAX_ELEMENTS", getattr(t, GATHERED[function]).numel() + more)
+        assert falls_back(function, t, launched, triton) == expected
 
 
 def test_parts_of_dw_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch):
@@ -202,81 +232,14 @@ def test_parts_of_dw_of_two_to_the_31_elements_fall_back(launched, triton, monke
         assert falls_back("down_backward", t, launched, triton) == expected
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_few_rows_of_an_expert_fall_back_where_they_are_gathered_by_up_and_down_backward(launched, triton, function):
-    assert falls_back(function, operands(2 * 48), launched, triton) == (function in ("up", "down_backward"))
-
-
-@pytest.mark.parametrize("function", ("up", "down"))
-def test_packed_weights_fall_back(launched, triton, function):
-    packed = PackedOperand(of(1), of(1), None, "nf4")
-    assert falls_back(function, operands(gate_up=packed, down=packed), launched, triton)
-
-
-WITH_EXTRA = {"up": (2 * I, H), "down": (H, I), "up_backward_input": (H, 2 * I), "down_backward": (I, H)}  # [E, N, K]
-
-
-@pytest.fixture(params=WITH_EXTRA)
-def function_with_lora(request):
-    return request.param
-
-
-def adapter(function, rank=RANK):
-    """Make rows and a factor in the order of the weight, which `down_backward` and `up_backward_input` read
-    transposed."""
-    columns = WITH_EXTRA[function][0]
-    if function in ("up_backward_input", "down_backward"):
-        return LoraTerm(of(P, rank), of(E, rank, columns).mT)
-    return LoraTerm(of(P, rank), of(E, columns, rank))
-
-
-def test_adapters_go_to_the_hopper_kernels(launched, triton, function_with_lora):
-    t = operands(lora=adapter(function_with_lora))
-    assert not falls_back(function_with_lora, t, launched, triton)
+@pytest.mark.parametrize("function", WITH_EXTRA)
+def test_adapters_go_to_the_hopper_kernels(launched, triton, function):
+    t = operands(lora=adapter(function))
+    assert not falls_back(function, t, launched, triton)
     _, parameters, arguments = launched[0]
     assert RANK in parameters
-    assert any(argument is t.lora.shrunk_PJ for argument in arguments)
-    assert any(argument is t.lora.factor_ENJ for argument in arguments)
-
-
-def in_the_other_order(lora):
-    return lora._replace(factor_ENJ=lora.factor_ENJ.mT.contiguous().mT)
-
-
-def factor_with_gaps(lora):
-    factor = lora.factor_ENJ
-    gaps = with_gaps(factor) if factor.stride(2) == 1 else with_gaps(factor.mT).mT
-    return lora._replace(factor_ENJ=gaps)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        in_the_other_order,
-        factor_with_gaps,
-        lambda lora: lora._replace(shrunk_PJ=off_alignment(lora.shrunk_PJ)),
-        lambda lora: lora._replace(shrunk_PJ=with_gaps(lora.shrunk_PJ)),
-        lambda lora: lora._replace(shrunk_PJ=lora.shrunk_PJ.half()),
-        lambda lora: lora._replace(factor_ENJ=lora.factor_ENJ.half()),
-    ],
-    ids=("other order", "gaps", "rows off alignment", "rows with gaps", "rows of fp16", "factor of fp16"),
-)
-def test_other_adapters_fall_back(launched, triton, function_with_lora, changed):
-    if changed is in_the_other_order and function_with_lora in ("up_backward_input", "down_backward"):
-        changed = lambda lora: lora._replace(factor_ENJ=lora.factor_ENJ.contiguous())  # noqa: E731
-    lora = changed(adapter(function_with_lora))
-    assert falls_back(function_with_lora, operands(lora=lora), launched, triton)
-
-
-def test_a_factor_off_alignment_and_a_rank_that_is_no_multiple_of_eight_fall_back(
-    launched, triton, function_with_lora
-):
-    lora = adapter(function_with_lora)
-    stored = lora.factor_ENJ if lora.factor_ENJ.is_contiguous() else lora.factor_ENJ.mT
-    moved = off_alignment(stored)
-    moved = moved if lora.factor_ENJ.is_contiguous() else moved.mT
-    assert falls_back(function_with_lora, operands(lora=lora._replace(factor_ENJ=moved)), launched, triton)
-    assert falls_back(function_with_lora, operands(lora=adapter(function_with_lora, 12)), launched, triton)
+    for tensor in t.lora:
+        assert any(argument is tensor for argument in arguments)
 
 
 def test_what_the_kernels_are_called_with(launched, triton):
