@@ -7,8 +7,7 @@ auto_mapping, an entry of its config, as it is: there stands the format, with su
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +48,6 @@ class PackedBase(NamedTuple):
         return f"{self.format} (codes {', '.join(map(str, self.codes)) or 'unknown'})"
 
     @classmethod
-    def of_layers(cls, format: str, layers: Sequence[Callable[[], list[torch.Tensor]]]) -> PackedBase:
-        """Sum the codes that some of the functions give."""
-        chosen = [layer() for layer in layers[:: max(1, len(layers) // LAYERS)][:LAYERS]]
-        return cls(format, [sum(int(codes.view(torch.uint8).sum()) for codes in layer) for layer in chosen])
-
-    @classmethod
     def of_model(cls, model: nn.Module) -> PackedBase | None:
         """Find the packing of a model in memory, on a rank that has the first experts; None of dense experts."""
         held = [[local_part(getattr(module, name)) for name in packable(module)] for module in model.modules()]
@@ -63,11 +56,7 @@ class PackedBase(NamedTuple):
         ]
         if not layers or layers[0][0].codes.is_meta:
             return None
-
-        def codes_of(weights: list[PackedWeight]) -> list[torch.Tensor]:
-            return [weight.codes[0] for weight in weights]
-
-        return cls.of_layers(layers[0][0].format, [partial(codes_of, weights) for weights in layers])
+        return cls(layers[0][0].format, [_sum(weight.codes[0] for weight in layer) for layer in _some(layers)])
 
     @classmethod
     def of_checkpoint(
@@ -80,15 +69,18 @@ class PackedBase(NamedTuple):
         """
         if stored.quantization is None:
             return None
-        layers = []
+        layers: list[list[Weight]] = []
         for module, experts in model.named_modules():
             own = [groups[name] for each in packable(experts) if (name := f"{module}.{each}") in groups]
             places = {name: place for group in own for name, place in group.places.items() if not place}
             if any(place is None and isinstance(stored.weights[name], HubMatrix) for name, place in places.items()):
                 return cls(stored.quantization, [])
-            if places:
-                layers.append(partial(_first_codes, [stored.weights[name] for name in places]))
-        return cls.of_layers(stored.quantization, layers)
+            if weights := [stored.weights[name] for name in places]:
+                layers.append(weights)
+        return cls(
+            stored.quantization,
+            [_sum(_first_codes(weight) for weight in layer if weight.format) for layer in _some(layers)],
+        )
 
     @classmethod
     def of_adapter(cls, auto_mapping: dict | None) -> PackedBase | None:
@@ -98,18 +90,22 @@ class PackedBase(NamedTuple):
 
     def other_than(self, here: PackedBase | None, place: str) -> str | None:
         """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
-        if (
-            here is not None
-            and self.format == here.format
-            and (self.codes == here.codes or not self.codes or not here.codes)
-        ):
+        if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
         return (DENSE if here is None else OTHER).format(trained=self, place=place, here=here)
 
 
-def _first_codes(weights: list[Weight]) -> list[torch.Tensor]:
-    """Read the codes of the first expert of weights that hold all experts, or are its own; none of dense ones."""
-    return [weight.raw(None if isinstance(weight, HubMatrix) else 0)[0] for weight in weights if weight.format]
+def _some(layers: list) -> list:
+    return layers[:: max(1, len(layers) // LAYERS)][:LAYERS]
+
+
+def _sum(codes: Iterable[torch.Tensor]) -> int:
+    return sum(int(each.view(torch.uint8).sum()) for each in codes)
+
+
+def _first_codes(weight: Weight) -> torch.Tensor:
+    """Read the codes of a packed weight's first expert: it holds all experts, or is that expert's own."""
+    return weight.raw(None if isinstance(weight, HubMatrix) else 0)[0]
 
 
 def remember(config: Any, model: nn.Module) -> None:
