@@ -24,6 +24,7 @@ from ..routing.model import (
     routing_policy,
     use_routers,
 )
+from .documents import check_documents
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
 from .methods import wrap_method
@@ -339,5 +340,6 @@ def attach(trainer) -> ExpertLoadCallback:
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
     wrap_method(trainer, "train", _train_to_the_end)
+    wrap_method(trainer, "training_step", check_documents)
     wrap_method(trainer, "compute_loss", _compute_loss)
     return callback

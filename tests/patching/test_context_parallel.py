@@ -30,9 +30,13 @@ from sonicmoe_hf.routing import handlers
 
 pytestmark = pytest.mark.pinned  # accelerate and torch.distributed are what constraints.txt says
 FSDP2 = {"version": 2, "cpu_ram_efficient_loading": False}
-SHARED = {"fsdp": True, "fsdp_config": FSDP2, "parallelism_config": ParallelismConfig(cp_size=WORLD)}
 with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 LOSS, BIAS = LoadBalancing(per_layer_loss=0.5), LoadBalancing(bias_update=1e-2)
+
+
+def shared_sequences():
+    """Return options of a Trainer, which writes to the last of them."""
+    return {"fsdp": True, "fsdp_config": FSDP2, "parallelism_config": ParallelismConfig(cp_size=WORLD)}
 
 
 def model_of(kind):
@@ -76,16 +80,18 @@ fused_loss.__module__ = "liger_kernel.transformers.model.qwen3_moe"
 
 
 def trained(kind, folder, callbacks=(), rate=0.05, **options):
-    """Return what a Trainer logs, what it has trained with the routers' biases, and the rows of each expert."""
-    model, counts = model_of(kind), ExpertLoadCallback()
+    """Return what a Trainer logs, what it has trained with the routers' biases, and the rows of each expert. padded:
+    sequences of other lengths, summed over micro-batches, and evaluated."""
+    model, counts, is_padded = model_of(kind), ExpertLoadCallback(), kind == "padded"
+    options["gradient_accumulation_steps"] = 1 + is_padded
     if kind == "by TRL":
         options |= {"kind": SFTConfig, "bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     args = arguments(folder, max_steps=3, learning_rate=rate, gradient_checkpointing=True, **options)
     if "fsdp" in options:
         pretend_to_have_gpus()
-    examples, more = Examples(16), {}
+    examples, more = Examples(16, is_padded), {}
     count, length = examples.columns["input_ids"].shape
-    examples.columns["position_ids"] = torch.arange(length).expand(count, length)  # for Ulysses
+    examples.columns.setdefault("position_ids", torch.arange(length).expand(count, length))  # for Ulysses
     if kind == "by TRL":
         more = {"processing_class": word_tokenizer()}
         examples = Dataset.from_dict({name: column.tolist() for name, column in examples.columns.items()})
@@ -96,12 +102,15 @@ def trained(kind, folder, callbacks=(), rate=0.05, **options):
     trainer.train()
     learned = {n: gathered(p.detach()) for n, p in trainer.model.named_parameters() if p.requires_grad}
     learned |= {n: b for n, b in trainer.model.named_buffers() if n.endswith("e_score_correction_bias")}
-    return [log["loss"] for log in logs_of(trainer)], learned, [log["rows_per_expert"] for log in counts.history]
+    losses = [log["loss"] for log in logs_of(trainer)]
+    if is_padded:
+        losses.append(trainer.evaluate(examples)["eval_loss"])
+    return losses, learned, [log["rows_per_expert"] for log in counts.history]
 
 
 def trained_in_parts(rank, *args):
     with on_cpus():
-        return trained(*args, **SHARED)
+        return trained(*args, **shared_sequences())
 
 
 @mock.patch.dict("os.environ", DS_ACCELERATOR="cpu")
@@ -142,6 +151,7 @@ def assert_trained_alike(results, expected):
         ("dense", ()),
         pytest.param("deepseek_v3", (BIAS,), marks=pytest.mark.slow),
         pytest.param("packed", (), marks=pytest.mark.slow),
+        pytest.param("padded", (), marks=pytest.mark.slow),
         pytest.param("by TRL", (), marks=pytest.mark.slow),
         pytest.param("fused loss", (), marks=pytest.mark.slow),
     ],
@@ -216,13 +226,37 @@ def with_shared_experts(rank, folder):
     pretend_to_have_gpus()
     model = load_parallel(folder, "ours")
     with pytest.raises(ValueError, match=r"ParallelismConfig total_size \(4\) does not match num_processes \(2\)"):
-        Trainer(model, arguments(folder, **SHARED), train_dataset=Examples(4))
+        Trainer(model, arguments(folder, **shared_sequences()), train_dataset=Examples(4))
 
 
 @pytest.mark.skipif(not has_expert_parallelism(), reason="Transformers 5.23")
 def test_expert_parallelism_over_the_same_ranks_is_an_error(ranks, tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
     ranks.run(with_shared_experts, str(tmp_path))
+
+
+class Documents(Examples):
+    """Four in each sequence, as a collator without padding packs them."""
+
+    def __init__(self, count, padding):
+        super().__init__(count)
+        del self.columns["attention_mask"]
+        self.columns["position_ids"] = torch.arange(6).repeat(count, 4)
+
+
+def with_documents(rank, train, *args):
+    with (
+        mock.patch.dict(globals(), Examples=Documents),
+        pytest.raises(ValueError, match="begin anew inside a sequence"),
+    ):
+        train(rank, "dense", *args)
+
+
+@pytest.mark.parametrize(
+    "train", [trained_in_parts, pytest.param(trained_by_heads, marks=[with_deepspeed, pytest.mark.slow])]
+)
+def test_documents_that_attention_would_not_keep_apart_are_an_error(ranks, train, tmp_path):
+    ranks.run(with_documents, train, str(tmp_path))
 
 
 def test_torch_sinks_is_an_error_by_name_under_both(tmp_path):

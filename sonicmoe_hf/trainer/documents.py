@@ -1,0 +1,38 @@
+"""An error where ranks share a sequence that holds several documents: torch's ring attention, and DeepSpeed's Ulysses by
+sdpa, take no mask to keep them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SHARED = (
+    "position_ids begin anew inside a sequence that ranks share ({option}), so it holds several documents, which "
+    "attention would not keep apart; give each document a sequence of its own, or use sp_size with "
+    'DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")'
+)
+
+
+def _option_without_mask(parallelism: Any) -> str | None:
+    if parallelism is None:
+        return None
+    if parallelism.cp_enabled:
+        return "cp_size"
+    return "sp_size" if parallelism.sp_enabled and parallelism.sp_handler.sp_attn_implementation == "sdpa" else None
+
+
+def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs):
+    """Call `trainer.training_step`, whose inputs are whole sequences under `cp_size`, and this rank's parts under
+    `sp_size`.
+
+    Raises:
+        ValueError: one of them holds several documents, which a single rank would keep apart.
+    """
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    option, positions = _option_without_mask(parallelism), inputs.get("position_ids")
+    if option is not None and positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
+        has_begin = option == "cp_size" or torch.distributed.get_rank() % parallelism.sp_size == 0
+        if (positions == 0).sum(1).max() > has_begin:
+            raise ValueError(SHARED.format(option=option))
+    return training_step(model, inputs, *args, **kwargs)
