@@ -3,14 +3,15 @@ processes that are forked, because a segmentation fault ends one. What the kerne
 
 import ctypes
 import faulthandler
+import mmap
+import multiprocessing
 import sys
 
 import pytest
 import torch
-from guarded import exit_code_of, guard
 from helpers.marks import rest_slow
 from kernel_products import operands, products
-from moe_problems import layer, routing_ids
+from moe_problems import allocations_as, layer, routing_ids
 from rounding_problems import matrix
 
 from sonicmoe_hf.kernels import triton as kernels
@@ -25,6 +26,41 @@ pytestmark = [
     ),
 ]
 SEGMENTATION_FAULT = -11
+SECONDS = 300
+NO_ACCESS = 0  # PROT_NONE
+_mapped = []  # memory outlives its tensors
+
+
+def guard(tensor):
+    """Copy `tensor` so that its last element is the last before the unreadable page; None stays None."""
+    if tensor is None or not tensor.numel():
+        return tensor
+    shape, strides = tensor.shape, tensor.stride()
+    num_bytes = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides))) * tensor.itemsize
+    readable = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, readable + mmap.PAGESIZE)
+    _mapped.append(memory)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert protect(first + readable, mmap.PAGESIZE, NO_ACCESS) == 0
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=readable)
+    return whole[readable - num_bytes :].view(tensor.dtype).as_strided(shape, strides).copy_(tensor)
+
+
+def exit_code_of(function, *arguments):
+    """Return the exit code of a process that calls `function` with its allocations guarded."""
+
+    def run():
+        with allocations_as(guard, "zeros"):
+            function(*arguments)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+    return process.exitcode
 
 
 def dispatched(T, E, K, kind):

@@ -2,6 +2,7 @@
 tile scheduler, the activations, and the residuals of rounding."""
 
 import functools
+import itertools
 import math
 import random
 
@@ -95,31 +96,20 @@ def test_every_tile_of_a_weight_gradient_is_one_work_tile(row_tiles, column_tile
     assert kernel.find_work_tile(offsets, -1)[0] == -1
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", [*GATED, *UNGATED])
 def test_an_activation_and_its_slopes_are_eager_s(name):
     """Compare in fp64, at and beyond a clamp's limits, at zero and for NaN as well. 1e-9: erf and exp2 differ by less."""
-    act = Activation(name, 1.3, 2.0)
+    act, is_gated = Activation(name, 1.3, 2.0), name in GATED
     draw = random.Random(0)
     special = (0.0, -0.0, 2.0, -2.0, 2.5, -2.5, 40.0, -40.0, math.nan)
-    cases = [tuple(draw.gauss(0, 3) for _ in range(3)) for _ in range(100)]
-    cases += [(gate, up, da) for gate in special for up in special for da in (1.5, math.nan)]
-    gate, up, da = torch.tensor(cases, dtype=torch.float64).T
-    expected = torch.stack(_activate(gate, up, act, da)).T
-    activate = source.module("activations").activate
-    found = torch.tensor([activate(gate, up, *act, da) for gate, up, da in cases], dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", UNGATED)
-def test_an_activation_without_a_gate_and_its_slope_are_eager_s(name):
-    """Compare in fp64 to 1e-9, as with a gate."""
-    draw = random.Random(0)
-    cases = [(draw.gauss(0, 3), draw.gauss(0, 3)) for _ in range(100)]
-    cases += [(h, da) for h in (0.0, -0.0, 2.5, -2.5, 40.0, -40.0, math.nan) for da in (1.5, math.nan)]
-    h, da = torch.tensor(cases, dtype=torch.float64).T
-    expected = torch.stack(_activate_ungated(h, Activation(name), da)).T
-    activate = source.module("activations").activate_ungated
-    found = torch.tensor([activate(h, name, da) for h, da in cases], dtype=torch.float64)
+    cases = [tuple(draw.gauss(0, 3) for _ in range(2 + is_gated)) for _ in range(100)]
+    cases += itertools.product(*[special] * (1 + is_gated), (1.5, math.nan))
+    *h, da = torch.tensor(cases, dtype=torch.float64).T
+    expected = torch.stack((_activate if is_gated else _activate_ungated)(*h, act, da)).T
+    activations = source.module("activations")
+    activate = activations.activate if is_gated else activations.activate_ungated
+    options = tuple(act) if is_gated else (name,)
+    found = torch.tensor([activate(*h, *options, da) for *h, da in cases], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 

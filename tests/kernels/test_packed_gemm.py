@@ -132,43 +132,51 @@ def test_codes_off_the_multiples_of_16_bytes_are_read(device, name):
     assert torch.equal(*weights)
 
 
-def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(device, monkeypatch):
+@pytest.fixture
+def recorded_layer(device, monkeypatch):
+    """Return a small layer's packed weights and its expansions, a number for each; launches are recorded at once."""
     E, H, I = 2, 64, 64
-    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 1))
     monkeypatch.setattr(tape, "RECORDED_CALL", 1)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    gate_up = PackedWeight.quantize((torch.randn(E, 2 * I, H, device=device) / 8).to(dtype), "nf4")
-    down = PackedWeight.quantize((torch.randn(E, H, I, device=device) / 8).to(dtype), "mxfp4")
-    expanded = []
-    dequantize = kernels.dequantize
+    expanded, dequantize = [], kernels.dequantize
     monkeypatch.setattr(kernels, "dequantize", lambda *args: expanded.append(1) or dequantize(*args))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = {"nf4": (E, 2 * I, H), "mxfp4": (E, H, I)}
+    packed = [PackedWeight.quantize((torch.randn(s, device=device) / 8).to(dtype), f) for f, s in shapes.items()]
+
+    def inputs(tokens):
+        routing = torch.randint(E, (tokens, 1), device=device), torch.ones(tokens, 1, device=device)
+        return torch.randn(tokens, H, device=device, dtype=dtype), routing
+
+    yield packed, inputs, expanded
+    tapes.forget()
+
+
+def set_limits(monkeypatch, **limits):
+    for name, number in limits.items():
+        monkeypatch.setattr(f"sonicmoe_hf.kernels.triton.config.{name}", dict.fromkeys(FORMATS, number))
+
+
+def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(recorded_layer, monkeypatch):
+    (gate_up, down), inputs, expanded = recorded_layer
+    set_limits(monkeypatch, PACKED=1)
     # the last as benchmarks/layer/quantized_layer.py has it, after a call of this size
     for tokens, times, chosen in ((2, 0, nullcontext), (3, 2, nullcontext), (2, 2, never_read_packed)):
-        x = torch.randn(tokens, H, device=device).to(dtype)
-        routing = torch.randint(E, (tokens, 1), device=device), torch.ones(tokens, 1, device=device)
+        x, routing = inputs(tokens)
         with chosen():
             found = moe_experts(x, gate_up, down, routing, backend="triton")
         assert len(expanded) == times
         expected = moe_experts(x, gate_up.dequantize(), down.dequantize(), routing, backend="eager")
-        assert relative_error(found, expected) <= 2 * TOLERANCE[dtype]
+        assert relative_error(found, expected) <= 2 * TOLERANCE[x.dtype]
         expanded.clear()
 
 
 @pytest.mark.parametrize("reads_packed", [False, True])
-def test_a_recomputed_layers_weights_are_expanded_for_its_backward_too(reads_packed, device, monkeypatch):
+def test_a_recomputed_layers_weights_are_expanded_for_its_backward_too(reads_packed, recorded_layer, monkeypatch):
     """With launches that are recorded, from the first call on; also where forward reads them packed."""
-    E, H, I, tokens = 2, 64, 64, 3
-    for limit, number in (("PACKED", 2 * reads_packed), ("BESIDE_EXPANDED", 1)):
-        monkeypatch.setattr(f"sonicmoe_hf.kernels.triton.config.{limit}", dict.fromkeys(FORMATS, number))
-    monkeypatch.setattr(tape, "RECORDED_CALL", 1)
-    tapes.forget()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shapes = {"nf4": (E, 2 * I, H), "mxfp4": (E, H, I)}
-    packed = [PackedWeight.quantize((torch.randn(s, device=device) / 8).to(dtype), f) for f, s in shapes.items()]
-    x = torch.randn(tokens, H, device=device, dtype=dtype, requires_grad=True)
-    routing = torch.randint(E, (tokens, 1), device=device), torch.ones(tokens, 1, device=device)
-    expanded, dequantize = [], kernels.dequantize
-    monkeypatch.setattr(kernels, "dequantize", lambda *args: expanded.append(1) or dequantize(*args))
+    packed, inputs, expanded = recorded_layer
+    set_limits(monkeypatch, PACKED=2 * reads_packed, BESIDE_EXPANDED=1)
+    x, routing = inputs(3)
+    x.requires_grad_()
 
     def gradient(run):
         expanded.clear()
@@ -179,9 +187,8 @@ def test_a_recomputed_layers_weights_are_expanded_for_its_backward_too(reads_pac
     assert len(expanded) == (2 if reads_packed else 4)
     for _ in range(2):  # forward is on tapes by now, then all but the expansions
         found = gradient(partial(checkpoint, use_reentrant=False))
-        assert relative_error(found, expected) <= 2 * TOLERANCE[dtype] * reads_packed
+        assert relative_error(found, expected) <= 2 * TOLERANCE[x.dtype] * reads_packed
         assert len(expanded) == 2
-    tapes.forget()
 
 
 def bf16_of(bits):

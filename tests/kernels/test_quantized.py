@@ -1,5 +1,7 @@
 """Packed weights: the codecs against bitsandbytes and Transformers, bit by bit, and what they refuse."""
 
+from itertools import product
+
 import pytest
 import torch
 from helpers.checkpoints import fp8_by_transformers
@@ -99,15 +101,11 @@ def test_fp8_blocks_that_are_cut_off_are_those_of_each_half(order):
         "concatenated": (slice(192), slice(192, None)),
         "interleaved": (slice(0, None, 2), slice(1, None, 2)),
     }[order]
-    for half, place in zip((gate, up), rows):
-        for i in (0, 1):
-            for j in (0, 1):
-                block = slice(None), slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-                inverse = 448 / half[block].float().abs().amax((1, 2), keepdim=True)
-                expected = (half[block].float() * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (
-                    1 / inverse
-                )
-                assert torch.equal(found[:, place][block], expected), (i, j)
+    for (half, place), i, j in product(zip((gate, up), rows), (0, 1), (0, 1)):
+        block = slice(None), slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+        inverse = 448 / half[block].float().abs().amax((1, 2), keepdim=True)
+        expected = (half[block].float() * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (1 / inverse)
+        assert torch.equal(found[:, place][block], expected), (i, j)
     assert packed.scales.numel() == 2 * len(rows) * 4
 
 
