@@ -106,13 +106,6 @@ def test_doctor_alone_prints_versions_devices_and_backends(capsys, monkeypatch):
     assert "SONICMOE_HF_BACKEND is not set" in printed
 
 
-def test_doctor_says_how_token_rounding_works_under_expert_parallelism(capsys):
-    found = doctor_json(capsys)[1]["expert_parallelism"]
-    takes_ours = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
-    assert found["token_rounding"] is takes_ours
-    assert ('ep_implementation="sonicmoe_hf"' if takes_ours else "came with 5.23") in found["how"]
-
-
 def test_doctor_names_the_backend_override_and_a_wrong_one(capsys, monkeypatch):
     monkeypatch.setenv("SONICMOE_HF_BACKEND", "eager")
     assert doctor_json(capsys)[1]["backend_override"] == "eager"

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import DECLARED_FP8
-from helpers.examples import load
 from helpers.models import CONFIGS, OF_64, build, nemotron_h
 from helpers.small_families import OMNI, small_config
 from helpers.terminal import make_configs
@@ -30,7 +29,7 @@ from sonicmoe_hf.tools.cli.plan import PARTS, runnable
 from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.tools.planning.memory import GIB, Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
-from sonicmoe_hf.tools.planning.ways import FEW_TOKENS, LIGER, in_sequences, left_out, shown, ways_of
+from sonicmoe_hf.tools.planning.ways import LIGER, in_sequences, left_out, shown, ways_of
 
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
@@ -48,16 +47,6 @@ def sizes_of(config, name="org/model"):
 def plan_json(capsys, *arguments):
     code = main(["plan", "--json", *map(str, arguments)])
     return code, json.loads(capsys.readouterr().out)
-
-
-def test_steps_of_few_tokens_are_to_be_compiled(hub, capsys):
-    assert FEW_TOKENS == load("finetune").FEW_TOKENS
-    notes = {}
-    for tokens in (FEW_TOKENS, FEW_TOKENS + 1):
-        arguments = hub / "Qwen" / "Qwen3-30B-A3B", "--tokens", tokens, "--gpu-memory", 999
-        notes[tokens] = plan_json(capsys, *arguments)[1]["notes"]
-    assert [note for note in notes[FEW_TOKENS] if "finetune.py --compile" in note and "2,048 tokens" in note]
-    assert not [note for note in notes[FEW_TOKENS + 1] if "--compile" in note]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from ...formats.declared import DeclaredQuantization, declared_quantization
 from ...layer import backends
 from ...layer.config import TokenRounding
 from ...layer.experts_module import weight_names, whole_shape
-from ...layer.holding import expert_parallel_remedy, has_expert_parallelism
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import REMEDIES, LayerSupport, supported_layers, supports
@@ -63,7 +62,6 @@ def machine() -> dict[str, Any]:
         "versions": versions(),
         "untested_versions": untested_versions(),
         "backend_override": os.environ.get(backends.VARIABLE),
-        "expert_parallelism": {"token_rounding": has_expert_parallelism(), "how": expert_parallel_remedy()},
         "devices": [
             {
                 "name": str(device),

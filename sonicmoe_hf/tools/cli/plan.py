@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..planning.memory import GIB
 from ..planning.sizes import ModelSizes, sizes_of_checkpoint
-from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, compiling, left_out, shown, ways_of
+from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, left_out, shown, ways_of
 from .example import FOLDER
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
@@ -38,7 +38,7 @@ def plan(
     sizes = sizes_of_checkpoint(model)
     batch = {"tokens": tokens or max(SEQUENCE, sequence_length), "sequence": sequence_length}
     ways = ways_of(sizes, gpus=gpus, gpu_memory=gpu_memory, method=method, **batch)
-    notes = [*sizes.notes, *filter(None, [left_out(sizes), compiling(ways)])]
+    notes = [*sizes.notes, *filter(None, [left_out(sizes)])]
     if as_json:
         facts = {
             "model": sizes.name,

@@ -16,7 +16,6 @@ SEQUENCE = 4096  # the longest, unless asked otherwise
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
 CONTEXT = 1.0  # GiB of CUDA's context and of NCCL's buffers
 GAPS = 1.05  # of what the allocator reserves for what is allocated: 1.01 to 1.05 on one GPU in results/recipes.csv
-FEW_TOKENS = 2048  # up to which examples/finetune.py --compile makes CUDA graphs of steps
 ATTENTION_WITH_SINKS = "torch_sinks"  # what from_pretrained takes for bf16 weights on a GPU
 LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger 0.8 has kernels
     (
@@ -165,17 +164,6 @@ def left_out(sizes: ModelSizes) -> str | None:
         remedy = f"for these convert it to bf16, and plan for the result: {convert}"
     ways = "all ways but QLoRA are" if stored in FORMATS else "every way is"
     return f"its checkpoint is quantized ({stored}), so {ways} left out; {remedy}"
-
-
-def compiling(ways: list[Way]) -> str | None:
-    """Say which of them are to be compiled, because their steps wait for Python, and what that gains."""
-    few = ways[0].training.tokens <= FEW_TOKENS
-    if not few or not any(way.fits and "--dtype bfloat16" in way.command and way.training.gpus == 1 for way in ways):
-        return None
-    return (
-        f"{ways[0].training.tokens:,} tokens a step are few, so that the GPU waits for Python: try finetune.py "
-        "--compile without --liger, which took two thirds of the eager time at 1,024 tokens (full bf16)"
-    )
 
 
 def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
