@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -22,11 +23,13 @@ def page_aligned(nbytes: int, file: int | None = None) -> torch.Tensor:
     """Allocate host memory that begins at a page and takes whole pages, not a power of two of them as torch's pinned
     memory does. file: map this one, whose descriptor is closed, in place of memory of this process."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file is None else mmap.MAP_SHARED
-    pages = mmap.mmap(-1 if file is None else file, max(nbytes, 1), flags=flags)
-    if file is not None:
-        os.close(file)  # the map has one of its own
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        pages = mmap.mmap(-1 if file is None else file, max(nbytes, 1), flags=flags)
+    finally:
+        if file is not None:
+            os.close(file)  # the map has one of its own
+    with contextlib.suppress(AttributeError, OSError):  # not on every system
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class Placement:
     Raises:
         UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices.
         ValueError: experts_memory; or ranks of this host, which are to share host memory, have other weights.
-        MemoryError: the host's free memory does not hold them, or the driver does not pin it.
+        MemoryError: the host's free memory does not hold them, or the driver does not pin it; on all ranks that share it.
     All errors come before anything is changed. Where ranks share host memory, each of them makes a Placement, holds the
     same weights, and calls `finish`.
     """
@@ -104,7 +104,7 @@ class Placement:
             )
         made = [HostLayer(stream, memory.fills(2 * number), memory.is_shared) for number in range(len(new))]
         self.layers |= dict(zip(new, made))
-        _reserve(made, memory.allocate([*rooms.values()]))
+        _reserve(made, memory, [*rooms.values()])
 
     def finish(self) -> None:
         """Wait until the ranks that share host memory have filled it. Raises ValueError where they had other weights."""
@@ -146,12 +146,15 @@ def _budget(model: nn.Module, experts_memory: Any, device: torch.device, held: l
     return on_the_card(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
 
 
-def _reserve(layers: list[HostLayer], memories: Iterator[tuple[int, torch.Tensor]]) -> None:
+def _reserve(layers: list[HostLayer], memory: HostMemory, sizes: list[int]) -> None:
     """Pin host memory of these layers' weights, of all or of none."""
+
+    def pin(number: int, host: torch.Tensor) -> None:
+        layer, projection = divmod(number, len(PROJECTIONS))
+        layers[layer].reserve(PROJECTIONS[projection], host)
+
     try:
-        for number, memory in memories:
-            layer, projection = divmod(number, len(PROJECTIONS))
-            layers[layer].reserve(PROJECTIONS[projection], memory)
+        memory.allocate(sizes, pin)
     except MemoryError:
         for made in layers:
             made.release()  # the traceback keeps the layers

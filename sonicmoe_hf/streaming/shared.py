@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,17 +103,27 @@ class HostMemory:
             cause = str(error)
         return [cause for cause in self.exchange("what keeps it", cause) if cause is not None]
 
-    def allocate(self, sizes: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (number, memory) of each weight, to be pinned. Memory that this rank fills comes first, and the others'
-        once they have theirs, so that each takes its part of the host's pages."""
-        if not self.is_shared:
-            yield from enumerate(map(page_aligned, sizes))
-            return
-        opened, self._opened = dict(enumerate(self._opened)), []
-        for number in filter(self.fills, range(len(sizes))):
-            yield number, opened.pop(number)
-        self.exchange("own memory pinned", None)
-        yield from opened.items()
+    def allocate(self, sizes: Sequence[int], pin: Callable[[int, torch.Tensor], None]) -> None:
+        """Hand the memory of each weight to `pin`, with its number. Memory that this rank fills comes first, and the
+        others' once they have theirs, so that each takes its part of the host's pages.
+
+        Raises:
+            MemoryError: on every rank of this host, where one of them does not get its memory.
+        """
+        opened, self._opened = self._opened, []
+        fills = [self.fills(number) for number in range(len(sizes))]
+        for is_own in (True, False):
+            error = None
+            try:
+                for number in (number for number, fills_it in enumerate(fills) if fills_it is is_own):
+                    pin(number, opened[number] if self.is_shared else page_aligned(sizes[number]))
+            except (MemoryError, OSError, RuntimeError) as caught:  # the driver's, the system's, torch's
+                error = caught
+            causes = self.exchange(f"pinned {is_own}", None if error is None else str(error))
+            failed = [(rank, cause) for rank, cause in zip(self.ranks, causes) if cause is not None]
+            if failed:
+                rank, cause = failed[0]
+                raise MemoryError(cause if len(self.ranks) == 1 else f"rank {rank} of this host: {cause}") from error
 
     def agree(self, subject: str, digests: dict[str, str]) -> None:
         """Wait for the ranks of this host, and compare the digests of weights by their names.

@@ -27,6 +27,7 @@ from transformers.distributed import DistributedConfig
 from sonicmoe_hf import UnsupportedExpertsError, UnsupportedModelError, from_pretrained, patch_model, quantize_experts
 from sonicmoe_hf.patching import loading
 from sonicmoe_hf.streaming import placement, shared
+from sonicmoe_hf.streaming.copies import Copies, page_aligned
 from sonicmoe_hf.streaming.placement import expert_layers
 from sonicmoe_hf.streaming.shared import FILE
 from sonicmoe_hf.streaming.stream import room_for
@@ -208,6 +209,43 @@ def test_where_the_system_does_not_share_memory_each_rank_has_a_copy(ranks, way)
             "2 ranks of this host hold a copy each" in warnings[0]
             and "Permission denied: '/proc/1/fd/5'" in warnings[0]
         )
+
+
+def where_one_driver_does_not_pin(rank, after, shares):
+    """Place experts while the last rank pins so many weights and no more; return its error, whether the model is as
+    it was, what is pinned and shared then, and how many layers a second try places."""
+    model, pinned = small(), set()
+
+    def pin(copies, host):
+        if rank == WORLD - 1 and len(pinned) == after:
+            raise MemoryError("the driver did not pin it")
+        pinned.add(host.data_ptr())
+
+    copies = mock.patch.multiple(Copies, pin=pin, unpin=lambda copies, host: pinned.discard(host.data_ptr()))
+    with copies, contextlib.nullcontext() if shares else mock.patch.object(os, "memfd_create", side_effect=OSError):
+        with pytest.raises(MemoryError) as raised:
+            patch_model(model, experts_memory=0)
+        left, error = [len(host_weights(model)), len(pinned)], str(raised.value)
+        del raised
+        left.append(memory_of())
+    patch_model(model, experts_memory=0)
+    return error, left, len(host_weights(model))
+
+
+@pytest.mark.parametrize("after, shares", [(0, True), (LAYERS + 1, True), (3, False)])
+def test_a_rank_whose_driver_does_not_pin_ends_the_others_at_once_with_its_error(ranks, after, shares):
+    """Of the first weight that it fills, of one that another rank fills, and where each rank has a copy."""
+    for error, left, placed in ranks.run(where_one_driver_does_not_pin, after, shares):
+        assert error == "rank 1 of this host: the driver did not pin it"
+        assert left == [0, 0, {}] and placed == 2 * LAYERS, "nothing is changed, pinned or open, and all may try again"
+
+
+def test_a_file_that_is_not_mapped_is_closed():
+    file = os.memfd_create(FILE)
+    with pytest.raises(ValueError, match="file size"):
+        page_aligned(PAGE, file)  # an empty one
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def test_ranks_that_have_not_met_yet_are_told_that_each_holds_a_copy(late_copies, monkeypatch, messages):
