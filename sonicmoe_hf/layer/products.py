@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.interface import Activation, PackedOperand, Rows
+from ..kernels.interface import Activation, LoraTerm, PackedOperand, Rows
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from ..kernels.tape import leaves_of
 from . import backends
@@ -73,6 +73,63 @@ INPUTS = Form({"inputs": Inputs})
 _NO_GRADIENTS = Projection(None)  # type: ignore[arg-type]
 
 
+class ScaledProducts:
+    """FP8 products of packed FP8 weights, called as the backend's own are. What one gives the next, a or dh, stays here
+    in FP8; in full it is given where the other weight has an adapter, which needs it."""
+
+    def __init__(self, kernels: Any, dtype: torch.dtype, gate_up: Projection, down: Projection):
+        self.kernels, self.dtype = kernels, dtype
+        self.needs_a, self.needs_dh = down.a is not None, gate_up.a is not None
+        self.between: ScaledRows | None = None
+
+    def up(self, x, gate_up, bias, rows, activation, interleaved, want_h, want_a, lora):
+        """Compute h and a."""
+        h_R2I, a_RI, self.between = self.kernels.scaled_up(
+            self.kernels.scale_rows(x),
+            gate_up,
+            rows,
+            activation,
+            self.dtype,
+            want_h=want_h,
+            want_a=want_a and self.needs_a,
+            want_scaled=want_a,
+            lora=lora,
+        )
+        return h_R2I, a_RI
+
+    def down(self, a_RI, down, bias, rows, lora):
+        """Compute y of the a that `up` gave."""
+        return self.kernels.scaled_down(self.between, down, rows, self.dtype, lora=lora)
+
+    def down_backward(
+        self, dout, down, bias, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora
+    ):
+        """Compute dh, a' and dw."""
+        dh_R2I, a_RI, dw_P, self.between = self.kernels.scaled_down_backward(
+            self.kernels.scale_rows(dout, SMALLEST_GRADIENT),
+            down,
+            h_R2I,
+            weight_P,
+            rows,
+            activation,
+            want_dh=want_dh and self.needs_dh,
+            want_a=want_a,
+            want_dw=want_dw,
+            want_scaled=want_dh,
+            lora=_of_copied(lora),
+        )
+        return dh_R2I, a_RI, dw_P
+
+    def up_backward_input(self, dh_R2I, gate_up, rows, lora):
+        """Compute the gradient of gathered x from the dh that `down_backward` gave."""
+        return self.kernels.scaled_down(self.between, gate_up, rows, self.dtype, lora=_of_copied(lora))
+
+
+def _of_copied(lora: LoraTerm | None) -> LoraTerm | None:
+    """Lay out what an adapter adds to the product with W^T as that, a copy, in which `out` lies contiguous."""
+    return lora and lora._replace(factor_ENJ=lora.factor_ENJ.contiguous())
+
+
 class Layer:
     """A layer's projections with their adapters as the kernels take them, their weights as logical views, and its first
     half, which backward computes again where h was not kept. dtype: what is computed in."""
@@ -81,10 +138,8 @@ class Layer:
         self.kernels = backends.load(options.backend)
         self.inputs, self.rows, self.dtype = inputs, rows, dtype
         self.activation, self.transposed, self.interleaved, _, self.fp8, *_ = options
-        self.scaled_a: ScaledRows | None = None
-        self.scaled_dh: ScaledRows | None = None
-        projections = inputs.gate_up, inputs.down
-        self.gate_up, self.down = pack(projections, options.transposed, dtype, self.kernels)
+        projections = self.gate_up, self.down = pack(inputs[1:3], options.transposed, dtype, self.kernels)
+        self.products: Any = ScaledProducts(self.kernels, dtype, *projections) if self.fp8 else self.kernels
 
     @property
     def x(self) -> Any:
@@ -92,22 +147,21 @@ class Layer:
         x = self.inputs.x
         return x.wait() if isinstance(x, Arriving) else x
 
-    def weight(self, projection: Projection) -> torch.Tensor:
-        """Give [E, out, in]. A packed weight is expanded at every use and kept by none: one block is reused."""
+    def weight(self, projection: Projection) -> torch.Tensor | ScaledWeight:
+        """Give [E, out, in], or for FP8 products its transpose in FP8, which backward's take. A packed weight is expanded
+        or transposed at every use and kept by none: one block is reused."""
+        if self.fp8:
+            return self.kernels.transposed(projection.weight, projection.scales)
         if projection.format:
             return self.kernels.dequantize(*projection[:4], self.dtype, self.rows)
         return projection.weight.transpose(1, 2) if self.transposed else projection.weight
 
-    def operand(self, projection: Projection) -> torch.Tensor | PackedOperand:
-        """Give what `up` and `down` of the kernels take: `weight`, or the packed one itself where they read that."""
-        if projection.format and self.kernels.reads_packed(projection.format, self.dtype, self.rows):
-            return self.packed(projection)
-        return self.weight(projection)
-
-    def packed(self, projection: Projection) -> PackedOperand:
+    def operand(self, projection: Projection) -> Any:
+        """Give what forward's products take: `weight`, or the packed one itself where they read that."""
         weight, scales, state, format, *_ = projection
-        assert scales is not None  # a dense weight alone is without
-        return PackedOperand(weight, scales, state, format)
+        if format and (self.fp8 or self.kernels.reads_packed(format, self.dtype, self.rows)):
+            return PackedOperand(weight, scales, state, format)  # type: ignore[arg-type]
+        return self.weight(projection)
 
     def shrink(self, projection: Projection, source, gathered: bool) -> torch.Tensor:
         """Compute scale * source @ A^T: u or v."""
@@ -120,20 +174,7 @@ class Layer:
         if gate_up.b is not None:
             u_PJ = self.shrink(gate_up, x, gathered=True) if u_PJ is None else u_PJ
             lora = gate_up.term(u_PJ)
-        if self.fp8:
-            h_R2I, a_RI, self.scaled_a = self.kernels.scaled_up(
-                self.kernels.scale_rows(x),
-                self.packed(gate_up),
-                self.rows,
-                self.activation,
-                self.dtype,
-                want_h=want_h,
-                want_a=want_a and self.down.a is not None,
-                want_scaled=want_a,
-                lora=lora,
-            )
-            return u_PJ, h_R2I, a_RI
-        h_R2I, a_RI = self.kernels.up(
+        h_R2I, a_RI = self.products.up(
             x,
             self.operand(gate_up),
             gate_up.bias,
@@ -152,56 +193,7 @@ class Layer:
         if down.b is not None:
             v_PJ = self.shrink(down, a_RI, gathered=False) if v_PJ is None else v_PJ
             lora = down.term(v_PJ)
-        if self.fp8:
-            packed = self.packed(down)
-            return v_PJ, self.kernels.scaled_down(self.scaled_a, packed, self.rows, self.dtype, lora=lora)
-        return v_PJ, self.kernels.down(a_RI, self.operand(down), down.bias, self.rows, lora=lora)
-
-    def down_backward(self, dout, h_R2I, want_dh: bool, want_dx: bool, want_a: bool, want_dw: bool, lora):
-        """Compute dh, a' and dw; with FP8 products dx needs dh in FP8 alone, unless there is an adapter."""
-        kernels, activation, weight_P = self.kernels, self.activation, self.inputs.weight.reshape(-1)
-        if self.fp8:
-            scaled_dout = kernels.scale_rows(dout, SMALLEST_GRADIENT)
-            dh_R2I, a_RI, dw_P, self.scaled_dh = kernels.scaled_down_backward(
-                scaled_dout,
-                self.transposed_packed(self.down),
-                h_R2I,
-                weight_P,
-                self.rows,
-                activation,
-                want_dh=want_dh and self.gate_up.a is not None,
-                want_a=want_a,
-                want_dw=want_dw,
-                want_scaled=want_dx,
-                lora=lora,
-            )
-            return dh_R2I, a_RI, dw_P
-        return kernels.down_backward(
-            dout,
-            self.weight(self.down),
-            self.down.bias,
-            h_R2I,
-            weight_P,
-            self.rows,
-            activation,
-            self.interleaved,
-            want_dh=want_dh,
-            want_a=want_a,
-            want_dw=want_dw,
-            lora=lora,
-        )
-
-    def dx(self, dh_R2I, lora):
-        """Compute the gradient of gathered x from the dh that `down_backward` gave."""
-        if self.fp8:
-            return self.kernels.scaled_down(
-                self.scaled_dh, self.transposed_packed(self.gate_up), self.rows, self.dtype, lora=lora
-            )
-        return self.kernels.up_backward_input(dh_R2I, self.weight(self.gate_up), self.rows, lora=lora)
-
-    def transposed_packed(self, projection: Projection) -> ScaledWeight:
-        """Transpose a packed FP8 weight for backward's products; as with `weight`, nobody keeps it."""
-        return self.kernels.transposed(projection.weight, projection.scales)
+        return v_PJ, self.products.down(a_RI, self.operand(down), down.bias, self.rows, lora=lora)
 
 
 def forward(arguments: list[Any]) -> list[torch.Tensor]:
@@ -291,11 +283,24 @@ def _down_backward(layer: Layer, need: Any, dout, saved: list[Saved]):
             want_dshrunk=want_da or need.down.a,
             like_ENj=inputs.down.b if need.down.b else None,
         )
-        lora = down.transposed_term(dv, layer.fp8) if want_da else None
+        lora = down.transposed_term(dv) if want_da else None
     if want_da or want_a:
         if h is None:
             u, h, _ = layer.up(u, want_h=True, want_a=False)
-        dh, a, dw_P = layer.down_backward(dout, h, want_dh, need.x, want_a, need.weight, lora)
+        dh, a, dw_P = layer.products.down_backward(
+            dout,
+            layer.weight(down),
+            down.bias,
+            h,
+            weight_P,
+            rows,
+            layer.activation,
+            layer.interleaved,
+            want_dh=want_dh,
+            want_a=want_a,
+            want_dw=need.weight,
+            lora=lora,
+        )
         dw = dw_P.view(inputs.weight.shape) if need.weight else None
     if need.down.a:
         gradients["a"] = kernels.lora_a_gradient(dv, a, rows, gathered=False, like_EjK=inputs.down.a)
@@ -318,7 +323,8 @@ def _up_backward(layer: Layer, need: Any, dh, u, num_tokens: int):
             want_dshrunk=need.x or need.gate_up.a,
             like_ENj=inputs.gate_up.b if need.gate_up.b else None,
         )
-        lora = gate_up.transposed_term(du, layer.fp8) if need.x else None
+        lora = gate_up.transposed_term(du) if need.x else None
     if need.x:
-        dx = kernels.combine(layer.dx(dh, lora), None, rows, num_tokens)
+        dx_RH = layer.products.up_backward_input(dh, layer.weight(gate_up), rows, lora=lora)
+        dx = kernels.combine(dx_RH, None, rows, num_tokens)
     return dx, du, gradients

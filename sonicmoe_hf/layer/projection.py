@@ -58,10 +58,10 @@ class Projection(NamedTuple):
         assert self.b is not None
         return LoraTerm(shrunk_PJ, self.b)
 
-    def transposed_term(self, shrunk_PJ: torch.Tensor, copied: bool = False) -> LoraTerm:
-        """Give what it adds to the product with W^T. copied: W^T is a copy, in which `out` lies contiguous."""
+    def transposed_term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
+        """Give what it adds to the product with W^T."""
         assert self.a is not None
-        return LoraTerm(shrunk_PJ, self.a.mT.contiguous() if copied else self.a.mT)
+        return LoraTerm(shrunk_PJ, self.a.mT)
 
 
 def projection(name: str, weight, bias, adapter, transposed: bool) -> Projection:
