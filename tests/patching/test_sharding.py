@@ -313,18 +313,8 @@ def finetuned(rank, options, environment):
 @with_deepspeed
 def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_with_ddp(ranks, tmp_path):
     def run(name, *more, **environment):
-        options = [
-            "--steps",
-            "2",
-            "--batch-size",
-            "2",
-            "--sequence-length",
-            "32",
-            "--held-out-blocks",
-            "4",
-            "--learning-rate",
-            "1e-3",
-        ]
+        options = ["--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--held-out-blocks", "4"]
+        options += ["--learning-rate", "1e-3"]
         results = ranks.run(finetuned, [*options, "--output", str(tmp_path / name), *more], environment)
         assert results[0][:2] == results[1][:2] and [printed for *_, printed in results] == [True, False]
         return *results[0][:2], load_file(tmp_path / name / "model.safetensors")
