@@ -6,8 +6,9 @@ import sys
 
 def main() -> int:
     """Run the command; returns the exit code."""
-    if "sonicmoe_hf" not in sys.modules:  # a package whose __init__.py has not run: cli/main.py has it run
-        sys.modules["sonicmoe_hf"] = importlib.util.module_from_spec(importlib.util.find_spec("sonicmoe_hf"))
+    spec = importlib.util.find_spec("sonicmoe_hf")
+    if "sonicmoe_hf" not in sys.modules and spec is not None:
+        sys.modules["sonicmoe_hf"] = importlib.util.module_from_spec(spec)  # cli/main.py has its __init__.py run
     from sonicmoe_hf.tools.cli.main import main
 
     return main()

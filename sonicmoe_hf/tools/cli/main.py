@@ -40,8 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        settings = {"help": command.line, "description": command.description, "usage": command.usage}
-        subparser = subparsers.add_parser(name, **settings)
+        subparser = subparsers.add_parser(
+            name, help=command.line, description=command.description, usage=command.usage
+        )
         for names, option in command.options:
             subparser.add_argument(*names, **option)
     return parser
