@@ -30,8 +30,9 @@ def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs)
         ValueError: one of them holds several documents, which a single rank would keep apart.
     """
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    option, positions = _option_without_mask(parallelism), inputs.get("position_ids")
-    if option is not None and positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
+    option = _option_without_mask(parallelism)
+    positions = None if option is None else inputs.get("position_ids")  # GRPO's inputs are a list of prompts
+    if parallelism is not None and positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
         has_begin = option == "cp_size" or torch.distributed.get_rank() % parallelism.sp_size == 0
         if (positions == 0).sum(1).max() > has_begin:
             raise ValueError(SHARED.format(option=option))
