@@ -5,6 +5,7 @@ and in a process of its own, by Triton's interpreter, RoPE and the fused loss to
 3.7 cannot interpret: that its forward is bound is all these tests say of it).
 """
 
+import copy
 import importlib
 import sys
 
@@ -54,7 +55,7 @@ SIZES = {  # of any of these: what a config does not know it keeps unread
     "n_shared_experts": 1, "shared_expert_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_topk": 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "full_attention_interval": 2, "rope_parameters": {**ROPE, "mrope_section": [1, 0, 0]},
+    "full_attention_interval": 2, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]},
 }  # fmt: skip
 OF_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 EXPERTS_ALONE = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}  # what can run on a CPU
@@ -141,8 +142,9 @@ def test_experts_that_liger_replaces_again_and_again_are_ours_at_the_next_call()
 
 def small(family):
     """Build a model with experts of one of the families that Liger knows."""
-    of_images = {"text_config": SIZES, "vision_config": OF_VISION}
-    config = AutoConfig.for_model(family, **(of_images if family in OF_IMAGES else SIZES))
+    sizes = copy.deepcopy(SIZES)  # configs write their own kind of RoPE into what they are given
+    of_images = {"text_config": sizes, "vision_config": OF_VISION}
+    config = AutoConfig.for_model(family, **(of_images if family in OF_IMAGES else sizes))
     auto_class = AutoModelForImageTextToText if family in OF_IMAGES else AutoModelForCausalLM
     return with_realistic_weights(auto_class.from_config(config, experts_implementation="eager"))
 
