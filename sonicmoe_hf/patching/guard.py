@@ -10,7 +10,7 @@ from torch import nn
 
 from ..private import attributes
 from ..private.torch import guard_module_hooks
-from .support import experts_and_wrappers, models_with_experts, undo_liger_and_check
+from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
 
 
 class ExpertsGuard:
@@ -48,8 +48,9 @@ class ExpertsGuard:
                 )
         elif is_replaced or not self.is_checked:
             undo_liger_and_check(model, None)
-            self.watch(model)
-            self.is_checked = True
+            if not is_replica(model):  # one would live on here, with its weights
+                self.watch(model)
+                self.is_checked = True
 
 
 def guard_of(model: nn.Module) -> ExpertsGuard | None:

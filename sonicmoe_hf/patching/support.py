@@ -193,6 +193,11 @@ def models_with_experts(model: nn.Module) -> list[PreTrainedModel]:
     return [module for module in models if not every.isdisjoint(module.modules())]
 
 
+def is_replica(model: nn.Module) -> bool:
+    """Tell whether nn.DataParallel made this copy of a model for one call: its weights are no parameters."""
+    return next(model.parameters(), None) is None
+
+
 def is_patched(model: nn.Module) -> bool:
     """Tell whether patch_model was applied to this model."""
     return any(attributes.GUARD in vars(module) for module in transformers_model(model).modules())

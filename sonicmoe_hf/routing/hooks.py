@@ -20,7 +20,14 @@ from torch import nn
 from ..layer.config import TokenRounding
 from ..layer.holding import expert_parallelism
 from ..model_patches import Family
-from ..patching.support import every_copy, every_experts, find_layers, models_with_experts, undo_liger_and_check
+from ..patching.support import (
+    every_copy,
+    every_experts,
+    find_layers,
+    is_replica,
+    models_with_experts,
+    undo_liger_and_check,
+)
 from ..private import attributes
 from ..private.torch import is_compiled
 from ..private.transformers import parallel_mesh
@@ -240,8 +247,7 @@ class ModelHook:
 
 
 def _check_no_replica(model: nn.Module) -> None:
-    """Raise RuntimeError for a replica, which has no parameters of its own."""
-    if not torch.compiler.is_compiling() and next(model.parameters(), None) is None:
+    if not torch.compiler.is_compiling() and is_replica(model):
         raise RuntimeError(
             "token rounding, balancing and load counting do not work under nn.DataParallel, whose replicas share "
             "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "

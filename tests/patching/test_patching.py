@@ -1,5 +1,8 @@
 """patch_model and patch: reversible, idempotent, honest about what they cannot do."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from helpers.models import CONFIGS, batch, build, loss_and_gradients, patched, patching, relative_error
@@ -174,16 +177,21 @@ def replicated(module):
     replica = module._replicate_for_data_parallel()
     for name, child in module.named_children():
         replica._modules[name] = replicated(child)
-    for name, parameter in module.named_parameters(recurse=False):
-        setattr(replica, name, parameter.detach())
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, None if parameter is None else parameter.detach())
     return replica
 
 
-def test_data_parallel_replicas_raise_and_name_the_remedy():
-    model = patched("qwen3_moe", TokenRounding(tile=4))
+def test_data_parallel_replicas_compute_by_top_k_are_not_kept_and_raise_under_token_rounding():
+    model = patched("qwen3_moe")
     replica = replicated(model)
+    logits, kept = replica(**batch()).logits.detach(), weakref.ref(next(find_layers(replica)).experts)
+    del replica
+    gc.collect()
+    assert kept() is None and relative_error(logits, model(**batch()).logits) < 1e-5
+    sonicmoe_hf.set_routing(model, TokenRounding(tile=4))
     with pytest.raises(RuntimeError, match=r"nn.DataParallel.*one process per GPU"):
-        replica(**batch())
+        replicated(model)(**batch())
 
 
 def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
