@@ -22,9 +22,9 @@ RECOMPILATIONS = 64
 def compile_layers(model: nn.Module, **options) -> int:
     """Compile each decoder layer of a model in place: one compilation serves all layers that are alike.
 
-    Call it when the model is complete: patched, quantized, with its adapters. Gradient checkpointing may be switched on
-    before or after; a layer is then computed again inside its own compiled code. A model compiled as a whole computes the
-    same, but every layer of it is compiled anew, and Transformers builds a causal mask inside it.
+    Call it when the model is patched and quantized. Adapters and gradient checkpointing may come before or after; a layer
+    is then computed again inside its own compiled code. A model compiled as a whole computes the same, but every layer of
+    it is compiled anew, and Transformers builds a causal mask inside it.
 
     Where nothing is trained, as in evaluation and generation, layers run uncompiled. With `mode="reduce-overhead"` a
     layer's kernels are captured as CUDA graphs, for batches of one size; where sizes vary, layers run as without it.
@@ -64,8 +64,6 @@ def compile_layers(model: nn.Module, **options) -> int:
     for layer in layers:
         for part in _parts(layer):
             part.compile(**options)
-            if is_captured:
-                _keep_gradients(part)
             set_compiled_call(part, _Call(part, layer, is_captured))
     return len(layers)
 
@@ -111,6 +109,8 @@ class _Call:
             return eager_call(self.part)(*args, **kwargs)
         if not self.is_new or torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
+        if self.is_captured:
+            _keep_gradients(self.part)
         before = graph_breaks()
         result = self.compiled(*args, **kwargs)
         self.is_new = False
