@@ -1,36 +1,10 @@
-"""Private APIs of Triton and of the CuTe DSL that the kernels use are still there. Each is used in one module,
-kernels/triton/launch.py and kernels/hopper/ptx.py; a failure here names what a new version has taken away."""
+"""Private APIs of Triton and of the CuTe DSL that kernels/triton/launch.py and kernels/hopper/cache.py use by their
+arguments and attributes; what they import, importing them shows."""
 
-import importlib
 import inspect
 
 import pytest
 import torch
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("triton.runtime", "JITFunction"),
-        ("triton.runtime", "driver"),
-        ("triton.knobs", "runtime"),
-        ("triton.compiler", "CompiledKernel"),
-        ("triton.backends.nvidia.driver", "CudaLauncher"),
-        ("triton.tools.tensor_descriptor", "TensorDescriptor"),
-        ("cutlass._mlir.dialects.llvm", "inline_asm"),
-        ("cutlass.cutlass_dsl", "dsl_user_op"),
-        ("cutlass.cutlass_dsl", "T"),
-        ("cutlass.memory", "SmemAllocator"),
-        ("cutlass.tensor_utils", "LayoutEnum"),
-        ("cutlass.cute.runtime", "make_fake_compact_tensor"),
-        ("cutlass.cute.runtime", "make_fake_stream"),
-        ("cutlass.cute.runtime", "load_module"),
-    ],
-)
-def test_triton_and_the_cute_dsl_have(module, name):
-    pytest.importorskip(module.partition(".")[0])
-    user = "triton/launch.py" if module.startswith("triton") else "hopper/ptx.py"
-    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/{user}"
 
 
 def test_a_compiled_triton_kernel_is_launched_with_these_arguments():
@@ -75,3 +49,4 @@ def test_a_compiled_cute_kernel_can_be_exported():
     kernel = compile_kernel(torch.bfloat16, 128, 128, True, tile("gemm_wgrad", 128))
     parameters = inspect.signature(kernel.export_to_c).parameters
     assert "export_only_tvm_ffi_symbols" in parameters, "export_to_c"
+    assert callable(compiled.cute.runtime.load_module)
