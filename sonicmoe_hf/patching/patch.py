@@ -28,7 +28,6 @@ from .support import (
     LayerSupport,
     every_experts,
     find_layers,
-    is_patched,
     transformers_model,
     undo_liger_and_check,
 )
@@ -123,8 +122,6 @@ def unpatch_model(model: nn.Module) -> None:
     """Undo patch_model: hooks gone, the experts implementation as it was; the model keeps configs of its own, and experts
     that Liger had bound its forward to keep Transformers'. Does nothing to a model not patched."""
     root = transformers_model(model)
-    if not is_patched(root):
-        return
     remove_hooks(root)
     experts: Any
     for experts in every_experts(root):

@@ -199,8 +199,8 @@ def is_replica(model: nn.Module) -> bool:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Tell whether patch_model was applied to this model."""
-    return any(attributes.GUARD in vars(module) for module in transformers_model(model).modules())
+    """Tell whether patch_model was applied to this model, and not undone in a model inside it."""
+    return any(attributes.UNPATCHED in vars(experts) for experts in every_experts(transformers_model(model)))
 
 
 def outside_interface(model: nn.Module) -> dict[str, nn.Module]:

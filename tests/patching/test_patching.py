@@ -96,8 +96,10 @@ def test_patching_the_inner_model_first_is_fine():
     sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
     assert len(router_hooks(model)) == 2 and len(states(model)) == 1
     assert loss_and_gradients(model, inputs)["loss"].isfinite()
+    sonicmoe_hf.unpatch_model(model.model)
+    assert not sonicmoe_hf.is_patched(model), "its experts are Transformers' again"
     sonicmoe_hf.unpatch_model(model)
-    assert not router_hooks(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_report_names_every_layer():
