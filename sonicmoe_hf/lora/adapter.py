@@ -177,7 +177,7 @@ class _Reader:
                 f"{self.path}: {name} has shape {shape}, the base's {expected}; if the vocabulary was resized, resize "
                 "the base's and save it first"
             )
-        self.replaced[weight] = lambda: self._tensor(name)
+        self.replaced[weight] = partial(self._read, lambda handle: handle.get_tensor(name))
 
     def _check_complete(self, has_single: bool) -> None:
         """Raise CheckpointError, with the names, where the file lacks what its config names: a layer, a rank's experts.
@@ -208,7 +208,7 @@ class _Reader:
         for adapted in self.sides:
             self._check_shapes(adapted)
             weights.setdefault(adapted.weight, []).append(adapted)
-        return {weight: partial(self._read_weight, own) for weight, own in weights.items()}
+        return {weight: partial(self._read, partial(self._weight, own)) for weight, own in weights.items()}
 
     def _check_shapes(self, adapted: Adapted) -> None:
         """Raise CheckpointError where the shapes of a pair of factors are not those of its rank and weight."""
@@ -228,16 +228,16 @@ class _Reader:
         is_parameter = is_target_parameter(adapted.trained, self.config.entries)
         return adapted.trained if is_parameter else adapted.trained.removesuffix(".weight")
 
-    def _read_weight(self, parts: list[Adapted]) -> Factors:
-        """Read the factors of one weight, in the order of its own rows."""
+    def _weight(self, parts: list[Adapted], handle: Any) -> Factors:
+        """Read the factors of one weight from the open file, in the order of its own rows."""
         adapted = parts[0]
         module = self.trained.modules[adapted.module]
         num_experts, _, is_transposed = _product_shape(module, adapted.parameter)
         if num_experts is None:
-            return self._read_pair(adapted)
+            return self._pair(adapted, handle)
         if adapted.part is not None:
-            return self._read_single_experts(module, num_experts, parts)._replace(is_transposed=is_transposed)
-        a, b, scale, _ = self._read_pair(adapted)
+            return self._single_experts(module, num_experts, parts, handle)._replace(is_transposed=is_transposed)
+        a, b, scale, _ = self._pair(adapted, handle)
         if self.is_grouped_by_expert(adapted):
             b = b.unflatten(1, (num_experts, -1)).transpose(0, 1)
         a, b = by_expert(a, b, num_experts)
@@ -254,10 +254,10 @@ class _Reader:
         family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
         return self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family)
 
-    def _read_single_experts(self, module: nn.Module, num_experts: int, parts: list[Adapted]) -> Factors:
+    def _single_experts(self, module: nn.Module, num_experts: int, parts: list[Adapted], handle: Any) -> Factors:
         factors: dict[str | None, Factors] = {}
         for part in dict.fromkeys(adapted.part for adapted in parts):
-            own = {adapted.expert: self._read_pair(adapted) for adapted in parts if adapted.part == part}
+            own = {adapted.expert: self._pair(adapted, handle) for adapted in parts if adapted.part == part}
             zero = next(iter(own.values())).unchanging()
             factors[part] = stacked([own.get(expert, zero) for expert in range(num_experts)])
         one = next(iter(factors.values()))
@@ -266,14 +266,15 @@ class _Reader:
         gate, up = (factors.get(part) or one.unchanging() for part in ("gate", "up"))
         return fused_gate_up(gate, up, is_interleaved(module))
 
-    def _read_pair(self, adapted: Adapted) -> Factors:
-        a, b = (self._tensor(self.sides[adapted][side]) for side in "AB")
+    def _pair(self, adapted: Adapted, handle: Any) -> Factors:
+        a, b = (handle.get_tensor(self.sides[adapted][side]) for side in "AB")
         return Factors(a, b, self.config.scale(self._in_patterns(adapted)))
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor of the file, which is open meanwhile only: its mapped pages count as memory."""
+    def _read(self, read: Callable[[Any], Any]) -> Any:
+        """Read a weight's tensors of the file, which is open meanwhile only: its mapped pages count as memory. Opening it
+        for each tensor would take time as the square of their number."""
         with opened(self.path) as handle:
-            return handle.get_tensor(name)
+            return read(handle)
 
 
 def is_interleaved(experts: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Adapters in the forms that vLLM and SGLang load: applied by the engines' own rule they are PEFT's merge in memory."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter
+from sonicmoe_hf.lora import adapter
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 from sonicmoe_hf.tools.cli.main import main
 
@@ -178,6 +180,15 @@ def test_an_adapter_as_it_begins_training_comes_back_whole(tmp_path):
     config = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], target_parameters=EXPERTS)
     get_peft_model(base("qwen3_moe", tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
     assert same_bits(there_and_back(tmp_path), tensors_in(tmp_path / "adapter"))
+
+
+def test_a_file_with_factors_of_single_experts_is_opened_once_a_weight(tmp_path):
+    """Each opening reads the names of all experts of all layers: for each tensor, Qwen3-30B-A3B's would take hours."""
+    model = adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter").unload()
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
+    with mock.patch.object(adapter, "opened", wraps=adapter.opened) as opened:
+        weights = list(adapter.Adapter.read(tmp_path / "served", model).factors.values())
+    assert opened.call_count == len(weights) == 2 * 4, "of two layers: experts' two weights, q_proj and o_proj"
 
 
 @pytest.mark.parametrize("rank", [8, 512])
