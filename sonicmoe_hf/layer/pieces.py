@@ -27,22 +27,17 @@ def tokens_of_piece(num_tokens: int, num_rows: int) -> int:
     return -(-num_tokens // (count * MULTIPLE)) * MULTIPLE
 
 
-def _split(rows: Rows, num_tokens: int, piece: int, backend: str) -> Iterator[Rows]:
-    """Yield the Rows of each piece that `dispatch` joined, in memory of their own, which kernels want aligned."""
-    tokens = [min(piece, num_tokens - start) for start in range(0, num_tokens, piece)]
-    pairs = [count * (rows.token.shape[0] // num_tokens) for count in tokens]
-    offsets = rows.offsets.shape[0] // len(tokens)
-    tiles = [backends.load(backend).tile_table_length(count, offsets - 1) for count in pairs]
-    sizes = Rows([offsets] * len(tokens), pairs, pairs, [count + 1 for count in tokens], pairs, tiles)  # type: ignore[arg-type]
-    for fields in zip(*(field.split(size) for field, size in zip(rows, sizes))):
-        yield Rows(*(field.clone() for field in fields))
-
-
 def _pieces(inputs: Any, rows: Rows, options: Any) -> Iterator[tuple[Any, Rows]]:
-    split = _split(rows, inputs.x.shape[0], options.piece, options.backend)
-    of_tokens = zip(inputs.x.split(options.piece), inputs.weight.split(options.piece))
-    for each, (x, weight) in zip(split, of_tokens):
-        yield inputs._replace(x=x, weight=weight), each
+    """Yield (inputs, Rows) of each piece; Rows that `dispatch` joined, in memory of their own, which kernels want
+    aligned."""
+    xs, weights = inputs.x.split(options.piece), inputs.weight.split(options.piece)
+    pairs = [weight.numel() for weight in weights]
+    offsets = rows.offsets.shape[0] // len(xs)
+    tiles = [backends.load(options.backend).tile_table_length(count, offsets - 1) for count in pairs]
+    sizes = [offsets] * len(xs), pairs, pairs, [len(x) + 1 for x in xs], pairs, tiles
+    split = zip(*(field.split(size) for field, size in zip(rows, sizes)))
+    for x, weight, fields in zip(xs, weights, split):
+        yield inputs._replace(x=x, weight=weight), Rows(*(field.clone() for field in fields))
 
 
 def forward(run: Callable, inputs: Any, options: Any, flags: Any, rows: Rows) -> list[torch.Tensor]:

@@ -311,7 +311,8 @@ def attach(trainer) -> ExpertLoadCallback:
     leaves out, so that fused experts are restored too. Adapters of a model that Transformers loaded sharded
     (`DistributedConfig`) are resumed with their optimiser, which each rank writes beside the checkpoint. Callbacks
     end with `trainer.train`, after an error or Ctrl-C too. `trainer.compute_loss` gives
-    LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model, as by TRL's trainers.
+    LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model, as by TRL's trainers. A step
+    of packed documents raises ValueError where ranks share sequences by attention without masks (`cp_size`, `sp_size`).
 
     On a GPU, the tenth step says how busy it is (where nvidia-ml-py is installed), and what would help. Where most of the
     first micro-batches have few tokens and new lengths, cuDNN's attention, which plans 80 ms for each new length, is off

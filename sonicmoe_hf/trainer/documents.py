@@ -14,14 +14,6 @@ SHARED = (
 )
 
 
-def _option_without_mask(parallelism: Any) -> str | None:
-    if parallelism is None:
-        return None
-    if parallelism.cp_enabled:
-        return "cp_size"
-    return "sp_size" if parallelism.sp_enabled and parallelism.sp_handler.sp_attn_implementation == "sdpa" else None
-
-
 def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs):
     """Call `trainer.training_step`, whose inputs are whole sequences under `cp_size`, and this rank's parts under
     `sp_size`.
@@ -29,11 +21,12 @@ def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs)
     Raises:
         ValueError: one of them holds several documents, which a single rank would keep apart.
     """
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    option = _option_without_mask(parallelism)
-    positions = None if option is None else inputs.get("position_ids")  # GRPO's inputs are a list of prompts
-    if parallelism is not None and positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
-        has_begin = option == "cp_size" or torch.distributed.get_rank() % parallelism.sp_size == 0
+    shared: Any = getattr(trainer.accelerator, "parallelism_config", None)
+    is_whole = shared is not None and shared.cp_enabled
+    is_part = shared is not None and shared.sp_enabled and shared.sp_handler.sp_attn_implementation == "sdpa"
+    positions = inputs.get("position_ids") if is_whole or is_part else None  # GRPO's inputs are a list of prompts
+    if positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
+        has_begin = is_whole or torch.distributed.get_rank() % shared.sp_size == 0
         if (positions == 0).sum(1).max() > has_begin:
-            raise ValueError(SHARED.format(option=option))
+            raise ValueError(SHARED.format(option="cp_size" if is_whole else "sp_size"))
     return training_step(model, inputs, *args, **kwargs)
