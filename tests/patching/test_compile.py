@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers.adapters import with_lora
+from helpers.adapters import random_factors, with_lora
 from helpers.marks import rest_pinned, rest_slow
 from helpers.models import (
     ORDER_OF_SUMS,
@@ -108,6 +108,53 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
     assert compiled.frame_count in ((1, 2) if kind == "reentrant" else (frames,)) and not counters["graph_break"]
     for found in actual:
         assert_all_close(found, expected, 1e-5, ORDER_OF_SUMS)
+
+
+def switched(name):
+    """Call a method of PEFT's tuner, which changes it in place."""
+
+    def switch(model):
+        getattr(model.base_model, name)()
+        return model
+
+    return switch
+
+
+def with_a_second_adapter(model):
+    model.add_adapter("second", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "second"])
+    return random_factors(model, seed=5)
+
+
+def unpatch(model):
+    sonicmoe_hf.unpatch_model(model)
+    return model
+
+
+CHANGES = {
+    "compiled": lambda model: model,
+    "adapters off": switched("disable_adapter_layers"),
+    "adapters on": switched("enable_adapter_layers"),
+    "two adapters": with_a_second_adapter,
+    "merged": switched("merge_adapter"),
+    "taken apart": switched("unmerge_adapter"),
+    "merged for good": lambda model: model.merge_and_unload(),
+    "not patched": unpatch,
+}
+
+
+def test_compiled_layers_follow_what_becomes_of_a_model_and_so_does_a_second_one_of_its_kind():
+    torch._dynamo.reset()
+    models, inputs = [with_lora(patched("qwen3_moe", use_cache=False, **ONE_LAYER)) for _ in range(3)], batch()
+    for model in models:
+        model.enable_input_require_grads()
+    for model in models[1:]:
+        sonicmoe_hf.compile_layers(model, backend="eager")
+    for what, change in CHANGES.items():
+        models = [change(model) for model in models]
+        expected, *others = (loss_and_gradients(model, inputs) for model in models)
+        for found in others:
+            assert_all_close(found, expected, 1e-5, f"{what}: {ORDER_OF_SUMS}")
 
 
 def in_memory_of_a_graph(graph, inputs, options):
