@@ -82,14 +82,16 @@ def test_every_rank_routes_its_own_tokens_and_gradients_are_averaged(ranks, opti
 
 
 def compiled_step(rank, kind):
-    """Run one step of compiled layers with adapters on each rank's batch."""
+    """Run one step of compiled layers with adapters on each rank's batch, as two micro-batches alike."""
     torch._dynamo.reset()
     model = checkpointed(made("qwen3_moe", is_adapted=True), kind)
     model.enable_input_require_grads()
     sonicmoe_hf.compile_layers(model, backend="aot_eager")
     model = Accelerator(cpu=True).prepare(model)
-    loss = model(**batch(**OWN_BATCH[rank])).loss
-    loss.backward()
+    for context in (model.no_sync(), contextlib.nullcontext()):
+        with context:
+            loss = model(**batch(**OWN_BATCH[rank])).loss
+            (loss / 2).backward()
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
     return loss.detach(), gradients(model)
