@@ -41,12 +41,11 @@ class _LeaveApart(ConversionOps):
     def __init__(self, packs: Callable[[Any, str], bool], operations: list[ConversionOps]):
         self.packs, self.operations = packs, operations
 
-    def convert(self, input_dict, source_patterns, target_patterns, *, full_layer_name, model, **kwargs):
-        if self.packs(model, full_layer_name):
+    def convert(self, input_dict, source_patterns, target_patterns, **options):
+        if self.packs(options["model"], options["full_layer_name"]):
             return {
                 target_patterns[0]: Apart(input_dict[source] for source in source_patterns if source in input_dict)
             }
-        options = {"full_layer_name": full_layer_name, "model": model, **kwargs}
         for operation in self.operations:
             input_dict = operation.convert(input_dict, source_patterns, target_patterns, **options)
         return input_dict
