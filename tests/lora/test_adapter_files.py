@@ -146,38 +146,30 @@ def remove(adapter, pattern):
     edit_tensors(adapter, dict.fromkeys(names))
 
 
-@pytest.mark.parametrize(
-    "pattern, match",
-    [
-        (
-            r"layers\.1\.",
-            r"no lora_A of model.layers.1.self_attn.q_proj.weight, model.layers.1.self_attn.o_proj.weight, ",
-        ),
-        (r"layers\.0\.mlp\.experts\.", r"no lora_A of model.layers.0.mlp.experts.gate_up_proj, .*down_proj, though"),
-        (r"layers\.0\.mlp\.experts\.base_layer", "no lora_A of model.layers.0.mlp.experts.gate_up_proj, though"),
-        (r"layers\.1\.self_attn\.q_proj\.lora_A", "no lora_A of model.layers.1.self_attn.q_proj.weight, though"),
-        (r"layers\.1\.mlp\.experts\.lora_B", "no lora_B of model.layers.1.mlp.experts.down_proj, though"),
-    ],
-)
-def test_factors_of_fused_experts_and_layers_that_are_missing_are_named(pattern, match, adapter):
-    remove(adapter, pattern)
-    assert_lacking(adapter, match)
+EXPERTS_OF_0, QUERY = "layers.0.mlp.experts", "no lora_A of model.layers.1.self_attn.q_proj.weight, "
 
 
 @pytest.mark.parametrize(
-    "pattern, match",
+    "form, pattern, match",
     [
-        (r"layers\.1\.", r"no lora_A of model.layers.1.self_attn.q_proj.weight, .* and \d+ more"),
-        (r"experts\.[4-7]\.", r"layers.0.mlp.experts.4.gate_proj.weight, .* and 20 more"),
-        (r"experts\.\d\.down_proj", r"layers.0.mlp.experts.0.down_proj.weight, .* and 12 more"),
-        (r"layers\.0\.mlp\.experts\.3\.up_proj\.lora_B", "no lora_B of model.layers.0.mlp.experts.3.up_proj.weight,"),
+        ("adapter", "layers.1.", f"{QUERY}model.layers.1.self_attn.o_proj.weight, "),
+        ("adapter", f"{EXPERTS_OF_0}.", f"lora_A of model.{EXPERTS_OF_0}.gate_up_proj, .*down_proj, though"),
+        ("adapter", f"{EXPERTS_OF_0}.base_layer", f"lora_A of model.{EXPERTS_OF_0}.gate_up_proj, though"),
+        ("adapter", "layers.1.self_attn.q_proj.lora_A", f"{QUERY}though"),
+        ("adapter", "layers.1.mlp.experts.lora_B", "lora_B of model.layers.1.mlp.experts.down_proj, though"),
+        ("served", "layers.1.", rf"{QUERY}.* and \d+ more"),
+        ("served", r"experts\.[4-7]\.", f"{EXPERTS_OF_0}.4.gate_proj.weight, .* and 20 more"),
+        ("served", r"experts\.\d\.down_proj", f"{EXPERTS_OF_0}.0.down_proj.weight, .* and 12 more"),
+        ("served", f"{EXPERTS_OF_0}.3.up_proj.lora_B", f"lora_B of model.{EXPERTS_OF_0}.3.up_proj.weight,"),
     ],
 )
-def test_factors_of_single_experts_that_are_missing_are_named(pattern, match, adapter):
-    """One rank's experts, as a trainer with expert parallelism may save them; one projection; one layer."""
-    convert_adapter(adapter, adapter.parent / "served", "vllm")
-    remove(adapter.parent / "served", pattern)
-    assert_lacking(adapter.parent / "served", match)
+def test_factors_that_are_missing_are_named(form, pattern, match, adapter):
+    """Of fused experts, layers and single experts: one rank's, as a trainer with expert parallelism may save them; one
+    projection; one layer."""
+    if form == "served":
+        convert_adapter(adapter, adapter.parent / form, "vllm")
+    remove(adapter.parent / form, pattern)
+    assert_lacking(adapter.parent / form, match)
 
 
 def test_whole_modules_that_are_missing_are_named(tmp_path):

@@ -232,21 +232,20 @@ def test_the_command_converts_adapters(adapter, tmp_path, capsys):
     assert main([*back, "--trained-on", str(tmp_path / "native")]) == 0
 
 
-def test_the_command_refuses_options_that_adapters_have_not(adapter, tmp_path, capsys):
-    arguments = ["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]
+def test_the_command_verifies_adapters_and_refuses_options_that_are_for_models_or_for_adapters(
+    adapter, tmp_path, capsys
+):
+    native = ["--layout", "native"]
+    arguments = ["convert", str(adapter), str(tmp_path / "converted"), *native]
     options = ("--dtype float32", "--max-shard-size 5GB", "--dequantize", "--no-dequantize", "--quantize nf4")
     for option in (*options, "--revision main"):
         assert main([*arguments, *option.split()]) == 2
         assert "is for models, but" in capsys.readouterr().err
         assert not (tmp_path / "converted").exists()
-
-
-def test_the_command_verifies_adapters_and_refuses_trained_on_for_models(adapter, tmp_path, capsys):
-    arguments = ["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]
     assert main([*arguments, "--verify"]) == 0
     assert "verified" in capsys.readouterr().out
-    arguments = ["convert", str(tmp_path / "hub"), str(tmp_path / "model"), "--layout", "native"]
-    assert main([*arguments, "--trained-on", str(tmp_path / "hub")]) == 2
+    model = ["convert", str(tmp_path / "hub"), str(tmp_path / "model"), *native, "--trained-on", str(tmp_path / "hub")]
+    assert main(model) == 2
     assert "--trained-on is for adapters" in capsys.readouterr().err
 
 
