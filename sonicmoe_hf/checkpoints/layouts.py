@@ -133,17 +133,3 @@ def detect_layout(weights: Collection[str], block: str, family: NativeFamily) ->
         return "gpt_oss" if family.hub_layout == "gpt_oss" else "fused"
     has_matrices = f"{block}.experts.0.gate_proj.weight" in weights and family.hub_layout == "per_expert"
     return "per_expert" if has_matrices else None
-
-
-def from_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename the state dict of an upstream SonicMoE `MoE` module to that of a `SonicMoEExperts`, without the router.
-
-    Args:
-        state: c_fc.weight [E, 2I, H] interleaved, c_proj.weight [E, H, I], and c_fc.bias, c_proj.bias where it has them.
-    """
-    return {ours: state[theirs] for ours, theirs in UPSTREAM_NAMES.items() if theirs in state}
-
-
-def to_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename the state dict of a `SonicMoEExperts` as an upstream SonicMoE `MoE` module names its weights."""
-    return {UPSTREAM_NAMES.get(name, name): tensor for name, tensor in state.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -39,13 +38,6 @@ from .rules import ADAPTER_WEIGHTS, AdapterConfig
 def is_adapter(path: str | os.PathLike) -> bool:
     """Tell whether `path` is a folder with a PEFT adapter."""
     return (expanded(path) / ADAPTER_CONFIG).is_file()
-
-
-class AdapterConversion(NamedTuple):
-    """The result of converting an adapter: the new folder, and for an engine how to serve it, in sentences."""
-
-    path: Path
-    hints: list[str]
 
 
 def convert_adapter(
@@ -79,7 +71,8 @@ def convert_adapter(
     Example:
         sonicmoe_hf.convert_adapter("outputs/lora", "outputs/lora-vllm", layout="vllm")
     """
-    return run_adapter_conversion(src, dst, layout, trained_on, base_model, verify).path
+    run_adapter_conversion(src, dst, layout, trained_on, base_model, verify)
+    return expanded(dst).absolute()
 
 
 def run_adapter_conversion(
@@ -89,8 +82,8 @@ def run_adapter_conversion(
     trained_on: str | os.PathLike | None = None,
     base_model: str | None = None,
     verify: bool = False,
-) -> AdapterConversion:
-    """Convert as `convert_adapter` does, and return what a user should hear of it too."""
+) -> list[str]:
+    """Convert as `convert_adapter` does, and return how to serve the result in an engine, in sentences."""
     check_choice("layout", layout, (*TARGETS, *ENGINES))
     src, dst = expanded(src), new_folder(dst)
     config = AdapterConfig(src).entries
@@ -104,7 +97,7 @@ def run_adapter_conversion(
         (tensors, config), hints = peft_form(adapter, model), []
     config["base_model_name_or_path"] = base_model
     _write(src, dst, tensors, config, verify)
-    return AdapterConversion(dst, hints)
+    return hints
 
 
 def _model(path: Path, native: bool) -> PreTrainedModel:

@@ -7,8 +7,6 @@ form for models whose experts vLLM holds as one weight. "sglang" always gives th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -74,14 +72,6 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
-class EngineAdapter(NamedTuple):
-    """An adapter for an engine: its tensors and adapter_config.json, and how to serve it, in sentences."""
-
-    tensors: dict[str, torch.Tensor]
-    config: dict
-    hints: list[str]
-
-
 def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> None:
     """Raise CheckpointError, naming the remedy, where the adapter has what the engine refuses or leaves out."""
     decoder = f"{decoder_name(model)}."
@@ -105,8 +95,12 @@ def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> N
             raise CheckpointError(f"{reason}; {MERGED}{rest}")
 
 
-def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> EngineAdapter:
-    """Return the adapter for "vllm" or "sglang"; `model` is its base in the hub layout.
+def engine_form(
+    adapter: Adapter, model: PreTrainedModel, engine: str
+) -> tuple[dict[str, torch.Tensor], dict, list[str]]:
+    """Return tensors and adapter_config.json for "vllm" or "sglang", and how to serve them, in sentences.
+
+    `model` is the adapter's base in the hub layout.
 
     Raises:
         CheckpointError: the engine does not adapt such a model's experts, takes no such rank, or the adapter has what
@@ -146,7 +140,7 @@ def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Engine
     target_parameters = sorted(endings(fused, map(hub.parameter, model.state_dict()), parts=(3,)))
     config = rewritten_config(adapter.config, rank, alpha, target_modules, target_parameters)
     has_experts = any(factors.a.dim() == 3 for factors in pairs.values())
-    return EngineAdapter(tensors, config, _hints(engine, rank, has_experts, is_3d))
+    return tensors, config, _hints(engine, rank, has_experts, is_3d)
 
 
 def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:

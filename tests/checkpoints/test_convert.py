@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint
 from sonicmoe_hf.checkpoints import hub
-from sonicmoe_hf.checkpoints.layouts import from_upstream, to_upstream
 from sonicmoe_hf.formats.hub import HubFP8
 from sonicmoe_hf.tools.cli.main import main
 
@@ -184,17 +183,6 @@ def test_classes_on_the_hub_named_in_the_config_come_back(tmp_path):
     edit_config(tmp_path / "hub", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
     assert_comes_back(tmp_path)
     assert "auto_map" not in config_in(tmp_path / "native")
-
-
-def test_weights_of_an_upstream_moe_module_go_in_and_out():
-    upstream = {
-        "c_fc.weight": torch.randn(4, 6, 8),
-        "c_proj.weight": torch.randn(4, 8, 3),
-        "c_fc.bias": torch.randn(4, 6),
-    }
-    experts = from_upstream({**upstream, "router.weight": torch.randn(4, 8)})
-    assert set(experts) == {"c_fc", "c_proj", "c_fc_bias"}
-    assert same_bits(to_upstream(experts), upstream)
 
 
 def test_the_command_converts_verifies_and_says_what_it_did(tmp_path, capsys):

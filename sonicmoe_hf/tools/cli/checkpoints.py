@@ -36,10 +36,10 @@ def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, ve
 
     from ...lora.convert import run_adapter_conversion
 
-    converted = run_adapter_conversion(src, dst, layout, trained_on=trained_on, verify=verify)
+    hints = run_adapter_conversion(src, dst, layout, trained_on=trained_on, verify=verify)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{dst}: the adapter in the {layout} layout{', verified' if verify else ''}", markup=False)
-    for hint in converted.hints:
+    for hint in hints:
         console.print(f"note: {hint}", markup=False)
     return 0
 
