@@ -35,10 +35,12 @@ class Apart(list):
         return PackedWeight(packed, format, dtype)
 
 
-class _LeaveApart(ConversionOps):
-    """Hands on the matrices of experts that are to be packed, and merges others as the `operations` do."""
+class _LeaveApart(MergeModulelist):
+    """Hands on the matrices of experts that are to be packed, and merges others as the `operations` do. Transformers 5.17
+    gives a rank of expert parallelism whole experts where it finds a MergeModulelist among a conversion's."""
 
     def __init__(self, packs: Callable[[Any, str], bool], operations: list[ConversionOps]):
+        super().__init__()
         self.packs, self.operations = packs, operations
 
     def convert(self, input_dict, source_patterns, target_patterns, **options):
