@@ -43,7 +43,8 @@ class _LeaveApart(MergeModulelist):
         super().__init__()
         self.packs, self.operations = packs, operations
 
-    def convert(self, input_dict, source_patterns, target_patterns, **options):
+    # mypy takes torch.no_grad, by which the other is decorated, for what it returns
+    def convert(self, input_dict, source_patterns, target_patterns, **options):  # type: ignore[override]
         if self.packs(options["model"], options["full_layer_name"]):
             return {
                 target_patterns[0]: Apart(input_dict[source] for source in source_patterns if source in input_dict)
