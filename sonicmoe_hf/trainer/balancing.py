@@ -138,7 +138,17 @@ class LoadBalancing(StepCallback):
         self._balancing = self._prepare(model)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        """Balance in this step."""
+        """Balance in this step.
+
+        Raises:
+            ValueError: another LoadBalancing does.
+        """
+        routing = routing_state(model)
+        if "balancing" in routing.before_step and routing.balancing is not self._balancing:
+            raise ValueError(
+                "the Trainer has two LoadBalancing callbacks, of which one would do nothing; give one of them "
+                "per_layer_loss and bias_update"
+            )
         self.begin_step(model, balancing=self._balancing)
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):

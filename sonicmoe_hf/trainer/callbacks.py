@@ -22,16 +22,17 @@ from ..routing.model import (
     ranks_of_batch,
     router_hooks,
     routing_policy,
+    routing_state,
     use_routers,
 )
 from .documents import check_documents
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
-from .methods import wrap_method
+from .methods import find_callback, wrap_method
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .resume import check_experts_restored, load_whole
-from .small_steps import SmallSteps, small_steps
+from .small_steps import SmallSteps
 from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
 
 logger = logging.get_logger(__name__)
@@ -86,6 +87,8 @@ class TokenRoundingCallback(StepCallback):
 
     The stretch is looked up from `state.global_step` before every optimiser step, so a resumed run continues it. A model
     that is not patched yet is patched when training begins.
+
+    Several of them take turns; where stretches overlap, the last one counts.
 
     Args:
         rounding, tile, min_tiles_per_expert: the policy, see `sonicmoe_hf.routing.TokenRounding`.
@@ -143,8 +146,12 @@ class TokenRoundingCallback(StepCallback):
         use_routers(model, self.policy, remedy="leave TokenRoundingCallback out")
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        """Set the policy for this optimiser step."""
-        self.begin_step(model, policy=self.policy if self.is_active(state.global_step, state.max_steps) else None)
+        """Set the policy for this optimiser step, unless it is another TokenRoundingCallback's turn."""
+        routing = routing_state(model)
+        if self.is_active(state.global_step, state.max_steps):
+            self.begin_step(model, policy=self.policy)
+        elif routing.policy is self.policy or "policy" not in routing.before_step:
+            self.begin_step(model, policy=None)
 
 
 class ExpertLoadCallback(StepCallback):
@@ -270,7 +277,7 @@ def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str,
 
 def _log_with_load(trainer, log, logs, *args, **kwargs):
     """Call `trainer.log` with the experts' load added to training logs."""
-    callback = _load_callback(trainer)
+    callback = find_callback(trainer, ExpertLoadCallback)
     if "loss" in logs and callback is not None:
         metrics = callback.collect(trainer.model, trainer.state.global_step)
         if metrics and callback.histograms:
@@ -285,7 +292,7 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
     try:
         return train(*args, **kwargs)
     finally:
-        if (callback := small_steps(trainer)) is not None:
+        if (callback := find_callback(trainer, SmallSteps)) is not None:
             callback.end()
         if is_patched(trainer.model):
             drop_step(trainer.model)
@@ -293,13 +300,9 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
 
 def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
     """Call `trainer.compute_loss`, of which small steps note the sizes and balancing the scale."""
-    if model.training and (callback := small_steps(trainer)) is not None:
+    if model.training and (callback := find_callback(trainer, SmallSteps)) is not None:
         callback.note(inputs)
     return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
-
-
-def _load_callback(trainer) -> ExpertLoadCallback | None:
-    return next((c for c in trainer.callback_handler.callbacks if isinstance(c, ExpertLoadCallback)), None)
 
 
 def attach(trainer) -> ExpertLoadCallback:
@@ -328,11 +331,11 @@ def attach(trainer) -> ExpertLoadCallback:
         if isinstance(callback, TokenRoundingCallback):
             callback._check_trainer(trainer, trainer.args)
     save_rank_states(trainer)
-    callback = _load_callback(trainer)
+    callback = find_callback(trainer, ExpertLoadCallback)
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
-    if small_steps(trainer) is None:
+    if find_callback(trainer, SmallSteps) is None:
         trainer.add_callback(SmallSteps())
     for ours in callbacks:
         if isinstance(ours, StepCallback):

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from ..formats.state import local_part
 from ..private.transformers import OPTIMIZER_LOADING_METHOD, save_random_state
-from .methods import wrap_method
+from .methods import find_callback, wrap_method
 
 FILE = "rank{rank}-of-{world}.pt"
 
@@ -85,7 +85,6 @@ def _load(trainer, load_by_trainer, checkpoint: str | None) -> None:
 def save_rank_states(trainer) -> None:
     """Make this Trainer resume adapters of a model that Transformers loaded sharded."""
     is_sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
-    has_callback = any(isinstance(callback, RankStates) for callback in trainer.callback_handler.callbacks)
-    if is_sharded and hasattr(trainer.model, "peft_config") and not has_callback:
+    if is_sharded and hasattr(trainer.model, "peft_config") and find_callback(trainer, RankStates) is None:
         trainer.add_callback(RankStates(trainer))
         wrap_method(trainer, OPTIMIZER_LOADING_METHOD, _load)

@@ -115,8 +115,3 @@ def _enlarge_chunks(model: Any, args, kwargs):
         return None
     size = chunk_mem_const(ids.numel(), model.config.get_text_config().hidden_size)
     return args, {**kwargs, "chunk_mem_const": size}
-
-
-def small_steps(trainer) -> SmallSteps | None:
-    """Return the Trainer's SmallSteps, if it has one."""
-    return next((c for c in trainer.callback_handler.callbacks if isinstance(c, SmallSteps)), None)

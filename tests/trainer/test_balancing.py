@@ -165,7 +165,7 @@ def test_training_with_it_balances_a_router_that_starts_out_of_balance(family, a
     assert loads[0] > at_first and loads[-1] < 1.3
 
 
-def test_what_it_cannot_do_is_refused_by_name():
+def test_what_it_cannot_do_is_refused_by_name(tmp_path):
     adapted = get_peft_model(build("deepseek_v3"), LoraConfig(target_modules=["o_proj"]))
     sonicmoe_hf.patch_model(adapted)
     for model, options, words in (
@@ -177,3 +177,5 @@ def test_what_it_cannot_do_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=words):
             LoadBalancing(**options).start(model)
+    with pytest.raises(ValueError, match="two LoadBalancing callbacks, of which one would do nothing"):
+        trained(build("deepseek_v3"), tmp_path, [LoadBalancing(0.05), LoadBalancing(bias_update=1e-3)], attach=False)

@@ -11,7 +11,8 @@ from helpers.training import arguments, trainer_for
 from transformers import TrainerState
 
 import sonicmoe_hf
-from sonicmoe_hf.trainer.small_steps import LOGITS_BYTES, OBSERVED, SmallSteps, small_steps
+from sonicmoe_hf.trainer.methods import find_callback
+from sonicmoe_hf.trainer.small_steps import LOGITS_BYTES, OBSERVED, SmallSteps
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_a_run_that_fails_puts_attention_back(tmp_path, monkeypatch):
     trainer = trainer_for(patched("qwen3_moe"), tmp_path, max_steps=OBSERVED + 1, count=64)
     sonicmoe_hf.attach(trainer)
     sonicmoe_hf.attach(trainer)
-    callback = small_steps(trainer)
+    callback = find_callback(trainer, SmallSteps)
     assert sum(isinstance(each, SmallSteps) for each in trainer.callback_handler.callbacks) == 1
     seen = []
 

@@ -36,6 +36,7 @@ from transformers import TrainerCallback
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
+from sonicmoe_hf.routing.model import routing_state
 
 SAME_COMPUTATION = "the same kernels on the same numbers: only the order of additions in autograd may differ"
 
@@ -45,6 +46,18 @@ def note_steps(watch, trainer):
 
 
 # when token rounding is on
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_callbacks_for_stretches_of_their_own_take_turns(turn, tmp_path):
+    model, stretches = build("qwen3_moe", num_hidden_layers=1), {"nearest": (0, 1), "down": (2, 3)}
+    callbacks = [TokenRoundingCallback(name, TILE, *stretch) for name, stretch in stretches.items()]
+    trainer = trainer_for(model, tmp_path, callbacks[::turn])
+    watch = Watch(model, lambda: (trainer.state.global_step, getattr(routing_state(model).policy, "rounding", None)))
+    trainer.train()
+    assert watch.calls and watch.rounded_by_note() == {
+        (step, policy): policy is not None for step, policy in enumerate(["nearest", None, "down", None])
+    }
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,7 @@ def test_rounding_is_on_for_exactly_the_steps_asked_for(start, end, rounded_step
     note_steps(watch, trainer)
     trainer.train()
     assert watch.rounded_by_note() == {step: step in rounded_steps for step in range(6)}
-    assert sonicmoe_hf.routing.model.routing_state(model).policy is None, "the policy ends with training"
+    assert routing_state(model).policy is None, "the policy ends with training"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
