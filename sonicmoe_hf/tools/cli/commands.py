@@ -15,6 +15,8 @@ from ..autopatch.settings import ROUTINGS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of argparse's add_argument
 FORMATS = ("nf4", "mxfp4", "fp8", "nvfp4")
+DTYPES = ("float32", "bfloat16", "float16")
+LAYOUTS_OF_FILES = ("native", "hub", "vllm", "sglang")
 
 
 class Command(NamedTuple):
@@ -64,6 +66,7 @@ def _json(what: str = " instead of tables") -> Option:
 
 
 MODEL = "hub id or local folder"
+SHAPE = "hidden and intermediate size of a layer; may be given several times"
 BASE = _option("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on")
 OF_WRITTEN = (  # options of what writes a checkpoint
     _option("dst", metavar="DST", help="new folder"),
@@ -83,9 +86,7 @@ COMMANDS = {
             _json(),
             _option("--batch-size", type=_at_least(1), help="sequences per forward and device"),
             _option(
-                "--sequence-length",
-                type=_at_least(1),
-                help="tokens per sequence; with --batch-size, says whether token rounding applies or falls back to top-k",
+                "--sequence-length", type=_at_least(1), help="tokens of each; with both: whether rounding applies"
             ),
             _option("--tile", type=_at_least(1), help="token rounding's tile in rows (default 128)"),
         ),
@@ -98,13 +99,8 @@ COMMANDS = {
         (
             _option("--steps", type=_at_least(4), default=400, help="optimiser steps (default %(default)s)"),
             _option("--output", type=Path, default=Path("outputs/demo"), help="folder (default %(default)s)"),
-            _option(
-                "--rounding",
-                choices=("top_k", *ROUNDINGS),
-                default="nearest",
-                help="token rounding's policy, or top_k for none (default %(default)s)",
-            ),
-            _option("--tile", type=_at_least(1), default=64, help="tile in rows (default %(default)s)"),
+            _option("--rounding", choices=("top_k", *ROUNDINGS), default="nearest", help="(default %(default)s)"),
+            _option("--tile", type=_at_least(1), default=64, help="of token rounding, in rows (default %(default)s)"),
             _option("--seed", type=_at_least(0), default=0, help="(default %(default)s)"),
         ),
     ),
@@ -117,19 +113,9 @@ COMMANDS = {
         kernels, 2 if nothing could be compiled.""",
         (
             _option("model", nargs="?", help=MODEL),
+            _option("--shape", type=_sizes, action="append", metavar="H,I", default=[], help=SHAPE),
             _option(
-                "--shape",
-                type=_sizes,
-                action="append",
-                metavar="H,I",
-                default=[],
-                help="hidden and intermediate size of a layer; may be given several times",
-            ),
-            _option(
-                "--layout",
-                choices=sorted(LAYOUTS),
-                default="concatenated",
-                help="of --shape's weights (default %(default)s, the hub's)",
+                "--layout", choices=sorted(LAYOUTS), default="concatenated", help="of --shape (default the hub's)"
             ),
             _option("--activation", choices=ACTIVATIONS, default="swiglu", help="of --shape (default %(default)s)"),
             _option("--bias", action="store_true", help="--shape's experts have biases"),
@@ -148,9 +134,7 @@ COMMANDS = {
             _option("--gpus", type=_at_least(1), default=1, help="of one machine (default %(default)s)"),
             _option("--gpu-memory", type=gibibytes, default=80.0, metavar="80GB", help="of each (default 80GB)"),
             _option("--tokens", type=_at_least(1), help="of a step on each GPU (default: 4096, or one sequence)"),
-            _option(
-                "--sequence-length", type=_at_least(1), default=4096, help="the longest sequence (default %(default)s)"
-            ),
+            _option("--sequence-length", type=_at_least(1), default=4096, help="at most (default %(default)s)"),
             _option("--method", choices=("full", "lora", "qlora"), help="default: all"),
             _json(", with what does not fit"),
         ),
@@ -164,13 +148,8 @@ COMMANDS = {
         (
             _option("src", metavar="SRC", help="folder or hub id"),
             *OF_WRITTEN,
-            _option(
-                "--layout",
-                choices=("native", "hub", "vllm", "sglang"),
-                required=True,
-                help="the layout to convert to; vllm and sglang are for adapters",
-            ),
-            _option("--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"),
+            _option("--layout", choices=LAYOUTS_OF_FILES, required=True, help="vllm and sglang are for adapters"),
+            _option("--dtype", choices=DTYPES, help="cast weights (default: as stored)"),
             _option(
                 "--dequantize",
                 action=argparse.BooleanOptionalAction,
@@ -183,11 +162,7 @@ COMMANDS = {
                 "read them (mxfp4 for gpt-oss, fp8 for the others)",
             ),
             _option("--revision", help="of a hub id"),
-            _option(
-                "--trained-on",
-                metavar="MODEL",
-                help="for an adapter: the folder or hub id of the model it was trained on (default: what it says)",
-            ),
+            _option("--trained-on", metavar="MODEL", help="for an adapter: its base (default: what it says)"),
         ),
     ),
     "merge": Command(
@@ -222,22 +197,11 @@ COMMANDS = {
         (
             BASE,
             _option("adapter", metavar="ADAPTER", help="folder or hub id of the adapter, as it was saved"),
-            _option(
-                "folders", metavar="FOLDER", nargs="*", help="a merged checkpoint, or the adapter in another form"
-            ),
+            _option("folders", metavar="FOLDER", nargs="*", help="merged, or the adapter in another form"),
             _option("--server", metavar="URL", help="of a running server (vLLM, SGLang, transformers serve)"),
-            _option(
-                "--model", default="", metavar="NAME", help="of the adapter, or of the merged model, on the server"
-            ),
-            _option(
-                "--text", metavar="FILE", help="text like that it was trained on (default: documentation of Python)"
-            ),
-            _option(
-                "--dtype",
-                choices=("auto", "float32", "bfloat16", "float16"),
-                default="auto",
-                help="to compute in (default: auto, the checkpoint's)",
-            ),
+            _option("--model", default="", metavar="NAME", help="of the adapter or merged model on the server"),
+            _option("--text", metavar="FILE", help="like what it was trained on (default: documentation of Python)"),
+            _option("--dtype", choices=("auto", *DTYPES), default="auto", help="to compute in (default: the model's)"),
             _option("--experts-memory", metavar="8GiB", help="of the GPU for experts, which live in host memory"),
             _option("--experts-quantization", metavar="FORMAT", help="in which the adapter was trained on BASE"),
             _json(),
@@ -252,30 +216,12 @@ COMMANDS = {
         take over the process, so that arguments, exit code, signals, standard input and tracebacks are the program's.
         Under a launcher: torchrun ... -m sonicmoe_hf run -- script.py.""",
         (  # each takes a value
-            _option(
-                "--routing",
-                choices=ROUTINGS,
-                default="top_k",
-                metavar="ROUTING",
-                help=f"in training: {', '.join(ROUTINGS)} (default %(default)s)",
-            ),
+            _option("--routing", choices=ROUTINGS, default="top_k", help="in training (default %(default)s)"),
             _option("--tile", type=_at_least(1), metavar="ROWS", help="of token rounding (default 128)"),
+            _option("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward"),
+            _option("--experts-quantization", choices=FORMATS, help="hold experts packed and frozen, once loaded"),
             _option(
-                "--save",
-                choices=SAVE_POLICIES,
-                default="preactivation",
-                help="what layers keep for backward (default %(default)s)",
-            ),
-            _option(
-                "--experts-quantization",
-                choices=FORMATS,
-                help="hold experts that from_pretrained loads packed and frozen",
-            ),
-            _option(
-                "--adapt-experts",
-                type=_at_least(1),
-                metavar="RANK",
-                help="add the experts to the program's LoRA, which mostly adapts attention alone",
+                "--adapt-experts", type=_at_least(1), metavar="RANK", help="add the experts to the program's LoRA"
             ),
         ),
         usage="sonicmoe-hf run [--routing ROUTING] [--tile ROWS] [--save SAVE] [--experts-quantization FORMAT] "
