@@ -216,8 +216,6 @@ def own_batch_step(rank, folder, kind, routing=None):
     assert type(model).__name__.startswith("FSDP") and set(watch.rounded()) == {routing is not None}
     holder = {"data": Holder.FSDP2, "both": Holder.THEIR_EXPERT_PARALLEL}[kind]
     assert holding_of(next(find_layers(model)).experts).by is holder
-    holder = {"data": Holder.FSDP2, "both": Holder.THEIR_EXPERT_PARALLEL}[kind]
-    assert holding_of(next(find_layers(model)).experts).by is holder
     return loss.detach(), gradients(model)
 
 
