@@ -80,8 +80,12 @@ def test_folders_with_the_adapter_in_every_form(place, capsys):
     merge_adapter(place.base, place.adapter, folder / "merged")
     merge_adapter(place.base, place.adapter, folder / "fp8", quantize="fp8")
     convert_adapter(place.adapter, folder / "native", "native")
-    code, places = check(place, capsys, folder / "merged", folder / "fp8", folder / "native", place.adapter)
-    assert code == 0 and {each["kind"] for each in places} == {"applied"}
+    base = AutoModelForCausalLM.from_pretrained(place.base)
+    adapt(base, folder / "with a head", target_modules=["o_proj"], modules_to_save=["lm_head"])
+    names = ["with a head", "merged", "fp8", "native"]
+    code, (other, *places) = check(place, capsys, *(folder / name for name in names), place.adapter)
+    assert (code, other["kind"]) == (1, "other"), "what it leaves in PEFT's model is taken out again"
+    assert {each["kind"] for each in places} == {"applied"}
     assert all(each["from_adapter"] < 1e-6 for each in places if "fp8" not in each["place"])
 
 

@@ -84,6 +84,7 @@ def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Ite
         CheckpointError: it cannot be read as an adapter of this model.
     """
     import peft
+    from peft.utils import ModulesToSaveWrapper
 
     install_in_peft()  # so that the adapter's base is compared with this one
     config = read_json(base / CONFIG_FILE)
@@ -91,7 +92,10 @@ def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Ite
         layout = "native" if str(config["model_type"]).startswith(NATIVE_PREFIX) else "hub"
         adapter = convert_adapter(adapter, new, layout, trained_on=base)
     wrapped = peft.PeftModel.from_pretrained(model, adapter)
+    wrappers = {n: module for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
     try:
         yield wrapped.eval()
     finally:
         wrapped.unload()  # type: ignore[operator]
+        for name, wrapper in wrappers.items():  # in whose place PEFT leaves what was trained (modules_to_save)
+            model.set_submodule(name, wrapper.original_module)
