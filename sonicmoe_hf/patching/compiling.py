@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layer.holding import expert_parallelism
@@ -45,12 +44,10 @@ def compile_layers(model: nn.Module, **options) -> int:
         model = get_peft_model(model, sonicmoe_hf.lora_config(model))
         sonicmoe_hf.compile_layers(model, mode="reduce-overhead")
     """
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
-            f"{type(models[0] if models else model).__name__} has no decoder layers that Transformers could checkpoint; "
-            "use torch.compile(model)"
+            f"{type(model).__name__} has no decoder layers that Transformers could checkpoint; use torch.compile(model)"
         )
     is_captured = options.get("mode") in CAPTURED_MODES
     if is_captured:
