@@ -77,7 +77,10 @@ def from_pretrained(
     loading = None
     if experts_memory is not None:
         kwargs, loading = with_experts_memory(kwargs, experts_memory)
-    with named_errors(), contextlib.nullcontext() if loading is None else loaded_one_by_one(loading.take):
+    one_by_one: Any = contextlib.nullcontext()
+    if loading is not None or _packs_again(kwargs):  # threads would read faster than weights are taken or packed
+        one_by_one = loaded_one_by_one(loading.take if loading is not None else _leave)
+    with named_errors(), one_by_one:
         loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     if experts_quantization is None and not os.path.isdir(pretrained_model_name_or_path):
@@ -97,6 +100,17 @@ def _auto_class(name, kwargs: dict[str, Any]):
         return auto_class_of(config_for(name, kwargs)) or AutoModelForCausalLM
     except (OSError, ValueError):  # an adapter's folder, or what from_pretrained itself says more of
         return AutoModelForCausalLM
+
+
+def _packs_again(kwargs: dict[str, Any]) -> bool:
+    """Tell whether the checkpoint's experts are in one format and are to be in another."""
+    declared = getattr(kwargs.get("config"), "quantization_config", None)
+    hub = declared.get("hub") if isinstance(declared, dict) else None
+    return hub is not None and hub["experts"] != declared["experts"]
+
+
+def _leave(model: PreTrainedModel, name: str) -> None:
+    """Leave a loaded weight where it is."""
 
 
 def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tuple[dict[str, Any], LoadingPlacement]:
