@@ -104,7 +104,7 @@ def _auto_class(name, kwargs: dict[str, Any]):
 
 def _packs_again(kwargs: dict[str, Any]) -> bool:
     """Tell whether the checkpoint's experts are in one format and are to be in another."""
-    declared = getattr(kwargs.get("config"), "quantization_config", None)
+    declared: Any = getattr(kwargs.get("config"), "quantization_config", None)
     hub = declared.get("hub") if isinstance(declared, dict) else None
     return hub is not None and hub["experts"] != declared["experts"]
 
