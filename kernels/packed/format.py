@@ -135,15 +135,6 @@ class Format:
         """
         return self.pack(weight_ENK, tuple(weight_ENK.shape), order, mean, weight_ENK.device)
 
-    def requantize(
-        self, packed: Quantized, wanted: Format, dtype: torch.dtype, order: str = "whole", mean: Mean = torch.mean
-    ) -> Quantized:
-        """Pack a weight of this format in the `wanted` one, as its `quantize` packs `dequantize` in `dtype`, with one
-        expert dense at a time. Raises ValueError as `quantize`."""
-        shape = self.shape(packed)
-        experts = (self.dequantize_expert(packed, dtype, expert) for expert in range(shape[0]))
-        return wanted.pack(experts, shape, order, mean, packed.codes.device)
-
     def pack(
         self,
         experts: Iterable[torch.Tensor],

@@ -108,14 +108,6 @@ class PackedWeight(torch.Tensor):
         dense = FORMATS[self.format].dequantize(self.packed, dtype or self.dtype)
         return dense.transpose(1, 2) if self.is_transposed else dense
 
-    def requantized(
-        self, format: str, order: str = "whole", mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean
-    ) -> PackedWeight:
-        """Pack the dense weight, of which one expert is there at a time, as `quantize` does. `order` and `mean` are as
-        there."""
-        packed = FORMATS[self.format].requantize(self.packed, FORMATS[format], self.dtype, order, mean)
-        return PackedWeight(packed, format, self.dtype, self.is_transposed)
-
     def resident(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Copy the weight to a device (default: its own), as an ordinary one."""
         return self._ordinary(map_stored(self.packed, lambda part: part.to(device=device or self.device, copy=True)))

@@ -60,10 +60,6 @@ class HostWeight(PackedWeight):
         weight = self.resident()
         return weight.dequantize(dtype) if isinstance(weight, PackedWeight) else weight.to(dtype or self.dtype)
 
-    def requantized(self, format: str, *args, **kwargs) -> PackedWeight:
-        """Pack the weight again as PackedWeight does, on its device."""
-        return PackedWeight.requantized(self.resident(), format, *args, **kwargs)  # type: ignore[arg-type]
-
     def _ordinary(self, packed: Quantized) -> torch.Tensor:
         if not self.format:
             return packed.codes
