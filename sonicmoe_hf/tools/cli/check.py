@@ -32,7 +32,7 @@ def _print(result: Check) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    parts = list(result.places[0].verdict.shares)
+    parts = list(dict.fromkeys(part for place in result.places for part in place.verdict.shares))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
     for heading in ("to adapter", "to base", *parts):
