@@ -42,9 +42,8 @@ class _TakeExperts(ConversionOps):
         order = "concatenated" if len(self.sources) > 1 else "whole"
         is_plain = self._is_plain(input_dict)
         if wanted == self.format.name and not is_plain:
-            packed = self._joined(
-                self._parts(input_dict, full_layer_name, dense, first), full_layer_name, dense, first
-            )
+            parts = self._parts(input_dict, full_layer_name, dense, first)
+            packed = self._joined(parts, full_layer_name, dense, first)
             return {full_layer_name: as_parameter(PackedWeight.of(packed, wanted, dense.dtype))}
 
         def pack(mean=torch.mean):
@@ -57,11 +56,9 @@ class _TakeExperts(ConversionOps):
                 self._joined([[part] for part in expert], full_layer_name, dense, number)
                 for number, expert in enumerate(zip(*parts), first)
             )
-            values = (stored.dequantize_expert(packed, dense.dtype, 0) for packed in experts)
-            device = parts[0][0].codes.device
-            return PackedWeight(
-                FORMATS[wanted].pack(values, local_shape(dense), order, mean, device), wanted, dense.dtype
-            )
+            values = (stored.dequantize_expert(one, dense.dtype, 0) for one in experts)
+            packed = FORMATS[wanted].pack(values, local_shape(dense), order, mean, parts[0][0].codes.device)
+            return PackedWeight(packed, wanted, dense.dtype)
 
         if holding.group is None:
             return {full_layer_name: as_parameter(pack())}
