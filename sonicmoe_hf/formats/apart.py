@@ -4,14 +4,20 @@ tensor of all of them is made."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightTransform,
+)
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..kernels.packed import FORMATS
 from ..kernels.packed.format import Mean
+from ..layer.experts_module import is_transposed, packable
 from ..layer.packed_weight import PackedWeight
 
 MERGES = (
@@ -28,10 +34,20 @@ class Apart(list):
         """The shape [E, N, K] of their merged weight. Raises RuntimeError, as merging does, where they do not fit."""
         return torch.cat([torch.stack([each.to("meta") for each in part]) for part in self], dim=1).shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrices."""
+        return self[0][0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device that has the matrices."""
+        return self[0][0].device
+
     def packed(self, format: str, dtype: torch.dtype, order: str, mean: Mean = torch.mean) -> PackedWeight:
         """Pack their merged weight, in `dtype`, as PackedWeight.quantize does."""
         experts = (torch.cat(matrices).to(dtype) for matrices in zip(*self))
-        packed = FORMATS[format].pack(experts, self.shape, order, mean, self[0][0].device)
+        packed = FORMATS[format].pack(experts, self.shape, order, mean, self.device)
         return PackedWeight(packed, format, dtype)
 
 
@@ -39,13 +55,14 @@ class _LeaveApart(MergeModulelist):
     """Hands on the matrices of experts that are to be packed, and merges others as the `operations` do. Transformers 5.17
     gives a rank of expert parallelism whole experts where it finds a MergeModulelist among a conversion's."""
 
-    def __init__(self, packs: Callable[[Any, str], bool], operations: list[ConversionOps]):
+    def __init__(self, operations: list[ConversionOps]):
         super().__init__()
-        self.packs, self.operations = packs, operations
+        self.operations = operations
 
     # mypy takes torch.no_grad, by which the other is decorated, for what it returns
     def convert(self, input_dict, source_patterns, target_patterns, **options):  # type: ignore[override]
-        if self.packs(options["model"], options["full_layer_name"]):
+        module, name = get_module_from_name(options["model"], options["full_layer_name"])
+        if name in packable(module) and not is_transposed(module):
             return {
                 target_patterns[0]: Apart(input_dict[source] for source in source_patterns if source in input_dict)
             }
@@ -54,17 +71,13 @@ class _LeaveApart(MergeModulelist):
         return input_dict
 
 
-def leave_apart(conversions: list, packs: Callable[[Any, str], bool]) -> list:
-    """Return Transformers' conversions of a model, changed so that experts are not merged before they are packed. packs:
-    tells of (model, name) whether that parameter is."""
-    return [_left_apart(conversion, packs) for conversion in conversions]
-
-
-def _left_apart(conversion, packs):
-    operations = getattr(conversion, "operations", ())
-    if [(type(operation), getattr(operation, "dim", None)) for operation in operations] not in MERGES:
+def leave_apart(conversion: WeightTransform) -> WeightTransform:
+    """Return one of Transformers' conversions of a model, changed so that experts are not merged before they are
+    packed."""
+    if not isinstance(conversion, WeightConverter):
         return conversion
-    assert isinstance(conversion, WeightConverter)
+    if [(type(each), getattr(each, "dim", None)) for each in conversion.operations] not in MERGES:
+        return conversion
     changed = copy.copy(conversion)
-    changed.operations = [_LeaveApart(packs, conversion.operations)]
+    changed.operations = [_LeaveApart(conversion.operations)]
     return changed

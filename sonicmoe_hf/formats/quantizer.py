@@ -7,7 +7,6 @@ registration.py makes its quant_method "sonicmoe_hf" in a checkpoint's config.js
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from .hub_conversions import with_hub_converters
 from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
 from .shares import gathered_for_saving, is_split, keep_from_fsdp, pack_share, restore_parameters, stored_share
-from .state import check_shape, use_stored_names
+from .state import check_shape, local_shape, use_stored_names
 
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",
@@ -111,22 +110,19 @@ class _Pack(ConversionOps):
             operation = self.hf_quantizer.linear.get_quantize_ops()
             return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         (value,) = input_dict.values()
+        value = value if isinstance(value, Apart) else value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_layer_name)
-        format, holding, order = (
-            self.hf_quantizer.quantization_config.experts,
-            holding_of(module),
-            row_order(module, name),
-        )
-        pack: Any
-        if isinstance(value, Apart):
-            first = value[0][0]
-            pack = functools.partial(value.packed, format, first.dtype, order)
-        else:
-            value = first = value[0] if isinstance(value, list) else value
-            pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), order)
-        check_shape(full_layer_name, value.shape, getattr(module, name))
+        format, order = self.hf_quantizer.quantization_config.experts, row_order(module, name)
+        dense, holding = getattr(module, name), holding_of(module)
+
+        def pack(mean=torch.mean):
+            check_shape(full_layer_name, value.shape, dense)
+            if isinstance(value, Apart):
+                return value.packed(format, value.dtype, order, mean)
+            return PackedWeight.quantize(value, format, is_transposed(module), order, mean)
+
         is_whole = holding.group is None
-        packed = pack() if is_whole else pack_share(format, pack, value.shape, first.device, holding)
+        packed = pack() if is_whole else pack_share(format, pack, local_shape(dense), value.device, holding)
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -176,10 +172,6 @@ class ExpertsQuantizer(HfQuantizer):
         module, name = get_module_from_name(model, param_name)
         return name in packable(module)
 
-    def _packs_apart(self, model: PreTrainedModel, param_name: str) -> bool:
-        module, _ = get_module_from_name(model, param_name)
-        return self.packs(model, param_name) and not is_transposed(module)
-
     def validate_environment(self, *args, device_map=None, **kwargs):
         places = set(device_map.values()) if isinstance(device_map, dict) else set()
         if "disk" in places or ("cpu" in places and len(places) > 1):
@@ -223,7 +215,7 @@ class ExpertsQuantizer(HfQuantizer):
         hub = self.quantization_config.hub
         if hub is None:
             conversions = super().update_weight_conversions(weight_conversions, *model)
-            return conversions if self.pre_quantized else leave_apart(conversions, self._packs_apart)
+            return conversions if self.pre_quantized else list(map(leave_apart, conversions))
         return with_hub_converters(weight_conversions, self, HUB[hub["experts"]])
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):

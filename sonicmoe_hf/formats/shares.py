@@ -28,7 +28,7 @@ def pack_share(
 ) -> PackedWeight:
     """Return what `pack` makes of a rank's experts, whose weight has this shape, with the values that it has in the whole
     weight: NF4's scales are stored as differences from the mean of all. All ranks of the group call it. Raises
-    ValueError, on every rank, where `pack` does."""
+    an error on every rank where `pack` raises ValueError or RuntimeError on one."""
     if not FORMATS[format].is_whole:
         return pack()
     values = shape[1:].numel()
@@ -41,7 +41,7 @@ def pack_share(
 
     try:
         packed = pack(mean=mean)
-    except ValueError:
+    except (ValueError, RuntimeError):
         scales = (shape[0] * values // NF4_BLOCK,)
         mean(torch.full(scales, torch.nan, dtype=torch.float32, device=device))  # the others wait for it
         raise

@@ -78,6 +78,7 @@ def refusals(rank, folder):
         ("damaged", APART, {}),
         ("narrow", APART, {}),
         ("damaged fp8", APART, {}),
+        ("lacking", APART, {}),
         ("hub", {**APART, "ep_implementation": "all_to_all"}, {}),
         ("hub", {"fsdp_size": WORLD}, {}),
         ("hub", APART, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}),
@@ -112,7 +113,12 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
     make(fp8, "qwen3_moe", **{**CUT_OFF, "hidden_size": 192})
     to_fp8(fp8)
     edit_tensors(fp8, lambda tensors: tensors[scale].fill_(torch.nan))
-    for damaged, narrow, damaged_fp8, theirs, sharded, linear, nan in ranks.run(refusals, str(tmp_path)):
+    build("qwen3_moe", **SIZES).save_pretrained(tmp_path / "lacking")
+    of_last = "model.layers.{}.mlp.experts.7.{}_proj.weight"  # of the second rank
+    edit_tensors(tmp_path / "lacking", {of_last.format(0, "up"): None, of_last.format(1, "down"): None})
+    found = ranks.run(refusals, str(tmp_path))
+    assert ["another rank's experts" in messages[3] for messages in found] == [True, False]
+    for damaged, narrow, damaged_fp8, _, theirs, sharded, linear, nan in found:
         assert "NaN or infinite" in damaged
         assert "NaN or infinite" in nan and "NaN or infinite" in damaged_fp8
         assert 'use "mxfp4"' in narrow
