@@ -73,14 +73,14 @@ class PackedBase(NamedTuple):
         for module, experts in model.named_modules():
             own = [groups[name] for each in packable(experts) if (name := f"{module}.{each}") in groups]
             places = {name: place for group in own for name, place in group.places.items() if not place}
-            if any(place is None and isinstance(stored.weights[name], HubMatrix) for name, place in places.items()):
-                return cls(stored.quantization, [])
-            if weights := [stored.weights[name] for name in places]:
+            weights = [stored.weights[name] for name in places]
+            if any(
+                each.format is None or (isinstance(each, HubMatrix) and places[each.name] is None) for each in weights
+            ):
+                return cls(stored.quantization, [])  # some are dense, which loading packs, or all experts are needed
+            if weights:
                 layers.append(weights)
-        return cls(
-            stored.quantization,
-            [_sum(_first_codes(weight) for weight in layer if weight.format) for layer in _some(layers)],
-        )
+        return cls(stored.quantization, [_sum(map(_first_codes, layer)) for layer in _some(layers)])
 
     @classmethod
     def of_adapter(cls, auto_mapping: dict | None) -> PackedBase | None:

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.adapters import with_lora
+from helpers.adapters import adapt, with_lora
 from helpers.checkpoints import (
     CUT_OFF,
     DECLARED_FP8,
@@ -245,6 +245,9 @@ def test_a_layers_experts_that_the_checkpoint_has_in_floats_are_packed_like_thos
             for expert, values in enumerate(weight.dequantize(torch.float32)):
                 parts = [dense[f"model.layers.0.mlp.experts.{expert}.{part}.weight"] for part in wanted]
                 assert torch.equal(values, torch.cat(parts))
+    adapt(model, tmp_path / "adapter")
+    notices = merge_adapter(tmp_path / "fp8", tmp_path / "adapter", tmp_path / "merged").notices
+    assert any("the adapter was trained on" in notice for notice in notices) == (format != "fp8")
 
 
 @pytest.mark.parametrize("family", SIZES)
