@@ -158,6 +158,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.rounding == "top_k" and (useless := options_of_rounding(options)):
         names = ", ".join("--" + name.replace("_", "-") for name in useless)
         parser.error(f"{names}: only with token rounding; add --rounding, such as --rounding balanced")
+    if options.activation_offloading and options.gradient_checkpointing is False:
+        parser.error("--activation-offloading is of gradient checkpointing: leave out --no-gradient-checkpointing")
     if options.bf16 is None:
         options.bf16 = bool(options.lora_rank)
     if options.gradient_checkpointing is None:

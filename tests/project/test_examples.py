@@ -170,6 +170,14 @@ def test_finetune_routes_by_top_k_unless_it_is_told_otherwise_and_says_what_woul
     assert f"{option.split('=')[0]}: only with token rounding" in capsys.readouterr().err
 
 
+def test_finetune_offloads_what_checkpointing_keeps_and_nothing_without_it(capsys):
+    finetune, offloading = load("finetune"), ["--activation-offloading"]
+    assert finetune.parse_arguments(offloading).gradient_checkpointing
+    with pytest.raises(SystemExit):
+        finetune.parse_arguments([*offloading, "--no-gradient-checkpointing"])
+    assert "leave out --no-gradient-checkpointing" in capsys.readouterr().err
+
+
 def kept_trainers(example, monkeypatch):
     """Return a list that every Trainer which `example` builds from now on goes into."""
     trainers, build = [], example.build_trainer
