@@ -116,17 +116,17 @@ class ScaledProducts:
             want_a=want_a,
             want_dw=want_dw,
             want_scaled=want_dh,
-            lora=_of_copied(lora),
+            lora=_with_out_contiguous(lora),
         )
         return dh_R2I, a_RI, dw_P
 
     def up_backward_input(self, dh_R2I, gate_up, rows, lora):
         """Compute the gradient of gathered x from the dh that `down_backward` gave."""
-        return self.kernels.scaled_down(self.between, gate_up, rows, self.dtype, lora=_of_copied(lora))
+        return self.kernels.scaled_down(self.between, gate_up, rows, self.dtype, lora=_with_out_contiguous(lora))
 
 
-def _of_copied(lora: LoraTerm | None) -> LoraTerm | None:
-    """Lay out what an adapter adds to the product with W^T as that, a copy, in which `out` lies contiguous."""
+def _with_out_contiguous(lora: LoraTerm | None) -> LoraTerm | None:
+    """Copy an adapter's factor for a product with W^T, which `transposed` copied too, so that `out` lies contiguous."""
     return lora and lora._replace(factor_ENJ=lora.factor_ENJ.contiguous())
 
 
