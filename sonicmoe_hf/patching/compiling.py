@@ -8,10 +8,18 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layer.holding import expert_parallelism
-from ..private.torch import allow_recompilations, compiled_call, eager_call, graph_breaks, set_compiled_call
+from ..private.torch import (
+    allow_recompilations,
+    compiled_call,
+    compiled_graphs,
+    eager_call,
+    graph_breaks,
+    set_compiled_call,
+)
 
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
 # torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
@@ -38,7 +46,7 @@ def compile_layers(model: nn.Module, **options) -> int:
     Raises:
         ValueError: the model has no layer of Transformers' (a GradientCheckpointingLayer).
     Warns:
-        UserWarning: at a layer's first call, where torch.compile left a part of it to Python, with torch's reason.
+        UserWarning: at a layer's first compiled call, where torch.compile left a part to Python, with torch's reason.
 
     Example:
         model = get_peft_model(model, sonicmoe_hf.lora_config(model))
@@ -79,13 +87,6 @@ def _has_shared_experts(module: nn.Module) -> bool:
     return any(expert_parallelism(each) is not None for each in module.modules())
 
 
-def _keep_gradients(layer: nn.Module) -> None:
-    """Copy a layer's first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
-    for parameter in layer.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(_kept, weakref.ref(parameter)))
-
-
 def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
 
@@ -99,21 +100,30 @@ class _Call:
     def __init__(self, part: nn.Module, layer: nn.Module, is_captured: bool):
         self.part, self.layer, self.is_captured = part, layer, is_captured
         self.compiled, self.is_new = compiled_call(part), True
+        self.num_graphs, self.kept = -1, WeakTensorKeyDictionary()
 
     def __call__(self, *args, **kwargs):
         is_checkpointed = self.layer.gradient_checkpointing and self.layer.training and not self.is_captured
         if not (torch.is_grad_enabled() or is_checkpointed):
             return eager_call(self.part)(*args, **kwargs)
-        if not self.is_new or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
-        if self.is_captured:
-            _keep_gradients(self.part)
-        before = graph_breaks()
+        before = graph_breaks() if self.is_new else None
         result = self.compiled(*args, **kwargs)
-        self.is_new = False
-        for reason in graph_breaks() - before:
-            warnings.warn(
-                f"torch.compile left a part of {type(self.part).__name__} to Python: {reason.splitlines()[0]}",
-                stacklevel=2,
-            )
+        if self.is_captured and self.num_graphs != compiled_graphs():  # as where other adapters are trained
+            self._keep_gradients()
+        if before is not None:
+            self.is_new = False
+            for reason in graph_breaks() - before:
+                warnings.warn(
+                    f"torch.compile left a part of {type(self.part).__name__} to Python: {reason.splitlines()[0]}",
+                    stacklevel=2,
+                )
         return result
+
+    def _keep_gradients(self) -> None:
+        """Copy the first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
+        self.num_graphs = compiled_graphs()
+        for parameter in self.part.parameters():
+            if parameter.requires_grad and parameter not in self.kept:
+                self.kept[parameter] = parameter.register_hook(partial(_kept, weakref.ref(parameter)))

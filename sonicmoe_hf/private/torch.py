@@ -101,6 +101,13 @@ def graph_breaks() -> Counter[str]:
     return Counter(counters["graph_break"])
 
 
+def compiled_graphs() -> int:
+    """Count the graphs that Dynamo has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def compiled_call(module: nn.Module) -> Any:
     """Get the function that Module.compile has put in the place of a module's call."""
     return module._compiled_call_impl

@@ -177,7 +177,7 @@ def in_memory_of_a_graph(graph, inputs, options):
 
 @pytest.mark.parametrize("kind", [None, "non_reentrant"])
 def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
-    """Whose adapters come after compile_layers."""
+    """Whose adapters come after compile_layers, and the second ones after training."""
     torch._dynamo.reset()
     counters.clear()
     base = patched("qwen3_moe", **ONE_LAYER)
@@ -203,6 +203,10 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
         assert_all_close(accumulated(model), expected, 1e-5, ORDER_OF_SUMS)
     assert counters["stats"]["unique_graphs"] == 1  # generation compiles nothing
     assert model.eval().generate(**prompt).equal(tokens)
+    plain, model = with_a_second_adapter(plain.train()), with_a_second_adapter(model.train())
+    expected = accumulated(plain)
+    assert any(".second." in name for name in expected)
+    assert_all_close(accumulated(model), expected, 1e-5, ORDER_OF_SUMS)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
