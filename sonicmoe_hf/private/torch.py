@@ -144,6 +144,16 @@ def has_checkpointing(modules: list[nn.Module]) -> bool:
     )
 
 
+def _set_dynamo(setting: str, value: Any) -> None:
+    """Set one of Dynamo's settings in all threads, as those that compute layers again in backward. After torch 2.11 each
+    has its own, and begins with the default."""
+    import torch._dynamo as dynamo
+
+    setattr(dynamo.config, setting, value)
+    entry = dynamo.config._config[setting]
+    entry.default = value
+
+
 def guard_module_hooks() -> None:
     """Make Dynamo use compiled code only for modules with hooks where those it was compiled for had them.
 
@@ -152,7 +162,7 @@ def guard_module_hooks() -> None:
     import torch._dynamo as dynamo
 
     if dynamo.config.skip_nnmodule_hook_guards:
-        dynamo.config.skip_nnmodule_hook_guards = False
+        _set_dynamo("skip_nnmodule_hook_guards", False)
         dynamo.reset()
 
 
@@ -160,7 +170,7 @@ def allow_recompilations(count: int) -> None:
     """Let torch compile at least so many variants of a function; further ones it would leave to Python for good."""
     import torch._dynamo as dynamo
 
-    dynamo.config.recompile_limit = max(count, dynamo.config.recompile_limit)
+    _set_dynamo("recompile_limit", max(count, dynamo.config.recompile_limit))
 
 
 def mark_as_static(tensor: torch.Tensor) -> None:

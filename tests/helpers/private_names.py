@@ -20,6 +20,7 @@ USED = {  # the name, or "place: what its source sets"
     "torch.ops.aten._flash_attention_backward": "attention with sinks on CUDA",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "attention with sinks on a CPU",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "attention with sinks on a CPU",
+    "torch._dynamo.config._config": "Dynamo's settings in all threads",
     "torch._dynamo.config.recompile_limit": "compiled layers of many sizes",
     "torch._dynamo.config.skip_nnmodule_hook_guards": "compiled code that knows patched routers",
     "torch._disable_dynamo": "our ops, whose bodies torch.compile must not trace",
