@@ -111,12 +111,12 @@ class HostMemory:
             MemoryError: on every rank of this host, where one of them does not get its memory.
         """
         opened, self._opened = self._opened, []
-        fills = [self.fills(number) for number in range(len(sizes))]
         for is_own in (True, False):
             error = None
             try:
-                for number in (number for number, fills_it in enumerate(fills) if fills_it is is_own):
-                    pin(number, opened[number] if self.is_shared else page_aligned(sizes[number]))
+                for number, size in enumerate(sizes):
+                    if self.fills(number) is is_own:
+                        pin(number, opened[number] if self.is_shared else page_aligned(size))
             except (MemoryError, OSError, RuntimeError) as caught:  # the driver's, the system's, torch's
                 error = caught
             causes = self.exchange(f"pinned {is_own}", None if error is None else str(error))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-SHARED = (
+SEVERAL_DOCUMENTS = (
     "position_ids begin anew inside a sequence that ranks share ({option}), so it holds several documents, which "
     "attention would not keep apart; give each document a sequence of its own, or use sp_size with "
     'DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")'
@@ -21,12 +21,12 @@ def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs)
     Raises:
         ValueError: one of them holds several documents, which a single rank would keep apart.
     """
-    shared: Any = getattr(trainer.accelerator, "parallelism_config", None)
-    is_whole = shared is not None and shared.cp_enabled
-    is_part = shared is not None and shared.sp_enabled and shared.sp_handler.sp_attn_implementation == "sdpa"
+    config: Any = getattr(trainer.accelerator, "parallelism_config", None)
+    is_whole = config is not None and config.cp_enabled
+    is_part = config is not None and config.sp_enabled and config.sp_handler.sp_attn_implementation == "sdpa"
     positions = inputs.get("position_ids") if is_whole or is_part else None  # GRPO's inputs are a list of prompts
     if positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
-        has_begin = is_whole or torch.distributed.get_rank() % shared.sp_size == 0
+        has_begin = is_whole or torch.distributed.get_rank() % config.sp_size == 0
         if (positions == 0).sum(1).max() > has_begin:
-            raise ValueError(SHARED.format(option="cp_size" if is_whole else "sp_size"))
+            raise ValueError(SEVERAL_DOCUMENTS.format(option="cp_size" if is_whole else "sp_size"))
     return training_step(model, inputs, *args, **kwargs)

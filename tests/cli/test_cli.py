@@ -1,4 +1,4 @@
-"""sonicmoe-hf on the command line: doctor in words and as JSON, the demo end to end with few steps."""
+"""sonicmoe-hf on the command line: its help, and doctor in words and as JSON."""
 
 import importlib.metadata
 import json

@@ -190,9 +190,8 @@ def told(installed, with_kernels, sources, tmp_path_factory):
 def test_an_installed_wheel_imports_from_anywhere_has_a_command_prints_its_examples_and_they_start(installed, told):
     assert Path(told["wheel"].partition("\n")[0]) == installed / "sonicmoe_hf" / "kernels"
     assert "--model MODEL" in told["example"]  # it imports two others
-    assert (
-        "SONICMOE_HF_BACKEND" in told["command"]
-    )  # which imports the whole package after it has read its command line
+    # the command imports the whole package after it has read its command line
+    assert "SONICMOE_HF_BACKEND" in told["command"]
 
 
 @pytest.mark.slow
