@@ -1,8 +1,9 @@
 """Two gloo ranks that share each sequence, by accelerate's context parallelism, and by DeepSpeed's Ulysses."""
 
+import contextlib
 import subprocess
 import sys
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.layer.holding import has_expert_parallelism
 from sonicmoe_hf.routing import handlers
+from sonicmoe_hf.trainer.documents import check_documents
 
 pytestmark = pytest.mark.pinned  # accelerate and torch.distributed are what constraints.txt says
 FSDP2 = {"version": 2, "cpu_ram_efficient_loading": False}
@@ -258,6 +260,21 @@ def with_documents(rank, train, *args):
 )
 def test_documents_that_attention_would_not_keep_apart_are_an_error(ranks, train, tmp_path):
     ranks.run(with_documents, train, str(tmp_path))
+
+
+@pytest.mark.parametrize("length", [6, 12])
+@pytest.mark.parametrize(("option", "rank"), [("cp", 0), ("cp", 1), ("sp", 0), ("sp", 1)])
+def test_documents_are_told_from_a_sequence_that_is_one(option, rank, length):
+    """By positions that begin anew: in a whole sequence of twelve (cp), or in a rank's half of it (sp)."""
+    whole = torch.arange(12).remainder(length).expand(2, 12)
+    config = SimpleNamespace(cp_enabled=option == "cp", sp_enabled=option == "sp", sp_size=WORLD)
+    config.sp_handler = SimpleNamespace(sp_attn_implementation="sdpa")
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=config))
+    inputs = {"position_ids": whole if option == "cp" else whole.chunk(WORLD, 1)[rank]}
+    has_two = length == 6 and (option == "cp" or rank == 1)
+    error = pytest.raises(ValueError, match=f"{option}_size") if has_two else contextlib.nullcontext()
+    with error, mock.patch.object(torch.distributed, "get_rank", return_value=rank):
+        assert check_documents(trainer, lambda model, given: given, None, inputs) is inputs
 
 
 def test_torch_sinks_is_an_error_by_name_under_both(tmp_path):
