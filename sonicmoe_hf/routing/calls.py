@@ -42,7 +42,7 @@ class RoutingState:
     since a Trainer began to compute its loss, None outside.
     before_step: what of these attributes a training step has changed, as it was.
     reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
-    has_trained: whether a training call had any of these to do, or experts to record or replay.
+    has_trained: whether a call with gradients had any of these to do, or experts to record or replay.
     """
 
     def __init__(self) -> None:

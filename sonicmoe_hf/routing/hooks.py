@@ -191,6 +191,7 @@ class ModelHook:
         call.trains = model.training and call.gradients
         if call.trains:
             work += self._training_work(model, call, kwargs)
+        if work and call.gradients:
             state.has_trained = True
         call.handlers = tuple(work)
 

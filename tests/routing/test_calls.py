@@ -208,6 +208,18 @@ def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, w
         model(**inputs).loss.backward()
 
 
+@pytest.mark.parametrize("apply", [Offloaded.apply, composable])
+def test_so_it_is_where_routing_is_replayed_in_evaluation(apply):
+    """What it computes again would have the experts that the routers choose by then."""
+    model, inputs = patched("qwen3_moe", use_cache=False).eval(), batch()
+    with sonicmoe_hf.record_routing(model) as routing:
+        model(**inputs)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(run_by, apply, layer.forward)
+    with sonicmoe_hf.replay_routing(model, routing), pytest.raises(RuntimeError, match="runs in backward, and not by"):
+        model(**inputs).loss.backward()
+
+
 def run_by(apply, function, hidden, **options):
     return apply(functools.partial(function, **options), hidden)
 
