@@ -149,9 +149,9 @@ def _set_dynamo(setting: str, value: Any) -> None:
     has its own, and begins with the default."""
     import torch._dynamo as dynamo
 
-    setattr(dynamo.config, setting, value)
-    entry = dynamo.config._config[setting]
-    entry.default = value
+    settings: Any = dynamo.config
+    setattr(settings, setting, value)
+    settings._config[setting].default = value
 
 
 def guard_module_hooks() -> None:
