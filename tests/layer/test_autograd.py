@@ -1,4 +1,6 @@
-"""Gradients that a backward computes, and what cannot be differentiated."""
+"""Gradients that a backward computes, when it is an op of torch's, and what cannot be differentiated."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -6,9 +8,11 @@ from helpers.models import assert_all_close, batch, build
 from helpers.one_layer import NAMES, Watching, output_and_gradients, problem, run
 from helpers.training import POLICY
 from torch.func import grad, jvp, vjp, vmap
+from torch.utils import _python_dispatch
 
 import sonicmoe_hf
 from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.layer import torch_op
 from sonicmoe_hf.patching.support import find_layers
 
 COMPUTED_BY = {  # gradient: the kernels' functions that only it needs
@@ -158,3 +162,15 @@ def test_second_derivatives_are_refused_not_left_out(needed):
     gradients = torch.autograd.grad(run(inputs, index).sum(), wanted, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         (gradients[0].square().sum() + wanted[0].sum()).backward()
+
+
+def test_modes_that_threads_leave_in_another_order_than_they_entered_them_are_over(monkeypatch):
+    """torch's own answer stays yes then, and backward would be an op that keeps h to its end."""
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)  # set by what follows
+    one, other = Watching(), Watching()
+    with ThreadPoolExecutor(1) as thread:
+        one.__enter__()
+        thread.submit(other.__enter__).result()
+        one.__exit__(None, None, None)
+        thread.submit(other.__exit__, None, None, None).result()
+    assert not torch_op.traced("moe_experts", torch.ones(1))

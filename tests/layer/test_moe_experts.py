@@ -3,7 +3,6 @@
 import itertools
 import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +13,12 @@ from helpers.one_layer import NAMES, OF_ONE_KIND, Watching, expected, output_and
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Weighting
 from sonicmoe_hf.kernels.tape import leaves_of
 from sonicmoe_hf.layer import moe_experts as functional
-from sonicmoe_hf.layer import torch_op
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
 from sonicmoe_hf.layer.products import Inputs, Options
@@ -332,18 +329,6 @@ def test_a_dispatch_mode_sees_the_ops_and_gets_the_same_bits(save):
         seen = output_and_gradients(run, inputs, index, save=save)
     assert watching.seen == ["dispatch", "experts_forward", "experts_backward"]
     assert_all_close(seen, plain, 0.0, "the same functions on the same inputs")
-
-
-def test_modes_that_threads_leave_in_another_order_than_they_entered_them_are_over(monkeypatch):
-    """torch's own answer stays yes then, and backward would be an op that keeps h to its end."""
-    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)  # set by what follows
-    one, other = Watching(), Watching()
-    with ThreadPoolExecutor(1) as thread:
-        one.__enter__()
-        thread.submit(other.__enter__).result()
-        one.__exit__(None, None, None)
-        thread.submit(other.__exit__, None, None, None).result()
-    assert not torch_op.traced("moe_experts", torch.ones(1))
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
