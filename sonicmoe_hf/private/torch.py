@@ -167,7 +167,8 @@ def guard_module_hooks() -> None:
 
 
 def allow_recompilations(count: int) -> None:
-    """Let torch compile at least so many variants of a function; further ones it would leave to Python for good."""
+    """Raise to `count`, where it is lower, the number of variants that torch compiles of a function before it gives it up
+    and runs Python."""
     import torch._dynamo as dynamo
 
     _set_dynamo("recompile_limit", max(count, dynamo.config.recompile_limit))
