@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .routing.replay import record_routing, replay_routing
     from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
+    from .trl.factory import vllm_adapters
 
 _MODULES = {  # of this package: what of each is exported here
     "checkpoints.convert": ("convert_checkpoint",),
@@ -60,6 +61,7 @@ _MODULES = {  # of this package: what of each is exported here
     "patching.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
+    "trl.factory": ("vllm_adapters",),
 }
 _EXPORTED_MODULES = {"backends": "layer.backends", "functional": "layer.moe_experts", "routing": "routing"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -99,6 +101,7 @@ __all__ = [
     "supports",
     "unpatch",
     "unpatch_model",
+    "vllm_adapters",
 ]
 
 

@@ -7,13 +7,15 @@ form for models whose experts vLLM holds as one weight. "sglang" always gives th
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_experts, weight_names
-from .adapter import EXPERT, Adapter, is_interleaved
+from .adapter import EXPERT, Adapter, is_in_pefts_form, is_interleaved
 from .factors import Factors, as_alpha, gate_and_up
 from .hub_names import HubNames
 from .peft_form import MERGED, rewritten_config, wrapped
@@ -52,6 +54,8 @@ VLLM_PER_EXPERT = (  # Transformers' names of classes whose namesakes in vLLM ta
     "Qwen3_5MoeForCausalLM",
 )
 VLLM_FUSED = ("GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+# of VLLM_PER_EXPERT: adapted in PEFT's own form too, under --enable-mixed-moe-lora-format, as tests/serving runs them
+VLLM_MIXED = ("OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 NOT_IN_SGLANG = (  # of those in vLLM
     "AXK1ForCausalLM",
     "AfmoeForCausalLM",
@@ -141,6 +145,17 @@ def engine_form(
     config = rewritten_config(adapter.config, rank, alpha, target_modules, target_parameters)
     has_experts = any(factors.a.dim() == 3 for factors in pairs.values())
     return tensors, config, _hints(engine, rank, has_experts, is_3d)
+
+
+def vllm_takes_pefts_form(folder: Path, adapter: Adapter, model: PreTrainedModel) -> bool:
+    """Tell whether vLLM, started with --enable-mixed-moe-lora-format, computes with the file that PEFT wrote to `folder`
+    what `model` does: it holds one rank and one scale, and factors for both weights of each layer's experts."""
+    factors = adapter.factors.values()
+    is_even = len({(each.rank, each.scale) for each in factors}) == 1
+    modules = {weight.rpartition(".")[0] for weight, each in adapter.factors.items() if each.a.dim() == 3}
+    names = (f"{module}.{name}" for module in modules for name in weight_names(model.get_submodule(module)))
+    is_whole = bool(modules) and all(name in adapter.factors for name in names)
+    return type(model).__name__ in VLLM_MIXED and is_even and is_whole and is_in_pefts_form(folder, model)
 
 
 def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:

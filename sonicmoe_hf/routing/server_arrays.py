@@ -34,7 +34,7 @@ def aligned_with_batch(
             f"prompt_start is {prompt_start}; it must be one number of tokens, or one for each of the "
             f"{len(completions)} completions"
         )
-    arrays = [_array(completion, number) for number, completion in enumerate(completions)]
+    arrays = [experts_array(completion, number) for number, completion in enumerate(completions)]
     index_BSLK = torch.full((*mask_BS.shape, *arrays[0].shape[1:]), -1, dtype=torch.int32, device="cpu")
     for number, (array, mask_S, start) in enumerate(zip(arrays, mask_BS, starts)):
         positions = mask_S.nonzero().flatten()[start:-1]
@@ -51,7 +51,7 @@ def aligned_with_batch(
     return index_BSLK.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _array(completion: Any, number: int) -> torch.Tensor:
+def experts_array(completion: Any, number: int = 0) -> torch.Tensor:
     """Read the routing of one sequence, int32 [tokens, layers, K], of whatever integers it came in, also as vLLM sends it
     over HTTP: a .npy file in base64."""
     array = getattr(completion, "routed_experts", completion)

@@ -1,0 +1,28 @@
+"""TRL's trainers of reinforcement learning, sampled by vLLM: adapters are sent alone, and experts are replayed.
+
+    from sonicmoe_hf.trl import GRPOTrainer
+
+TRL is imported when one of them is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .factory import vllm_adapters
+
+TRAINERS = {  # what each is a subclass of
+    "GRPOTrainer": "trl",
+    "RLOOTrainer": "trl",
+    "AsyncGRPOTrainer": "trl.experimental.async_grpo",
+}
+__all__ = ["AsyncGRPOTrainer", "GRPOTrainer", "RLOOTrainer", "vllm_adapters"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in TRAINERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = vllm_adapters(getattr(importlib.import_module(TRAINERS[name]), name))
+    globals()[name] = value
+    return value

@@ -1,0 +1,197 @@
+"""What TRL's trainers do otherwise where vLLM gets adapters and experts are replayed: classes that come before TRL's
+among the bases of one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+from ..patching.patch import patch_model
+from ..patching.support import every_experts, is_patched
+from ..routing.divergence import serving_divergence
+from ..routing.replay import record_routing, replay_routing
+from .generation import AdapterGeneration
+from .hooks import SYNC, builder_of, check_hooks, check_replay_hooks, replaced
+from .rollouts import DTYPE, Rollout, as_calls
+from .serving import Serving
+
+logger = logging.getLogger(__name__)
+ROUTING = "routing"  # beside TRL's own tensors of a batch, which it shuffles and splits together: [B, S, L, K]
+BUILDER = "VLLMGeneration"
+SCORED = ("input_ids", "attention_mask", "logits_to_keep", "batch_size")  # as TRL gives them by position
+UNTRUNCATED = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None)}
+TRUNCATED = (
+    "vLLM's log-probabilities are those of the distribution that {names} left, and the trainer's of the whole one, so "
+    "serving/kl and serving/largest_gap include what was left out"
+)
+
+
+class SendsAdapters:
+    """A trainer that builds VLLMGeneration: its vLLM gets the adapter alone."""
+
+    serving: ClassVar[Serving]
+    replays: ClassVar[bool] = False
+
+    def __init__(self, *args: Any, **options: Any):
+        module = builder_of(type(self), BUILDER)
+        check_hooks(SYNC)
+        with replaced(module, BUILDER, functools.partial(self._generation, vars(module)[BUILDER])):
+            super().__init__(*args, **options)
+        trainer: Any = self
+        if every_experts(trainer.model) and not is_patched(trainer.model):
+            patch_model(trainer.model)
+
+    def _generation(self: Any, base: type, *args: Any, **options: Any) -> Any:
+        """Make what takes the place of TRL's VLLMGeneration."""
+        replay = self.replays and self.serving.replay and bool(every_experts(self.model))
+        own = type(base.__name__, (AdapterGeneration, base), {})
+        return own(*args, serving=self.serving, output_dir=self.args.output_dir, replay=replay, **options)
+
+
+class ReplaysRouting(SendsAdapters):
+    """TRL's GRPOTrainer, or a subclass of it: the policy uses, in every training call, the experts that sampled.
+
+    Without vLLM, those that it chooses itself before the first update of a batch.
+    """
+
+    replays = True
+
+    def __init__(self: Any, *args: Any, **options: Any):
+        check_replay_hooks(type(self))
+        self._rollout: Rollout | None = None  # until its batch is scored
+        self._aligned: torch.Tensor | None = None
+        self._num_rollouts = 0
+        super().__init__(*args, **options)
+        cut = [name for name, unused in UNTRUNCATED.items() if getattr(self, name) not in unused]
+        if self.use_vllm and cut:
+            logger.warning(TRUNCATED.format(names=", ".join(cut)))
+
+    @property
+    def _is_replayed(self: Any) -> bool:
+        return self.serving.replay and is_patched(self.model) and bool(every_experts(self.model))
+
+    def _generate(self: Any, prompts):
+        """Generate, and pair the final sequences with their experts."""
+        if self.use_vllm:
+            self.vllm_generation.sequences.clear()
+        generated = super()._generate(prompts)
+        if not self._is_replayed:
+            return generated
+        prompt_ids, completion_ids = generated[:2]
+        fields = next(part for part in generated[2:] if isinstance(part, dict))  # of a rollout_func
+        experts = fields.pop("routed_experts", None)
+        if experts is None and self.rollout_func is not None and self.use_vllm:
+            raise ValueError(
+                "rollout_func returns no routed_experts, one of vLLM's arrays for each completion, so nothing can be "
+                "replayed; add them, or give replay=False"
+            )
+        if experts is None and self.use_vllm:
+            sequences = self.vllm_generation.sequences
+            experts = [sequences.experts_of([*prompt, *own]) for prompt, own in zip(prompt_ids, completion_ids)]
+            sequences.clear()
+        if experts is not None:
+            self._rollout = Rollout(list(map(len, prompt_ids)), list(map(len, completion_ids)), experts)
+        return generated
+
+    def _generate_and_score_completions(self: Any, inputs):
+        """Score completions with their experts, and hand these out beside them."""
+        self._rollout = self._aligned = None
+        batch = super()._generate_and_score_completions(inputs)
+        rollout, self._rollout = self._rollout, None
+        if not self._is_replayed and not self.use_vllm:
+            return batch
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        width = batch["completion_ids"].shape[1]
+        divergence = float("nan")
+        if rollout is not None:
+            mask = rollout.mask(ids.shape[1], width).to(ids.device)
+            batch[ROUTING] = self._aligned if self._aligned is not None else rollout.aligned(ids.shape[1], width)
+            divergence = self._divergence(batch[ROUTING], ids, mask)
+        elif self._is_replayed:
+            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+            batch[ROUTING] = self._recorded(ids, mask)
+        self._aligned = None
+        if self.use_vllm or rollout is not None:
+            self._log_serving(batch, divergence)
+        return batch
+
+    def _rows(self: Any) -> int:
+        """Return the number of sequences in a call that scores."""
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+
+    def _recorded(self: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the policy's own experts [B, S, L, K]."""
+        parts, rows = [], self._rows()
+        for some_ids, some_mask in zip(ids.split(rows), mask.split(rows)):
+            with torch.no_grad(), self.accelerator.autocast(), record_routing(self.model) as routing:
+                self.model(input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1)
+            index_LTK = routing.tensors()[0].to("cpu", DTYPE)
+            parts.append(index_LTK.unflatten(1, some_ids.shape).permute(1, 2, 0, 3))
+        return torch.cat(parts)
+
+    def _divergence(self: Any, experts_BSLK: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> float:
+        """Return the share of tokens whose experts the policy would not have chosen, or nan between measurements."""
+        every, number = self.serving.divergence_every, self._num_rollouts
+        self._num_rollouts += 1
+        if not every or number % every:
+            return float("nan")
+        shares, rows = [], self._rows()
+        for call, some_ids, some_mask in zip(as_calls(experts_BSLK, rows), ids.split(rows), mask.split(rows)):
+            with self.accelerator.autocast():
+                of_layers = serving_divergence(
+                    self.model, call, input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1
+                )
+            shares += of_layers.values()
+        return torch.tensor(shares).nanmean().item()
+
+    def _log_serving(self: Any, batch: dict[str, Any], divergence: float) -> None:
+        """Log how far server and trainer are apart, over all ranks: k3's estimate of KL(server || trainer), the largest
+        difference of a log-probability, and the share of tokens with other experts."""
+        old, sampled = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps")
+        kl = gap = float("nan")
+        if old is not None and sampled is not None:
+            mask = batch["completion_mask"].bool() & ~sampled.isnan()
+            if "tool_mask" in batch:
+                mask &= batch["tool_mask"].bool()
+            ratio = (old - sampled)[mask].double()
+            if len(ratio):
+                kl, gap = (ratio.exp() - 1 - ratio).mean().item(), ratio.abs().max().item()
+        seconds = self.vllm_generation.sync_seconds if self.use_vllm else float("nan")
+        values = torch.tensor([kl, divergence, seconds, gap], dtype=torch.float64, device=self.accelerator.device)
+        every = self.accelerator.gather(values).view(-1, len(values))
+        means, largest = every.nanmean(0).tolist(), every[:, 3].nan_to_num(nan=-1.0).max().item()
+        log = self._metrics["train" if self.model.training else "eval"]
+        found = {"kl": means[0], "divergence": means[1], "sync_seconds": means[2], "largest_gap": largest}
+        for name, value in found.items():
+            if value == value and value >= 0:
+                log[f"serving/{name}"].append(value)
+
+    def _get_per_token_logps_and_entropies(self: Any, model, *args: Any, **options: Any):
+        """Compute log-probabilities, while a rollout is scored with its experts; another reference model chooses its
+        own."""
+        method = super()._get_per_token_logps_and_entropies
+        if self._rollout is None or model is not self.model:
+            return method(model, *args, **options)
+        given = dict(zip(SCORED, args)) | options
+        ids = given["input_ids"]
+        if self._aligned is None:
+            self._aligned = self._rollout.aligned(ids.shape[1], given["logits_to_keep"])
+        rows = len(ids) if self._is_one_call() else given.get("batch_size") or len(ids)
+        with replay_routing(self.model, as_calls(self._aligned, rows)):
+            return method(model, *args, **options)
+
+    def _is_one_call(self: Any) -> bool:
+        """Tell whether TRL calls the model once whatever the batch size, as 1.14 does with Liger."""
+        return hasattr(self, "_chunked_logps") and bool(getattr(self, "use_liger_kernel", False))
+
+    def compute_loss(self: Any, model, inputs, *args: Any, **options: Any):
+        """Compute the loss with the experts of the rollout."""
+        replay: Any = nullcontext()
+        if ROUTING in inputs:
+            replay = replay_routing(self.model, as_calls(inputs[ROUTING], len(inputs[ROUTING])))
+        with replay:
+            return super().compute_loss(model, inputs, *args, **options)
