@@ -32,6 +32,7 @@ from .methods import find_callback, wrap_method
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .resume import check_experts_restored, load_whole
+from .sampling import check_sampling
 from .small_steps import SmallSteps
 from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
 
@@ -324,8 +325,10 @@ def attach(trainer) -> ExpertLoadCallback:
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
-        ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization.
+        ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
+            of TRL's that would send vLLM experts with adapters, or packed ones.
     """
+    check_sampling(trainer)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
         if isinstance(callback, TokenRoundingCallback):

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
+from safetensors.torch import save_file
 from torch import nn
 
-from ..checkpoints.atomic_folder import save_tensors, write_json
+from ..checkpoints.atomic_folder import write_json
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import hub_config
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
@@ -148,7 +149,7 @@ class AdapterVersions:
                 tensors = {key: tensor.to(self.dtype).contiguous() for key, tensor in tensors.items()}
                 saved = hidden / "converted"
                 saved.mkdir()
-                save_tensors(saved / ADAPTER_WEIGHTS, tensors, verify=False)
+                save_file(tensors, saved / ADAPTER_WEIGHTS, metadata={"format": "pt"})
                 write_json(saved / ADAPTER_CONFIG, config)
             shutil.rmtree(folder, ignore_errors=True)
             saved.rename(folder)

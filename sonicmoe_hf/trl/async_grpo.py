@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..errors import CheckpointError
 from .adapter_versions import AdapterVersions, adapter_of
-from .hooks import ASYNC, ASYNC_GRPO, check_hooks, replaced
+from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks, replaced
 from .serving import Serving, computing_dtype
 
 BUILDER = "validate_lora_for_vllm_sync"
@@ -22,12 +22,12 @@ WHOLE = (
 FLAGS = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank RANK"
 
 
-class SendsAdaptersInBackground:
+class SendsAdaptersInBackground(Theirs):
     """AsyncGRPOTrainer; comes before it among the bases of a class. Nothing is replayed: its workers keep no experts."""
 
     serving: ClassVar[Serving]
 
-    def __init__(self: Any, *args: Any, **options: Any):
+    def __init__(self, *args: Any, **options: Any):
         check_hooks(ASYNC)
         self._versions: AdapterVersions | None = None
         with self._ours():
@@ -36,18 +36,18 @@ class SendsAdaptersInBackground:
             raise ValueError(WHOLE.format(flags=FLAGS))
 
     @contextmanager
-    def _ours(self: Any):
+    def _ours(self):
         module = sys.modules[ASYNC_GRPO]
         with ExitStack() as stack:
             stack.enter_context(replaced(module, "validate_lora_for_vllm_sync", _checked_config))
             stack.enter_context(replaced(module, "save_lora_adapter", self._save))
             yield
 
-    def _sync_weight(self: Any, *args: Any, **options: Any):
+    def _sync_weight(self, *args: Any, **options: Any):
         with self._ours():
             return super()._sync_weight(*args, **options)
 
-    def _save(self: Any, model: Any, accelerator: Any, adapter_name: str, dest_dir: str) -> None:
+    def _save(self, model: Any, accelerator: Any, adapter_name: str, dest_dir: str) -> None:
         """Write an adapter in vLLM's form to `dest_dir`; all ranks call it."""
         if self._versions is None:
             dtype = computing_dtype(model, accelerator.mixed_precision)

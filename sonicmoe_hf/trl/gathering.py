@@ -42,7 +42,7 @@ def gathered_factors(model: nn.Module, adapter: str, device: torch.device) -> di
 
 def _gathered(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the adapter's parameters by name, while they are whole where ZeRO-3 partitions them."""
-    own = [(name, each) for name, each in model.named_parameters() if "lora_" in name and f".{adapter}." in name]
+    own = [(name, each) for name, each in model.named_parameters() if "lora_" in name and f".{adapter}." in f"{name}."]
     for start in range(0, len(own), AT_ONCE):
         some = own[start : start + AT_ONCE]
         partitioned = [parameter for _, parameter in some if hasattr(parameter, "ds_id")]

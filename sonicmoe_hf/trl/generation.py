@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -12,32 +12,33 @@ from accelerate.utils import broadcast_object_list
 
 from .adapter_versions import AdapterVersions
 from .engine import EngineWithAdapter
-from .hooks import replaced
+from .hooks import Theirs, replaced
 from .rollouts import GeneratedSequences
 from .served_base import check_served_base
 from .server import Server
 from .serving import Serving, computing_dtype, name_of
 
-logger = logging.getLogger(__name__)
 NOT_RETURNED = (
     "vLLM returned no routed experts for some completion; start it with --enable-return-routed-experts (colocated it is "
     "so started) and without --pipeline-parallel-size, a decode context or speculative decoding that adapts its length"
 )
 
 
-class AdapterGeneration:
+class AdapterGeneration(Theirs):
     """What VLLMGeneration does otherwise; comes before it among the bases of a class.
 
     sequences: what was generated since a rollout began, with the experts that vLLM used. sync_seconds: how long the last
     sync took.
     """
 
+    sends_adapters = True  # what trainer.sampling looks for
+
     def __init__(self, *args: Any, serving: Serving, output_dir: str, replay: bool, **options: Any):
         self.serving, self.output_dir, self.replay = serving, output_dir, replay
         self.sequences, self.sync_seconds = GeneratedSequences(), 0.0
         super().__init__(*args, **options)
 
-    def _init_vllm(self: Any) -> None:
+    def _init_vllm(self) -> None:
         """Start, or reach, an engine that takes adapters."""
         dtype = computing_dtype(self.model, self.accelerator.mixed_precision)
         self.versions = AdapterVersions(
@@ -46,9 +47,8 @@ class AdapterGeneration:
         if self.mode == "colocate":
             self.versions.is_3d = self.versions.takes_3d
             self._check_base(self.serving.served_base or self.model.name_or_path)
-            with replaced(
-                self._module(), "LLM", lambda *args, **options: self._start(llm, dtype, *args, **options)
-            ) as llm:
+            llm: Any = self._module().LLM
+            with replaced(self._module(), "LLM", functools.partial(self._start, llm, dtype)):
                 super()._init_vllm()
             return
         # weights stay where they are, so there is no group to send them by
@@ -68,17 +68,17 @@ class AdapterGeneration:
         given = self.serving.vllm_options.get("dtype")
         return getattr(torch, str(given).removeprefix("torch.")) if given not in (None, "auto") else dtype
 
-    def _share_number(self: Any) -> None:
+    def _share_number(self) -> None:
         """Tell all ranks the number that versions go on after."""
         box = [self.versions.number]
         broadcast_object_list(box, from_process=0)
         self.versions.number = box[0]
 
-    def _check_base(self: Any, served: Any) -> None:
+    def _check_base(self, served: Any) -> None:
         if self.accelerator.is_main_process:
             check_served_base(self.model, str(served), is_given=self.serving.served_base is not None)
 
-    def _start(self: Any, llm: Any, dtype: torch.dtype, *args: Any, **options: Any) -> EngineWithAdapter:
+    def _start(self, llm: Any, dtype: torch.dtype, *args: Any, **options: Any) -> EngineWithAdapter:
         """Start vLLM's LLM as TRL does, with adapters, in the trainer's dtype."""
         ours: dict[str, Any] = {
             "enable_lora": True,
@@ -96,7 +96,7 @@ class AdapterGeneration:
                 ours["enforce_eager"] = True  # compiled for CPUs, vLLM 0.32 records no experts
         return EngineWithAdapter(llm(*args, **{**options, **ours, **self.serving.vllm_options}))
 
-    def sync_weights(self: Any) -> None:
+    def sync_weights(self) -> None:
         """Publish the adapter, and have vLLM take it into use. All ranks call it."""
         started = time.perf_counter()
         version = self.versions.publish()
@@ -108,23 +108,23 @@ class AdapterGeneration:
         self.accelerator.wait_for_everyone()
         self.sync_seconds = time.perf_counter() - started
 
-    def _wake(self: Any) -> None:
+    def _wake(self) -> None:
         if self.enable_sleep_mode:
             self._module().empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
 
-    def generate(self: Any, prompts, images, num_generations, profiler=None):
+    def generate(self, prompts, images, num_generations, profiler=None):
         """Generate as VLLMGeneration does, and keep the experts that completions used."""
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self._wake()  # TRL would send weights
             self.llm.load_again()
-        result = super().generate(prompts, images, num_generations, profiler)  # type: ignore[misc]
+        result = super().generate(prompts, images, num_generations, profiler)
         if self.replay:
             self._keep(prompts, result[1])
         return result
 
-    def _keep(self: Any, prompts: list[list[int]], completions: list[list[int]]) -> None:
+    def _keep(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
         """Keep the experts of this rank's share of the last call, as TRL takes its share of the tokens."""
         if self.mode == "colocate":
             experts, place = self.llm.routed_experts, 0

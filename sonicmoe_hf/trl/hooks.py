@@ -15,6 +15,7 @@ from ..private.versions import versions
 OLDEST, NEWEST = "1.11", "1.16"  # of TRL, with which these were read
 GENERATION = "trl.generation.vllm_generation"
 CLIENT = "trl.generation.vllm_client"
+Theirs: Any = object  # to mypy the class of TRL's that a mixin comes before
 ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
 
 

@@ -56,7 +56,8 @@ class GeneratedSequences:
         if generated is None:
             raise RuntimeError(
                 "a completion is none that vLLM generated in this rollout, so its experts are not known; leave out what "
-                "rewrites completions, or give replay=False"
+                "rewrites completions, have rollout_func sample by trainer.vllm_generation.generate or return vLLM's "
+                "arrays as routed_experts, or give replay=False"
             )
         rows = experts_array(generated.experts).to(DTYPE)
         if len(rows) != len(generated.ids) - 1:
@@ -101,9 +102,9 @@ class Rollout(NamedTuple):
         """Return the mask [B, S] of all tokens in a batch of prompts padded on the left and completions on the right:
         also of those that TRL hides because their completion was cut off."""
         begin = width - completion_width
-        positions = torch.arange(width, device="cpu")
-        first = begin - torch.tensor(self.prompts, device="cpu")[:, None]
-        end = begin + torch.tensor(self.completions, device="cpu")[:, None]
+        positions = torch.arange(width, dtype=torch.int64, device="cpu")
+        before, behind = torch.tensor([self.prompts, self.completions], dtype=torch.int64, device="cpu").unsqueeze(-1)
+        first, end = begin - before, begin + behind
         return ((positions >= first) & (positions < end)).long()
 
     def aligned(self, width: int, completion_width: int) -> torch.Tensor:

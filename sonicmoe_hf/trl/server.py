@@ -27,6 +27,7 @@ class Server:
     def __init__(self, client: Any, versions: AdapterVersions, replay: bool, dtype: torch.dtype):
         self.client, self.versions, self.replay, self.dtype = client, versions, replay, dtype
         self.routed_experts: list[Any] = []
+        self.info: dict[str, Any] = {}
         self.info = self._read_info()
         self._check()
         own = [model["id"] for model in self._models() if versions.is_own(model["id"])]
@@ -53,7 +54,6 @@ class Server:
         return ValueError(f"the vLLM server at {self.client.base_url} {reason}; start it with: {self.command()}")
 
     def _read_info(self) -> dict[str, Any]:
-        self.info: dict[str, Any] = {}
         response = self.client.session.get(f"{self.client.base_url}/server_info", params={"config_format": "json"})
         if response.status_code == 404:
             raise self._error("does not say how it was started")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from ..patching.support import every_experts, is_patched
 from ..routing.divergence import serving_divergence
 from ..routing.replay import record_routing, replay_routing
 from .generation import AdapterGeneration
-from .hooks import SYNC, builder_of, check_hooks, check_replay_hooks, replaced
+from .hooks import SYNC, Theirs, builder_of, check_hooks, check_replay_hooks, replaced
 from .rollouts import DTYPE, Rollout, as_calls
 from .serving import Serving
 
@@ -30,22 +31,31 @@ TRUNCATED = (
 )
 
 
-class SendsAdapters:
+class SendsAdapters(Theirs):
     """A trainer that builds VLLMGeneration: its vLLM gets the adapter alone."""
 
     serving: ClassVar[Serving]
     replays: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **options: Any):
+        with self.constructing():
+            super().__init__(*args, **options)
+
+    @contextmanager
+    def constructing(self) -> Iterator[None]:
+        """Have TRL's constructor, inside the `with`, build a generation that sends adapters.
+
+        Raises:
+            RuntimeError: TRL has other hooks.
+        """
         module = builder_of(type(self), BUILDER)
         check_hooks(SYNC)
         with replaced(module, BUILDER, functools.partial(self._generation, vars(module)[BUILDER])):
-            super().__init__(*args, **options)
-        trainer: Any = self
-        if every_experts(trainer.model) and not is_patched(trainer.model):
-            patch_model(trainer.model)
+            yield
+        if every_experts(self.model) and not is_patched(self.model):
+            patch_model(self.model)
 
-    def _generation(self: Any, base: type, *args: Any, **options: Any) -> Any:
+    def _generation(self, base: type, *args: Any, **options: Any) -> Any:
         """Make what takes the place of TRL's VLLMGeneration."""
         replay = self.replays and self.serving.replay and bool(every_experts(self.model))
         own = type(base.__name__, (AdapterGeneration, base), {})
@@ -60,21 +70,24 @@ class ReplaysRouting(SendsAdapters):
 
     replays = True
 
-    def __init__(self: Any, *args: Any, **options: Any):
+    @contextmanager
+    def constructing(self) -> Iterator[None]:
+        """See SendsAdapters."""
         check_replay_hooks(type(self))
         self._rollout: Rollout | None = None  # until its batch is scored
         self._aligned: torch.Tensor | None = None
         self._num_rollouts = 0
-        super().__init__(*args, **options)
+        with super().constructing():
+            yield
         cut = [name for name, unused in UNTRUNCATED.items() if getattr(self, name) not in unused]
         if self.use_vllm and cut:
             logger.warning(TRUNCATED.format(names=", ".join(cut)))
 
     @property
-    def _is_replayed(self: Any) -> bool:
+    def _is_replayed(self) -> bool:
         return self.serving.replay and is_patched(self.model) and bool(every_experts(self.model))
 
-    def _generate(self: Any, prompts):
+    def _generate(self, prompts):
         """Generate, and pair the final sequences with their experts."""
         if self.use_vllm:
             self.vllm_generation.sequences.clear()
@@ -84,11 +97,6 @@ class ReplaysRouting(SendsAdapters):
         prompt_ids, completion_ids = generated[:2]
         fields = next(part for part in generated[2:] if isinstance(part, dict))  # of a rollout_func
         experts = fields.pop("routed_experts", None)
-        if experts is None and self.rollout_func is not None and self.use_vllm:
-            raise ValueError(
-                "rollout_func returns no routed_experts, one of vLLM's arrays for each completion, so nothing can be "
-                "replayed; add them, or give replay=False"
-            )
         if experts is None and self.use_vllm:
             sequences = self.vllm_generation.sequences
             experts = [sequences.experts_of([*prompt, *own]) for prompt, own in zip(prompt_ids, completion_ids)]
@@ -97,7 +105,7 @@ class ReplaysRouting(SendsAdapters):
             self._rollout = Rollout(list(map(len, prompt_ids)), list(map(len, completion_ids)), experts)
         return generated
 
-    def _generate_and_score_completions(self: Any, inputs):
+    def _generate_and_score_completions(self, inputs):
         """Score completions with their experts, and hand these out beside them."""
         self._rollout = self._aligned = None
         batch = super()._generate_and_score_completions(inputs)
@@ -119,11 +127,11 @@ class ReplaysRouting(SendsAdapters):
             self._log_serving(batch, divergence)
         return batch
 
-    def _rows(self: Any) -> int:
+    def _rows(self) -> int:
         """Return the number of sequences in a call that scores."""
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
 
-    def _recorded(self: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _recorded(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the policy's own experts [B, S, L, K]."""
         parts, rows = [], self._rows()
         for some_ids, some_mask in zip(ids.split(rows), mask.split(rows)):
@@ -133,22 +141,22 @@ class ReplaysRouting(SendsAdapters):
             parts.append(index_LTK.unflatten(1, some_ids.shape).permute(1, 2, 0, 3))
         return torch.cat(parts)
 
-    def _divergence(self: Any, experts_BSLK: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> float:
+    def _divergence(self, experts_BSLK: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> float:
         """Return the share of tokens whose experts the policy would not have chosen, or nan between measurements."""
         every, number = self.serving.divergence_every, self._num_rollouts
         self._num_rollouts += 1
         if not every or number % every:
             return float("nan")
-        shares, rows = [], self._rows()
+        rows, shares = self._rows(), list[float]()
         for call, some_ids, some_mask in zip(as_calls(experts_BSLK, rows), ids.split(rows), mask.split(rows)):
             with self.accelerator.autocast():
                 of_layers = serving_divergence(
                     self.model, call, input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1
                 )
             shares += of_layers.values()
-        return torch.tensor(shares).nanmean().item()
+        return torch.tensor(shares, dtype=torch.float64, device="cpu").nanmean().item()
 
-    def _log_serving(self: Any, batch: dict[str, Any], divergence: float) -> None:
+    def _log_serving(self, batch: dict[str, Any], divergence: float) -> None:
         """Log how far server and trainer are apart, over all ranks: k3's estimate of KL(server || trainer), the largest
         difference of a log-probability, and the share of tokens with other experts."""
         old, sampled = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps")
@@ -170,7 +178,7 @@ class ReplaysRouting(SendsAdapters):
             if value == value and value >= 0:
                 log[f"serving/{name}"].append(value)
 
-    def _get_per_token_logps_and_entropies(self: Any, model, *args: Any, **options: Any):
+    def _get_per_token_logps_and_entropies(self, model, *args: Any, **options: Any):
         """Compute log-probabilities, while a rollout is scored with its experts; another reference model chooses its
         own."""
         method = super()._get_per_token_logps_and_entropies
@@ -184,11 +192,11 @@ class ReplaysRouting(SendsAdapters):
         with replay_routing(self.model, as_calls(self._aligned, rows)):
             return method(model, *args, **options)
 
-    def _is_one_call(self: Any) -> bool:
+    def _is_one_call(self) -> bool:
         """Tell whether TRL calls the model once whatever the batch size, as 1.14 does with Liger."""
         return hasattr(self, "_chunked_logps") and bool(getattr(self, "use_liger_kernel", False))
 
-    def compute_loss(self: Any, model, inputs, *args: Any, **options: Any):
+    def compute_loss(self, model, inputs, *args: Any, **options: Any):
         """Compute the loss with the experts of the rollout."""
         replay: Any = nullcontext()
         if ROUTING in inputs:

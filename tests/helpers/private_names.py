@@ -92,6 +92,16 @@ USED = {  # the name, or "place: what its source sets"
     "peft.utils.save_and_load._reshard_dtensor_values_for_load": "loading the factors of experts",
     "peft.tuners.lora.model.get_tp_plan_and_mesh": "adapters of experts under expert and tensor parallelism",
     "peft.utils.other.fsdp_auto_wrap_policy": "adapters of experts under FSDP1",
+    "trl.generation.vllm_generation.VLLMGeneration._init_vllm": "vLLM that is started with adapters",
+    "trl.generation.vllm_generation.VLLMGeneration: _llm_weights_sleeping": "an adapter that is loaded again after a sleep",
+    "trl.generation.vllm_client.VLLMClient._get": "what a server serves",
+    "trl.generation.vllm_client.VLLMClient._post": "experts that a server returns",
+    "trl.GRPOTrainer._generate": "pairing rollouts with their experts",
+    "trl.GRPOTrainer._generate_and_score_completions": "replay of a rollout's experts",
+    "trl.GRPOTrainer._get_per_token_logps_and_entropies": "replay of a rollout's experts",
+    "trl.GRPOTrainer: _metrics": "the log of how far a server and the trainer are apart",
+    "trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer._sync_weight": "adapters of experts in AsyncGRPO",
+    "trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer: _lora_sync": "adapters of experts in AsyncGRPO",
 }
 SINCE = {  # versions that brought a name, where the oldest that we support lacks it
     "transformers.integrations.moe: _is_expert_parallel": "5.18",

@@ -31,9 +31,10 @@ def sentence_tokenizer():
     return made
 
 
-def model_of(words):
+def model_of(words, **sizes):
     """Return a small model of this tokenizer's vocabulary."""
-    return build("qwen3_moe", vocab_size=len(words), pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id)
+    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+    return build("qwen3_moe", vocab_size=len(words), **ids, **sizes)
 
 
 def watched_training(trainer) -> dict[bool, bool]:

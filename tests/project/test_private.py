@@ -26,6 +26,7 @@ OTHERS = {
         "_scales",
         "_values",
     ),  # ends of tensors' names in quantized checkpoints
+    *("_chunked_logps", "_full_logits_logps"),  # of TRL 1.14 alone, looked up before they are used
     *("_adapter", "_bias", "_format"),  # ends of names of what belongs to a projection
 }
 

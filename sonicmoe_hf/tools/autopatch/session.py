@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import inspect
 import sys
 import threading
 import weakref
@@ -138,6 +139,26 @@ class Session:
         if self.policy is not None:
             check_no_policy_trainer(trainer, trainer.args, remedy=f"leave out --routing of {COMMAND}")
         attach(trainer)
+
+    def make_grpo(self, trainer: Any, make: Any, args: tuple, kwargs: dict) -> None:
+        """Construct one of TRL's GRPOTrainers by `make`; one that samples by vLLM, and has an adapter, as
+        `sonicmoe_hf.vllm_adapters` has it.
+
+        Raises:
+            As that.
+        """
+        from ...trl.factory import vllm_adapters
+        from ...trl.trainers import SendsAdapters
+
+        given = inspect.signature(make).bind_partial(*args, **kwargs).arguments
+        samples = getattr(given.get("args"), "use_vllm", False)
+        has_adapter = given.get("peft_config") is not None or hasattr(given.get("model"), "peft_config")
+        if samples and has_adapter and not isinstance(trainer, SendsAdapters):
+            trainer.__class__ = vllm_adapters(type(trainer))
+            with trainer.constructing():
+                make(*args, **kwargs)
+        else:
+            make(*args, **kwargs)
 
     def adapt(self, config: Any, model: nn.Module) -> None:
         """Add the experts to a LoRA config of the program that is about to be applied to a model."""

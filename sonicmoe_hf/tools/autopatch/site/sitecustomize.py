@@ -52,11 +52,26 @@ def follow_models(modeling_utils):
         open(os.environ["SONICMOE_HF_REACHED"], "w").close()
 
 
+def follow_grpo(grpo_trainer):
+    """Make TRL's GRPOTrainer one that sends vLLM adapters, where it would send whole weights."""
+    trainer = grpo_trainer.GRPOTrainer
+    made = trainer.__init__
+
+    @functools.wraps(made)
+    def __init__(self, *args, **kwargs):
+        session().make_grpo(self, functools.partial(made, self), args, kwargs)
+
+    trainer.__init__ = __init__
+
+
 class FirstImport:
-    """A finder of one module, once: everybody else's finders find it, and `follow_models` comes after its import."""
+    """A finder of one module, once: everybody else's finders find it, and `follow` comes after its import."""
+
+    def __init__(self, module, follow):
+        self.module, self.follow = module, follow
 
     def find_spec(self, name, path=None, target=None):
-        if name != "transformers.modeling_utils":
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -65,7 +80,7 @@ class FirstImport:
 
             def exec_module(module):
                 execute(module)
-                follow_models(module)
+                self.follow(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -76,5 +91,6 @@ if settings and os.path.realpath(json.loads(settings)["prefix"]) == os.path.real
     if "transformers.modeling_utils" in sys.modules:  # which a .pth file has imported
         follow_models(sys.modules["transformers.modeling_utils"])
     else:
-        sys.meta_path.insert(0, FirstImport())
+        sys.meta_path.insert(0, FirstImport("transformers.modeling_utils", follow_models))
+    sys.meta_path.insert(0, FirstImport("trl.trainer.grpo_trainer", follow_grpo))
 load("sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != HERE])

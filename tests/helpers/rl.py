@@ -1,0 +1,53 @@
+"""GRPO on a CPU with an engine beside the trainer, and what a run of it must show."""
+
+import torch
+from helpers.trl_trainers import sentence_tokenizer, trl_trainer
+from trl import GRPOConfig
+
+import sonicmoe_hf
+
+PROMPTS = [{"prompt": text} for text in ("the dog", "the quick brown fox", "the lazy", "over the dog and the fox")] * 2
+GAP = 1e-5  # fp32: two models' order of sums
+SETTINGS = {
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_steps": 2,
+    "learning_rate": 1e-1,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_max_model_length": 96,
+}
+
+
+def lengths(completions, **kwargs):
+    """Reward tokens of few letters, so that rewards differ."""
+    return [len(set(str(text))) / (1 + len(str(text))) for text in completions]
+
+
+def loaded(base, **options):
+    return sonicmoe_hf.from_pretrained(base, **{"dtype": torch.float32, **options})
+
+
+def make(trainer_class, base, folder, config=None, lora=None, model=None, config_class=GRPOConfig, **options):
+    """Return a trainer whose engine serves `base`."""
+    model = model or loaded(base)
+    adapter = sonicmoe_hf.lora_config(model, **{"r": 4, "experts_r": 4, **(lora or {})})
+    return trl_trainer(
+        trainer_class, config_class, model, PROMPTS, folder, sentence_tokenizer(), config={**SETTINGS, **(config or {})},
+        **{"peft_config": adapter, "reward_funcs": lengths, **options},
+    )  # fmt: skip
+
+
+def logged(trainer, name="serving/largest_gap"):
+    """Return what the trainer logged under a name, once a step."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def synced_once(trainer):
+    """Have the engine keep the first version of the adapter."""
+    sync, done = trainer.vllm_generation.sync_weights, []
+    trainer.vllm_generation.sync_weights = lambda: done or done.append(sync() or 1)
+    return trainer

@@ -1,0 +1,187 @@
+"""GRPO with a stand-in for vLLM in the same process: it gets adapters alone, and the trainer replays its experts."""
+
+import functools
+import re
+
+import pytest
+import torch
+from helpers.rl import GAP, PROMPTS, logged, make, synced_once
+from trl import GRPOTrainer as TRLsGRPOTrainer
+from trl import RLOOConfig
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
+
+import sonicmoe_hf
+from sonicmoe_hf.tools.autopatch.session import Session
+from sonicmoe_hf.tools.autopatch.settings import RunSettings
+from sonicmoe_hf.trl import GRPOTrainer, RLOOTrainer, vllm_adapters
+from sonicmoe_hf.trl.trainers import ROUTING, ReplaysRouting
+
+
+@pytest.mark.parametrize(
+    "config, lora, is_3d",
+    [
+        ({"gradient_checkpointing": True}, {}, True),
+        ({"num_iterations": 2, "beta": 0.1, "max_steps": 4}, {"experts_r": 2}, False),
+    ],
+)
+def test_server_and_trainer_have_the_same_log_probabilities_as_the_adapter_changes(
+    config, lora, is_3d, base, engine, tmp_path
+):
+    """The reference of beta is the policy with its adapter off, whose experts are replayed too."""
+    trainer = make(GRPOTrainer, base, tmp_path, config, lora)
+    trainer.train()
+    gaps = logged(trainer)
+    assert len(gaps) == 2 and 0 < max(gaps) < GAP
+    assert logged(trainer, "serving/divergence") == [0.0, 0.0]
+    assert max(logged(trainer, "serving/kl")) < 1e-9 and min(logged(trainer, "serving/sync_seconds")) > 0
+    (llm,) = engine.made
+    assert llm.options["enable_lora"] and llm.options["dtype"] == "float32"
+    assert llm.options.get("enable_mixed_moe_lora_format", False) == is_3d
+    assert len(llm.loaded) == 2 and llm.removed == llm.loaded[:1]
+    assert sorted(path.name for path in (tmp_path / "adapters_for_vllm").iterdir()) == sorted(llm.loaded)
+
+
+def test_a_server_that_keeps_the_first_adapter_is_far_away(base, engine, tmp_path):
+    trainer = synced_once(make(GRPOTrainer, base, tmp_path))
+    trainer.train()
+    first, second = logged(trainer)
+    assert first < GAP and second > 1e-2
+
+
+def other_experts(complete):
+    """Have a completion come with experts that no router chose: those with the numbers behind the chosen ones."""
+
+    def completed(self, *args):
+        completion = complete(self, *args)
+        completion.routed_experts = (completion.routed_experts + 3) % 8
+        return completion
+
+    return completed
+
+
+@pytest.mark.parametrize(
+    "config", [{"num_iterations": 2, "max_steps": 2}, {"mask_truncated_completions": True, "max_steps": 1}]
+)
+def test_the_experts_that_vllm_returned_are_used_in_scoring_and_in_every_update(
+    config, base, engine, tmp_path, monkeypatch
+):
+    """Also where TRL masks completions that were cut off, as all are here."""
+    monkeypatch.setattr(engine, "_complete", other_experts(engine._complete))
+    trainer = make(GRPOTrainer, base, tmp_path, {"beta": 0.1, **config})
+    used, given = [], []
+    scored, computed = trainer._get_per_token_logps_and_entropies, trainer.compute_loss
+
+    def watched(method, *args, **options):
+        with sonicmoe_hf.record_routing(trainer.model) as routing:
+            result = method(*args, **options)
+        used.extend(routing.tensors())
+        return result
+
+    def watched_loss(model, inputs, *args, **options):
+        given.append(inputs[ROUTING])
+        return computed(model, inputs, *args, **options)
+
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *a, **o: watched(scored, *a, **o))
+    monkeypatch.setattr(trainer, "compute_loss", watched_loss)
+    trainer.train()
+    assert len(used) == 2 + config["max_steps"] and len(given) == config["max_steps"]
+    for number, calls in enumerate(used):
+        expected = given[max(0, number - 2)].permute(2, 0, 1, 3).flatten(1, 2)
+        known = expected >= 0
+        rows = sorted(map(tuple, calls[known].view(-1, 2).tolist()))
+        assert rows == sorted(map(tuple, expected[known].view(-1, 2).tolist())), "TRL shuffles what it hands out"
+    assert given[0].dtype == torch.int16 and given[0].device.type == "cpu"
+    assert min(logged(trainer, "serving/divergence")) > 0.5
+
+
+def test_evaluation_samples_with_the_adapter_and_replays(base, engine, tmp_path):
+    from datasets import Dataset
+
+    evaluated = Dataset.from_list(PROMPTS[:4])
+    config = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    trainer = make(GRPOTrainer, base, tmp_path, config, eval_dataset=evaluated)
+    trainer.train()
+    assert 0 <= max(logged(trainer, "eval_serving/largest_gap")) < GAP
+
+
+def test_a_resumed_run_goes_on_with_new_versions_and_removes_what_a_killed_one_left(base, engine, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make(GRPOTrainer, base, tmp_path, {**saving, "max_steps": 1}).train()
+    folder = tmp_path / "adapters_for_vllm"
+    prefix = next(folder.iterdir()).name.rpartition("-")[0]
+    (folder / f".{prefix}-7").mkdir()
+    (folder / f"{prefix}-7").mkdir()
+    trainer = make(GRPOTrainer, base, tmp_path, saving)
+    trainer.train(resume_from_checkpoint=True)
+    assert engine.made[-1].loaded == [f"{prefix}-8"] and max(logged(trainer)) < GAP
+    assert {path.name for path in folder.iterdir()} == {f"{prefix}-7", f"{prefix}-8"}
+
+
+def test_sleep_is_at_level_1_and_what_slept_is_loaded_again(base, engine, tmp_path):
+    """Level 2, which TRL asks for, drops the base."""
+    trainer = make(GRPOTrainer, base, tmp_path, {"vllm_enable_sleep_mode": True, "max_steps": 1})
+    llm = engine.made[0]
+    reloaded = []
+    trainer.vllm_generation.llm.load_again = lambda: reloaded.append(len(llm.slept))
+    trainer.train()
+    trainer.vllm_generation.generate([[5, 6, 7]], None, 1)
+    assert set(llm.slept) == {1} and len(llm.slept) == 3 and reloaded == [2]
+
+
+def test_an_interrupted_constructor_puts_back_what_was_replaced(base, engine, tmp_path, monkeypatch):
+    def failing(model, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(vllm_generation, "LLM", failing)
+    builder = grpo_trainer.VLLMGeneration
+    with pytest.raises(KeyboardInterrupt):
+        make(GRPOTrainer, base, tmp_path)
+    assert grpo_trainer.VLLMGeneration is builder and vllm_generation.LLM is failing
+
+
+def test_rloo_and_replay_false_send_adapters_alone(base, engine, tmp_path):
+    settings = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
+    rloo = make(RLOOTrainer, base, tmp_path / "rloo", settings, config_class=RLOOConfig)
+    rloo.train()
+    class_ = vllm_adapters(TRLsGRPOTrainer, replay=False, vllm_options={"enforce_eager": True})
+    trainer = make(class_, base, tmp_path / "grpo")
+    trainer.train()
+    assert "serving/divergence" not in trainer.state.log_history[0] and max(logged(trainer)) < GAP
+    for llm in engine.made:
+        assert len(llm.loaded) == 2 and "enable_return_routed_experts" not in llm.options
+    assert engine.made[1].options["enforce_eager"]
+
+
+def test_without_vllm_the_policys_own_experts_are_replayed(base, tmp_path):
+    class Mine(TRLsGRPOTrainer):
+        given = ()
+
+        def compute_loss(self, model, inputs, *args, **options):
+            self.given = (*self.given, inputs)
+            return super().compute_loss(model, inputs, *args, **options)
+
+    config = {"use_vllm": False, "num_iterations": 2, "learning_rate": 1.0}
+    trainer = make(vllm_adapters(Mine), base, tmp_path, config)
+    assert re.fullmatch("Mine", type(trainer).__name__) and isinstance(trainer, Mine)
+    trainer.train()
+    first, second = trainer.given
+    assert torch.equal(first[ROUTING], second[ROUTING]) and not logged(trainer)
+
+
+def test_run_makes_a_trainer_of_the_programs_own_class_send_adapters_where_it_has_one(base, engine, tmp_path):
+    """As sitecustomize.py has it: around TRL's constructor, inside that of a subclass."""
+    session = Session(RunSettings())
+
+    class Mine(TRLsGRPOTrainer):
+        made = 0
+
+        def __init__(self, *args, **options):
+            self.made += 1
+            session.make_grpo(self, functools.partial(super().__init__), args, options)
+
+    trainer = make(Mine, base, tmp_path, {"max_steps": 1})
+    trainer.train()
+    assert trainer.made == 1 and isinstance(trainer, ReplaysRouting) and max(logged(trainer)) < GAP
+    plain = make(Mine, base, tmp_path, {"use_vllm": False})
+    assert type(plain) is Mine
