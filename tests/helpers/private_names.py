@@ -100,8 +100,6 @@ USED = {  # the name, or "place: what its source sets"
     "trl.GRPOTrainer._generate_and_score_completions": "replay of a rollout's experts",
     "trl.GRPOTrainer._get_per_token_logps_and_entropies": "replay of a rollout's experts",
     "trl.GRPOTrainer: _metrics": "the log of how far a server and the trainer are apart",
-    "trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer._sync_weight": "adapters of experts in AsyncGRPO",
-    "trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer: _lora_sync": "adapters of experts in AsyncGRPO",
 }
 SINCE = {  # versions that brought a name, where the oldest that we support lacks it
     "transformers.integrations.moe: _is_expert_parallel": "5.18",

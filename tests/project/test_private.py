@@ -27,6 +27,7 @@ OTHERS = {
         "_values",
     ),  # ends of tensors' names in quantized checkpoints
     *("_chunked_logps", "_full_logits_logps"),  # of TRL 1.14 alone, looked up before they are used
+    *("_sync_weight", "_lora_sync"),  # of TRL's AsyncGRPOTrainer, which wants more packages; tests/rl looks them up
     *("_adapter", "_bias", "_format"),  # ends of names of what belongs to a projection
 }
 
