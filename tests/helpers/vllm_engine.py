@@ -80,7 +80,6 @@ def engine(folder, **options):
     routed = options.get("enable_return_routed_experts", False)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(routed))
     from vllm import LLM
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     sizes = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     if "kv_lora_rank" in json.loads((folder / "config.json").read_text()):
@@ -88,7 +87,15 @@ def engine(folder, **options):
         options["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     options.setdefault("enable_prefix_caching", routed)
     settings = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_logprobs": -1, **sizes}
-    llm = LLM(str(folder), disable_log_stats=True, **{**settings, **options})
+    with stopped(LLM(str(folder), disable_log_stats=True, **{**settings, **options})) as llm:
+        yield llm
+
+
+@contextmanager
+def stopped(llm):
+    """Stop the engine at the end, so that the next one may start in this process."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
     try:
         yield llm
     finally:

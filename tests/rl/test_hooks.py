@@ -4,10 +4,7 @@ import re
 
 import pytest
 import trl
-from accelerate import Accelerator
-from helpers.checkpoints import tensors_in
-from helpers.rl import loaded, make
-from peft import get_peft_model
+from helpers.rl import make
 from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
@@ -68,27 +65,3 @@ def test_a_class_that_samples_otherwise_or_sends_adapters_already_is_refused():
             sonicmoe_hf.vllm_adapters(other)
     with pytest.raises(ValueError, match="divergence_every is -1"):
         sonicmoe_hf.vllm_adapters(trl.GRPOTrainer, divergence_every=-1)
-
-
-def test_the_functions_of_async_grpo_are_there():
-    pytest.importorskip("aiohttp")
-    of_trl.check_hooks(of_trl.ASYNC)
-
-
-def test_async_grpo_writes_an_adapter_of_experts_as_vllm_loads_it(base, tmp_path):
-    """TRL's own functions refuse it, and fall back to whole weights on a ValueError."""
-    pytest.importorskip("aiohttp")
-    from sonicmoe_hf.trl import async_grpo
-
-    model = loaded(base)
-    model = get_peft_model(model, sonicmoe_hf.lora_config(model))
-    assert async_grpo._checked_config(model) is model.peft_config["default"]
-    trainer = object.__new__(AsyncGRPOTrainer)
-    trainer._versions = None
-    for version in (1, 2):
-        trainer._save(model, Accelerator(cpu=True), "default", str(tmp_path / f"trl-policy-v{version}"))
-    names = tensors_in(tmp_path / "trl-policy-v2")
-    assert {path.name for path in tmp_path.iterdir()} == {"trl-policy-v1", "trl-policy-v2"}
-    assert "base_model.model.model.layers.1.mlp.experts.7.down_proj.lora_B.weight" in names
-    with pytest.raises(RuntimeError, match="the model has none"):
-        async_grpo._checked_config(loaded(base))
