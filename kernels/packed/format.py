@@ -44,8 +44,8 @@ class Shapes(NamedTuple):
 class Format:
     """A format of packed experts.
 
-    name: in FORMATS. block: what K must be a multiple of. columns: how many values of a row share a scale. dims: the
-    dimensions of codes, scales and state, None where there is none.
+    name: in FORMATS. block: what K must be a multiple of. dims: the dimensions of codes, scales and state, None where
+    there is none.
 
     In checkpoints: parts: what follows a parameter's name in those of the tensors that store it, in the order of
     Quantized. values: what bytes of a part stand for, where they are floats. loss: percent of normally distributed
@@ -55,7 +55,6 @@ class Format:
 
     name: str
     block: int
-    columns: int
     dims: tuple[int | None, ...]
     parts: tuple[str, ...]
     values: ClassVar[dict[str, torch.dtype]] = {}
@@ -68,21 +67,27 @@ class Format:
     def shape(self, packed: Quantized) -> tuple[int, int, int]:
         """Return (E, N, K) of a weight."""
         num_experts, size_out, groups = packed.scales.shape
-        return num_experts, size_out, groups * self.columns
+        return num_experts, size_out, groups * self.block
+
+    def group(self, packed: Quantized) -> int:
+        """Return how many values of a row share a scale."""
+        return self.block
 
     def parts_and_kinds(self, packed: Quantized) -> tuple[int, int]:
         """Return (P, Q) of a weight's order; (1, 1) where the format has none."""
         return ORDERS["whole"]
 
-    def shapes(self, shape: tuple[int, ...], order: str = "whole") -> Shapes:
+    def shapes(self, shape: tuple[int, ...], order: str = "whole", group: int | None = None) -> Shapes:
         """Return the shapes of what stores a weight of shape (E, N, K) in an order of ORDERS.
+
+        group: how many values of a row share a scale, in a format that has several; None: those that are made here.
 
         Raises:
             ValueError: K is no multiple of the format's block, or N is odd where it has gates and ups.
         """
-        return self._shapes(shape, *ORDERS[order])
+        return self._shapes(shape, *ORDERS[order], group)
 
-    def _shapes(self, shape: tuple[int, ...], parts: int, kinds: int) -> Shapes:
+    def _shapes(self, shape: tuple[int, ...], parts: int, kinds: int, group: int | None = None) -> Shapes:
         num_experts, size_out, size_in = shape
         if size_in % self.block:
             others = [f for f in FORMATS.values() if f.block < self.block and size_in % f.block == 0]
@@ -93,9 +98,11 @@ class Format:
             )
         if size_out % (parts * kinds):
             raise ValueError(f"the weight has {size_out} rows, which are no pairs of a gate and an up")
-        return self._stored_shapes(num_experts, size_out, size_in, parts, kinds)
+        return self._stored_shapes(num_experts, size_out, size_in, parts, kinds, group)
 
-    def _stored_shapes(self, num_experts: int, size_out: int, size_in: int, parts: int, kinds: int) -> Shapes:
+    def _stored_shapes(
+        self, num_experts: int, size_out: int, size_in: int, parts: int, kinds: int, group: int | None
+    ) -> Shapes:
         raise NotImplementedError
 
     def dtypes(self, field: str) -> tuple[torch.dtype, ...]:
@@ -111,7 +118,7 @@ class Format:
         order = self.parts_and_kinds(packed)
         if order not in ORDERS.values():
             raise ValueError(f"this {self.name} weight has {order} parts and kinds of rows; see ORDERS")
-        wanted = self._shapes(self.shape(packed), *order)
+        wanted = self._shapes(self.shape(packed), *order, self.group(packed))
         for field, tensor, shape in zip(Quantized._fields, packed, wanted):
             if tensor is None:
                 continue
@@ -224,11 +231,12 @@ class Format:
         is_bytes = tensor.dtype == torch.uint8 and part in self.values
         return is_sound(tensor.view(self.values[part]) if is_bytes else tensor)
 
-    def stored(self, name: str, shape: tuple[int, ...], order: str) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...], order: str, group: int | None = None) -> Stored:
         """Return by name the shape of each of the tensors that store the weight `name` [E, N, K], and the dtypes that it
-        may have, the first where it is made here. Raises ValueError where K is no multiple of the format's block."""
+        may have, the first where it is made here. group: as `shapes`. Raises ValueError where K is no multiple of the
+        format's block."""
         try:
-            shapes = self.shapes(shape, order)
+            shapes = self.shapes(shape, order, group)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         fields = zip(self.names(name), Quantized._fields, shapes)

@@ -50,7 +50,7 @@ class FP8(Format):
     [p, r // 128, q]. A value is e4m3 * scale, in fp32. Those made here are fp32, as Transformers' Fp8Quantize makes them.
     """
 
-    name, block, columns, dims = "fp8", 16, FP8_BLOCK, (3, 5, None)
+    name, block, dims = "fp8", 16, (3, 5, None)
     parts, loss, element_size = ("values", "scale_inv"), 3, 1.1
     values: ClassVar = {"values": torch.float8_e4m3fn, "scale_inv": torch.float8_e8m0fnu}
 
@@ -63,7 +63,11 @@ class FP8(Format):
         """See Format."""
         return packed.scales.shape[1], packed.scales.shape[3]
 
-    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds):
+    def group(self, packed: Quantized) -> int:
+        """See Format."""
+        return FP8_BLOCK
+
+    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds, group):
         rows, columns = (-(-size // FP8_BLOCK) for size in (size_out // (parts * kinds), size_in))
         return Shapes((num_experts, size_out, size_in), (num_experts, parts, rows, kinds, columns), None)
 

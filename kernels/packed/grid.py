@@ -71,7 +71,7 @@ class Grid(NamedTuple):
         return Rounded(codes, scales, self.values(codes).mul_(factors))
 
     def _codes(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return self.codes(weight.to(factors.dtype) / torch.where(factors > 0, factors, 1.0))
+        return self.codes(weight.to(factors.dtype) / torch.where(factors != 0, factors, 1.0))
 
     def spread(self, scales: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
         """Return what each value's code is multiplied by."""

@@ -31,7 +31,7 @@ class MXFP4(Format):
     nearest, ties to even.
     """
 
-    name, block, columns, dims = "mxfp4", BLOCK, BLOCK, (4, 3, None)
+    name, block, dims = "mxfp4", BLOCK, (4, 3, None)
     parts, loss = ("blocks", "scales"), 12
     values: ClassVar = {"scales": torch.float8_e8m0fnu}
 
@@ -39,7 +39,7 @@ class MXFP4(Format):
         """Return the values that one expert can have: codes [rows, columns / 32, 16], scales [rows, columns / 32]."""
         return Grid(1, BLOCK, _fresh, powers_of_two, _codes, lambda codes: from_e2m1(codes.flatten(-2)))
 
-    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds):
+    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds, group):
         scales = num_experts, size_out, size_in // BLOCK
         return Shapes((*scales, BLOCK // 2), scales, None)
 

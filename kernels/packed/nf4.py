@@ -70,10 +70,10 @@ class NF4(Format):
     nested_offset, nested_absmax. A value is quant_map[code] * (nested_quant_map[scale] * nested_absmax + offset).
     """
 
-    name, block, columns, dims = "nf4", NF4_BLOCK, NF4_BLOCK, (3, 3, 1)
+    name, block, dims = "nf4", NF4_BLOCK, (3, 3, 1)
     parts, loss, is_whole = ("codes", "absmax", "state"), 9, True
 
-    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds):
+    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds, group):
         codes, scales = ((num_experts, size_out, size_in // size) for size in (2, NF4_BLOCK))
         return Shapes(codes, scales, (SCALE_SCALES.start + -(-math.prod(scales) // SCALES_PER_SCALE),))
 

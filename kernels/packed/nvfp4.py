@@ -37,7 +37,7 @@ class NVFP4(Format):
     values and of the whole tensor.
     """
 
-    name, block, columns, dims = "nvfp4", BLOCK, BLOCK, (3, 3, 3)
+    name, block, dims = "nvfp4", BLOCK, (3, 3, 3)
     parts, loss = ("packed", "scale", "scale_2"), 10
     values: ClassVar = {"scale": torch.float8_e4m3fn}
 
@@ -46,7 +46,7 @@ class NVFP4(Format):
         assert packed.state is not None
         return packed.state.shape[1], packed.state.shape[2]
 
-    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds):
+    def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds, group):
         codes, scales = ((num_experts, size_out, size_in // size) for size in (2, BLOCK))
         return Shapes(codes, scales, (num_experts, parts, kinds))
 

@@ -26,8 +26,8 @@ SMALLEST_TILE, TILE = 64, 128
 # an H200 up and down of Qwen3-30B-A3B's layer take 302, 312 and 317 us in bf16 at 4, 8 and 16 rows, packed as NF4 146,
 # 219 and 345, as FP8 255, 374 and 595, and expanding takes 390 (quantized_layer_fp8.csv). Up to FEW_PACKED rows per
 # expert programs are few, and take fewer rows of the weight.
-PACKED, FEW_PACKED = {"nf4": 32, "mxfp4": 32, "fp8": 16, "nvfp4": 32}, 1
-BESIDE_EXPANDED = {"nf4": 12, "mxfp4": 12, "fp8": 6, "nvfp4": 12}
+PACKED, FEW_PACKED = {"nf4": 32, "mxfp4": 32, "fp8": 16, "nvfp4": 32, "int4": 32, "uint4": 32}, 1
+BESIDE_EXPANDED = {"nf4": 12, "mxfp4": 12, "fp8": 6, "nvfp4": 12, "int4": 12, "uint4": 12}
 
 
 class Blocks(NamedTuple):
@@ -93,6 +93,8 @@ def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, p
         "packed_mxfp4": {"some": packed_mxfp4},
         "packed_fp8": {"some": packed_mxfp4},
         "packed_nvfp4": {"some": packed_mxfp4},
+        "packed_int4": {"some": packed_mxfp4},
+        "packed_uint4": {"some": packed_mxfp4},
     }
 
 
@@ -144,7 +146,9 @@ TABLE = {
         "packed_nf4": {"few": PackedBlocks(64, 4), "some": PackedBlocks(128, 4, 128)},
         "packed_mxfp4": {"some": PackedBlocks(16, 1)},
         "packed_fp8": {"some": PackedBlocks(16, 1)},
-        "packed_nvfp4": {"some": PackedBlocks(16, 1)},  # not swept yet
+        "packed_nvfp4": {"some": PackedBlocks(16, 1)},  # not swept yet, nor are those below
+        "packed_int4": {"some": PackedBlocks(16, 1)},
+        "packed_uint4": {"some": PackedBlocks(16, 1)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),

@@ -227,6 +227,51 @@ def dequantize_nvfp4_kernel(
         tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
 
 
+@triton.jit
+def dequantize_int4_kernel(
+    words,
+    scales,
+    zeros,
+    out,
+    offsets,
+    WORDS_PER_EXPERT: tl.constexpr,
+    WORDS_PER_SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Dequantize STEPS * WORDS words of one expert, the first value of a byte in its low half; zeros: None where all are
+    8."""
+    programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
+    expert = tl.program_id(0) // programs
+    if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
+        return
+    first = tl.program_id(0) % programs * (WORDS * STEPS)
+    words += expert.to(tl.int64) * WORDS_PER_EXPERT
+    out += expert.to(tl.int64) * (8 * WORDS_PER_EXPERT)
+    scales += expert.to(tl.int64) * (WORDS_PER_EXPERT // WORDS_PER_SCALE)
+    if zeros is not None:
+        zeros += expert.to(tl.int64) * (WORDS_PER_EXPERT // WORDS_PER_SCALE)
+    word = ()
+    scale = ()
+    zero = ()
+    for step in tl.static_range(STEPS):
+        place = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = place < WORDS_PER_EXPERT
+        word += (tl.load(words + place, mask=is_word, other=0),)
+        scale += (tl.load(scales + place // WORDS_PER_SCALE, mask=is_word, other=0.0).to(tl.float32),)
+        if zeros is not None:
+            zero += (tl.load(zeros + place // WORDS_PER_SCALE, mask=is_word, other=0).to(tl.int32),)
+        else:
+            zero += (tl.full((WORDS,), 8, tl.int32),)
+    digit = tl.arange(0, 8)
+    for step in tl.static_range(STEPS):
+        place = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = place < WORDS_PER_EXPERT
+        code = (word[step].to(tl.uint32)[:, None] >> (4 * digit)[None, :].to(tl.uint32)) & 15
+        value = (code.to(tl.int32) - zero[step][:, None]).to(tl.float32) * scale[step][:, None]
+        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
+
+
 def words_of(codes):
     """View codes as int32, copied where they do not start at a multiple of 16 bytes."""
     return (codes.clone() if codes.data_ptr() % 16 else codes).view(torch.int32)
@@ -238,7 +283,7 @@ def dequantize(codes, scales, state, name, dtype, rows):
     weight_ENK = codes.new_empty(num_experts, size_out, size_in, dtype=dtype)
     words_per_expert = size_out * size_in // CODES
     grid = (num_experts * cdiv(words_per_expert, WORDS * STEPS),)
-    words_per_scale, order = FORMATS[name].columns // CODES, FORMATS[name].parts_and_kinds(packed)
+    words_per_scale, order = FORMATS[name].group(packed) // CODES, FORMATS[name].parts_and_kinds(packed)
     constants: tuple[int, ...] = (words_per_expert, words_per_scale, WORDS, STEPS)
     sizes = words_per_expert, size_out, size_in
     if name == "mxfp4":
@@ -252,6 +297,9 @@ def dequantize(codes, scales, state, name, dtype, rows):
         tensors = words_of(codes), scales, state, weight_ENK, rows.offsets
         constants = (*sizes, *order, words_per_scale, WORDS, STEPS)
         launch_kernel(dequantize_nvfp4_kernel, grid, tensors, (), constants, num_warps=WARPS)
+    elif name in ("int4", "uint4"):
+        tensors = words_of(codes), scales, state, weight_ENK, rows.offsets
+        launch_kernel(dequantize_int4_kernel, grid, tensors, (), constants, num_warps=WARPS)
     else:
         constants += (VALUE_MAP.start, SCALE_OFFSET, SCALE_SCALES.start, SCALES_PER_SCALE)
         tensors = words_of(codes), scales, state, weight_ENK, rows.offsets

@@ -20,7 +20,9 @@ from .launch import cdiv, launch_kernel
 from .packed_product import packed_linear
 from .packed_tile import nf4_table
 
-STEP = {"nf4": 256, "mxfp4": 128, "fp8": 128, "nvfp4": 128}  # columns that a product takes at a time
+STEP = {"nf4": 256} | dict.fromkeys(
+    ("mxfp4", "fp8", "nvfp4", "int4", "uint4"), 128
+)  # columns that a product takes at a time
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
@@ -40,6 +42,7 @@ def gemm_packed_kernel(
     H: tl.constexpr,
     I: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     STEP: tl.constexpr,
     PARTS: tl.constexpr,
     KINDS: tl.constexpr,
@@ -89,6 +92,7 @@ def gemm_packed_kernel(
             WIDTH,
             H,
             FORMAT,
+            GROUP,
             STEP,
             PARTS,
             KINDS,
@@ -142,6 +146,7 @@ def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, inter
             hidden,
             inner,
             name,
+            FORMATS[name].group(packed),
             STEP[name],
             *FORMATS[name].parts_and_kinds(packed),
             *bias_strides(bias),

@@ -14,6 +14,7 @@ from .packed_tile import (
     gathered,
     half_e4m3_scale,
     half_scale,
+    int4_values,
     mxfp4_values,
     nf4_values,
     scale_of_code,
@@ -133,21 +134,35 @@ def _add_nf4(
 
 
 @triton.jit
-def _add_e2m1(
+def _of_lanes(parts, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr):
+    """Load [WARPS, 8 GROUPS, 4], what groups of GROUP columns have of each fourth of 128 columns from `start` on; that of
+    the last columns past the end."""
+    WIDTH: tl.constexpr = K // GROUP
+    place = tl.minimum(start + 32 * tl.arange(0, 4), K - 1)[None, :] // GROUP
+    of_rows = ()
+    for group in tl.static_range(len(weight_rows)):
+        of_rows += (tl.load(parts + expert.to(tl.int64) * (N * WIDTH) + weight_rows[group][:, None] * WIDTH + place),)
+    return _by_warp(of_rows)
+
+
+@triton.jit
+def _add_words(
     product,
     x,
     words,
     scales,
+    state,
     weight_rows,
     expert,
     start,
     N: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return product + that of 128 columns from `start` on, a fourth of them a lane: a block of MXFP4, or two of
-    NVFP4, without the tensor's scale."""
+    """Return product + that of 128 columns from `start` on, a fourth of them a lane: a block of MXFP4, two of NVFP4,
+    without the tensor's scale, or a part of INT4's group."""
     WARPS: tl.constexpr = product.shape[0]
     TALL: tl.constexpr = product.shape[1]
     groups = ()
@@ -155,13 +170,19 @@ def _add_e2m1(
         if FORMAT == "mxfp4":
             code = _scale_codes(scales, weight_rows[group], expert, start, N, K, 32, 4)
             groups += (half_scale(code.to(tl.int32)),)
-        else:
+        elif FORMAT == "nvfp4":
             groups += (half_e4m3_scale(_scale_codes(scales, weight_rows[group], expert, start, N, K, 16, 8)),)
     if FORMAT == "mxfp4":
         of_lane = _by_warp(groups)
         scale = of_lane, of_lane
-    else:
+    elif FORMAT == "nvfp4":
         scale = tl.split(tl.reshape(_by_warp(groups), (WARPS, TALL, 4, 2)))
+    else:
+        int4_scale = _of_lanes(scales, weight_rows, expert, start, N, K, GROUP)
+        if FORMAT == "uint4":
+            zero = _of_lanes(state, weight_rows, expert, start, N, K, GROUP).to(tl.int32)
+        else:
+            zero = tl.full((WARPS, TALL, 4), 8, tl.int32)
     words = _words(words, weight_rows, expert, start, N, K, 8, 128, 16)
     even, odd = tl.split(tl.reshape(words, (WARPS, TALL, 4, 2, 2)))
     first = tl.split(even)
@@ -169,7 +190,10 @@ def _add_e2m1(
     for which in tl.static_range(4):
         columns = _x(x, start + 8 * which, 32, K, 32)
         word = first[which // 2] if which % 2 == 0 else second[which // 2]
-        values = mxfp4_values(word, scale[which // 2], columns.dtype, INTERPRETED)
+        if FORMAT == "int4" or FORMAT == "uint4":
+            values = int4_values(word, zero, int4_scale, columns.dtype, INTERPRETED)
+        else:
+            values = mxfp4_values(word, scale[which // 2], columns.dtype, INTERPRETED)
         columns = tl.permute(tl.reshape(columns, (WARPS, 8, 4, 2, 4)), (0, 1, 2, 4, 3))
         product = _add_dot(product, values, tl.reshape(columns, (WARPS, 8, 4, 8)), 8)
     return product
@@ -249,6 +273,7 @@ def _packed_product(
     N: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     STEP: tl.constexpr,
     PARTS: tl.constexpr,
     KINDS: tl.constexpr,
@@ -260,7 +285,8 @@ def _packed_product(
     """Compute weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
 
     A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, a group of four lanes has
-    every eighth row. STEP columns are taken at a time; PARTS and KINDS are the weight's order (../packed).
+    every eighth row. STEP columns are taken at a time, and GROUP of a row share a scale of INT4; PARTS and KINDS are the
+    weight's order (../packed).
     """
     GROUPS: tl.constexpr = HEIGHT // WARPS // 8
     slot = tl.arange(0, WARPS * 8)
@@ -276,7 +302,9 @@ def _packed_product(
         elif FORMAT == "fp8":
             product = _add_fp8(product, x, words, scales, weight_rows, expert, start, N, K, PARTS, KINDS, INTERPRETED)
         else:
-            product = _add_e2m1(product, x, words, scales, weight_rows, expert, start, N, K, FORMAT, INTERPRETED)
+            product = _add_words(
+                product, x, words, scales, state, weight_rows, expert, start, N, K, FORMAT, GROUP, INTERPRETED
+            )
     return tl.reshape(product, (HEIGHT, 8))
 
 
@@ -325,6 +353,7 @@ def packed_linear(
     N: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     STEP: tl.constexpr,
     PARTS: tl.constexpr,
     KINDS: tl.constexpr,
@@ -359,6 +388,7 @@ def packed_linear(
         N,
         K,
         FORMAT,
+        GROUP,
         STEP,
         PARTS,
         KINDS,

@@ -8,6 +8,10 @@ powers of two, which are exact, give the value.
 NVFP4: as MXFP4, with an E4M3 scale in the place of the power of two, which is exact too; the scale of the tensor is a
 factor of the sum.
 
+INT4: a code beside the bits of 128 is 128 + code in bf16, from which 128 + zero is taken, which is exact, for two values
+at a time. A product with the scale in bf16 gives the value. What a scale has beside its bf16 value is a factor of another
+product, which is exact for scales in fp16, so that the sum of both is the value rounded once.
+
 FP8: sign, exponent and mantissa of two values at a time move to where those of tiny bf16 are, and a product with 2^120
 gives the values, which are exact; a block's scale is a factor of its sum. NaN, which loading refuses, becomes 480.
 
@@ -157,6 +161,27 @@ def _mxfp4_of_word() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+def _int4_of_word(has_rest: bool) -> str:
+    """Write PTX for $0 .. $3: the values of the codes 0 and 4, 1 and 5, 2 and 6, 3 and 7 of word $4; $5: -(128 + zero),
+    twice; $6: the scale in bf16, twice; $7, where has_rest: what the scale has beside it."""
+    lines = [
+        ".reg .b32 pair, large, one, none, rest;",
+        "mov.b32 large, 0x43004300;",  # 128
+        "mov.b32 one, 0x3F803F80;",
+        "mov.b32 none, 0x80008000;",  # -0
+    ]
+    for digit in range(4):
+        lines += [
+            f"shr.b32 pair, $4, {4 * digit};",
+            "lop3.b32 pair, pair, 0x000F000F, large, 0xEA;",  # (pair & 0x000F..) | large
+            "fma.rn.bf16x2 pair, pair, one, $5;",
+        ]
+        if has_rest:
+            lines.append("fma.rn.bf16x2 rest, pair, $7, none;")
+        lines.append(f"fma.rn.bf16x2 ${digit}, pair, $6, {'rest' if has_rest else 'none'};")
+    return "{" + "\n".join(lines) + "}"
+
+
 def _fp8_of_words() -> str:
     """Write PTX for $0 .. $3: the values of words $4 and $5, in their order."""
     lines = [
@@ -178,6 +203,7 @@ def _fp8_of_words() -> str:
 NF4_BY_PERMUTATIONS = tl.constexpr(_nf4_by_permutations())
 NF4_TABLE, NF4_OF_WORD = tl.constexpr(_nf4_table()), tl.constexpr(_nf4_of_word())
 MXFP4_OF_WORD, FP8_OF_WORDS = tl.constexpr(_mxfp4_of_word()), tl.constexpr(_fp8_of_words())
+INT4_OF_WORD, INT4_OF_WORD_BESIDE = tl.constexpr(_int4_of_word(False)), tl.constexpr(_int4_of_word(True))
 _FOUR_PAIRS = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
 
@@ -269,6 +295,43 @@ def mxfp4_values(word, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     pairs = tl.inline_asm_elementwise(
         MXFP4_OF_WORD, _FOUR_PAIRS, [word, scale], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
     )
+    return _values_of_pairs(pairs)
+
+
+@triton.jit
+def _twice(half):
+    """Return the bits of bf16 values, twice."""
+    bits = half.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return bits | bits << 16
+
+
+@triton.jit
+def int4_values(word, zero, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return the values [A, B, 4, 8] of words [A, B, 4] with a zero and a scale for each, in the order 0, 4, 1, 5, 2, 6,
+    3, 7."""
+    if INTERPRETED:
+        digit = tl.arange(0, 8)
+        place = 4 * (digit // 2 + digit % 2 * 4)
+        code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
+        return ((code.to(tl.int32) - zero[:, :, :, None]).to(tl.float32) * scale.to(tl.float32)[:, :, :, None]).to(
+            DTYPE
+        )
+    less = (zero.to(tl.uint32) + 0xC300) * 0x10001  # -(128 + zero)
+    high = scale.to(tl.bfloat16)
+    if scale.dtype == tl.bfloat16:
+        pairs = tl.inline_asm_elementwise(
+            INT4_OF_WORD, "=&r,=&r,=&r,=&r,r,r,r", [word, less, _twice(high)], (tl.uint32,) * 4, is_pure=True, pack=1
+        )
+    else:
+        rest = (scale.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+        pairs = tl.inline_asm_elementwise(
+            INT4_OF_WORD_BESIDE,
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [word, less, _twice(high), _twice(rest)],
+            (tl.uint32,) * 4,
+            is_pure=True,
+            pack=1,
+        )
     return _values_of_pairs(pairs)
 
 

@@ -107,8 +107,9 @@ class PackedExperts(Weight):
         return self._turned(self.format.shape(stored))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
-        """See Weight."""
-        return self.format.stored(self.name, self._turned(shape), order)
+        """See Weight. Of how many values share a scale the files alone know."""
+        turned, scales = self._turned(shape), self._stored.tensors[self.parts[1]].shape
+        return self.format.stored(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
 
     def _packed(self, expert: int | None) -> Quantized:
         packed = Quantized(*self.raw(expert))

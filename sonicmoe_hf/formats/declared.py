@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Format
 from ..kernels.packed.fp8 import FP8_BLOCK
+from . import declared_integers
 from .hub import HUB, HubFormat, HubFP8
 
 QUANT_METHOD = "sonicmoe_hf"
@@ -25,6 +26,7 @@ FP8_TAKEN = {  # entries of FP8's declaration: what experts_quantization takes, 
     "expert_dtype": ("fp8", "fp4"),
 }
 TO_BF16 = "load the bf16 checkpoint that it was made from"
+INTEGERS = (".qweight", ".weight_packed")  # ends of names
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
 
@@ -41,15 +43,21 @@ class DeclaredQuantization(NamedTuple):
 
     @property
     def is_per_expert(self) -> bool:
-        """Whether it is FP8 or NVFP4 in every linear layer, with tensors for each expert."""
-        return self.method in ("fp8", MODELOPT)
+        """Whether it is FP8, NVFP4 or integers in every linear layer, or in experts alone, with tensors for each."""
+        return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
+
+    def hub(self) -> HubFormat:
+        """Return the format of each matrix of experts, where `is_per_expert`. Raises CheckpointError as `format`."""
+        if self.method in declared_integers.METHODS:
+            return declared_integers.hub_format(self.method, self.entries)
+        return HUB[self.format()]
 
     def format(self) -> str:
         """Name the experts' format, one of FORMATS; where it is none of these, what the quantization is called.
 
         Raises:
-            CheckpointError: FP8 or NVFP4 of a kind that no format here is, with the remedy; or experts packed here in a
-                format that is not known.
+            CheckpointError: FP8, NVFP4 or integers of a kind that no format here is, with the remedy; or experts packed
+                here in a format that is not known.
         """
         if self.is_packed_here:
             experts = self.entries.get("experts")
@@ -64,20 +72,23 @@ class DeclaredQuantization(NamedTuple):
         if self.method == MODELOPT:
             self.check_nvfp4()
             return "nvfp4"
-        return self.method
+        return self.hub().name if self.is_per_expert else self.method
 
     def stored(self) -> Format | HubFormat | None:
         """Return the format of experts stored [E, ...] under their parameter's name, packed here or gpt-oss's, or of each
         expert's projections and the linear layers, each for itself; None of other checkpoints.
 
         Raises:
-            CheckpointError: it is another kind of ModelOpt's; FP8 whose blocks are no sizes, or with experts in FP4.
+            CheckpointError: it is another kind of ModelOpt's, or of integers; FP8 whose blocks are no sizes, or with
+                experts in FP4.
         """
         if self.is_packed_here or self.method == "mxfp4":
             return FORMATS[self.format()]
         if self.method == MODELOPT:
             self.check_nvfp4()
             return HUB["nvfp4"]
+        if self.method in declared_integers.METHODS:
+            return self.hub()
         if self.method != "fp8":
             return None
         block = self.entries.get("weight_block_size", FP8_BLOCKS)
@@ -103,7 +114,7 @@ class DeclaredQuantization(NamedTuple):
 
     def check_nvfp4(self) -> None:
         """Raise CheckpointError where what ModelOpt made is not NVFP4."""
-        size = FORMATS["nvfp4"].columns
+        size = FORMATS["nvfp4"].block
         algorithm, block = self.entries.get("quant_algo"), self.entries.get("group_size") or size
         if algorithm != "NVFP4" or block != size:
             raise CheckpointError(
@@ -138,14 +149,29 @@ def _first(parts: list[dict], entry: str):
 
 
 def check_undeclared(files: Iterable[Path]) -> None:
-    """Raise CheckpointError where safetensors files of a checkpoint that declares no quantization hold an FP8 weight:
-    Transformers would take its codes for values, and leave out their scales."""
+    """Raise CheckpointError where safetensors files of a checkpoint that declares no quantization hold an FP8 weight, or
+    one in integers: Transformers would take codes for values, or the weights for missing."""
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-                if tensors.get_slice(name).get_dtype() in FLOAT8:
+                is_integers = name.endswith(INTEGERS)
+                if is_integers or tensors.get_slice(name).get_dtype() in FLOAT8:
+                    kind, method = ("packed in integers", "gptq") if is_integers else ("FP8", "fp8")
                     raise CheckpointError(
-                        f"{name} in {file} is FP8, but the checkpoint's config declares no quantization, so its codes "
+                        f"{name} in {file} is {kind}, but the checkpoint's config declares no quantization, so its codes "
                         "would be taken for weights; add quantization_config to config.json as the original has it "
-                        '({"quant_method": "fp8", ...}), leave out config=, or load the bf16 checkpoint'
+                        f'({{"quant_method": "{method}", ...}}), leave out config=, or load the bf16 checkpoint'
                     )
+
+
+def check_stored(files: Iterable[Path], format: HubFormat) -> None:
+    """Raise CheckpointError where no tensor of safetensors files is a weight in the format that config.json declares."""
+    first = format.names(".weight")[0]
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            if any(name.endswith(first) for name in tensors.keys()):  # noqa: SIM118
+                return
+    raise CheckpointError(
+        f"the checkpoint's config declares a quantization to {format.name}, but no weight is in it (there is no "
+        f"...{first}); remove quantization_config from config.json"
+    )

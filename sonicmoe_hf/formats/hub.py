@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.packed import Quantized, mxfp4, nvfp4
+from ..kernels.packed import FORMATS, Quantized, mxfp4, nvfp4
 from ..kernels.packed.format import Stored
 from ..kernels.packed.fp8 import FP8_BLOCK, fp8_grid
 from ..kernels.packed.grid import Grid
@@ -24,18 +24,29 @@ class HubFormat(ABC):
     """A format in which checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
 
     name: in FORMATS, of experts. dtype: of a matrix that is in it. scales: what follows the weight's name in those of its
-    scales. unused: what ends names of tensors beside it that are for inference alone.
+    scales. optional: what is behind them in the names of tensors that a checkpoint may lack. unused: what ends names of
+    tensors beside it that are for inference alone.
     """
 
     name: str
     dtype: torch.dtype
-    scales: tuple[str, ...]
+    scales: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     has_our_blocks = True
+
+    @property
+    def element_size(self) -> float:
+        """The bytes a weight, as Format has them."""
+        return FORMATS[self.name].element_size
 
     def names(self, weight: str) -> list[str]:
         """Return the names of the tensors that store `weight`."""
         return [weight, *(weight + end for end in self.scales)]
+
+    def optional_names(self, weight: str) -> list[str]:
+        """Return the names of the tensors that may be there too."""
+        return [weight + end for end in self.optional]
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
         """Return the weight that a tensor of this name and dtype is; None of another tensor."""

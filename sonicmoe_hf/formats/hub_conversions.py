@@ -1,9 +1,10 @@
-"""Transformers' conversions of the hub's FP8 and NVFP4 checkpoints, which store a tensor for each expert and projection:
-experts are taken as they are while they stream in, and the linear layers beside them become dense."""
+"""Transformers' conversions of the hub's checkpoints in FP8, FP4 or integers, which store tensors for each expert and
+projection: experts are taken as they are while they stream in, and the linear layers beside them become dense."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
@@ -51,13 +52,9 @@ class _TakeExperts(ConversionOps):
                 plain = Apart(input_dict[f"{source}$"] for source in self.sources)
                 check_shape(full_layer_name, plain.shape, dense)
                 return plain.packed(wanted, dense.dtype, order, mean)
-            parts, stored = self._parts(input_dict, full_layer_name, dense, first), FORMATS[self.format.name]
-            experts = (
-                self._joined([[part] for part in expert], full_layer_name, dense, number)
-                for number, expert in enumerate(zip(*parts), first)
-            )
-            values = (stored.dequantize_expert(one, dense.dtype, 0) for one in experts)
-            packed = FORMATS[wanted].pack(values, local_shape(dense), order, mean, parts[0][0].codes.device)
+            values = (values.to(dense.dtype) for values in self._values(input_dict, full_layer_name, dense, first))
+            device = next(tensor.device for tensors in input_dict.values() for tensor in tensors)
+            packed = FORMATS[wanted].pack(values, local_shape(dense), order, mean, device)
             return PackedWeight(packed, wanted, dense.dtype)
 
         if holding.group is None:
@@ -67,9 +64,24 @@ class _TakeExperts(ConversionOps):
 
     def _is_plain(self, input_dict) -> bool:
         """Tell whether the checkpoint has these experts in floats, as a layer that its modules_to_not_convert names."""
-        has_scales = any(input_dict.get(f"{source}{end}$") for source in self.sources for end in self.format.scales)
+        beside = {name for source in self.sources for name in self.format.names(source)} - {*self.sources}
         weights = [tensor for source in self.sources for tensor in input_dict.get(f"{source}$", ())]
-        return not has_scales and all(tensor.dtype in FLOATS for tensor in weights)
+        is_packed = any(input_dict.get(f"{name}$") for name in beside) or not weights
+        return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
+
+    def _values(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
+        """Yield the values [N, K] of each expert."""
+        if self.format.name not in FORMATS:
+            stored = [self._stored(input_dict, source, layer, dense) for source in self.sources]
+            for number, expert in enumerate(zip(*stored), first):
+                try:
+                    yield torch.cat([self.format.dense(*tensors) for tensors in expert])
+                except CheckpointError as error:
+                    raise CheckpointError(f"{layer}, expert {number}: {error}") from error
+            return
+        for number, expert in enumerate(zip(*self._parts(input_dict, layer, dense, first)), first):
+            joined = self._joined([[part] for part in expert], layer, dense, number)
+            yield FORMATS[self.format.name].expert(joined, 0)
 
     def _parts(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> list[list[Quantized]]:
         """Return the experts as the checkpoint has them, [part][expert], of a weight that stands for a dense one on the
@@ -92,17 +104,22 @@ class _TakeExperts(ConversionOps):
         check_shape(layer, (local_shape(dense)[0], *format.shape(packed)[1:]), dense)
         return packed
 
-    def _part(self, input_dict, source: str, layer: str, dense: torch.Tensor, first: int) -> list[Quantized]:
-        tensors = [input_dict.get(f"{name}$", []) for name in self.format.names(source)]
-        num_experts = local_shape(dense)[0]
-        if {len(found) for found in tensors} != {num_experts}:
-            counts = ", ".join(f"{len(found)} {WEIGHT}{end}" for end, found in zip(("", *self.format.scales), tensors))
+    def _stored(self, input_dict, source: str, layer: str, dense: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return the tensors that store a projection of each expert."""
+        there = [name for name in self.format.optional_names(source) if input_dict.get(f"{name}$")]
+        by_name = {name: input_dict.get(f"{name}$", []) for name in [*self.format.names(source), *there]}
+        num_experts, module = local_shape(dense)[0], source.removesuffix(WEIGHT)
+        if {len(found) for found in by_name.values()} != {num_experts}:
+            counts = ", ".join(f"{len(found)} {name.removeprefix(module)}" for name, found in by_name.items())
             raise CheckpointError(
                 f"{layer}: weights or scales of {source} are missing, or there are too many: of {num_experts} experts "
                 f"the checkpoint has {counts}"
             )
+        return list(zip(*by_name.values()))
+
+    def _part(self, input_dict, source: str, layer: str, dense: torch.Tensor, first: int) -> list[Quantized]:
         packed = []
-        for expert, found in enumerate(zip(*tensors), first):
+        for expert, found in enumerate(self._stored(input_dict, source, layer, dense), first):
             try:
                 packed.append(self.format.pack(*found))
             except CheckpointError as error:
@@ -115,7 +132,7 @@ def _kinds(part: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 class _TakeDense(ConversionOps):
-    """A linear layer's weight in its own dtype."""
+    """A linear layer's weight in its own dtype, or packed by the quantizer of linear layers."""
 
     def __init__(self, hf_quantizer, format: HubFormat):
         self.hf_quantizer, self.format = hf_quantizer, format
@@ -124,26 +141,47 @@ class _TakeDense(ConversionOps):
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
         parameter, stored = getattr(module, name), self.format.names(WEIGHT[1:])
-        tensors = [found[0] for each in stored if (found := input_dict.get(f"{each}$"))]
-        if tensors[0].is_meta:
+        names = dict.fromkeys([*stored, *self.format.optional_names(WEIGHT[1:]), WEIGHT[1:]])
+        by_name = {each: found[0] for each in names if (found := input_dict.get(pattern_of(each)))}
+        weight, *others = by_name.values()
+        if weight.is_meta:
             return {full_layer_name: torch.empty_like(parameter, device="meta")}
-        weight = tensors[0]
-        is_packed = weight.dtype in (torch.float8_e4m3fn, torch.uint8)
-        if is_packed != (len(tensors) > 1) or len(tensors) not in (1, len(stored)):
+        is_packed = weight.dtype not in FLOATS
+        missing = [each for each in stored if each not in by_name] if is_packed else []
+        if missing or (bool(others) and not is_packed):
+            scales = len(by_name.keys() & {*stored[1:]})
             raise CheckpointError(
-                f"{full_layer_name} is {weight.dtype} with {len(tensors) - 1} of {len(stored) - 1} scales; the "
-                "checkpoint is incomplete"
+                f"{full_layer_name} is {weight.dtype} with {scales} of {len(stored) - 1} scales; the checkpoint is "
+                "incomplete"
             )
         try:
-            if is_packed and hasattr(parameter, "device_mesh") and isinstance(self.format, HubFP8):
-                dense = dense_rows(self.format, weight, tensors[1], parameter)
-            else:
-                dense = self.format.dense(*tensors) if is_packed else weight
+            dense = self._dense(weight, others, parameter) if is_packed else weight
         except CheckpointError as error:
             raise CheckpointError(f"{full_layer_name}: {error}") from error
         if is_packed and not bool(torch.isfinite(dense).all()):
             raise CheckpointError(f"{full_layer_name} or its scales have NaN or infinite values")
-        return {full_layer_name: dense.to(parameter.dtype)}
+        dense, linear = dense.to(parameter.dtype), self.hf_quantizer.linear
+        if linear is not None and linear.param_needs_quantization(model, full_layer_name):
+            operation = linear.get_quantize_ops()
+            return operation.convert({full_layer_name: dense}, full_layer_name=full_layer_name, model=model, **kwargs)
+        return {full_layer_name: dense}
+
+    def _dense(self, weight: torch.Tensor, others: list[torch.Tensor], parameter) -> torch.Tensor:
+        if not hasattr(parameter, "device_mesh"):
+            return self.format.dense(weight, *others)
+        if isinstance(self.format, HubFP8):
+            return dense_rows(self.format, weight, others[0], parameter)
+        if weight.dtype == torch.int32:
+            raise CheckpointError(
+                "ranks share a linear layer that the checkpoint packs in integers, which cannot be cut; leave out "
+                "fsdp_size, or load it once on one rank and save_pretrained it, which makes linear layers dense"
+            )
+        return self.format.dense(weight, *others)
+
+
+def pattern_of(name: str) -> str:
+    """Return the pattern of tensors of this name in any module. Names that do not begin with "weight" are whole ones."""
+    return f"{name}$" if name.startswith(WEIGHT[1:]) else rf"(?<=\.){name}$"
 
 
 def dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter) -> torch.Tensor:
@@ -161,11 +199,16 @@ def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> l
         *([WeightRenaming(*SHORT_NAMES)] if isinstance(format, HubFP8) else []),
         *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
         WeightConverter(
-            [f"{name}$" for name in format.names(WEIGHT[1:])] + [f"{end[1:]}$" for end in format.unused],
+            [*map(pattern_of, _all_names(format, WEIGHT[1:])), *(f"{end[1:]}$" for end in format.unused)],
             WEIGHT[1:],
             [_TakeDense(hf_quantizer, format)],
         ),
     ]
+
+
+def _all_names(format: HubFormat, weight: str) -> list[str]:
+    """Return the names of what may store a weight, also where it is in floats."""
+    return list(dict.fromkeys([*format.names(weight), *format.optional_names(weight), weight]))
 
 
 def _of_experts(converter, hf_quantizer, format: HubFormat):
@@ -174,7 +217,7 @@ def _of_experts(converter, hf_quantizer, format: HubFormat):
     sources, targets = converter._original_source_patterns, converter._original_target_patterns
     if len(targets) != 1 or not re.search(r"experts\.\w+$", targets[0]) or not all(map(_is_weight, sources)):
         return converter
-    patterns = [f"{name}$" for source in sources for name in format.names(source)]
+    patterns = [f"{name}$" for source in sources for name in _all_names(format, source)]
     patterns += [f"{source.removesuffix(WEIGHT)}{end}$" for source in sources for end in format.unused]
     return WeightConverter(patterns, targets[0], [_TakeExperts(hf_quantizer, format, sources)])
 

@@ -25,8 +25,8 @@ from ..layer.experts_module import is_transposed, matrix_shape, packable, row_or
 from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from .apart import Apart, leave_apart
-from .declared import QUANT_METHOD, check_undeclared
-from .hub import HUB
+from .declared import QUANT_METHOD, DeclaredQuantization, check_stored, check_undeclared
+from .declared_integers import METHODS
 from .hub_conversions import with_hub_converters
 from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
@@ -165,7 +165,8 @@ class ExpertsQuantizer(HfQuantizer):
         self.linear: Any = None
         if quantization_config.linear is not None:
             linear = copy.deepcopy(quantization_config.linear)
-            self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=self.pre_quantized)
+            is_stored = self.pre_quantized and quantization_config.hub is None
+            self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=is_stored)
 
     def packs(self, model: PreTrainedModel, param_name: str) -> bool:
         """Tell whether the parameter is a weight of experts."""
@@ -216,13 +217,17 @@ class ExpertsQuantizer(HfQuantizer):
         if hub is None:
             conversions = super().update_weight_conversions(weight_conversions, *model)
             return conversions if self.pre_quantized else list(map(leave_apart, conversions))
-        return with_hub_converters(weight_conversions, self, HUB[hub["experts"]])
+        return with_hub_converters(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub())
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+        hub = self.quantization_config.hub
         if not self.pre_quantized:
-            check_undeclared(file for file in checkpoint_files or () if str(file).endswith(".safetensors"))
+            check_undeclared(files)
+        elif files and hub is not None and hub["quant_method"] in METHODS:
+            check_stored(files, DeclaredQuantization(hub["quant_method"], hub).hub())
         weights = check_packable(model, self.quantization_config.experts)
-        check_distributed(model, [name for name, *_ in weights], self.linear is not None, self.quantization_config.hub)
+        check_distributed(model, [name for name, *_ in weights], self.linear is not None, hub)
         for module in {module for _, module, _ in weights}:
             keep_from_fsdp(module, packable(module), self.quantization_config.experts)
         if self.linear is not None:

@@ -1,14 +1,18 @@
 """FSDP2 (fully_shard) over packed weights: each rank keeps the codes and scales of its share of the experts.
 
 fully_shard splits a parameter by its first dimension, here the experts, and gathers codes and scales where a layer runs:
-a quarter of the bytes that bf16 experts would take on the wire. NF4's state is small and kept by every rank.
+a quarter of the bytes that bf16 experts would take on the wire. NF4's state is small and kept by every rank, while other
+formats' goes along with the experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from ..kernels.packed import Quantized
+from ..kernels.packed import FORMATS, Quantized
 from ..layer.packed_weight import PackedWeight, alias
 from ..private.torch import collectives
 
@@ -32,7 +36,7 @@ NOT_SAVED = (
 class PackedShard(PackedWeight):
     """The experts of a packed weight that one rank of FSDP2 holds, inside its DTensor; nothing computes with them.
 
-    state: of the whole weight.
+    state: of these experts, or NF4's, of the whole weight.
     """
 
     refusal = NOT_SAVED
@@ -43,19 +47,35 @@ class PackedShard(PackedWeight):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Name what FSDP2 gathers, and what stays as it is."""
-        return (self.codes, self.scales), (self.state, self.format, self.is_transposed)
+        return _by_expert(self), (self.state, self.format, self.is_transposed)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         """Make the whole weight over the gathered tensors, which later all-gathers fill again."""
         if out is not None:
             return None
-        codes, scales = all_gather_outputs
         state, format, is_transposed = metadata
-        return PackedWeight(Quantized(codes, scales, state), format, param_dtype, is_transposed), ()
+        whole = _with_state(all_gather_outputs, state)
+        return PackedWeight(whole, format, param_dtype, is_transposed), ()
 
 
-def _shard(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> PackedShard:
-    return PackedShard(Quantized(codes, scales, weight.state), weight.format, weight.dtype, weight.is_transposed)
+def _by_expert(weight: PackedWeight) -> tuple[torch.Tensor, ...]:
+    """Return what is stored of each expert apart: all but the state that ties experts together."""
+    is_tied = weight.state is None or FORMATS[weight.format].is_whole
+    return weight.packed[:2] if is_tied else weight.packed  # type: ignore[return-value]
+
+
+def _made(kind: type[PackedWeight], weight: PackedWeight, parts: Sequence[torch.Tensor]) -> Any:
+    """Make a weight or a shard like `weight` of other experts' parts."""
+    return kind(_with_state(parts, weight.state), weight.format, weight.dtype, weight.is_transposed)
+
+
+def _with_state(parts: Sequence[torch.Tensor], state: torch.Tensor | None) -> Quantized:
+    codes, scales, *own = parts
+    return Quantized(codes, scales, own[0] if own else state)
+
+
+def _shard(weight: PackedWeight, parts: Sequence[torch.Tensor]) -> PackedShard:
+    return _made(PackedShard, weight, parts)
 
 
 def _split(weight, size, dim=0):
@@ -66,20 +86,19 @@ def _split(weight, size, dim=0):
     # fully_shard splits a weight once for each number of ranks that it will be sharded over, all before any forward
     if vars(weight).setdefault("part", size) != size:
         raise RuntimeError(RESHARDED)
-    return [_shard(weight, *parts) for parts in zip(weight.codes.split(size), weight.scales.split(size))]
+    return [_shard(weight, parts) for parts in zip(*(part.split(size) for part in _by_expert(weight)))]
 
 
 def _new_zeros(weight, size, *, dtype=None, layout=None, device=None, pin_memory=None):
     if tuple(size[1:]) != tuple(weight.shape[1:]):
         return NotImplemented
-    codes, scales = (part.new_zeros(size[0], *part.shape[1:]) for part in (weight.codes, weight.scales))
-    return _shard(weight, codes, scales)
+    return _shard(weight, [part.new_zeros(size[0], *part.shape[1:]) for part in _by_expert(weight)])
 
 
 def _slice(weight, dim=0, start=None, end=None, step=1):
     if dim != 0 or step != 1 or not isinstance(weight, PackedShard):
         return NotImplemented
-    return _shard(weight, weight.codes[start:end], weight.scales[start:end])
+    return _shard(weight, [part[start:end] for part in _by_expert(weight)])
 
 
 def _view(weight, size):
@@ -100,8 +119,8 @@ def _gather(weight, group_size, group_name):
     """Gather a sharded weight for DTensor.full_tensor()."""
     if not isinstance(weight, PackedShard):
         return NotImplemented
-    codes, scales = (wait_tensor(all_gather(part, group_size, group_name)) for part in (weight.codes, weight.scales))
-    return PackedWeight(Quantized(codes, scales, weight.state), weight.format, weight.dtype, weight.is_transposed)
+    parts = [wait_tensor(all_gather(part, group_size, group_name)) for part in _by_expert(weight)]
+    return _made(PackedWeight, weight, parts)
 
 
 PackedWeight.operations.update(

@@ -43,7 +43,7 @@ class PackedWeight(torch.Tensor):
     every operation that would read it as a dense tensor raises RuntimeError.
 
     codes, scales, state: what is stored (kernels.packed.Quantized), of the transpose if `is_transposed`.
-    format: "nf4", "mxfp4", "fp8" or "nvfp4".
+    format: "nf4", "mxfp4", "fp8", "nvfp4", "int4" or "uint4".
     """
 
     codes: torch.Tensor

@@ -129,20 +129,28 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
     stored = declared.format()
-    is_smaller = declared.is_per_expert and FORMATS[format].element_size < FORMATS[stored].element_size
-    if linear is not None or (stored != format and not is_smaller):
-        asked = f"experts_quantization is {format!r}" if linear is None else "quantization_config is given"
-        remedy = "" if stored not in FORMATS else "name that format, or " if linear is None else "leave it out, or "
+    format = stored if (format, stored) == ("int4", "uint4") else format  # which of both the checkpoint says
+    is_smaller = declared.is_per_expert and FORMATS[format].element_size < declared.hub().element_size
+    is_refused = linear is not None and not declared.is_per_expert
+    if is_refused or (stored != format and not is_smaller):
+        asked = "quantization_config is given" if is_refused else f"experts_quantization is {format!r}"
+        remedy = "" if stored not in FORMATS else "leave it out, or " if is_refused else "name that format, or "
         raise ValueError(f"{asked}, but the checkpoint is quantized already ({stored}); {remedy}{TO_BF16}")
     if declared.is_per_expert and not LOADS_HUB_FORMATS:
         raise UnsupportedModelError(
-            f"Transformers {transformers.__version__} casts what a checkpoint has in FP8 or NVFP4; install 5.19 or "
+            f"Transformers {transformers.__version__} casts what a checkpoint has packed; install 5.19 or "
             f"newer, or convert the checkpoint first: sonicmoe-hf convert SRC DST --layout native --quantize {format}"
         )
     if not declared.is_packed_here:  # as the hub has it
         hub = {**declared.entries, "experts": stored} if declared.is_per_expert else None
-        config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
-    return {**kwargs, "config": config}
+        vars(config.get_text_config()).pop("quantization_config", None)  # a model inside may be what declares it
+        config.quantization_config = {**ExpertsQuantizationConfig(format, linear).to_dict(), "hub": hub}
+    return {**without_linear(kwargs), "config": config}
+
+
+def without_linear(kwargs: dict) -> dict:
+    """Return the keyword arguments without quantization_config, which Transformers would put beside the config's."""
+    return {name: value for name, value in kwargs.items() if name != "quantization_config"}
 
 
 def check_not_packed(name, kwargs: dict) -> None:

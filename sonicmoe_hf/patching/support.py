@@ -28,7 +28,14 @@ REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
     "DeepSeek-V4); for plain weights, with quantization_config=FineGrainedFP8Config(dequantize=True)",
     "modelopt": "to keep the experts of an NVFP4 checkpoint packed and frozen, load it with "
     'sonicmoe_hf.from_pretrained(..., experts_quantization="nvfp4")',
+    "compressed-tensors": "to keep its experts packed and frozen, load it with "
+    'sonicmoe_hf.from_pretrained(..., experts_quantization="int4") ("mxfp4" or "nvfp4" where its experts are FP4); for '
+    "plain weights, of symmetric integers, with quantization_config=CompressedTensorsConfig(dequantize=True)",
 }
+REMEDIES |= dict.fromkeys(  # Transformers would leave experts random
+    ("gptq", "awq", "auto-round"),
+    'to keep its experts packed and frozen, load it with sonicmoe_hf.from_pretrained(..., experts_quantization="int4")',
+)
 QUANTIZED = {  # experts classes that Transformers' quantizers put in: how to get plain ones
     "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
     "FP8Experts": REMEDIES["fp8"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.packed import FORMATS
+from ..kernels.packed import FORMATS, Quantized
 from ..layer.expanded import free_on_card
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -38,14 +38,23 @@ def as_bytes(experts_memory: str | int) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def packed_nbytes(format: str, shape: tuple[int, int, int], order: str = "whole") -> int:
+def packed_nbytes(
+    format: str, shape: tuple[int, int, int], order: str = "whole", like: Quantized | None = None
+) -> int:
     """Count the bytes stored of a weight [E, N, K] whose rows stand in an order of kernels.packed.ORDERS.
 
+    like: another weight of the format, with as many values for a scale, and scales of the same dtype; None: what
+        quantizing makes.
     Raises:
         ValueError: the format does not take a weight of this shape.
     """
-    parts = FORMATS[format].shapes(shape, order)._asdict().items()
-    return sum(math.prod(part) * FORMATS[format].dtypes(name)[0].itemsize for name, part in parts if part is not None)
+    made = FORMATS[format]
+    shapes = made.shapes(shape, order, None if like is None else made.group(like))
+    return sum(
+        math.prod(part) * (made.dtypes(name)[0] if own is None else own.dtype).itemsize
+        for name, part, own in zip(Quantized._fields, shapes, like or Quantized(None, None))  # type: ignore[arg-type]
+        if part is not None
+    )
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:

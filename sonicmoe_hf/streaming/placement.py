@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedExpertsError
+from ..kernels.packed import Quantized
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order, weight_names
 from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
@@ -59,7 +60,8 @@ class Placement:
     """The layers of a model whose experts are to live in host memory, and those whose experts stay on its device.
 
     Args:
-        format: the one that they are about to be packed in. device: the device of a model that is being loaded.
+        format: the one that they are about to be packed in. device: the device of a model that is being loaded. like: a
+            weight that its checkpoint has packed, as the others are.
     Raises:
         UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices.
         ValueError: experts_memory; or ranks of this host, which are to share host memory, have other weights.
@@ -68,13 +70,20 @@ class Placement:
     same weights, and calls `finish`.
     """
 
-    def __init__(self, model: nn.Module, experts_memory: Any, format: str | None = None, device: Any = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        experts_memory: Any,
+        format: str | None = None,
+        device: Any = None,
+        like: Quantized | None = None,
+    ):
         layers, is_loading = expert_layers(model), device is not None
         _check_streamable(layers)
         self.device = device = torch.device(device) if is_loading else _device_of(layers)
         if device.type == "cuda" and device.index is None:
             self.device = device = torch.device("cuda", torch.cuda.current_device())
-        sizes = {experts: bytes_of(experts, format) for _, experts in layers}
+        sizes = {experts: bytes_of(experts, format, like) for _, experts in layers}
         held = [weight for experts in sizes for weight in _weights(experts)]
         self.memory = memory = HostMemory()
         budget = _budget(model, experts_memory, device, held, max(sizes.values(), default=0))
@@ -91,7 +100,7 @@ class Placement:
         self._names = {experts: name for name, experts in layers}
         self._digests: dict[str, str] = {}
         weights = {self._name(experts, name): (experts, name) for experts in new for name in weight_names(experts)}
-        rooms = {name: room_for(_bytes_of_weight(*weight, format)) for name, weight in weights.items()}
+        rooms = {name: room_for(_bytes_of_weight(*weight, format, like)) for name, weight in weights.items()}
         memory.agree("sizes", {name: str(room) for name, room in rooms.items()})
         if memory.copies > 1 and not is_loading:
             memory.agree("weights", {name: _digest(*weight) for name, weight in weights.items()})
@@ -179,16 +188,17 @@ def _digest(experts: nn.Module, name: str) -> str:
     return digest_of(stored(experts._parameters[name]))  # type: ignore[arg-type]
 
 
-def _bytes_of_weight(experts: nn.Module, name: str, format: str | None) -> int:
+def _bytes_of_weight(experts: nn.Module, name: str, format: str | None, like: Quantized | None) -> int:
     weight: Any = experts._parameters[name]
     if format is None or isinstance(weight, PackedWeight):
         return weight.nbytes
-    return packed_nbytes(format, matrix_shape(experts, weight), row_order(experts, name))
+    return packed_nbytes(format, matrix_shape(experts, weight), row_order(experts, name), like)
 
 
-def bytes_of(experts: nn.Module, format: str | None) -> int:
-    """Count the bytes of a layer's experts as they are, or packed in a format; also of those on the meta device."""
-    return sum(_bytes_of_weight(experts, name, format) for name in weight_names(experts))
+def bytes_of(experts: nn.Module, format: str | None, like: Quantized | None = None) -> int:
+    """Count the bytes of a layer's experts as they are, or packed in a format, as `like` is; also of those on the meta
+    device."""
+    return sum(_bytes_of_weight(experts, name, format, like) for name in weight_names(experts))
 
 
 def place_experts(model: nn.Module, experts_memory: Any) -> None:
@@ -224,8 +234,8 @@ class LoadingPlacement:
         if weight.is_meta:  # a checkpoint's of another shape, which Transformers reports at the end
             return
         if self.placement is None:
-            format = weight.format if isinstance(weight, PackedWeight) else None
-            self.placement = Placement(model, self.experts_memory, format, weight.device)
+            format, like = (weight.format, weight.packed) if isinstance(weight, PackedWeight) else (None, None)
+            self.placement = Placement(model, self.experts_memory, format, weight.device, like)
         if weight.device != self.placement.device:
             raise UnsupportedExpertsError(
                 f"{full_name} is on {weight.device} and others on {self.placement.device}; experts_memory takes a model "

@@ -211,11 +211,12 @@ def run_ptx(text, inputs, shared=None, thread=0, threads=32):
         sources = (b << 32 | a).to_bytes(8, "little")
         return sum(sources[selector >> 4 * i & 7] << 8 * i for i in range(4))
 
-    def product(a, b):
-        return sum(bf16_bits(bf16_of(a >> s & 0xFFFF) * bf16_of(b >> s & 0xFFFF)) << s for s in (0, 16))
+    def fused(*abc):
+        values = ([bf16_of(value(each) >> s & 0xFFFF) for each in abc] for s in (0, 16))
+        return sum(bf16_bits(a * b + c) << s for s, (a, b, c) in zip((0, 16), values))
 
     operations = {
-        "shr.b32": lambda a, d: value(a) >> value(d),
+        "shr.b32": lambda a, d: (value(a) & 0xFFFFFFFF) >> value(d),
         "and.b32": lambda a, b: value(a) & value(b),
         "or.b32": lambda a, b: value(a) | value(b),
         "add.u32": lambda a, b: value(a) + value(b),
@@ -225,7 +226,7 @@ def run_ptx(text, inputs, shared=None, thread=0, threads=32):
         "lop3.b32": lambda a, b, c, table: value(a) & value(b) | value(c) if value(table) == 0xEA else None,
         "setp.lt.u32": lambda a, b: value(a) < value(b),
         "prmt.b32": lambda a, b, s: permuted(value(a), value(b), value(s)),
-        "fma.rn.bf16x2": lambda a, b, c: product(value(a), value(b)) if value(c) == 0x80008000 else None,
+        "fma.rn.bf16x2": fused,
         "mov.b32": value,
         "mov.u32": value,
         "ld.global.nc.b32": lambda address: value(address.strip("[]")),  # stands for what is there
@@ -284,6 +285,25 @@ def test_the_instructions_of_mxfp4_give_the_codecs_values(scale):
         packed = Quantized(codes, torch.tensor([[[scale]]], dtype=torch.uint8))
         values = FORMATS["mxfp4"].dequantize(packed, torch.bfloat16).view(torch.uint16).flatten().tolist()
         assert found == [values[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero", [0, 1, 8, 15, 16])
+def test_the_instructions_of_int4_round_the_codecs_values_once(zero, dtype):
+    less = (0xC300 + zero) * 0x10001
+    for scale in torch.tensor([1.0, -1.0039, 0.0123, 5e-5, -987.6], dtype=dtype):
+        high = scale.to(torch.bfloat16)
+        parts = {"$6": high, "$7": (scale.float() - high.float()).to(torch.bfloat16)}
+        twice = {name: part.view(torch.uint16).item() * 0x10001 for name, part in parts.items()}
+        for word in (0x76543210, 0xFEDCBA98):  # every code
+            text = packed_tile.INT4_OF_WORD if dtype == torch.bfloat16 else packed_tile.INT4_OF_WORD_BESIDE
+            found = pairs_of_word(text.value, {"$4": word, "$5": less} | twice)
+            codes = torch.tensor(list(word.to_bytes(4, "little")) * 4, dtype=torch.uint8).view(1, 1, 16)
+            zeros = torch.tensor([[[zero]]], dtype=torch.uint8)
+            values = FORMATS["uint4"].dequantize(Quantized(codes, scale.view(1, 1, 1), zeros), torch.float32)
+            values = (values + 0.0).to(torch.bfloat16).view(torch.uint16).flatten().tolist()
+            assert [bits % 0x8000 and bits for bits in found] == [values[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
 
 
 @pytest.mark.pinned

@@ -11,12 +11,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sonicmoe_hf import PackedWeight, moe_experts
-from sonicmoe_hf.checkpoints.comparing import same_bytes
+from sonicmoe_hf.checkpoints.comparing import relative_error, same_bytes
 from sonicmoe_hf.kernels import eager, minifloat, triton
 from sonicmoe_hf.kernels.packed import FORMATS, ORDERS, Quantized
+from sonicmoe_hf.kernels.packed.int4 import int4_grid
 
 SHAPE = (5, 33, 192)  # 495 NF4 scales: two of the second level, the last one cut
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = ("int4", "uint4")
 
 
 def bitsandbytes_nf4(weight):
@@ -139,6 +141,50 @@ def test_nvfp4_gives_each_half_a_scale_of_its_own_and_the_nearest_values(order):
     assert torch.equal(found, (nearest * factors.unsqueeze(-1)).flatten(-2))
 
 
+def integers(name, shape, group, dtype, device="cpu"):
+    """Make an INT4 weight of any codes, with scales of both signs and every zero."""
+    num_experts, size_out, size_in = shape
+    codes = torch.randint(0, 256, (num_experts, size_out, size_in // 2), device=device).to(torch.uint8)
+    scales = torch.randn(num_experts, size_out, size_in // group, device=device).to(dtype)
+    zeros = torch.randint(0, 17, scales.shape, device=device).to(torch.uint8) if name == "uint4" else None
+    return Quantized(codes, scales, zeros)
+
+
+@pytest.mark.parametrize("group, dtype", [(32, torch.bfloat16), (64, torch.float16), (128, torch.float32)])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_int4_is_code_less_zero_times_scale_in_every_group_and_dtype_of_scales(name, group, dtype, device):
+    shape = (3, 5, 384)
+    packed, format = integers(name, shape, group, dtype, device), FORMATS[name]
+    format.check_shapes(packed)
+    assert format.shape(packed) == shape and format.group(packed) == group
+    codes = torch.stack((packed.codes % 16, packed.codes // 16), -1).flatten(2).double()
+    zeros = 8 if packed.state is None else packed.state.repeat_interleave(group, 2).double()
+    expected = ((codes - zeros) * packed.scales.double().repeat_interleave(group, 2)).float()
+    assert same_bytes(format.dequantize(packed, torch.float32), expected)
+    rows = triton.dispatch(torch.tensor([[0], [2]], device=device), None, 2, 3, False)
+    for wanted in DTYPES:
+        found = triton.dequantize(*packed, name, wanted, rows)[::2].contiguous()
+        assert same_bytes(found, expected.to(wanted)[::2].contiguous()), wanted
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_int4_rounds_to_the_nearest_code_beside_scales_of_either_sign(name):
+    weight = torch.randn(64, 256)
+    codes, scales, *zeros = (part[0] for part in FORMATS[name].quantize(weight[None]) if part is not None)
+    loss = FORMATS[name].loss
+    grid = int4_grid(32, scales.dtype, *zeros)
+    assert loss / 100 - 0.015 < relative_error(grid.dense(codes, scales), weight) < loss / 100 + 0.01
+    if not zeros:
+        assert same_bytes(scales, (weight.unflatten(1, (-1, 32)).abs().amax(2) / 7.5).bfloat16())
+        assert relative_error(grid.round(weight, -scales).values, weight) < 0.11  # AutoRound keeps a sign in the scale
+
+
+def test_a_scale_for_other_than_32_64_or_128_values_is_no_int4():
+    for group in (16, 256):
+        with pytest.raises(ValueError, match=rf"a scale for {group} values, not for \[32, 64, 128\]"):
+            FORMATS["int4"].check_shapes(integers("int4", (1, 2, 512), group, torch.bfloat16))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-40, 1e-37, 1e-36])
 def test_weights_without_a_sound_scale_of_their_own_are_off_by_their_size_at_most(name, size):
@@ -148,7 +194,7 @@ def test_weights_without_a_sound_scale_of_their_own_are_off_by_their_size_at_mos
     found = FORMATS[name].dequantize(packed, torch.float32)
     worst = 0.25 if size > 1e-38 else 1.0  # of four bits, whose scale is a normal number; below, all may become zero
     assert (found - weight).abs().amax() <= worst * weight.abs().amax()
-    assert size or name == "nf4" or not packed.codes.any(), "zeros have codes of zeros, also where their scale is zero"
+    assert size or not found.any(), "zeros stay zeros, also where their scale is zero"
 
 
 def test_e4m3_takes_its_largest_value_for_larger_ones_and_knows_both_codes_of_nan():
@@ -170,7 +216,14 @@ def test_what_is_not_finite_is_refused(name, value):
 
 @pytest.mark.parametrize(
     "name, size, other",
-    [("nf4", 96, "or mxfp4"), ("nf4", 80, ""), ("mxfp4", 80, "or fp8"), ("fp8", 72, ""), ("nvfp4", 72, "")],
+    [
+        ("nf4", 96, "or mxfp4"),
+        ("nf4", 80, ""),
+        ("mxfp4", 80, "or fp8"),
+        ("fp8", 72, ""),
+        ("nvfp4", 72, ""),
+        ("int4", 80, "or fp8"),
+    ],
 )
 def test_rows_that_blocks_would_cross_are_refused_by_name(name, size, other):
     with pytest.raises(
@@ -215,12 +268,17 @@ def test_only_the_experts_asked_for_are_expanded(name):
 def every_value(name, order, device):
     """Make a packed weight with every code, and where a byte is a scale every scale, that is finite."""
     # MXFP4: an expert's blocks end within a program; FP8: blocks are cut off on both sides
-    shape = {"mxfp4": (3, 2, 257 * 32), "fp8": (3, 264, 144), "nvfp4": (3, 34, 192)}.get(name, (3, 33, 192))
+    shapes = {"mxfp4": (3, 2, 257 * 32), "fp8": (3, 264, 144), "nvfp4": (3, 34, 192)}
+    shape = shapes.get(name, (3, 33, 192))
     packed = FORMATS[name].quantize(torch.randn(shape, device=device), order)
     packed.codes.copy_(torch.randint(0, 256, packed.codes.shape))
     if name == "fp8":
         packed.codes[(packed.codes & 127) == 127] = 1
         packed.scales.uniform_(1e-6, 10.0)
+    elif name in INTEGERS:
+        packed.scales.normal_()
+        if packed.state is not None:
+            packed.state.copy_(torch.randint(0, 17, packed.state.shape))
     else:
         finite = torch.arange(256) if name != "nvfp4" else torch.cat((torch.arange(127), torch.arange(128, 255)))
         place = torch.arange(packed.scales.numel()).view(packed.scales.shape) % len(finite)
@@ -231,7 +289,9 @@ def every_value(name, order, device):
 @pytest.mark.parametrize(
     "name, order",
     [
-        *rest_pinned([("nf4", "whole"), ("mxfp4", "whole"), *(("nvfp4", order) for order in ORDERS)], 3),
+        *rest_pinned(
+            [("nf4", "whole"), ("mxfp4", "whole"), *(("nvfp4", order) for order in ORDERS), ("uint4", "whole")], 3
+        ),
         *rest_slow((("fp8", order) for order in ORDERS), 1),
     ],
 )

@@ -234,7 +234,7 @@ def test_loading_holds_the_result_and_one_weight_of_a_layer_as_the_checkpoint_ha
             "leave it out",
         ),
         (None, {"quantization_config": Mxfp4Config()}, "is a Mxfp4Config"),
-        (None, {"experts_quantization": "int4"}, "experts_quantization is 'int4'; choose one of 'nf4', 'mxfp4'"),
+        (None, {"experts_quantization": "int3"}, "experts_quantization is 'int3'; choose one of 'nf4', 'mxfp4'"),
     ],
 )
 def test_contradictions_are_refused(source, asked, match, tmp_path):

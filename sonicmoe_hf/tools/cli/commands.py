@@ -14,7 +14,7 @@ from ...layer.config import LAYOUTS, ROUNDINGS, SAVE_POLICIES
 from ..autopatch.settings import ROUTINGS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of argparse's add_argument
-FORMATS = ("nf4", "mxfp4", "fp8", "nvfp4")
+FORMATS = ("nf4", "mxfp4", "fp8", "nvfp4", "int4", "uint4")
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS_OF_FILES = ("native", "hub", "vllm", "sglang")
 

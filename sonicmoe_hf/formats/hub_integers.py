@@ -1,0 +1,380 @@
+"""Matrices that weight-only checkpoints of the hub store in integers, (code - zero) * scale: compressed-tensors'
+pack-quantized, GPTQ (and AutoRound) and AWQ, beside compressed-tensors' forms of MXFP4 and NVFP4."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from ..errors import CheckpointError
+from ..kernels.packed import FORMATS, Quantized, mxfp4, nvfp4
+from ..kernels.packed.format import Stored
+from ..kernels.packed.grid import Grid
+from ..kernels.packed.int4 import GROUP, LARGEST, ZERO, group_of, int4_grid, to_bytes, to_nibbles
+from .hub import HUB, HubFormat, check_matrix
+
+WORD = torch.int32
+PER_WORD = 8  # codes of a word
+SCALES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT = "weight"
+AWQ_ORDER = torch.tensor(
+    [0, 2, 4, 6, 1, 3, 5, 7], dtype=torch.int64, device="cpu"
+)  # which of eight columns each nibble of a word has
+TO_BF16_OR_PACK = (
+    'load the bf16 checkpoint that it was made from, where experts_quantization="int4" packs the experts anew'
+)
+
+
+def words(bytes_: torch.Tensor) -> torch.Tensor:
+    """View rows of bytes as words, copied where their strides do not allow it."""
+    return bytes_.clone(memory_format=torch.contiguous_format).view(WORD)
+
+
+def as_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """View rows of words as bytes."""
+    return stored.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+class _RenamedFormat(HubFormat):
+    """A format whose tensors have names of their own in the place of "weight".
+
+    own: what stands there, in the order of `pack`'s arguments; what is in `optional`, last, a checkpoint may lack.
+    """
+
+    dtype = WORD
+    own: tuple[str, ...]
+    unused = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+
+    def names(self, weight: str) -> list[str]:
+        """See HubFormat."""
+        return [weight.removesuffix(WEIGHT) + own for own in self.own]
+
+    def optional_names(self, weight: str) -> list[str]:
+        """See HubFormat."""
+        return [weight.removesuffix(WEIGHT) + own for own in self.optional]
+
+    def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
+        """See HubFormat."""
+        end = f".{self.own[0]}"
+        return f"{name.removesuffix(end)}.{WEIGHT}" if name.endswith(end) and dtype == self.dtype else None
+
+
+class HubIntegers(_RenamedFormat):
+    """A matrix [N, K] of 4-bit codes in words.
+
+    group: values of a row that share a scale, the last of them perhaps fewer; None: the whole row. has_zeros: whether it
+    is declared that some zero is not 8.
+    """
+
+    def __init__(self, group: int | None, has_zeros: bool):
+        self.group, self.name = group, "uint4" if has_zeros else "int4"
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether some zero is not 8."""
+        return self.name == "uint4"
+
+    def num_groups(self, size_in: int) -> int:
+        """Count the scales of a row of the checkpoint's."""
+        return -(-size_in // (self.group or size_in))
+
+    @abstractmethod
+    def _read(self, *tensors: torch.Tensor) -> Quantized:
+        """Return the codes in bytes along K, and scales and zeros [N, groups] of the checkpoint's groups."""
+
+    @abstractmethod
+    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors that are stored of what `_read` returns, in the order of `own`."""
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """See HubFormat. Groups that K or a format here does not take become several with the same scale."""
+        self.check(*tensors)
+        codes, scales, zeros = self._read(*tensors)
+        size_in = 2 * codes.shape[1]
+        group, whole = group_of(size_in, self.group or size_in), self.group or size_in
+        if group < GROUP:
+            raise CheckpointError(
+                f"{whole} of {size_in} values share a scale, which {self.name} cannot hold: it takes groups of a "
+                f"multiple of {GROUP}; {TO_BF16_OR_PACK}"
+            )
+
+        def spread(of_groups: torch.Tensor) -> torch.Tensor:
+            return of_groups.repeat_interleave(whole // group, 1)[:, : size_in // group].contiguous()
+
+        if self.has_zeros:
+            assert zeros is not None
+            return Quantized(codes, spread(scales), spread(zeros))
+        if zeros is not None and not zeros.is_meta and bool((zeros != ZERO).any()):
+            raise CheckpointError(
+                "the checkpoint is declared symmetric, but zeros are not those of symmetric weights; set sym to false in "
+                "the quantization_config of its config.json"
+            )
+        return Quantized(codes, spread(scales))
+
+    def unpack(self, packed: Quantized, like: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that the checkpoint stores of what `pack` made of it, byte by byte. like: those that it had,
+        as far as they do not depend on the values."""
+        codes, scales, zeros = packed
+        size_in = 2 * codes.shape[1]
+        step = (self.group or size_in) // (size_in // scales.shape[1])
+        scales = scales[:, ::step].contiguous()
+        zeros = torch.full_like(scales, ZERO, dtype=torch.uint8) if zeros is None else zeros[:, ::step].contiguous()
+        return [*self._written(codes, scales, zeros), *like[len(self.own) :]]
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """See HubFormat: of what `pack` makes."""
+        return int4_grid(GROUP, scales[0].dtype, *scales[1:])
+
+    def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """See HubFormat."""
+        packed = self.pack(*tensors)
+        whole = Quantized(*(None if part is None else part[None] for part in packed))  # type: ignore[arg-type]
+        return FORMATS[self.name].expert(whole, 0)
+
+    def join(self, parts: list[list[Quantized]]) -> Quantized:
+        """See HubFormat: zeros have rows, as scales have."""
+        joined = super().join(parts)
+        return joined if joined.state is None else joined._replace(state=joined.state.flatten(1, 2))
+
+
+class CompressedInt4(HubIntegers):
+    """compressed-tensors' pack-quantized (Kimi K2, llm-compressor's W4A16): X.weight_packed int32 [N, K/8], whose
+    nibbles, the low one first, are values + 8; X.weight_scale [N, K/group]; X.weight_zero_point int32 [N/8, K/group] of
+    weights that are not symmetric, packed along N; X.weight_shape (N, K), in one of two dtypes."""
+
+    optional = ("weight_shape",)
+
+    def __init__(self, group: int | None, has_zeros: bool):
+        super().__init__(group, has_zeros)
+        self.own = ("weight_packed", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (shape[0], PER_WORD * shape[1])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        groups = self.num_groups(columns)
+        stored: list = [((rows, columns // PER_WORD), (WORD,)), ((rows, groups), SCALES)]
+        if self.has_zeros:
+            stored.append(((-(-rows // PER_WORD), groups), (WORD,)))
+        return dict(
+            zip([*self.names(name), *self.optional_names(name)], [*stored, ((2,), (torch.int64, torch.int32))])
+        )
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """See HubFormat."""
+        super().check(*tensors)
+        for shape in tensors[len(self.own) :]:
+            if not shape.is_meta and shape.tolist() != list(self.dense_shape(tensors[0].shape)):
+                raise CheckpointError(
+                    f"weight_shape is {shape.tolist()}, but weight_packed holds "
+                    f"{list(self.dense_shape(tensors[0].shape))} values; the checkpoint is damaged"
+                )
+
+    def _read(self, *tensors: torch.Tensor) -> Quantized:
+        packed, scales = tensors[:2]
+        if not self.has_zeros:
+            return Quantized(packed.view(torch.uint8), scales)
+        zeros = to_nibbles(as_bytes(tensors[2].t())).t()[: len(packed)]
+        return Quantized(packed.view(torch.uint8), scales, zeros.contiguous())
+
+    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+        if not self.has_zeros:
+            return [words(codes), scales]
+        padded = torch.nn.functional.pad(zeros.t(), (0, -len(zeros) % PER_WORD))
+        return [words(codes), scales, words(to_bytes(padded)).t().contiguous()]
+
+
+class GPTQInt4(HubIntegers):
+    """GPTQ's: X.qweight int32 [K/8, N], packed along K, the low nibble first; X.scales [K/group, N]; X.qzeros int32
+    [K/group, N/8], packed along N, zeros less `offset` (1, or 0 in gptq_v2); X.g_idx int32 [K], the group of each column,
+    which AutoRound leaves out."""
+
+    own, optional = ("qweight", "scales", "qzeros"), ("g_idx",)
+
+    def __init__(self, group: int | None, has_zeros: bool, offset: int):
+        super().__init__(group, has_zeros)
+        self.offset = offset
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (shape[1], PER_WORD * shape[0])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        groups = self.num_groups(columns)
+        shapes = (columns // PER_WORD, rows), (groups, rows), (groups, rows // PER_WORD), (columns,)
+        dtypes = (WORD,), SCALES, (WORD,), (WORD,)
+        return dict(zip([*self.names(name), *self.optional_names(name)], zip(shapes, dtypes)))
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """See HubFormat; also where columns of a group do not lie side by side."""
+        super().check(*tensors)
+        for g_idx in tensors[len(self.own) :]:
+            columns = torch.arange(len(g_idx), dtype=torch.int64, device=g_idx.device)
+            if not g_idx.is_meta and not torch.equal(g_idx.long(), columns // (self.group or len(g_idx))):
+                raise CheckpointError(
+                    "the columns of a group do not lie side by side (g_idx: GPTQ in the order of activations, desc_act), "
+                    f"which no kernel here reads; {TO_BF16_OR_PACK}"
+                )
+
+    def _read(self, *tensors: torch.Tensor) -> Quantized:
+        qweight, scales, qzeros = tensors[:3]
+        zeros = to_nibbles(as_bytes(qzeros)).t() + self.offset  # 15, of which a packer wrote -1, stands for 16
+        return Quantized(as_bytes(qweight.t()), scales.t().contiguous(), zeros.contiguous())
+
+    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+        stored = to_bytes((zeros - self.offset).t() & LARGEST)
+        return [words(codes).t().contiguous(), scales.t().contiguous(), words(stored)]
+
+
+def _in_awq_order(bytes_: torch.Tensor) -> torch.Tensor:
+    """Return the nibbles [K, N] of rows of words whose nibbles are in AWQ's order."""
+    inverse = torch.argsort(AWQ_ORDER).to(bytes_.device)
+    return to_nibbles(bytes_).unflatten(1, (-1, PER_WORD))[..., inverse].flatten(1)
+
+
+def _to_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
+    """Return the words [K, N/8] of nibbles [K, N]."""
+    ordered = nibbles.unflatten(1, (-1, PER_WORD))[..., AWQ_ORDER.to(nibbles.device)].flatten(1)
+    return words(to_bytes(ordered))
+
+
+class AWQInt4(HubIntegers):
+    """AutoAWQ's "gemm": X.qweight int32 [K, N/8] and X.qzeros int32 [K/group, N/8], packed along N in an order of AWQ's,
+    zeros as they are; X.scales [K/group, N]."""
+
+    own = ("qweight", "scales", "qzeros")
+
+    def __init__(self, group: int | None):
+        super().__init__(group, has_zeros=True)
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (PER_WORD * shape[1], shape[0])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        groups = self.num_groups(columns)
+        shapes = (columns, rows // PER_WORD), (groups, rows), (groups, rows // PER_WORD)
+        return dict(zip(self.names(name), zip(shapes, ((WORD,), SCALES, (WORD,)))))
+
+    def _read(self, *tensors: torch.Tensor) -> Quantized:
+        qweight, scales, qzeros = tensors
+        codes = to_bytes(_in_awq_order(as_bytes(qweight)).t())
+        return Quantized(codes, scales.t().contiguous(), _in_awq_order(as_bytes(qzeros)).t().contiguous())
+
+    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+        return [_to_awq_order(to_nibbles(codes).t()), scales.t().contiguous(), _to_awq_order(zeros.t())]
+
+
+class CompressedInt8(_RenamedFormat):
+    """compressed-tensors' pack-quantized in 8 bits (W8A16), which no format here holds: X.weight_packed int32 [N, K/4],
+    whose bytes are values + 128, and X.weight_scale [N, K/group]."""
+
+    name, own, optional = "int8", ("weight_packed", "weight_scale"), ("weight_shape",)
+    element_size = 1.1
+
+    def __init__(self, group: int | None):
+        self.group = group
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (shape[0], 4 * shape[1])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        shapes = (rows, columns // 4), (rows, -(-columns // (self.group or columns))), (2,)
+        dtypes = (WORD,), SCALES, (torch.int64, torch.int32)
+        return dict(zip([*self.names(name), *self.optional_names(name)], zip(shapes, dtypes)))
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """Raise CheckpointError: nothing is rounded to it."""
+        raise CheckpointError(f"experts in 8-bit integers cannot be kept in that form; {TO_BF16_OR_PACK}")
+
+    def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """See HubFormat."""
+        self.check(*tensors)
+        codes, scales = as_bytes(tensors[0]).int() - 128, tensors[1].float()
+        spread = scales.repeat_interleave(self.group or codes.shape[1], 1)[:, : codes.shape[1]]
+        return codes.float() * spread
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """Raise CheckpointError: no format here holds it."""
+        raise CheckpointError(f"no format here holds experts in 8-bit integers; {TO_BF16_OR_PACK}")
+
+
+class CompressedMXFP4(_RenamedFormat):
+    """compressed-tensors' mxfp4-pack-quantized: X.weight_packed uint8 [N, K/2], two E2M1 values a byte, the first in the
+    low half; X.weight_scale uint8 [N, K/32], each for 2^(scale - 127)."""
+
+    name, dtype, own = "mxfp4", torch.uint8, ("weight_packed", "weight_scale")
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (shape[0], 2 * shape[1])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        dtypes = torch.uint8, torch.float8_e8m0fnu
+        stored = ((rows, columns // 2), (torch.uint8,)), ((rows, columns // mxfp4.BLOCK), dtypes)
+        return dict(zip(self.names(name), stored))
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """See HubFormat."""
+        return FORMATS["mxfp4"].grid()  # type: ignore[attr-defined]
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """See HubFormat."""
+        self.check(*tensors)
+        codes, scales = tensors
+        return Quantized(codes.unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales.view(torch.uint8))
+
+    def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """See HubFormat."""
+        packed = self.pack(*tensors)
+        return FORMATS[self.name].expert(Quantized(packed.codes[None], packed.scales[None]), 0)
+
+
+class CompressedNVFP4(_RenamedFormat):
+    """compressed-tensors' nvfp4-pack-quantized: X.weight_packed uint8 [N, K/2]; X.weight_scale float8_e4m3 [N, K/16];
+    X.weight_global_scale, one fp32 number, of which a value is e2m1 * weight_scale / weight_global_scale. Here it is
+    e2m1 * (weight_scale * (1 / weight_global_scale)), as engines compute it, which may differ by a bit in fp32."""
+
+    name, dtype, own = "nvfp4", torch.uint8, ("weight_packed", "weight_scale", "weight_global_scale")
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (shape[0], 2 * shape[1])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), (1,)
+        dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
+        return {part: (shape, (dtype,)) for part, shape, dtype in zip(self.names(name), shapes, dtypes)}
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """See HubFormat."""
+        check_matrix(tensors[2].reshape(-1), (1,), (torch.float32,), self.own[2])
+        super().check(*tensors[:2], tensors[2].reshape(-1))
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """See HubFormat."""
+        return nvfp4.nvfp4_grid(1 / scales[1].reshape(()))
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """See HubFormat."""
+        self.check(*tensors)
+        codes, scales, of_all = tensors
+        return Quantized(codes, scales.view(torch.uint8), (1 / of_all.float()).reshape(1))
+
+
+HUB.update({each.name: each for each in (CompressedInt4(GROUP, False), CompressedInt4(GROUP, True))})
