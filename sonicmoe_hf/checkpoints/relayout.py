@@ -15,6 +15,7 @@ from ..errors import CheckpointError
 from ..formats.hub import HUB
 from ..kernels.packed import Format
 from ..kernels.packed.format import Stored
+from .files import Header
 from .layouts import experts_parameters
 from .plan import Plan, Planned, in_range, shell
 from .roundings import Roundings
@@ -68,7 +69,7 @@ class Relayout(Plan):
             make = partial(self._make_dense, target, dtype)
         elif all(format.has_blocks_of(weight.format) and not weight.delta for weight in weights):
             scales = self._source.tensors[weights[0].parts[1]]
-            shells = self._make_shells(target, names, format, scales.dtype.itemsize)
+            shells = self._make_shells(target, names, format, scales)
             make = partial(self._make_moved, target, list(shells.values()))
         else:
             dtype = torch.float32 if there.is_per_expert else self._dtype_of(names[0], weights)
@@ -146,18 +147,23 @@ class Relayout(Plan):
         return [part.view(like.dtype) for part, like in zip(made, shells)]
 
     def _make_shells(
-        self, target: str, names: list[str], format: Format, scale_size: int | None = None
+        self, target: str, names: list[str], format: Format, scales: Header | None = None
     ) -> dict[str, torch.Tensor]:
-        """Make tensors on the meta device like those that will store weights, by name. scale_size: bytes of a scale,
-        where the format has several dtypes for them."""
+        """Make tensors on the meta device like those that will store weights, by name. scales: the header of those whose
+        blocks move, for formats with several dtypes or sizes of groups."""
         there = self._experts[target]
         parts: Stored = {}
         for name in names:
             if there.is_per_expert:
                 parts |= HUB[format.name].stored(name, there.shape)
             else:
-                parts |= format.stored(name, (there.num_experts, *there.shape), there.order)
-        return {
-            stored: shell(part, next((dtype for dtype in dtypes if dtype.itemsize == scale_size), dtypes[0]))
-            for stored, (part, dtypes) in parts.items()
-        }
+                group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
+                parts |= format.stored(name, (there.num_experts, *there.shape), there.order, group)
+        return {stored: shell(part, _dtype_like(scales, dtypes)) for stored, (part, dtypes) in parts.items()}
+
+
+def _dtype_like(scales: Header | None, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+    """Choose the dtype of tensors whose bits come from `scales`, or else the one that is made here."""
+    if scales is None or scales.dtype in dtypes:
+        return dtypes[0] if scales is None else scales.dtype
+    return next((dtype for dtype in dtypes if dtype.itemsize == scales.dtype.itemsize), dtypes[0])
