@@ -7,11 +7,13 @@ import torch
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # bit 3 is the sign
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 E4M3_NAN = 0x7F  # and with the sign bit
+POWER_BITS = 0x7F800000  # of fp32: what they stand for is the power of two in a value
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Round fp64 [..., n] to uint8 [..., n / 2], the first value of a byte in its low half; to nearest, ties to even."""
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=values.device)
+    """Round fp32 or fp64 [..., n] to uint8 [..., n / 2], the first value of a byte in its low half; to nearest, ties to
+    even."""
+    table = torch.tensor(E2M1_VALUES, dtype=values.dtype, device=values.device)
     bounds = (table[:-1] + table[1:]) / 2
     bounds[1::2] = bounds[1::2].nextafter(bounds.new_zeros(()))  # there a tie goes up, to the even code
     codes = torch.bucketize(values.abs(), bounds, out_int32=True).to(torch.uint8) | torch.signbit(values).byte() << 3
@@ -23,6 +25,27 @@ def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
     table = torch.cat((values, -values))
     return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1).flatten(-2)
+
+
+def e2m1_neighbours(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the E2M1 values below and above fp32 values, in fp32; of those beyond all, the last two."""
+    return _neighbours(values, mantissa=1, smallest=1.0, largest=E2M1_MAX)
+
+
+def e4m3_neighbours(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the E4M3 values below and above fp32 values, in fp32; of those beyond all, the last two."""
+    return _neighbours(values, mantissa=3, smallest=2.0**-6, largest=E4M3_MAX)
+
+
+def _neighbours(
+    values: torch.Tensor, mantissa: int, smallest: float, largest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the floats with so many bits of mantissa below and above; below `smallest` their steps are its own."""
+    values = values.clamp(-largest, largest * (1 - 2.0**-20))  # the largest is the upper one
+    power = values.view(torch.int32).bitwise_and(POWER_BITS).view(torch.float32)
+    step = power.clamp_(min=smallest).mul_(2.0**-mantissa)
+    low = torch.floor(values / step).mul_(step)
+    return low, step.add_(low)
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:

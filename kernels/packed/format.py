@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..minifloat import has_e4m3_nan
+from .grid import Rounded
 
 ORDERS = {  # (P, Q): N rows are P parts, one behind the other, each of Q kinds of rows in turn
     "whole": (1, 1),  # down
@@ -169,6 +170,13 @@ class Format:
 
     def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
         """Return the values [N, K] of one expert in fp32."""
+        raise NotImplementedError
+
+    def round_expert(
+        self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform: torch.Tensor | None = None
+    ) -> Rounded:
+        """Round a changed weight of one expert in fp32 to what it is packed in: codes and scales as stored, the state
+        stays. uniform: as of Grid.round."""
         raise NotImplementedError
 
     def dequantize(self, packed: Quantized, dtype: torch.dtype, experts: Iterable[int] | None = None) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 
-from ..minifloat import E4M3_MAX, from_e4m3, to_e4m3
+from ..minifloat import E4M3_MAX, e4m3_neighbours, from_e4m3, to_e4m3
 from .format import Format, Quantized, Shapes, views_of_parts
-from .grid import POWER_BIAS, Grid, ceiled_exponent, powers_of_two
+from .grid import POWER_BIAS, Grid, Rounded, ceiled_exponent, powers_of_two
 
 FP8_BLOCK = 128  # rows, and columns, that share a scale
 
@@ -33,7 +34,7 @@ def fp8_grid(dtype: torch.dtype, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
     def values(codes: torch.Tensor) -> torch.Tensor:
         return from_e4m3(codes.view(torch.uint8))
 
-    return Grid(*block, fresh, scales_in_fp32, codes, values)
+    return Grid(*block, fresh, scales_in_fp32, codes, values, e4m3_neighbours)
 
 
 def scales_in_fp32(scales: torch.Tensor) -> torch.Tensor:
@@ -92,11 +93,29 @@ class FP8(Format):
         grid, (parts, kinds) = fp8_grid(packed.scales.dtype), self.parts_and_kinds(packed)
         values = torch.empty_like(packed.codes[expert], dtype=torch.float32)
         by_part = zip(*(views_of_parts(tensor, parts, kinds) for tensor in (values, packed.codes[expert])))
-        scales = (block for part in packed.scales[expert] for block in part.unbind(1))
-        for (own_values, codes), own_scales in zip(by_part, scales):
+        for (own_values, codes), own_scales in zip(by_part, _scales(packed.scales[expert])):
             own_values.copy_(grid.dense(codes, own_scales))
         return values
+
+    def round_expert(self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform=None) -> Rounded:
+        """See Format. Scales that stand for powers of two stay powers of two."""
+        dtype, (parts, kinds) = packed.scales.dtype, self.parts_and_kinds(packed)
+        grid, old = fp8_grid(dtype), packed.scales[expert]
+        codes, values, scales = torch.empty_like(packed.codes[expert]), torch.empty_like(weight_NK), []
+        given = (weight_NK, packed.codes[expert], codes, values, *(() if uniform is None else (uniform,)))
+        by_part = zip(*(views_of_parts(tensor, parts, kinds) for tensor in given))
+        for (weight, old_codes, own_codes, own_values, *numbers), own_scales in zip(by_part, _scales(old)):
+            rounded = grid.round(weight, own_scales, old_codes, *numbers)
+            own_codes.copy_(rounded.codes.view(torch.uint8))
+            own_values.copy_(rounded.values)
+            scales.append(rounded.scales)
+        return Rounded(codes, torch.stack(scales).unflatten(0, (parts, kinds)).transpose(1, 2), values)
 
     def rows(self, packed: Quantized) -> list[torch.Tensor]:
         """See Format: rows of blocks."""
         return [packed.codes, packed.scales.flatten(1, 3)]
+
+
+def _scales(of_expert: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the scales [blocks, blocks] of each part and kind of an expert."""
+    return (blocks for part in of_expert for blocks in part.unbind(1))

@@ -7,6 +7,7 @@ smaller error. So an unchanged block keeps its bits, and a change is lost only w
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,16 +28,19 @@ class Rounded(NamedTuple):
 class Grid(NamedTuple):
     """A format of matrices: blocks of `rows` by `columns` values share a scale, the last blocks cut off.
 
-    fresh: the scales, as stored, from the blocks' largest magnitudes in fp32. factors: what scales multiply codes by, in
-    the dtype in which values are scaled. codes, values: rounded codes of scaled values, and the values of codes in fp32.
+    fresh: the scales, as stored, from the blocks' largest magnitudes in fp32; None where scales are those of a whole
+    weight, and stay. factors: what scales multiply codes by, in the dtype in which values are scaled. codes, values:
+    rounded codes of scaled values, and the values of codes in fp32. neighbours: of scaled values in fp32 those of codes
+    below and above, which differ: of a code's value either is it, and of those beyond all codes both are the last two.
     """
 
     rows: int
     columns: int
-    fresh: Callable[[torch.Tensor], torch.Tensor]
+    fresh: Callable[[torch.Tensor], torch.Tensor] | None
     factors: Callable[[torch.Tensor], torch.Tensor]
     codes: Callable[[torch.Tensor], torch.Tensor]
     values: Callable[[torch.Tensor], torch.Tensor]
+    neighbours: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
     def dense(self, codes: torch.Tensor, scales: torch.Tensor, first_row: int = 0) -> torch.Tensor:
         """Return the values [rows, columns] in fp32 for which codes and scales stand; of some rows alone, from
@@ -46,36 +50,73 @@ class Grid(NamedTuple):
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and the scales of a weight [rows, columns] in fp32."""
+        assert self.fresh is not None
         scales = self.fresh(self.of_blocks(weight.abs(), torch.amax))
-        return self._codes(weight, self.spread(scales, weight.shape)), scales
+        return self.codes(scaled(weight, self.spread(scales, weight.shape))), scales
 
-    def round(self, weight: torch.Tensor, scales: torch.Tensor) -> Rounded:
-        """Round a weight [rows, columns] in fp32 to this format, where it had `scales` before; each block keeps its scale
-        unless a new one leaves a clearly smaller error."""
-        fresh = self.fresh(self.of_blocks(weight.abs(), torch.amax))
-        kept = self._rounded(weight, scales)
-        if torch.equal(fresh.view(torch.uint8), scales.view(torch.uint8)):
-            return kept
-        anew = self._rounded(weight, fresh)
-        errors = [self.of_blocks((of.values - weight).square(), torch.sum) for of in (anew, kept)]
-        better = errors[0] < CLEARLY * errors[1]
-        if not bool(better.any()):
-            return kept
-        plain = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype  # torch.where knows no 8-bit floats
-        chosen = torch.where(better, fresh.view(plain), scales.view(plain)).view(scales.dtype)
-        return self._rounded(weight, chosen)
+    def round(
+        self,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        codes: torch.Tensor | None = None,
+        uniform: torch.Tensor | None = None,
+    ) -> Rounded:
+        """Round a weight [rows, columns] in fp32 to this format, where it had `scales` and `codes` before.
 
-    def _rounded(self, weight: torch.Tensor, scales: torch.Tensor) -> Rounded:
+        Each block keeps its scale unless a new one leaves a clearly smaller error. In a block that keeps it, a value
+        that is what its code stands for keeps the code; without `codes`, one that rounds to itself.
+
+        uniform: numbers in [0, 1) like the weight (Dither.uniform), by which it is dithered: a value becomes its upper
+            neighbour where its number is less than its place between the two. None: rounds to nearest, ties to even.
+        """
+        round_ = self._nearest if uniform is None else partial(self._dithered, uniform=uniform)
         factors = self.spread(scales, weight.shape)
-        codes = self._codes(weight, factors)
-        return Rounded(codes, scales, self.values(codes).mul_(factors))
+        values, errors = round_(weight, factors)
+        if codes is not None:
+            before = self.values(codes)
+            is_same = torch.mul(before, factors).float() == weight
+            values, errors = torch.where(is_same, before, values), errors.masked_fill_(is_same, 0.0)
+        fresh = scales if self.fresh is None else self.fresh(self.of_blocks(weight.abs(), torch.amax))
+        if not torch.equal(fresh.view(torch.uint8), scales.view(torch.uint8)):
+            new_factors = self.spread(fresh, weight.shape)
+            anew, new_errors = round_(weight, new_factors)
+            of_kept, of_anew = (self.of_blocks(each, torch.sum) for each in (errors, new_errors))
+            is_better = of_anew < CLEARLY * of_kept
+            if bool(is_better.any()):
+                plain = (
+                    torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype
+                )  # torch.where knows no 8-bit floats
+                scales = torch.where(is_better, fresh.view(plain), scales.view(plain)).view(scales.dtype)
+                is_better = self._by_value(is_better, weight.shape)
+                values = torch.where(is_better, anew, values)
+                factors = torch.where(is_better, new_factors, factors)
+        return Rounded(self.codes(values), scales, values.mul_(factors))
 
-    def _codes(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return self.codes(weight.to(factors.dtype) / torch.where(factors != 0, factors, 1.0))
+    def _nearest(self, weight: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the nearest of the codes' values, and the squared errors."""
+        values = self.values(self.codes(scaled(weight, factors)))
+        return values, (values * factors - weight).square_()
+
+    def _dithered(
+        self, weight: torch.Tensor, factors: torch.Tensor, uniform: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one of both neighbours, and the squared errors in the mean over all numbers."""
+        factors = factors.float()
+        exact = scaled(weight, factors)
+        low, high = self.neighbours(exact)
+        step = high - low
+        place = ((exact - low) / step).clamp_(0.0, 1.0)  # beyond the largest values it is theirs
+        values = torch.where(uniform < place, high, low)
+        outside = exact - torch.lerp(low, high, place)
+        variance = place.mul_(1.0 - place).mul_(step.square_())
+        return values, variance.add_(outside.square_()).mul_(factors).mul_(factors)
 
     def spread(self, scales: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
         """Return what each value's code is multiplied by."""
-        by_block = self.factors(scales)
+        return self._by_value(self.factors(scales), shape, first_row)
+
+    def _by_value(self, by_block: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
+        """Repeat what each block has [blocks, blocks] for each of its values."""
         by_row = by_block.unsqueeze(1).expand(-1, self.rows, -1).flatten(0, 1)[first_row : first_row + shape[0]]
         return by_row.unsqueeze(2).expand(-1, -1, self.columns).flatten(1)[:, : shape[1]]
 
@@ -84,6 +125,11 @@ class Grid(NamedTuple):
         rows, columns = matrix.shape
         padded = F.pad(matrix, (0, -columns % self.columns, 0, -rows % self.rows))
         return reduce(padded.unflatten(1, (-1, self.columns)).unflatten(0, (-1, self.rows)), dim=(1, 3))
+
+
+def scaled(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return what codes stand for in a weight, by its factors and in their dtype; where these are 0, its values."""
+    return weight.to(factors.dtype) / torch.where(factors == 0, 1.0, factors)
 
 
 def powers_of_two(scales: torch.Tensor) -> torch.Tensor:

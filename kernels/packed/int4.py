@@ -8,7 +8,7 @@ import math
 import torch
 
 from .format import Format, Quantized, Shapes
-from .grid import Grid
+from .grid import Grid, Rounded
 
 GROUPS = (128, 64, 32)  # values of a row that share a scale
 GROUP = GROUPS[-1]  # of those that are made here
@@ -41,6 +41,12 @@ def int4_grid(group: int, dtype: torch.dtype, zeros: torch.Tensor | None = None)
     def fresh(largest: torch.Tensor) -> torch.Tensor:
         return torch.where(largest > 0, largest / DIVISOR, 1.0).to(dtype)
 
+    def neighbours(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        zero = zero_of(scaled.shape[1])
+        codes = (torch.floor(scaled) + zero).clamp(0, LARGEST - 1)
+        low = (codes - zero).float()
+        return low, low + 1.0
+
     def zero_of(columns: int) -> int | torch.Tensor:
         return ZERO if zeros is None else zeros.double().repeat_interleave(group, 1)[:, :columns]
 
@@ -51,7 +57,7 @@ def int4_grid(group: int, dtype: torch.dtype, zeros: torch.Tensor | None = None)
         nibbles = to_nibbles(codes)
         return (nibbles.double() - zero_of(nibbles.shape[1])).float()
 
-    return Grid(1, group, fresh, torch.Tensor.double, codes, values)
+    return Grid(1, group, fresh if zeros is None else None, torch.Tensor.double, codes, values, neighbours)
 
 
 class Int4(Format):
@@ -108,6 +114,12 @@ class Int4(Format):
         zeros = (-low / divisors).round().clamp(0, LARGEST).to(torch.uint8)
         grid = int4_grid(GROUP, dtype, zeros)
         return grid.codes(weight_NK / grid.spread(divisors, weight_NK.shape)), scales, zeros
+
+    def round_expert(self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform=None) -> Rounded:
+        """See Format. Zeros stay, and with them the scales of "uint4"."""
+        zeros = None if packed.state is None else packed.state[expert]
+        grid = int4_grid(self.group(packed), packed.scales.dtype, zeros)
+        return grid.round(weight_NK, packed.scales[expert], packed.codes[expert], uniform)
 
     def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
         """See Format."""

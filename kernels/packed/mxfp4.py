@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from ..minifloat import from_e2m1, to_e2m1
+from ..minifloat import e2m1_neighbours, from_e2m1, to_e2m1
 from .format import Format, Quantized, Shapes
-from .grid import POWER_BIAS, Grid, powers_of_two
+from .grid import POWER_BIAS, Grid, Rounded, powers_of_two
 
 BLOCK = 32
 
@@ -23,6 +23,10 @@ def _codes(scaled: torch.Tensor) -> torch.Tensor:
     return to_e2m1(scaled).unflatten(-1, (-1, BLOCK // 2))
 
 
+def _values(codes: torch.Tensor) -> torch.Tensor:
+    return from_e2m1(codes.flatten(-2))
+
+
 class MXFP4(Format):
     """OCP's MXFP4, under the names of gpt-oss's checkpoints.
 
@@ -35,9 +39,9 @@ class MXFP4(Format):
     parts, loss = ("blocks", "scales"), 12
     values: ClassVar = {"scales": torch.float8_e8m0fnu}
 
-    def grid(self, *scales: torch.Tensor) -> Grid:
+    def grid(self) -> Grid:
         """Return the values that one expert can have: codes [rows, columns / 32, 16], scales [rows, columns / 32]."""
-        return Grid(1, BLOCK, _fresh, powers_of_two, _codes, lambda codes: from_e2m1(codes.flatten(-2)))
+        return Grid(1, BLOCK, _fresh, powers_of_two, _codes, _values, e2m1_neighbours)
 
     def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds, group):
         scales = num_experts, size_out, size_in // BLOCK
@@ -46,6 +50,10 @@ class MXFP4(Format):
     def pack_expert(self, weight_NK: torch.Tensor, parts: int, kinds: int) -> tuple[torch.Tensor, ...]:
         """See Format."""
         return self.grid().quantize(weight_NK)
+
+    def round_expert(self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform=None) -> Rounded:
+        """See Format."""
+        return self.grid().round(weight_NK, packed.scales[expert], packed.codes[expert], uniform)
 
     def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
         """See Format."""

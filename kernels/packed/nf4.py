@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
 from .format import Format, Quantized, Shapes, in_fp32
+from .grid import Grid, Rounded
 
 NF4_BLOCK = 64  # values of a row that share a scale
 NF4_VALUES = (
@@ -61,6 +63,33 @@ def quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Ten
     state[SCALE_SCALES] = largest
 
 
+def _absmax(packed: Quantized, expert: int, scales: torch.Tensor) -> torch.Tensor:
+    """Return in fp32 what the scales [N, K/64] of an expert stand for."""
+    state, first = packed.state, expert * scales.numel()
+    assert state is not None
+    places = torch.arange(first, first + scales.numel(), dtype=torch.int64, device=scales.device)
+    of_scales = state[SCALE_SCALES][places // SCALES_PER_SCALE].view(scales.shape)
+    return state[SCALE_MAP][scales.int()] * of_scales + state[SCALE_OFFSET]
+
+
+def _neighbours(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return NF4's values below and above; of those beyond all, the last two."""
+    values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=scaled.device)
+    low = torch.bucketize(scaled, values[1:-1], right=True, out_int32=True)
+    return values[low], values[low + 1]
+
+
+def _codes(scaled: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=scaled.device)
+    codes = _nearest(scaled, values)
+    return codes[:, 0::2] << 4 | codes[:, 1::2]
+
+
+def _values(codes: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=codes.device)
+    return torch.stack((values[(codes >> 4).int()], values[(codes & 15).int()]), dim=-1).flatten(-2)
+
+
 class NF4(Format):
     """bitsandbytes' NF4 with double quantization (QLoRA, arXiv 2305.14314), bit by bit: 64 values share a scale (their
     largest magnitude), and 256 scales of the whole tensor, also across experts, share a scale of theirs.
@@ -93,16 +122,15 @@ class NF4(Format):
 
     def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
         """See Format."""
-        codes, scales, state = packed
-        assert state is not None
-        values, scale_map, first = state[VALUE_MAP], state[SCALE_MAP], expert * scales[0].numel()
-        block = (
-            torch.arange(first, first + scales[0].numel(), dtype=torch.int64, device=codes.device) // SCALES_PER_SCALE
-        )
-        absmax = scale_map[scales[expert].view(-1).int()] * state[SCALE_SCALES][block] + state[SCALE_OFFSET]
-        bytes_ = codes[expert]
-        pairs = torch.stack((values[(bytes_ >> 4).int()], values[(bytes_ & 15).int()]), dim=-1)
-        return (pairs.view(-1, NF4_BLOCK) * absmax.unsqueeze(-1)).view(len(bytes_), -1)
+        return self.grid(packed, expert).dense(packed.codes[expert], packed.scales[expert])
+
+    def grid(self, packed: Quantized, expert: int) -> Grid:
+        """Return the values that one expert can have: codes [rows, columns / 2], scales [rows, columns / 64]."""
+        return Grid(1, NF4_BLOCK, None, partial(_absmax, packed, expert), _codes, _values, _neighbours)
+
+    def round_expert(self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform=None) -> Rounded:
+        """See Format. Scales stay, since those of 256 blocks are stored together."""
+        return self.grid(packed, expert).round(weight_NK, packed.scales[expert], packed.codes[expert], uniform)
 
     def check(self, name: str, packed: Quantized, first: int = 0) -> None:
         """See Format; ValueError also where the code book is not NF4's, which the kernels know."""

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from ..minifloat import E2M1_MAX, E4M3_MAX, from_e2m1, from_e4m3, to_e2m1, to_e4m3
+from ..minifloat import E2M1_MAX, E4M3_MAX, e2m1_neighbours, from_e2m1, from_e4m3, to_e2m1, to_e4m3
 from .format import Format, Quantized, Shapes
-from .grid import Grid
+from .grid import Grid, Rounded
 
 BLOCK = 16
 
@@ -26,7 +26,7 @@ def nvfp4_grid(scale_2: torch.Tensor) -> Grid:
     def factors(scales: torch.Tensor) -> torch.Tensor:
         return (from_e4m3(scales.view(torch.uint8)) * scale_2).double()
 
-    return Grid(1, BLOCK, fresh, factors, to_e2m1, from_e2m1)
+    return Grid(1, BLOCK, fresh, factors, to_e2m1, from_e2m1, e2m1_neighbours)
 
 
 class NVFP4(Format):
@@ -57,6 +57,13 @@ class NVFP4(Format):
         state = torch.where(largest > 0, (largest / (E2M1_MAX * E4M3_MAX)).clamp(min=smallest), 1.0)
         codes, scales = nvfp4_grid(_by_row(state, len(weight_NK))).quantize(weight_NK)
         return codes, scales.view(torch.uint8), state
+
+    def round_expert(self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform=None) -> Rounded:
+        """See Format."""
+        assert packed.state is not None
+        grid, scales = nvfp4_grid(_by_row(packed.state[expert], len(weight_NK))), packed.scales[expert]
+        rounded = grid.round(weight_NK, scales.view(torch.float8_e4m3fn), packed.codes[expert], uniform)
+        return rounded._replace(scales=rounded.scales.view(torch.uint8))
 
     def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
         """See Format."""

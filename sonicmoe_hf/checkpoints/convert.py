@@ -192,21 +192,25 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
     Target's first.
 
     Raises:
-        CheckpointError: the format is to be kept of weights that are not quantized, or by this package, for training.
+        CheckpointError: the format is to be kept of weights that are not quantized.
     """
     plan = Plan(stored, keeps_format=keeps_format)
     if not keeps_format:
         notices, config = _quantization_notices(stored, None), dense_config(stored, stored.config)
         return Target(*layouts, plan, config, notices)
-    if stored.quantization is None or stored.packed_here:
-        reason = (
-            "is not quantized" if stored.quantization is None else "was packed for training, as no engine reads it"
-        )
+    if stored.quantization is None:
         raise CheckpointError(
-            f"{stored.folder} {reason}, so there is no format to keep; leave quantize out, and convert the result: "
-            "sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
+            f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, and convert the "
+            "result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
         )
-    notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {stored.quantization}"]
+    notices = [f"what nothing changed is as in {stored.folder} bit by bit, in {stored.quantization}"]
+    if stored.packed_here:
+        notices += [
+            f"the experts were packed as {stored.quantization} by sonicmoe_hf, so the checkpoint that they were packed "
+            "from may still be there: merge into that and pack the result, which loses less (sonicmoe-hf merge ORIGINAL "
+            "ADAPTER DST, then convert --quantize)",
+            "this result loads in sonicmoe_hf alone, as its base does",
+        ]
     return Target(*layouts, plan, dict(stored.config), notices)
 
 

@@ -114,14 +114,12 @@ class Plan:
 
     def _round(self, weight: Weight, outs: list[torch.Tensor]) -> None:
         """Write a changed weight in the format that it has, one expert after the other."""
-        for expert, own in weight.by_expert(outs):
-            codes, scales, *others = weight.raw() if expert is None else (part[0] for part in weight.raw(expert))
-            exact, grid = weight.merged(expert, torch.float32), weight.format.grid(scales, *others)
-            exact = exact if expert is None else exact[0]
-            exact = exact.T if weight.is_transposed else exact
-            rounded = grid.round(exact, scales)
-            self.roundings.add(weight.name, grid.dense(codes, scales), exact, rounded.values)
-            for out, made in zip(own, (rounded.codes, rounded.scales, *others)):
+        for out, stored in zip(outs[2:], weight.raw()[2:]):
+            out.copy_(stored)
+        for expert, own in weight.by_expert(outs[:2]):
+            before, exact, rounded = weight.changed(expert)
+            self.roundings.add(weight.name, before, exact, rounded.values, expert)
+            for out, made in zip(own, rounded):
                 out.copy_(made.view(out.dtype).view(out.shape))
 
 

@@ -67,7 +67,7 @@ class Relayout(Plan):
             dtype = self._dtype_of(names[0], weights)
             shells = {name: shell(there.stored_shape, dtype) for name in names}
             make = partial(self._make_dense, target, dtype)
-        elif all(format.has_blocks_of(weight.format) and not weight.delta for weight in weights):
+        elif all(format.has_blocks_of(weight.format) for weight in weights):
             scales = self._source.tensors[weights[0].parts[1]]
             shells = self._make_shells(target, names, format, scales)
             make = partial(self._make_moved, target, list(shells.values()))
@@ -116,14 +116,22 @@ class Relayout(Plan):
         return [matrix.T.contiguous() if self._experts[target].is_transposed else matrix for matrix in rows]
 
     def _make_moved(self, target: str, shells: list[torch.Tensor], experts: Experts) -> list[torch.Tensor]:
-        """Make the tensors that store an expert's weights, whose blocks are as they were."""
+        """Make the tensors that store an expert's weights, whose blocks are as they were but for what an adapter
+        changes."""
         here, moved = self._source.experts[target], []
         own = None if here.is_per_expert else experts[0]
-        stored = [weight.rows(own) for weight in self._weights_of(target, experts[0])]
+        stored = [self._rows(weight, own) for weight in self._weights_of(target, experts[0])]
         for parts in zip(*stored):
             rows = here.split([part if here.is_per_expert else part[0] for part in parts])
             moved.append(self._experts[target].join(rows))
         return [part.view(like.dtype) for part, like in zip((p for own in zip(*moved) for p in own), shells)]
+
+    def _rows(self, weight: Weight, expert: int | None) -> list[torch.Tensor]:
+        if not weight.delta:
+            return weight.rows(expert)
+        before, exact, rounded = weight.changed(expert)
+        self.roundings.add(weight.name, before, exact, rounded.values, expert)
+        return weight.rows(expert, rounded)
 
     def _make_packed(
         self, target: str, dtype: torch.dtype, format: Format, shells: list[torch.Tensor], experts: Experts
@@ -143,7 +151,8 @@ class Relayout(Plan):
             if is_changed or there.is_per_expert or experts[0] == 0:
                 exact = self._read_rows(target, dtype, experts[0])[number]
                 before = self._read_rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
-                self.roundings.add(name, before, exact, format.dequantize_expert(packed, torch.float32, 0))
+                rounded = format.dequantize_expert(packed, torch.float32, 0)
+                self.roundings.add(name, before, exact, rounded, experts[0])
         return [part.view(like.dtype) for part, like in zip(made, shells)]
 
     def _make_shells(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from typing import NamedTuple
 
 import torch
@@ -19,52 +20,67 @@ class LayerRounding(NamedTuple):
 
     layer: its name. error: the norm of what rounding added to the changed weights. change: the norm of the adapter's
     change. survived: the share of the change that the rounded weights have, as the projection of theirs on it; 1 is all.
+    worst, median: that of the layer's single matrices, an expert's or a linear layer's.
     """
 
     layer: str
     error: float
     change: float
     survived: float
+    worst: float
+    median: float
 
 
 class Roundings:
-    """The sums of a conversion to a format, by weight."""
+    """The sums of a conversion to a format, by matrix: an expert's, or a whole weight."""
 
     def __init__(self, format: str):
         self._format = format
-        self._sums: dict[str, list[float]] = {}
+        self._sums: dict[tuple[str, int | None], list[float]] = {}
 
-    def add(self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> None:
-        """Add a part of the weight `name`: as it was, with the change, and with the change and rounded."""
+    def add(
+        self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor, expert: int | None = None
+    ) -> None:
+        """Add a matrix of the weight `name`: as it was, with the change, and with the change and rounded. expert: its
+        number in a weight that holds all."""
         parts = {"error": rounded - exact.float(), "change": exact.float() - before.float(), "weight": before.float()}
-        sums = self._sums.setdefault(name, [0.0] * len(PRODUCTS))
+        sums = self._sums.setdefault((name, expert), [0.0] * len(PRODUCTS))
         for place, (first, second) in enumerate(PRODUCTS):
             sums[place] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
 
     def layers(self) -> list[LayerRounding]:
         """List layers that were changed, in the order of the weights; a weight of no layer stands for itself."""
-        by_layer: dict[str, list[float]] = {}
-        for name, sums in self._sums.items():
+        by_layer: dict[str, list[list[float]]] = {}
+        for (name, _), sums in self._sums.items():
             match = LAYER.match(name)
-            total = by_layer.setdefault(match[1] if match else name, [0.0] * len(PRODUCTS))
-            total[:] = map(sum, zip(total, sums))
-        return [
-            LayerRounding(layer, math.sqrt(error), math.sqrt(change), 1 + both / change)
-            for layer, (error, change, both, _) in by_layer.items()
-            if change
-        ]
+            by_layer.setdefault(match[1] if match else name, []).append(sums)
+        layers = []
+        for layer, matrices in by_layer.items():
+            error, change, both, _ = map(sum, zip(*matrices))
+            if change:
+                shares = [_survived(sums) for sums in matrices if sums[1]]
+                survived = 1 + both / change
+                layers.append(
+                    LayerRounding(
+                        layer, math.sqrt(error), math.sqrt(change), survived, min(shares), statistics.median(shares)
+                    )
+                )
+        return layers
 
     def notices(self) -> list[str]:
         """Say what a user should hear, in sentences."""
         layers = self.layers()
         if not layers:
             return [self._loss()] if self._sums else []
-        worst = min(layers, key=lambda layer: layer.survived)
+        shares = {matrix: _survived(sums) for matrix, sums in self._sums.items() if sums[1]}
+        (worst, expert), median = min(shares, key=shares.__getitem__), statistics.median(shares.values())
+        matrix = worst if expert is None else f"expert {expert} of {worst}"
         lost = [layer for layer in layers if layer.survived < 0.5]
         ratios = sorted(layer.error / layer.change for layer in layers)
         notices = [
-            f"rounding to {self._format} is {ratios[0]:.2g} to {ratios[-1]:.2g} times as large as the adapter's change, "
-            f"of which at least {max(0.0, worst.survived):.0%} is left in each layer ({worst.layer} has the least)"
+            f"of the adapter's change of a matrix {median:.0%} is left by rounding to {self._format} in the median, and "
+            f"{min(shares.values()):.0%} in the worst, {matrix}; the rounding itself is {ratios[0]:.2g} to "
+            f"{ratios[-1]:.2g} times as large as the change of a layer"
         ]
         if lost:
             notices.append(
@@ -81,3 +97,8 @@ class Roundings:
             f"the experts are {self._format} now, and differ from the weights before by {loss:.1%} (root mean square, "
             "over the first expert of each weight)"
         )
+
+
+def _survived(sums: list[float]) -> float:
+    _, change, both, _ = sums
+    return 1 + both / change

@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
 from ..formats.hub import HubFormat
 from ..kernels.packed import FORMATS, Format, Quantized
+from ..kernels.packed.dither import Dither
 from ..kernels.packed.format import Stored
+from ..kernels.packed.grid import Rounded
 from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Header, opened, read_headers, read_json
 
 TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Change(NamedTuple):
+    """A matrix [N, K] that an adapter changes, in fp32 as it was and with the change; and that in the format it has."""
+
+    before: torch.Tensor
+    exact: torch.Tensor
+    rounded: Rounded
 
 
 class Weight:
@@ -29,11 +39,15 @@ class Weight:
             dense ones as [E, in, out].
         delta: gives the adapter's part of the weight's group; None where no adapter changes it. num_experts: E of a
             changed weight that holds all experts, so that they are made one by one; None of others.
+        dither: of a changed weight in a format; None where it is rounded to nearest. number: of the expert whose own it
+        is, 0 of others.
     """
 
     is_transposed = False
     delta: Callable[[], Any] | None = None
     num_experts: int | None = None
+    dither: Dither | None = None
+    number = 0
 
     def __init__(self, stored: StoredWeights, name: str, format: Any = None):
         self._stored, self.name, self.format = stored, name, format
@@ -77,9 +91,23 @@ class Weight:
         values = self.read(expert, dtype)
         return values if self.delta is None else self.delta().add_to(self, values, expert)
 
-    def rows(self, expert: int | None) -> list[torch.Tensor]:
+    def changed(self, expert: int | None = None) -> Change:
+        """Read a weight in a format that an adapter changes, or one expert's of one that holds all, and round it to its
+        format: each block keeps its scale unless a new one is clearly better."""
+        raise NotImplementedError
+
+    def _before_and_after(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.delta is not None
+        before = self.read(expert, torch.float32)
+        return before, self.delta().add_to(self, before, expert)
+
+    def _uniform(self, shape: torch.Size, expert: int | None) -> torch.Tensor | None:
+        """Return the numbers in [0, 1) by which a matrix of this shape is dithered."""
+        return None if self.dither is None else self.dither.uniform(self.number if expert is None else expert, shape)
+
+    def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """Read what stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
-        all."""
+        all. rounded: codes and scales to take in place of its own."""
         return self.raw(expert)
 
 
@@ -111,6 +139,17 @@ class PackedExperts(Weight):
         turned, scales = self._turned(shape), self._stored.tensors[self.parts[1]].shape
         return self.format.stored(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
 
+    def changed(self, expert: int | None = None) -> Change:
+        """See Weight."""
+        assert expert is not None
+        before, exact = (
+            (values[0].T if self.is_transposed else values[0]).contiguous()
+            for values in self._before_and_after(expert)
+        )
+        packed, place = (self._packed(None), expert) if self.format.is_whole else (self._packed(expert), 0)
+        rounded = self.format.round_expert(packed, place, exact, self._uniform(exact.shape, expert))
+        return Change(before, exact, rounded)
+
     def _packed(self, expert: int | None) -> Quantized:
         packed = Quantized(*self.raw(expert))
         self.format.check(self.name, packed)
@@ -125,9 +164,12 @@ class PackedExperts(Weight):
             weight = self.format.dequantize(self._packed(expert), dtype)
         return weight.transpose(1, 2) if self.is_transposed else weight
 
-    def rows(self, expert: int | None) -> list[torch.Tensor]:
+    def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """See Weight."""
-        return self.format.rows(self._packed(expert))
+        packed = self._packed(expert)
+        if rounded is not None:
+            packed = packed._replace(codes=rounded.codes[None], scales=rounded.scales[None])
+        return self.format.rows(packed)
 
 
 class HubMatrix(Weight):
@@ -148,9 +190,19 @@ class HubMatrix(Weight):
         """See Weight."""
         return self.format.dense(*self.raw()).to(dtype or self.dtype)
 
-    def rows(self, expert: int | None) -> list[torch.Tensor]:
+    def changed(self, expert: int | None = None) -> Change:
         """See Weight."""
-        rows, format = self.format.pack(*self.raw()), FORMATS[self.format.name]
+        before, exact = self._before_and_after(expert)
+        codes, *scales = self.raw()
+        rounded = self.format.grid(*scales).round(exact, scales[0], codes, self._uniform(exact.shape, expert))
+        return Change(before, exact, rounded)
+
+    def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
+        """See Weight."""
+        stored = self.raw()
+        if rounded is not None:
+            stored = [rounded.codes.view(stored[0].dtype), rounded.scales, *stored[2:]]
+        rows, format = self.format.pack(*stored), FORMATS[self.format.name]
         for part, tensor in zip(format.parts, rows):
             if not format.is_sound(part, tensor):
                 raise CheckpointError(

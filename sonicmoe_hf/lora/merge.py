@@ -26,12 +26,14 @@ from ..checkpoints.plan import TARGETS, finite_bounds
 from ..checkpoints.source import Source
 from ..checkpoints.stored import StoredWeights, Weight
 from ..errors import CheckpointError
+from ..kernels.packed.dither import Dither
 from ..layer.config import check_choice
 from .adapter import Adapter
+from .dithering import ROUNDINGS, dither_of
 from .packed_base import PackedBase
 from .rules import ADAPTER_WEIGHTS
 
-KEEP = "keep"
+KEEP, DITHERED = "keep", ROUNDINGS[0]
 QUANTIZE = (KEEP, "mxfp4", "fp8")
 ALTERNATING = 2  # groups whose weights a file may have in turn: gate and up of an expert, and its down
 
@@ -43,6 +45,8 @@ def merge_adapter(
     layout: str | None = None,
     *,
     quantize: str | None = None,
+    rounding: str = "dithered",
+    seed: int = 0,
     max_shard_size: int | str = "5GB",
     verify: bool = False,
     revision: str | None = None,
@@ -55,9 +59,12 @@ def merge_adapter(
             been trained on either layout of it.
         dst: the new folder; it must not exist. layout: "native" or "hub", of families that have both; by default the
             base's. The hub's is what Transformers and vLLM load.
-        quantize: "keep" writes the format of `base` (MXFP4, FP8 or NVFP4), in which only weights that the adapter changed
-            are rounded anew and all other tensors keep their bits. "mxfp4" (gpt-oss) and "fp8" pack the experts of a
-            bf16 base. None makes quantized weights bf16.
+        quantize: "keep" writes the format of `base`, in which only values that the adapter changed are rounded anew and
+            all others keep their bits. "mxfp4" (gpt-oss) and "fp8" pack the experts of a bf16 base. None makes quantized
+            weights bf16.
+        rounding: of changed weights to the format that they have already. "dithered": up or down by chance, so that the
+            mean is exact; most of an adapter's changes are smaller than the format's steps, and "nearest" drops those.
+            The result is a function of base, adapter and `seed`, on any machine.
         max_shard_size: bytes, or text such as "5GB". It, one file of `base` and one layer's adapters bound the memory.
         verify: read back and compare every byte before the result appears.
         revision: of the base's hub id. on_progress: called with (bytes done, bytes in all).
@@ -73,23 +80,28 @@ def merge_adapter(
         check_choice("layout", layout, TARGETS)
     if quantize is not None:
         check_choice("quantize", quantize, QUANTIZE)
-        if layout == "native":
+        if layout == "native" and quantize != KEEP:
             raise CheckpointError(f"quantize={quantize!r} writes the hub's layout; leave layout='native' out")
+    check_choice("rounding", rounding, ROUNDINGS)
     dst = new_folder(dst)
     stored = StoredWeights(local_folder(base, revision))
     folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
-    target = _target(stored, folder, layout, quantize)
+    target = _target(stored, folder, layout, quantize, seed if rounding == DITHERED else None)
     return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
 
 
-def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: str | None) -> Target:
+def _target(
+    stored: StoredWeights, adapter: Path, layout: str | None, quantize: str | None, seed: int | None
+) -> Target:
     family = str(stored.config["model_type"])
     own = "native" if family.startswith(NATIVE_PREFIX) else "hub"
     family = family.removeprefix(NATIVE_PREFIX)
+    if quantize == KEEP and layout not in (None, own):
+        raise CheckpointError(f"quantize='keep' writes the base's own layout, {own!r}; leave layout out")
     keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
     is_moved = not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here)
     stored = Source(stored.folder) if is_moved else stored
-    notices = add_adapter(stored, build_from_config(stored.config, stored.folder / CONFIG_FILE), adapter)
+    notices = add_adapter(stored, build_from_config(stored.config, stored.folder / CONFIG_FILE), adapter, seed)
     if isinstance(stored, Source):
         target = target_of(stored, layout or ("hub" if quantize else own), quantize=quantize)
     else:
@@ -97,11 +109,12 @@ def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: 
     return target._replace(notices=notices + target.notices)
 
 
-def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> list[str]:
+def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, seed: int | None = None) -> list[str]:
     """Add an adapter to a checkpoint's weights, whenever they are read.
 
     Args:
-        stored: the checkpoint. model: its model, on the meta device. folder: the adapter's.
+        stored: the checkpoint. model: its model, on the meta device. folder: the adapter's. seed: of the dither, by
+            which packed weights are rounded; None rounds to nearest.
     Returns:
         What a user should know of it, in sentences.
     Raises:
@@ -122,14 +135,29 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path) -> 
     delta = lru_cache(ALTERNATING)(lambda target: _GroupDelta(adapter, groups[target], target in replaced))
     for target in {groups[name].targets[0] for name in {*adapter.factors, *replaced}}:
         for name, place in groups[target].places.items():
-            if name in stored.weights:
-                stored.weights[name].delta = partial(delta, target)
-                stored.weights[name].num_experts = groups[target].num_experts if place is None else None
+            if (weight := stored.weights.get(name)) is not None:
+                weight.delta = partial(delta, target)
+                weight.num_experts, weight.number = groups[target].num_experts if place is None else None, place or 0
+                if seed is not None and weight.format is not None:
+                    module = model.get_submodule(target.rpartition(".")[0])
+                    weight.dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is None:
         return []
     sentence = trained.other_than(PackedBase.of_checkpoint(stored, model, groups), str(stored.folder))
     return [] if sentence is None else [sentence]
+
+
+def _dither_of_part(dither: Dither, group: WeightGroup, name: str) -> Dither:
+    """Return the dither of one of the weights that become a parameter, such as gate and up of an expert."""
+    if len(group.sources) == 1:
+        return dither
+    first_row = 0
+    for weights in group.sources.values():
+        if name in weights.values():
+            break
+        first_row += group.shapes[next(iter(weights.values()))][0]
+    return dither._replace(order="whole", first_row=first_row)
 
 
 def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ from ..patching.forwards import why_not_reached
 from ..private import attributes
 from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once
-from . import packed_base, shared_experts
+from . import packed_base, packed_merge, shared_experts
 
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -223,13 +223,22 @@ def _check_merge_allowed(self) -> None:
     the time that their error comes."""
     for module in self.model.modules():
         if isinstance(module, ParamWrapper) and not set(module.lora_A).isdisjoint(module.active_adapters):
-            experts: Any = module.get_base_layer()
-            shared = holding_of(experts).by is Holder.EXPERT_PARALLEL
-            if shared or isinstance(experts._parameters.get(module.parameter_name), PackedWeight):
-                raise UnsupportedModelError(
-                    shared_experts.NOT_MERGED.format(kind="that ranks share" if shared else "that are packed")
-                )
+            reason = _why_not_merged(module)
+            if reason is not None:
+                raise UnsupportedModelError(shared_experts.NOT_MERGED.format(kind=reason))
+    packed_merge.name_weights(self.model)
     _PEFTS_CHECK(self)
+
+
+def _why_not_merged(wrapper: ParamWrapper) -> str | None:
+    """Say which experts an adapter cannot be merged into in memory; None of others."""
+    experts: Any = wrapper.get_base_layer()
+    weight = getattr(experts, wrapper.parameter_name)
+    if packed_merge.packed_weight(wrapper) is None:
+        if isinstance(weight, PackedWeight):
+            return "in host memory"
+        return "that ranks share" if holding_of(experts).by is Holder.EXPERT_PARALLEL else None
+    return "in host memory that ranks share" if getattr(getattr(weight, "layer", None), "is_shared", False) else None
 
 
 def _cast_input_dtype(self, x, dtype):
@@ -254,10 +263,13 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
     ParamWrapper then hands the factors to our experts, Linear casts no input twice, the policy for FSDP leaves them in
     their layer, the hooks for tensor parallelism leave them alone under expert parallelism, merging asks first whether it
-    can, a config is saved with its base's packing, and `shared_experts` shards the factors there."""
+    can and rounds packed experts by their dither, a config is saved with its base's packing, and `shared_experts` shards
+    the factors there."""
     yield ParamWrapper, "forward", _forward
     yield Linear, "_cast_input_dtype", _cast_input_dtype
     yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
+    yield ParamWrapper, "merge", packed_merge.merge
+    yield ParamWrapper, "unmerge", packed_merge.unmerge
     yield PeftConfigMixin, "save_pretrained", _save_pretrained
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:

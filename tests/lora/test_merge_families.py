@@ -152,7 +152,8 @@ def test_an_fp8_base_stays_fp8_where_nothing_changed_it(family, tmp_path):
         if torch.equal(tensor, dense[name]):
             assert same_bits({name: merged[name]}, {name: in_float8[name]})
         else:
-            assert relative_error(values, tensor) < (TOLERANCE if scale is None else 0.04), "E4M3's 3 bits of mantissa"
+            # E4M3's 3 bits of mantissa leave 0.026 to nearest, and dithered rounding has twice the variance
+            assert relative_error(values, tensor) < (TOLERANCE if scale is None else 0.055)
     assert done.roundings and all(layer.survived > 0.9 for layer in done.roundings)
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "bf16")

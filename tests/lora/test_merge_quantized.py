@@ -60,7 +60,9 @@ def test_it_comes_back_in_the_format_of_the_base_and_loads_in_transformers(famil
     exact, rounded = tensors_in(tmp_path / "bf16"), tensors_in(tmp_path / "merged dense")
     lossy = {name for name in exact if not torch.equal(exact[name], rounded[name])}
     assert lossy and all("experts" in name or "o_proj" in name for name in lossy)
-    largest = {"mxfp4": 0.13, "fp8": 0.04}[kind]  # of normally distributed values rounded to the format
+    largest = {"mxfp4": 0.185, "fp8": 0.057}[
+        kind
+    ]  # of normally distributed values dithered: of nearest, times sqrt(2)
     for name in lossy:
         assert relative_error(rounded[name], exact[name]) < largest, name
     assert {layer.layer for layer in done.roundings} <= {"model.layers.0", "model.layers.1"}
@@ -86,7 +88,7 @@ def test_what_the_adapter_leaves_alone_is_copied_bit_for_bit(family, kind, tmp_p
 @every_kind
 def test_a_change_under_the_formats_steps_is_lost_and_said_to_be(family, kind, tmp_path):
     base, adapter, merged = base_and_adapter(tmp_path, family, kind, 1e-5)
-    done = merge_adapter(base, adapter, merged, quantize="keep")
+    done = merge_adapter(base, adapter, merged, quantize="keep", rounding="nearest")
     assert all(layer.survived < 0.5 and layer.error > 0.5 * layer.change for layer in done.roundings)
     warning = next(notice for notice in done.notices if notice.startswith("warning"))
     assert "more than half of the adapter's change in 2 of 2 layers: serve the adapter beside the base" in warning
@@ -221,7 +223,7 @@ def test_a_bf16_base_is_merged_and_packed_in_one_go(family, format, tmp_path):
 @pytest.mark.pinned
 @pytest.mark.parametrize("family, format", [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
 def test_a_base_packed_for_training_is_merged_and_packed_for_engines(family, format, tmp_path):
-    largest = {"mxfp4": 0.13, "fp8": 0.04}[format]
+    largest = {"mxfp4": 0.185, "fp8": 0.057}[format]
     sizes = {"intermediate_size": 32} if family == "gpt_oss" else {"hidden_size": 128, "moe_intermediate_size": 128}
     make(tmp_path / "base", family, **sizes)
     convert_checkpoint(tmp_path / "base", tmp_path / "packed", quantize=format)
@@ -244,11 +246,7 @@ def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):
     convert_checkpoint(tmp_path / "base", tmp_path / "packed", quantize="fp8")
     for base, match, options in (
         ("base", "is not quantized, so there is no format to keep", {"quantize": "keep"}),
-        (
-            "packed",
-            "was packed for training, as no engine reads it, .* --layout hub --quantize",
-            {"quantize": "keep"},
-        ),
+        ("base", "writes the base's own layout, 'hub'; leave", {"quantize": "keep", "layout": "native"}),
         ("base", "quantize='fp8' writes the hub's layout", {"quantize": "fp8", "layout": "native"}),
         ("base", "no layout for the experts of qwen3_moe in mxfp4, only for fp8", {"quantize": "mxfp4"}),
     ):
@@ -260,7 +258,7 @@ def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):
 @pytest.mark.pinned
 def test_the_command_prints_what_rounding_did_to_each_layer(tmp_path, capsys):
     folders = base_and_adapter(tmp_path, "gpt_oss", "mxfp4", 1e-5)
-    assert main(["merge", *map(str, folders), "--quantize", "keep"]) == 0
+    assert main(["merge", *map(str, folders), "--quantize", "keep", "--rounding", "nearest"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "adapter's change" in printed and "model.layers.1" in printed
     assert "warning: rounding to mxfp4 ate more than half" in printed

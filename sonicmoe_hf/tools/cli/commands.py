@@ -183,6 +183,12 @@ COMMANDS = {
                 help="keep: in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) or fp8: pack the experts "
                 "(default: bfloat16)",
             ),
+            _option(
+                "--rounding",
+                choices=("dithered", "nearest"),
+                help="of what ADAPTER changes in packed weights that stay packed: up or down so that the mean is exact, "
+                "or to nearest, which drops small changes (default: dithered)",
+            ),
             _option("--revision", help="of BASE, a hub id"),
         ),
     ),
