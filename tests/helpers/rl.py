@@ -3,8 +3,10 @@
 import torch
 from helpers.trl_trainers import sentence_tokenizer, trl_trainer
 from trl import GRPOConfig
+from trl import GRPOTrainer as TRLsGRPOTrainer  # noqa: F401
 
 import sonicmoe_hf
+from sonicmoe_hf.trl import GRPOTrainer  # noqa: F401
 
 PROMPTS = [{"prompt": text} for text in ("the dog", "the quick brown fox", "the lazy", "over the dog and the fox")] * 2
 GAP = 1e-5  # fp32: two models' order of sums

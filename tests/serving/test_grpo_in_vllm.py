@@ -1,5 +1,6 @@
 """GRPO (TRL) sampled by vLLM, which gets adapters of experts alone and returns the experts that the trainer replays."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -8,14 +9,12 @@ import pytest
 from accelerate import Accelerator
 from helpers.checkpoints import tensors_in
 from helpers.http_servers import running
-from helpers.rl import GAP, loaded, logged, make, synced_once
 from helpers.trl_trainers import model_of, sentence_tokenizer
 from helpers.vllm_engine import WIDTHS, stopped
 from peft import get_peft_model
-from trl import GRPOTrainer as TRLsGRPOTrainer
 
 import sonicmoe_hf
-from sonicmoe_hf.trl import AsyncGRPOTrainer, GRPOTrainer, async_grpo, vllm_adapters
+from sonicmoe_hf.trl import async_grpo
 
 pytestmark = pytest.mark.serving
 LOOP = {"num_iterations": 2, "beta": 0.1, "max_steps": 4}
@@ -30,10 +29,11 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _runner(monkeypatch):
-    """Have vLLM take its newer runner, which alone returns experts."""
+@pytest.fixture
+def rl(monkeypatch):
+    """Import what imports TRL, and with it vLLM, whose newer runner alone returns experts."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    return importlib.import_module("helpers.rl")
 
 
 @pytest.mark.parametrize(
@@ -42,25 +42,25 @@ def _runner(monkeypatch):
     ids=["in PEFT's form", "in vLLM's form", "without replay"],
 )
 def test_colocated_vllm_has_the_trainers_log_probabilities_as_the_adapter_changes(
-    config, lora, options, base, tmp_path
+    config, lora, options, rl, base, tmp_path
 ):
-    trainer = make(vllm_adapters(TRLsGRPOTrainer, **options), base, tmp_path, config, lora)
+    trainer = rl.make(sonicmoe_hf.vllm_adapters(rl.TRLsGRPOTrainer, **options), base, tmp_path, config, lora)
     with stopped(trainer.vllm_generation.llm):
         trainer.train()
-    gaps = logged(trainer)
-    assert len(gaps) == 2 and 0 < max(gaps) < GAP
-    assert logged(trainer, "serving/divergence") == ([] if options else [0.0, 0.0])
+    gaps = rl.logged(trainer)
+    assert len(gaps) == 2 and 0 < max(gaps) < rl.GAP
+    assert rl.logged(trainer, "serving/divergence") == ([] if options else [0.0, 0.0])
 
 
-def test_vllm_that_keeps_the_first_adapter_is_far_away(base, tmp_path):
-    trainer = synced_once(make(GRPOTrainer, base, tmp_path))
+def test_vllm_that_keeps_the_first_adapter_is_far_away(rl, base, tmp_path):
+    trainer = rl.synced_once(rl.make(rl.GRPOTrainer, base, tmp_path))
     with stopped(trainer.vllm_generation.llm):
         trainer.train()
-    first, second = logged(trainer)
-    assert first < GAP and second > 1e-2
+    first, second = rl.logged(trainer)
+    assert first < rl.GAP and second > 1e-2
 
 
-def test_vllm_serve_started_by_the_command_line_that_is_printed_loads_each_version(base, tmp_path, monkeypatch):
+def test_vllm_serve_started_by_the_command_line_that_is_printed_loads_each_version(rl, base, tmp_path, monkeypatch):
     """Two runs on one server: versions of the second go on."""
     vllm = [str(Path(sys.executable).with_name("vllm")), "serve", str(base)]
     flags = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--enable-mixed-moe-lora-format"]
@@ -71,22 +71,22 @@ def test_vllm_serve_started_by_the_command_line_that_is_printed_loads_each_versi
     with running(command, tmp_path / "log", {**os.environ, **variables}) as port:
         served = {"vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}"}
         for config in ({**LOOP, **served}, {**served, "max_steps": 1}):
-            trainer = make(GRPOTrainer, base, tmp_path / "run", config)
+            trainer = rl.make(rl.GRPOTrainer, base, tmp_path / "run", config)
             trainer.train()
-            assert 0 < max(logged(trainer)) < GAP and set(logged(trainer, "serving/divergence")) == {0.0}
+            assert 0 < max(rl.logged(trainer)) < rl.GAP and set(rl.logged(trainer, "serving/divergence")) == {0.0}
         printed = trainer.vllm_generation.server.command()
         names = [model["id"] for model in trainer.vllm_generation.server._models()]
     assert printed.endswith(" ".join([*vllm[1:], *flags, *small[:2]]))
     assert len(names) == 2 and names[1].endswith("-3")
 
 
-def test_async_grpo_writes_an_adapter_of_experts_as_vllm_loads_it(base, tmp_path):
+def test_async_grpo_writes_an_adapter_of_experts_as_vllm_loads_it(rl, base, tmp_path):
     """TRL's own functions refuse it, and fall back to whole weights on a ValueError."""
-    model = loaded(base)
+    model = rl.loaded(base)
     model = get_peft_model(model, sonicmoe_hf.lora_config(model))
     assert async_grpo._checked_config(model) is model.peft_config["default"]
     async_grpo.check_hooks(async_grpo.ASYNC)
-    trainer = object.__new__(AsyncGRPOTrainer)
+    trainer = object.__new__(sonicmoe_hf.trl.AsyncGRPOTrainer)
     trainer._versions = None
     for version in (1, 2):
         trainer._save(model, Accelerator(cpu=True), "default", str(tmp_path / f"trl-policy-v{version}"))
@@ -94,4 +94,4 @@ def test_async_grpo_writes_an_adapter_of_experts_as_vllm_loads_it(base, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"trl-policy-v1", "trl-policy-v2"}
     assert "base_model.model.model.layers.1.mlp.experts.7.down_proj.lora_B.weight" in names
     with pytest.raises(RuntimeError, match="the model has none"):
-        async_grpo._checked_config(loaded(base))
+        async_grpo._checked_config(rl.loaded(base))

@@ -15,6 +15,7 @@ HUB_LAYOUTS = {family.hub_layout for family in NATIVE_FAMILIES.values()}  # whic
 def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: bool, **of_models) -> int:
     """Run `sonicmoe-hf convert`."""
     from ...checkpoints.convert import convert_checkpoint
+    from ...checkpoints.rounding import round_checkpoint
     from ...lora.convert import is_adapter
 
     given = {name: value for name, value in of_models.items() if value is not None}
@@ -28,6 +29,13 @@ def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: boo
             f"{option} is for adapters, and {src} is no folder with adapter_config.json: download one of the hub first, "
             "hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's layout: --layout hub"
         )
+    if (format := given.pop("round", None)) is not None:
+        for name in set(given) - {"max_shard_size", "revision"} | ({"layout native"} if layout != "hub" else set()):
+            raise CheckpointError(
+                f"--round leaves experts dense, in the hub's layout and their own dtype; leave "
+                f"--{name.replace('_', '-')} out"
+            )
+        return _write("rounding", round_checkpoint, src, dst, format, verify=verify, **given)
     return _write("converting", convert_checkpoint, src, dst, layout, verify=verify, **given)
 
 

@@ -161,6 +161,12 @@ COMMANDS = {
                 help="pack the experts: with --layout native to train adapters on them, with --layout hub as engines "
                 "read them (mxfp4 for gpt-oss, fp8 for the others)",
             ),
+            _option(
+                "--round",
+                choices=FORMATS,
+                help="with --layout hub: leave experts dense, at the values that they have packed in this format, for "
+                "engines that serve what is trained with --experts-quantization",
+            ),
             _option("--revision", help="of a hub id"),
             _option("--trained-on", metavar="MODEL", help="for an adapter: its base (default: what it says)"),
         ),

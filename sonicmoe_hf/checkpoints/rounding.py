@@ -1,0 +1,146 @@
+"""A checkpoint whose experts are dense, with the values that they have when packed: for engines, which cannot read every
+format that experts are trained in.
+
+Letters: E experts, N output and K input features.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from ..kernels.packed import FORMATS, Format, Quantized
+from ..layer.config import check_choice
+from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
+from .atomic_folder import new_folder
+from .config_only import build_from_config
+from .convert import Conversion, Target, own_target, write_checkpoint
+from .converters import NOT_INVERTED, Tensors, WeightGroup, check_complete, weight_groups
+from .files import CONFIG_FILE
+from .hub import local_folder
+from .layouts import NATIVE_PREFIX
+from .stored import StoredWeights, Weight
+
+ALTERNATING = 2  # groups whose weights a file may have in turn: gate and up of an expert, and its down
+
+
+def round_checkpoint(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    format: str,
+    *,
+    max_shard_size: int | str = "5GB",
+    verify: bool = False,
+    revision: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Conversion:
+    """Write a checkpoint of the hub with its experts at the values that they have packed in a format, in its own dtypes.
+
+    One file of `src` and one packed weight of all experts bound the memory. Arguments and errors are those of
+    `convert_checkpoint`; format: a name of `quantize_experts`.
+    """
+    check_choice("round", format, FORMATS)
+    dst = new_folder(dst)
+    target = rounded_target(StoredWeights(local_folder(src, revision)), format)
+    return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
+
+
+def rounded_target(stored: StoredWeights, format: str) -> Target:
+    """Plan a checkpoint under its own names and in its own dtypes, with its experts rounded as `from_pretrained(...,
+    experts_quantization=format)` rounds them.
+
+    Raises:
+        CheckpointError: it is in the native layout, quantized already, has no experts, or experts of a size that the
+            format does not take.
+    """
+    family = str(stored.config.get("model_type"))
+    if family.startswith(NATIVE_PREFIX):
+        raise CheckpointError(
+            f"{stored.folder} is in the native layout, whose rows stand in another order; round the checkpoint of the "
+            "hub that is trained"
+        )
+    if stored.quantization is not None:
+        raise CheckpointError(
+            f"{stored.folder} is {stored.quantization} already, and engines read it so; serve it as it is"
+        )
+    model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
+    found = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
+    check_complete(model, found, stored.folder)
+    groups = {target: group for group in found for target in group.targets}
+    rounded = lru_cache(ALTERNATING)(lambda target: _RoundedParameter(stored, groups[target], model, target, format))
+    targets = [f"{name}.{own}" for name, module in model.named_modules() for own in packable(module)]
+    if not targets:
+        raise CheckpointError(f"{stored.folder} has no experts to round")
+    for target in targets:
+        module, _, own = target.rpartition(".")
+        experts = model.get_submodule(module)
+        try:
+            FORMATS[format].shapes(matrix_shape(experts, getattr(experts, own)), row_order(experts, own))
+        except ValueError as error:
+            raise CheckpointError(f"{target}: {error}") from error
+        for name, place in groups[target].places.items():
+            stored.weights[name].delta = partial(rounded, target)
+            stored.weights[name].num_experts = groups[target].num_experts if place is None else None
+    notice = f"the experts have the values of {format}; serve this where experts_quantization={format!r} trains"
+    plan = own_target(stored, (family, "hub", "hub"), keeps_format=False)
+    return plan._replace(notices=[notice, *plan.notices])
+
+
+class _RoundedParameter:
+    """A parameter of experts, packed, and its weights in the files made of that."""
+
+    def __init__(self, stored: StoredWeights, group: WeightGroup, model: nn.Module, target: str, format: str):
+        module, _, own = target.rpartition(".")
+        experts = model.get_submodule(module)
+        self._stored, self._group, self._target = stored, group, target
+        self._format: Format = FORMATS[format]
+        self._is_transposed = is_transposed(experts)
+        shape = matrix_shape(experts, getattr(experts, own))
+        try:
+            self._packed: Quantized = self._format.pack(self._matrices(shape[0]), shape, row_order(experts, own))
+        except ValueError as error:
+            raise CheckpointError(f"{target}: {error}; nothing is written") from error
+        self._expert: int | None = None
+        self._made: Tensors = {}
+
+    def _matrices(self, num_experts: int) -> Iterator[torch.Tensor]:
+        """Yield the experts' matrices [N, K]."""
+        whole = None if self._group.num_experts else self._parameter(None)
+        for expert in range(num_experts):
+            matrix = self._parameter(expert)[0] if whole is None else whole[expert]
+            yield matrix.T if self._is_transposed else matrix
+
+    def _parameter(self, expert: int | None) -> torch.Tensor:
+        tensors = {
+            name: self._stored.weights[name].read(expert if place is None else None)
+            for name, place in self._group.places.items()
+            if expert is None or place in (None, expert)
+        }
+        return self._group.parameters(tensors, expert)[self._target]
+
+    def add_to(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
+        """Return the rounded values of a weight, or of an expert's [1, ...] of it, in the place of `values`."""
+        place = self._group.places[weight.name]
+        expert = expert if place is None else place
+        if expert != self._expert or weight.name not in self._made:
+            self._expert, self._made = expert, self._convert(weight.dtype, expert)
+        return self._made.pop(weight.name)
+
+    def _convert(self, dtype: torch.dtype, expert: int | None) -> Tensors:
+        if expert is None:
+            rounded = self._format.dequantize(self._packed, dtype)
+        else:
+            rounded = self._format.dequantize_expert(self._packed, dtype, expert)[None]
+        parameter = rounded.transpose(1, 2).contiguous() if self._is_transposed else rounded
+        try:
+            return self._group.weights({self._target: parameter}, expert)
+        except NOT_INVERTED as error:
+            raise CheckpointError(
+                f"{self._target} cannot be written back, since Transformers' conversion of this family has no inverse "
+                f"({type(error).__name__}: {' '.join(str(error).split())})"
+            ) from error

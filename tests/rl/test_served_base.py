@@ -1,0 +1,98 @@
+"""The base that vLLM serves is the one that the trainer computes with: rounded through the trainer's format, or the same
+folder; and another one is told apart."""
+
+import pytest
+import torch
+from helpers.models import build
+from helpers.rl import GAP, loaded, logged, make
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer as TRLsGRPOTrainer
+
+import sonicmoe_hf
+from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.tools.cli.main import main
+from sonicmoe_hf.trl import vllm_adapters
+from sonicmoe_hf.trl.served_base import check_served_base
+
+WIDE = {
+    "mixtral": {"hidden_size": 64, "intermediate_size": 64},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+    "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+}
+
+
+def rounded(base, folder, format):
+    assert main(["convert", str(base), str(folder), "--layout", "hub", "--round", format]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("family", WIDE)
+def test_rounded_experts_have_the_values_of_packed_ones_bit_by_bit_and_the_rest_is_untouched(family, tmp_path):
+    """In every format; each expert's matrices are packed with those that Transformers puts beside them."""
+    build(family, **WIDE[family]).bfloat16().save_pretrained(tmp_path / "base")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for format in FORMATS if family == "qwen3_moe" else ("nf4", "mxfp4"):
+        found = AutoModelForCausalLM.from_pretrained(
+            rounded(tmp_path / "base", tmp_path / format, format)
+        ).state_dict()
+        packed = sonicmoe_hf.from_pretrained(tmp_path / "base", experts_quantization=format)
+        packed.dequantize()
+        changed = 0
+        for name, weight in packed.state_dict().items():
+            assert torch.equal(found[name], weight), name
+            changed += not torch.equal(dense.state_dict()[name], weight)
+        assert changed >= 2 and found[name].dtype == torch.bfloat16
+
+
+def test_a_base_rounded_as_the_trainer_holds_it_has_its_log_probabilities_and_an_unrounded_one_is_named(
+    base, engine, tmp_path, caplog
+):
+    served = rounded(base, tmp_path / "nf4", "nf4")
+    kept = {"max_steps": 2, "learning_rate": 1e-2}
+    trainer_class = vllm_adapters(TRLsGRPOTrainer, served_base=served)
+    trainer = make(trainer_class, base, tmp_path / "a", kept, model=loaded(base, experts_quantization="nf4"))
+    trainer.train()
+    assert 0 < max(logged(trainer)) < GAP and engine.made[0].options["model"] == str(served)
+    assert "which vLLM serves" not in caplog.text
+    with pytest.raises(ValueError, match="served_base is another model, or was rounded otherwise"):
+        make(trainer_class, base, tmp_path / "b", kept)
+    unrounded = make(
+        vllm_adapters(TRLsGRPOTrainer), base, tmp_path / "c", kept, model=loaded(base, experts_quantization="nf4")
+    )
+    assert "--layout hub --round nf4" in caplog.text and "served_base=" in caplog.text
+    unrounded.train()
+    assert min(logged(unrounded)) > 1e-3
+
+
+def test_a_native_model_is_compared_whatever_the_order_of_its_rows_and_a_base_elsewhere_is_passed_over(
+    tmp_path, caplog
+):
+    build("qwen3_moe").save_pretrained(tmp_path / "hub")
+    sonicmoe_hf.convert_checkpoint(tmp_path / "hub", tmp_path / "native")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    check_served_base(native, str(tmp_path / "hub"), is_given=True)
+    build("qwen3_moe", seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"the experts of .*other, which vLLM serves, are \d+\.\d% away"):
+        check_served_base(native, str(tmp_path / "other"), is_given=True)
+    check_served_base(native, "/no/such/folder", is_given=True)
+    assert "was not compared" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "source, options, message",
+    [
+        ("hub", ["--layout", "native"], "leave --layout native out"),
+        ("hub", ["--layout", "hub", "--dtype", "float16"], "leave --dtype out"),
+        ("native", ["--layout", "hub"], "rows stand in another order"),
+        ("packed", ["--layout", "hub"], "is nf4 already"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(source, options, message, base, tmp_path, capsys):
+    if source == "native":
+        sonicmoe_hf.convert_checkpoint(base, tmp_path / "native")
+    elif source == "packed":
+        loaded(base, experts_quantization="nf4").save_pretrained(tmp_path / "packed")
+    folder = base if source == "hub" else tmp_path / source
+    assert main(["convert", str(folder), str(tmp_path / "dst"), *options, "--round", "nf4"]) == 2
+    assert message in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "dst").exists()
