@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
@@ -54,7 +54,7 @@ def adapter_of(model: nn.Module) -> str:
     Raises:
         ValueError: it has none, or several, or one that vLLM would serve in part.
     """
-    if not hasattr(model, "peft_config"):
+    if not is_peft_model(model):
         raise ValueError(NO_ADAPTER)
     active: Any = model.active_adapters
     if len(active) != 1:

@@ -61,6 +61,7 @@ class SendsAdaptersInBackground(Theirs):
 def _checked_config(model: Any) -> Any:
     """Return the adapter's config, as TRL's validate_lora_for_vllm_sync does, also of one on experts."""
     try:
-        return model.peft_config[adapter_of(model)]
+        adapter = adapter_of(model)
     except (CheckpointError, ValueError) as error:
         raise RuntimeError(str(error)) from error  # TRL takes ValueError as leave to send merged weights
+    return model.peft_config[adapter]

@@ -17,6 +17,10 @@ import sonicmoe_hf
 from sonicmoe_hf.trl import async_grpo
 
 pytestmark = pytest.mark.serving
+TRITON_FOR_CPUS = """from types import SimpleNamespace
+from triton.backends import backends
+backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=bool)))
+"""  # as conftest.py has it, in the server's processes
 LOOP = {"num_iterations": 2, "beta": 0.1, "max_steps": 4}
 
 
@@ -60,13 +64,17 @@ def test_vllm_that_keeps_the_first_adapter_is_far_away(rl, base, tmp_path):
     assert first < rl.GAP and second > 1e-2
 
 
-def test_vllm_serve_started_by_the_command_line_that_is_printed_loads_each_version(rl, base, tmp_path, monkeypatch):
+def test_vllm_serve_started_by_the_command_line_that_is_printed_loads_each_version(rl, base, tmp_path):
     """Two runs on one server: versions of the second go on."""
     vllm = [str(Path(sys.executable).with_name("vllm")), "serve", str(base)]
     flags = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--enable-mixed-moe-lora-format"]
     flags += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "96", "--max-num-seqs", "8"]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
+    variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    (site := tmp_path / "site").mkdir()
+    (site / "sitecustomize.py").write_text(TRITON_FOR_CPUS)
+    variables["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [*vllm, *flags, *small, "--host", "127.0.0.1", "--port"]
     with running(command, tmp_path / "log", {**os.environ, **variables}) as port:
         served = {"vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}"}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers.examples import load as load_example
 from helpers.vllm_engine import PROMPTS, complete, engine, logprobs_of, model_for_vllm
 
 import sonicmoe_hf
@@ -35,14 +34,3 @@ def test_vllm_used_the_experts_that_the_model_chooses_and_replay_gives_its_log_p
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     found = logits[:, -1 - len(completions[0].token_ids) : -1].log_softmax(-1).flatten(0, 1)
     assert (found - logprobs_of(completions)).abs().max() < 1e-4, "fp32: two engines' order of sums"
-
-
-def test_grpo_trains_with_the_experts_of_vllm(tmp_path, monkeypatch):
-    """New weights reach vLLM twice; in fp32 the policy's routers would have chosen the same experts each time."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    example, texts = load_example("grpo_replay"), ["def fox(jumps):\n    return jumps\n", "def dog(mind):\n    pass\n"]
-    monkeypatch.setattr(example, "standard_library", lambda: (texts * 4, []))
-    options = ["--vllm", "--steps", "6", "--max-completion-length", "8", "--output", str(tmp_path)]
-    log = [entry for entry in example.main(options) if "serving_gap" in entry]
-    assert log and all(entry["serving_divergence"] == 0 for entry in log)
-    assert all(0 < entry["serving_gap"] < 1e-5 for entry in log), "fp32: two engines' order of sums"

@@ -3,8 +3,6 @@
 import importlib
 
 import pytest
-import torch
-from helpers.examples import load as load_example
 from helpers.models import build
 from helpers.training import arguments, trainer_for
 from helpers.trl_trainers import model_of, sentence_tokenizer, trl_trainer, watched_training
@@ -174,99 +172,3 @@ def test_names_decide_over_all_base_classes_and_ordinary_ones_are_let_through(tm
     with pytest.raises(ValueError, match="CustomDPOTrainer: token rounding"):
         sonicmoe_hf.attach(trainer)
     sonicmoe_hf.attach(trainer_for(build("qwen3_moe"), tmp_path, [rounding()]))
-
-
-@pytest.fixture(scope="module")
-def grpo_replay():
-    return load_example("grpo_replay")
-
-
-def test_the_grpo_example_runs_offline_without_arguments(grpo_replay, tmp_path, monkeypatch):
-    texts = ["def fox(jumps):\n    return jumps\n", "def dog(mind):\n    return None\n"] * 4
-    monkeypatch.setattr(grpo_replay, "standard_library", lambda: (texts, []))
-    log = grpo_replay.main(["--steps", "2", "--max-completion-length", "4", "--output", str(tmp_path)])
-    assert 0 < log[-1]["reward"] <= 1 and (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-    with pytest.raises(SystemExit):
-        grpo_replay.main(["--model", "a model without a dataset"])
-    served = ["--routing", "server", "--steps", "2", "--max-completion-length", "4", "--output", str(tmp_path)]
-    log = grpo_replay.main(served)
-    assert 0 < log[-1]["reward"] <= 1 and 0 <= log[-1]["serving_divergence"] < 0.3, "bf16 moves few choices"
-
-
-def test_the_grpo_example_trains_with_the_experts_of_the_rollouts_policy(grpo_replay, tmp_path):
-    example, model = grpo_replay, loaded(tmp_path)
-    sonicmoe_hf.patch_model(model)
-    options = {"config": {**GRPO["config"], "max_steps": 2, "learning_rate": 1e-1}, "reward_funcs": reward}
-    trainer = make(example.ReplayingGRPOTrainer, GRPOConfig, PREFERENCES, tmp_path, [], model, **options)
-    given, used, compute = [], [], trainer._compute_loss
-
-    def watched(model, inputs):
-        given.append(inputs[example.ROUTING].transpose(0, 1).flatten(1, 2))
-        with sonicmoe_hf.record_routing(model) as routing:
-            loss = compute(model, inputs)
-        used.extend(routing.tensors())
-        return loss
-
-    trainer._compute_loss = watched
-    trainer.train()
-    assert len(given) == len(used) == 2, "two iterations on one batch of completions"
-    assert all(torch.equal(a, b) for a, b in zip(given, used)), "also after the first update"
-
-
-@pytest.fixture
-def served_trainer(grpo_replay, tmp_path):
-    """Return the example's trainer, and its server, whose routers are others than the policy's."""
-    model = loaded(tmp_path)
-    sonicmoe_hf.patch_model(model)
-    server = grpo_replay.StandInServer(model)
-    load = server.model.load_state_dict
-
-    def with_other_routers(state):
-        load(state)
-        with torch.no_grad():
-            for layer in server.model.model.layers:
-                layer.mlp.gate.weight.normal_(generator=torch.Generator().manual_seed(0))
-
-    server.model.load_state_dict = with_other_routers
-    config = {**GRPO["config"], "max_steps": 2, "learning_rate": 1e-1, "logging_steps": 1}
-    options = {"config": config, "reward_funcs": reward, "rollout_func": server.rollout}
-    return make(grpo_replay.ReplayingGRPOTrainer, GRPOConfig, PREFERENCES, tmp_path, [], model, **options)
-
-
-def test_a_servers_experts_are_used_in_all_updates_and_in_the_old_log_probabilities(served_trainer):
-    trainer, arrays, used, scored = served_trainer, [], [], []
-    rollout, score = trainer.rollout_func, trainer._get_per_token_logps_and_entropies
-
-    def watched_rollout(prompts, trainer):
-        output = rollout(prompts, trainer)
-        arrays.extend(output["routed_experts"])
-        return output
-
-    def watched(model, input_ids, attention_mask, *args, **kwargs):
-        if model is trainer.ref_model:
-            return score(model, input_ids, attention_mask, *args, **kwargs)
-        with sonicmoe_hf.record_routing(model) as routing:
-            result = score(model, input_ids, attention_mask, *args, **kwargs)
-        used.append((torch.cat(routing.tensors(), 1).unflatten(1, input_ids.shape), attention_mask.bool()))
-        scored.append((input_ids, result[0].detach()))
-        return result
-
-    trainer.rollout_func, trainer._get_per_token_logps_and_entropies = watched_rollout, watched
-    trainer.train()
-    assert len(used) == 3, "old log-probabilities, then two iterations on one batch of completions"
-    for experts_LBSK, mask in used:
-        found = {
-            tuple(experts[:, here][:, :-1].flatten().tolist()) for experts, here in zip(experts_LBSK.unbind(1), mask)
-        }
-        assert found == {tuple(torch.from_numpy(array).transpose(0, 1).flatten().tolist()) for array in arrays}
-    order = [tokens.tolist() for tokens in scored[0][0]]
-    (tokens, first), old = scored[1], scored[0][1]
-    for row, logps in zip(tokens.tolist(), first):
-        torch.testing.assert_close(logps, old[order.index(row)])  # the same weights and experts, in a shuffled batch
-    assert trainer.state.log_history[0]["serving_divergence"] > 0.3
-
-
-def test_the_grpo_example_refuses_masks_that_hide_served_tokens(grpo_replay, tmp_path):
-    options = {"config": {**GRPO["config"], "mask_truncated_completions": True}, "reward_funcs": reward}
-    with pytest.raises(ValueError, match="mask_truncated_completions hides tokens"):
-        make(grpo_replay.ReplayingGRPOTrainer, GRPOConfig, PREFERENCES, tmp_path, [], **options)
