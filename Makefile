@@ -7,10 +7,10 @@
 #   make test-newest   the same with the newest
 #   make test-serving  what vLLM computes, on a CPU, of what we write for it; downloads 1 GB into an environment of its own
 #   make mutants       whether the tests see small wrong changes of the source: tests/mutants
-#   make lint          ruff, check and format; mypy; import-linter
+#   make lint          ruff, check and format; mypy; import-linter; zizmor
 #   make test-gpu      the GPU tests, on a GPU
-#   make bench         GPU benchmarks
-#   make wheel         the wheel, in ./dist; make check-wheel tries it in an empty environment
+#   make bench         GPU benchmarks of one layer; names what has become slower than the CSV says of the same card
+#   make wheel         the wheel, in ./dist; make check-wheel tries it in an empty environment; make dist: the sdist too
 #   make docs          the documents and the reference of the public API as a site, in ./site; every link is checked
 # A machine without CUDA saves a large download with PyTorch's CPU build:
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -31,7 +31,7 @@ SERVING := .venv-serving
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-oldest test-newest test-serving mutants test-gpu lint format bench docs wheel check-wheel owner clean
+.PHONY: demo test test-slow test-oldest test-newest test-serving mutants test-gpu lint format bench docs wheel dist check-wheel owner clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
@@ -67,6 +67,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/zizmor --quiet --offline .github
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
@@ -81,6 +82,11 @@ docs: $(VENV)/.installed
 
 wheel: $(VENV)/.installed
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
+
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
+	$(VENV)/bin/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 check-wheel:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/check_wheel.sh

@@ -1,4 +1,9 @@
-"""The errors that sonicmoe_hf raises of its own; everything else is a ValueError or what torch raises."""
+"""The errors that sonicmoe_hf raises of its own, everything else being a ValueError or what torch raises; and the warning
+of a public name that will go."""
+
+from __future__ import annotations
+
+from typing_extensions import deprecated as marked
 
 
 class CheckpointError(ValueError):
@@ -12,3 +17,13 @@ class UnsupportedExpertsError(ValueError):
 class UnsupportedModelError(ValueError):
     """A model, or some of its layers, cannot be patched or planned for: the message names the layers, the reason and the
     remedy."""
+
+
+def deprecated(until: str, instead: str) -> marked:
+    """Mark a public function or class that will go: each call gives a FutureWarning (docs/api.md, Stability).
+
+    Args:
+        until: the version that will lack it; a test fails once that is the package's own.
+        instead: what to use, as a clause: "use quantize_experts".
+    """
+    return marked(f"it goes in sonicmoe_hf {until}: {instead}", category=FutureWarning)

@@ -24,6 +24,7 @@ QUANTILES = {
     "p20": lambda values: quantile(values, 0.2),
     "p80": lambda values: quantile(values, 0.8),
 }
+SLOWER = 1.05  # times the last run's: what `Rows.write` says
 ON_A_LINE = 16  # metrics that are printed so
 RANGE = {"median": quantile, "min": min, "max": max}
 
@@ -61,8 +62,23 @@ class Rows:
         print("  ".join(written(columns).values()), flush=True)
         self.rows.append(written(columns) | self.origin)
 
+    def losses(self, before: list[dict[str, str]]) -> list[str]:
+        """Name the times that are more than 5% above those that the file has of the same measurement on the same card."""
+        names = (*self.keys, "metric", "gpu")
+        last = {tuple(row.get(name) for name in names): row for row in before}
+        sentences = []
+        for row in self.rows:
+            was = last.get(tuple(row.get(name) for name in names))
+            if was is None or row.get("metric") != "ms" or row.get("gpu", "none") == "none":
+                continue
+            ratio = float(row["median"]) / float(was["median"])
+            if ratio > SLOWER:
+                what = ", ".join(row[key] for key in self.keys if key != "metric")
+                sentences.append(f"SLOWER by {ratio - 1:.0%} than at {was['commit']} ({was['date']}): {what}")
+        return sentences
+
     def write(self) -> None:
-        """Bring the file up to date.
+        """Bring the file up to date, and print what has become slower on the same card.
 
         Raises:
             SystemExit: it has a GPU's figures, and these are none.
@@ -70,6 +86,8 @@ class Rows:
         before = read_rows(self.path)
         if all(row.get("gpu") == "none" for row in self.rows) and any(row.get("gpu") != "none" for row in before):
             raise SystemExit(f"{self.path} has a GPU's figures, and these are none: name another file by --csv")
+        for sentence in self.losses(before):
+            print(sentence, flush=True)
         measured = {tuple(row[key] for key in self.keys) for row in self.rows}
         rows = [row for row in before if tuple(row[key] for key in self.keys) not in measured] + self.rows
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,3 +35,16 @@ def test_figures_without_a_gpu_do_not_take_the_place_of_a_gpus(tmp_path, monkeyp
     with pytest.raises(SystemExit, match="has a GPU's figures, and these are none: name another file by --csv"):
         added(path, "ours", ms=[2.0])
     assert added(tmp_path / "b.csv", "ours", ms=[1.0]) == before
+
+
+def test_a_time_of_the_same_card_that_grew_by_more_than_five_percent_is_named(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a.csv"
+    monkeypatch.setattr(provenance, "gpu", lambda: "NVIDIA H200")
+    added(path, "ours", ms=[10.0], GiB=3)
+    added(path, "ours", ms=[10.4], GiB=9)
+    assert "SLOWER" not in capsys.readouterr().out
+    added(path, "ours", ms=[11.0])
+    assert "SLOWER by 6% than at" in (said := capsys.readouterr().out) and said.endswith(": a shape, ours\n")
+    monkeypatch.setattr(provenance, "gpu", lambda: "NVIDIA H100 80GB HBM3")
+    added(path, "ours", ms=[20.0])
+    assert "SLOWER" not in capsys.readouterr().out

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import sonicmoe_hf
+from sonicmoe_hf.errors import deprecated
 from sonicmoe_hf.private.versions import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,6 +218,20 @@ def test_every_export_is_there_and_known_to_type_checkers():
     names = {alias.asname or alias.name for node in typed.body for alias in node.names}
     assert names == set(sonicmoe_hf.__all__)
     assert [name for name in names if not hasattr(sonicmoe_hf, name)] == []
+
+
+def test_a_deprecated_name_warns_with_the_remedy_and_goes_when_it_said():
+    @deprecated("0.3.0", "use patch_model")
+    def patched():
+        return 1
+
+    with pytest.warns(FutureWarning, match=r"^it goes in sonicmoe_hf 0\.3\.0: use patch_model$"):
+        assert patched() == 1
+    for name in sonicmoe_hf.__all__:
+        text = getattr(getattr(sonicmoe_hf, name), "__deprecated__", None)
+        if text is not None:
+            until = re.search(r"it goes in sonicmoe_hf ([\d.]+):", text)[1]
+            assert Version(until) > Version(sonicmoe_hf.__version__), f"{name}: take it out"
 
 
 @pytest.mark.slow
