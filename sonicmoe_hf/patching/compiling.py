@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 import weakref
 from functools import partial
@@ -20,10 +21,16 @@ from ..private.torch import (
     graph_breaks,
     set_compiled_call,
 )
+from .liger_tracing import trace_without_liger
 
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
 # torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
 RECOMPILATIONS = 64
+REMEDIES = {  # by a word of torch's reason
+    "liger_kernel": "switch that kernel off in liger_kernel_config",
+    "offload": "train with gradient checkpointing that offloads nothing",
+    "hook": "remove the module's hook",
+}
 
 
 def compile_layers(model: nn.Module, **options) -> int:
@@ -52,7 +59,7 @@ def compile_layers(model: nn.Module, **options) -> int:
         model = get_peft_model(model, sonicmoe_hf.lora_config(model))
         sonicmoe_hf.compile_layers(model, mode="reduce-overhead")
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no decoder layers that Transformers could checkpoint; use torch.compile(model)"
@@ -73,6 +80,17 @@ def compile_layers(model: nn.Module, **options) -> int:
     return len(layers)
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """List the layers of a model that `compile_layers` compiles."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def why_in_python(model: nn.Module) -> list[str]:
+    """Say of a model with compiled layers what torch left to Python, each reason once with its remedy; [] of nothing."""
+    calls = (compiled_call(module) for module in model.modules())
+    return sorted({reason for call in calls if isinstance(call, _Call) for reason in call.reasons})
+
+
 def _parts(layer: nn.Module) -> list[nn.Module]:
     """List what is compiled of a layer: itself, or where ranks share its experts all else in it and beside them."""
     if not _has_shared_experts(layer):
@@ -85,6 +103,13 @@ def _parts(layer: nn.Module) -> list[nn.Module]:
 
 def _has_shared_experts(module: nn.Module) -> bool:
     return any(expert_parallelism(each) is not None for each in module.modules())
+
+
+def _first_words(reason: str) -> str:
+    """Take the first line of torch's reason, and the code that it is about."""
+    first, *rest = reason.splitlines()
+    context = next((line for line in rest if "debug context:" in line), "").partition("debug context:")[2].strip()
+    return f"{first} ({textwrap.shorten(context, 100)})" if context else first
 
 
 def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
@@ -100,6 +125,7 @@ class _Call:
     def __init__(self, part: nn.Module, layer: nn.Module, is_captured: bool):
         self.part, self.layer, self.is_captured = part, layer, is_captured
         self.compiled, self.is_new = compiled_call(part), True
+        self.reasons: set[str] = set()
         self.num_graphs, self.kept = -1, WeakTensorKeyDictionary()
 
     def __call__(self, *args, **kwargs):
@@ -108,18 +134,29 @@ class _Call:
             return eager_call(self.part)(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
-        before = graph_breaks() if self.is_new else None
+        before = None
+        if self.is_new:
+            trace_without_liger()
+            before = graph_breaks()
         result = self.compiled(*args, **kwargs)
         if self.is_captured and self.num_graphs != compiled_graphs():  # as where other adapters are trained
             self._keep_gradients()
         if before is not None:
             self.is_new = False
-            for reason in graph_breaks() - before:
-                warnings.warn(
-                    f"torch.compile left a part of {type(self.part).__name__} to Python: {reason.splitlines()[0]}",
-                    stacklevel=2,
-                )
+            self.reasons = {self._why(reason) for reason in graph_breaks() - before}
+            for reason in sorted(self.reasons):
+                warnings.warn(reason, stacklevel=2)
         return result
+
+    def _why(self, reason: str) -> str:
+        """Say what torch left to Python for this reason of its own, and what to do."""
+        is_whole = self.layer.gradient_checkpointing and self.layer.training
+        extent = "with gradient checkpointing all" if is_whole else "a part"
+        remedy = next((each for word, each in REMEDIES.items() if word in reason.lower()), None)
+        return (
+            f"torch.compile left {extent} of {type(self.part).__name__} to Python: {_first_words(reason)}; "
+            f"{remedy or 'take that out of the layer'} (TORCH_LOGS=graph_breaks shows the line)"
+        )
 
     def _keep_gradients(self) -> None:
         """Copy the first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""

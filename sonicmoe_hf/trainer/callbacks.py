@@ -25,6 +25,7 @@ from ..routing.model import (
     routing_state,
     use_routers,
 )
+from .compiled import compile_options
 from .documents import check_documents
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
@@ -306,7 +307,7 @@ def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
     return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
 
 
-def attach(trainer) -> ExpertLoadCallback:
+def attach(trainer, compile: bool | None = None) -> ExpertLoadCallback:
     """Log the experts' load in a Trainer, restore its checkpoints whole and scale balancing. Call it before training,
     when the Trainer has its callbacks.
 
@@ -322,6 +323,10 @@ def attach(trainer) -> ExpertLoadCallback:
     first micro-batches have few tokens and new lengths, cuDNN's attention, which plans 80 ms for each new length, is off
     until training ends. Liger's fused loss has larger chunks meanwhile: half a GiB of logits.
 
+    Args:
+        compile: whether layers are compiled as by `compile_layers`, when training begins. By default where the arguments
+            have `torch_compile=True`, with their backend and mode; the Trainer then compiles no model as a whole. False
+            leaves `torch_compile` to the Trainer.
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
@@ -338,8 +343,12 @@ def attach(trainer) -> ExpertLoadCallback:
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
-    if find_callback(trainer, SmallSteps) is None:
-        trainer.add_callback(SmallSteps())
+    small_steps = find_callback(trainer, SmallSteps)
+    if small_steps is None:
+        small_steps = SmallSteps()
+        callbacks.insert(0, small_steps)  # it compiles before the others look whether anything is compiled
+    small_steps.compile = small_steps.compile if compile is None else compile
+    small_steps.compile_options = compile_options(trainer, small_steps.compile)
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True

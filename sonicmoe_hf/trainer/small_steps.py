@@ -12,8 +12,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
+from ..patching.compiling import why_in_python
 from ..patching.forwards import has_liger_forward
 from ..private.torch import has_compiled_parts
+from .compiled import compile_once
 from .gathered_head import gather_head
 
 logger = logging.get_logger(__name__)
@@ -24,10 +26,11 @@ SAMPLED_STEPS = range(6, 11)  # of a run: the first ones compile
 BUSY = 60  # percent
 LOGITS_BYTES = 2**29  # of a chunk of the fused loss
 ADVICE = (
-    "sonicmoe_hf: the GPU is busy {busy}% of the time, and waits for Python in the rest. What helps: layers compiled by "
-    "sonicmoe_hf.compile_layers(model) before training; sequences that are packed, or padded to a multiple "
-    "(pad_to_multiple_of=64), so that sizes come again; more sequences a micro-batch and fewer accumulation steps"
+    "sonicmoe_hf: the GPU is busy {busy}% of the time, and waits for Python in the rest. What helps: {compiled}sequences "
+    "that are packed, or padded to a multiple (pad_to_multiple_of=64), so that sizes come again; more sequences a "
+    "micro-batch and fewer accumulation steps"
 )
+COMPILE = "torch_compile=True in the Trainer's arguments, or attach(trainer, compile=True), which compile each layer; "
 
 
 class SmallSteps(TrainerCallback):
@@ -43,6 +46,8 @@ class SmallSteps(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        self.compile: bool | None = None  # what `attach` was given
+        self.compile_options: dict[str, Any] | None = None
         self._begin(0)
 
     def _begin(self, step: int) -> None:
@@ -54,9 +59,11 @@ class SmallSteps(TrainerCallback):
         self.hooks: list[Any] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Observe this run, and let Liger's loss have larger chunks."""
+        """Compile layers where that is asked for, observe this run, and let Liger's loss have larger chunks."""
         self.end()  # of an attempt with a larger batch (auto_find_batch_size)
         self._begin(state.global_step)
+        if model is not None and self.compile_options is not None:
+            compile_once(model, self.compile_options)
         modules = [] if model is None else list(model.modules())
         models = [each for each in modules if has_liger_forward(each)]
         self.hooks = [each.register_forward_pre_hook(_enlarge_chunks, with_kwargs=True) for each in models]
@@ -77,7 +84,7 @@ class SmallSteps(TrainerCallback):
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.has_disabled_cudnn = True
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
         """Sample how busy the GPU is, and say it after the tenth step."""
         step = state.global_step - self.first_step
         if step not in SAMPLED_STEPS or args.device.type != "cuda":
@@ -89,9 +96,14 @@ class SmallSteps(TrainerCallback):
         if step == SAMPLED_STEPS[-1] and is_first_rank():
             busy = round(statistics.median(self.samples))
             if busy < BUSY:
-                logger.warning(ADVICE.format(busy=busy))
+                logger.warning(ADVICE.format(busy=busy, compiled=self._what_to_compile(model)))
             else:
                 logger.info(f"sonicmoe_hf: the GPU is busy {busy}% of the time")
+
+    def _what_to_compile(self, model) -> str:
+        if not self.is_compiled:
+            return COMPILE
+        return "".join(f"{reason}; " for reason in why_in_python(model))
 
     def end(self) -> None:
         """Put torch's settings back as they were, when `trainer.train` ends, also by an error."""

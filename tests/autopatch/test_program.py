@@ -175,13 +175,14 @@ def test_commands_of_this_environment_take_over_and_all_others_are_children(tmp_
 
 def test_the_commands_options_are_the_programs_settings(monkeypatch):
     monkeypatch.setattr(os, "execve", execve := mock.Mock())
-    words = "run --routing nearest --tile 8 --save input --experts-quantization nf4 --adapt-experts 4 -- -m x"
+    words = "run --routing nearest --tile 8 --save input --experts-quantization nf4 --adapt-experts 4"
+    words += " --compile -- -m x"
     main(words.split())
     command, environment = execve.call_args.args[1:]
     assert command == [sys.executable, "-m", "x"]
     found = from_environment(environment)
     assert (found.routing, found.tile, found.save) == ("nearest", 8, "input")
-    assert (found.experts_quantization, found.adapt_experts) == ("nf4", 4)
+    assert (found.experts_quantization, found.adapt_experts, found.compile) == ("nf4", 4, True)
 
 
 def test_what_cannot_be_run_is_refused_with_the_remedy(capsys):
@@ -204,7 +205,7 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(capsys):
         ("run -- x --json -- y", "run", "x --json -- y"),
         ("run --routing nearest --tile=8 -- -m p --save", "run --routing nearest --tile=8", "-m p --save"),
         ("run --adapt-experts 8 -m p", "run --adapt-experts 8", "-m p"),
-        ("run script.py --tile 3", "run", "script.py --tile 3"),
+        ("run --compile script.py --tile 3", "run --compile", "script.py --tile 3"),
         ("run --help", "run --help", ""),
         ("doctor -- x", "doctor -- x", ""),
     ],

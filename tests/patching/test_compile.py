@@ -352,7 +352,7 @@ def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few()
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKPOINTED_TRAINING)
 def test_the_trainers_torch_compile_follows_the_schedule(kind, tmp_path):
-    """With adapters under checkpointing too, whose inputs Transformers makes require gradients: where the graph breaks."""
+    """Of layers, after `attach`; with adapters under checkpointing too."""
     logs = []
     counters.clear()
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
@@ -374,5 +374,4 @@ def test_the_trainers_torch_compile_follows_the_schedule(kind, tmp_path):
         logs.append([log[key] for log in trainer.state.log_history for key in kept if key in log])
     assert len(logs[0]) == 4 * 4 + 2
     assert logs[1] == pytest.approx(logs[0], rel=1e-4)  # fp32 after four updates
-    assert all("requires_grad_" in reason for reason in counters["graph_break"])
-    assert bool(counters["graph_break"]) is (kind != "none")
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.models import patched
+from helpers.models import batch, patched
 from helpers.training import arguments, trainer_for
 from transformers import TrainerState
 
@@ -94,8 +94,12 @@ def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
     assert noted == [LOGITS_BYTES // (2 * rows * columns * model.config.hidden_size), None]
 
 
-@pytest.mark.parametrize(("busy", "is_said"), [(35, True), (90, False), (None, False)])
-def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("busy", "is_said", "hook"), [(35, True, None), (90, False, None), (None, False, None), (35, True, "compiled")]
+)
+def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, hook, monkeypatch, caplog):
+    """Where layers are compiled but torch left some to Python, why, and what to do."""
+
     def utilization(device):
         if busy is None:
             raise ModuleNotFoundError("pynvml")
@@ -105,9 +109,20 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("sonicmoe_hf"), "propagate", True)
     callback, args = SmallSteps(), SimpleNamespace(device=torch.device("cuda", 0))
-    callback.on_train_begin(args, TrainerState(global_step=100), None)  # resumed
+    model = None
+    if hook is not None:
+        torch._dynamo.reset()
+        model = patched("qwen3_moe", num_hidden_layers=1, use_cache=False)
+        model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: torch._dynamo.graph_break("of a test"))
+        sonicmoe_hf.compile_layers(model, backend="eager")
+        with pytest.warns(UserWarning, match="left a part of Qwen3MoeDecoderLayer to Python"):
+            model(**batch())
+    callback.on_train_begin(args, TrainerState(global_step=100), None, model=model)  # resumed
     for step in range(101, 113):
-        callback.on_step_end(args, TrainerState(global_step=step), None)
-        assert len(caplog.records) == int(is_said and step >= 110)
+        callback.on_step_end(args, TrainerState(global_step=step), None, model=model)
+        said = [record for record in caplog.records if not record.name.startswith("torch")]
+        assert len(said) == int(is_said and step >= 110)
     if is_said:
-        assert "busy 35% of the time" in caplog.text and "compile_layers(model)" in caplog.text
+        assert "busy 35% of the time" in caplog.text
+        remedies = ["torch_compile=True", "take that out of the layer"]
+        assert [remedy in caplog.text for remedy in remedies] == [hook is None, hook is not None]

@@ -39,7 +39,7 @@ class Session:
         self.reported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
         self.printed: set[str] = set()
         self.adapted: list[Any] = []  # LoRA configs that got the experts
-        self.has_packed = False
+        self.has_packed = self.has_compiled = False
         self.thread = threading.local()  # is_loading: from_pretrained patches what it has loaded
         self.has_trained = False
 
@@ -138,7 +138,8 @@ class Session:
             return
         if self.policy is not None:
             check_no_policy_trainer(trainer, trainer.args, remedy=f"leave out --routing of {COMMAND}")
-        attach(trainer)
+        attach(trainer, compile=True if self.settings.compile else None)
+        self.has_compiled = True
 
     def make_grpo(self, trainer: Any, make: Any, args: tuple, kwargs: dict) -> None:
         """Construct one of TRL's GRPOTrainers by `make`; one that samples by vLLM, and has an adapter, as
@@ -181,7 +182,7 @@ class Session:
         """Say at an optimiser's first step what was patched, and why not the rest. Later steps only where models are new.
 
         Raises:
-            RuntimeError: --adapt-experts or --experts-quantization had no effect.
+            RuntimeError: --adapt-experts, --experts-quantization or --compile had no effect.
         """
         if self.has_trained and all(model in self.reported for model in self.reasons):
             return
@@ -199,11 +200,12 @@ class Session:
                 self.has_packed,
                 "loaded no model with experts by from_pretrained",
             ),
+            ("compile", settings.compile or None, self.has_compiled, "begun to train no Trainer's model with experts"),
         ):
             if value is not None and not had_effect:
+                words = option if value is True else f"{option} {value}"
                 raise RuntimeError(
-                    f"--{option} {value} had no effect: training begins, and the program has {lacking}; leave the "
-                    "option out"
+                    f"--{words} had no effect: training begins, and the program has {lacking}; leave the option out"
                 )
 
     def _print(self) -> None:

@@ -19,13 +19,14 @@ ROUTINGS = ("top_k", "token_rounding", *ROUNDINGS)
 class RunSettings:
     """The settings. routing, tile: of training, "token_rounding" being "nearest". save: what layers keep for backward.
     experts_quantization: how from_pretrained holds experts. adapt_experts: the rank of LoRA on experts that is added to
-    the program's LoRA, or None."""
+    the program's LoRA, or None. compile: whether Trainers compile each layer, as with their `torch_compile=True`."""
 
     routing: str = "top_k"
     tile: int | None = None
     save: str = "preactivation"
     experts_quantization: str | None = None
     adapt_experts: int | None = None
+    compile: bool = False
 
     def __post_init__(self):
         if self.tile is not None and self.routing == "top_k":

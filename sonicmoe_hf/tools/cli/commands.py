@@ -227,7 +227,7 @@ COMMANDS = {
         axolotl, swift, accelerate, torchrun), a Python file, or -m and a module; all that follows is its own. These
         take over the process, so that arguments, exit code, signals, standard input and tracebacks are the program's.
         Under a launcher: torchrun ... -m sonicmoe_hf run -- script.py.""",
-        (  # each takes a value
+        (
             _option("--routing", choices=ROUTINGS, default="top_k", help="in training (default %(default)s)"),
             _option("--tile", type=_at_least(1), metavar="ROWS", help="of token rounding (default 128)"),
             _option("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward"),
@@ -235,9 +235,10 @@ COMMANDS = {
             _option(
                 "--adapt-experts", type=_at_least(1), metavar="RANK", help="add the experts to the program's LoRA"
             ),
+            _option("--compile", action="store_true", help="have Trainers compile each layer, as their torch_compile"),
         ),
         usage="sonicmoe-hf run [--routing ROUTING] [--tile ROWS] [--save SAVE] [--experts-quantization FORMAT] "
-        "[--adapt-experts RANK] -- PROGRAM [ARGUMENT ...]",
+        "[--adapt-experts RANK] [--compile] -- PROGRAM [ARGUMENT ...]",
         imports_torch=False,
     ),
     "example": Command(

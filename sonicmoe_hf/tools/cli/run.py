@@ -12,7 +12,8 @@ def split_program(arguments: list[str]) -> tuple[list[str], list[str]]:
     taken it out), or begins with the first word that is none of ours. Any other command line is whole."""
     if arguments[:1] != ["run"]:
         return arguments, []
-    names, position = [name for names, _ in COMMANDS["run"].options for name in names], 1
+    with_value = [names for names, settings in COMMANDS["run"].options if "action" not in settings]
+    names, position = [name for names in with_value for name in names], 1
     while position < len(arguments):
         word = arguments[position]
         if word == "--":

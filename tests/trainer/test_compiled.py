@@ -1,0 +1,80 @@
+"""A Trainer's torch_compile after `attach`: the layers are compiled on their own, with Liger's kernels too."""
+
+from unittest import mock
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.models import patched
+from helpers.training import CHECKPOINTED_TRAINING, Examples, arguments, trainer_for
+from torch._dynamo.utils import counters
+from transformers import Trainer, TrainerState
+
+import sonicmoe_hf
+from sonicmoe_hf.trainer import compiled
+from sonicmoe_hf.trainer.methods import find_callback
+from sonicmoe_hf.trainer.small_steps import SmallSteps
+
+ONE_LAYER = {"num_hidden_layers": 1, "use_cache": False}
+EAGER = {"torch_compile_backend": "aot_eager"}
+
+
+def losses(model, folder, compile=None, **options):
+    """Train with adapters under checkpointing: (the Trainer, the losses of two steps)."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"max_steps": 2, "logging_nan_inf_filter": False, **CHECKPOINTED_TRAINING["non_reentrant"], **options}
+    trainer = trainer_for(model, folder, padding=True, **options)
+    sonicmoe_hf.attach(trainer, compile=compile)
+    trainer.train()
+    return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def lora_model():
+    return with_lora(patched("qwen3_moe", **ONE_LAYER))
+
+
+# of Liger what runs on a CPU because it is compiled: RoPE, in the layers alone
+LIGER = {"use_liger_kernel": True}
+LIGER |= {"liger_kernel_config": {"fused_linear_cross_entropy": False, "rms_norm": False}}
+
+
+@pytest.mark.parametrize("liger", [{}, LIGER], ids=["no Liger", "Liger"])
+def test_torch_compile_compiles_layers_and_no_whole_model(liger, tmp_path, caplog):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    before = dict(vars(modeling_qwen3_moe))
+    try:
+        _, expected = losses(lora_model(), tmp_path)
+        assert not counters["stats"]
+        trainer, found = losses(lora_model(), tmp_path, **EAGER, **liger)
+    finally:
+        vars(modeling_qwen3_moe).update(before)
+    assert found == pytest.approx(expected, rel=1e-5)  # fp32: another order of sums, after an update
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    assert trainer.model_wrapped is trainer.model, "not compiled as a whole"
+    assert trainer.accelerator.state.dynamo_plugin.backend == "AOT_EAGER", "as it is for Trainers without attach"
+
+
+@pytest.mark.parametrize(
+    ("given", "compile", "expected"),
+    [
+        ({}, None, None),
+        ({}, True, {}),
+        ({"torch_compile": True}, None, {"backend": "inductor"}),
+        ({"torch_compile_mode": "reduce-overhead"}, None, {"backend": "inductor", "mode": "reduce-overhead"}),
+        ({"torch_compile": True}, False, None),
+    ],
+)
+def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expected, tmp_path):
+    model = patched("qwen3_moe")
+    trainer = Trainer(model, arguments(tmp_path, **given), train_dataset=Examples(4))
+    sonicmoe_hf.attach(trainer, compile=compile)
+    sonicmoe_hf.attach(trainer)  # as `sonicmoe-hf run` does of a program that attaches by itself
+    callback = trainer.callback_handler.callbacks[0]
+    assert callback is find_callback(trainer, SmallSteps), "before those that look whether anything is compiled"
+    with mock.patch.object(compiled, "compile_layers", return_value=2) as compile_layers:
+        callback.on_train_begin(trainer.args, TrainerState(), None, model=model)
+    assert compile_layers.mock_calls == ([] if expected is None else [mock.call(model, **expected)])
+    prepared = trainer.accelerator.prepare_model(model)
+    assert hasattr(prepared, "_orig_mod") is (bool(given) and expected is None)
