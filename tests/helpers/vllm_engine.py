@@ -105,13 +105,14 @@ def stopped(llm):
         cleanup_dist_env_and_memory()
 
 
-def complete(llm, adapter=None, prompts=PROMPTS, tokens=TOKENS):
-    """Complete the prompts greedily: vLLM's CompletionOutput of each, with log-probabilities of the whole vocabulary."""
+def complete(llm, adapter=None, prompts=PROMPTS, tokens=TOKENS, **options):
+    """Complete the prompts greedily: vLLM's CompletionOutput of each, with log-probabilities of the whole vocabulary.
+    options: of the LoRARequest."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     parameters = SamplingParams(max_tokens=tokens, temperature=0, logprobs=-1, ignore_eos=True, detokenize=False)
-    request = adapter and LoRARequest(adapter.name, 1, str(adapter))
+    request = adapter and LoRARequest(adapter.name, 1, str(adapter), **options)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(given, parameters, lora_request=request, use_tqdm=False)
     return [output.outputs[0] for output in outputs]

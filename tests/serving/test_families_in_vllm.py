@@ -7,6 +7,9 @@ from helpers.vllm_engine import FAMILIES_SERVED, complete, distance, engine, mod
 from peft import get_peft_model
 
 from sonicmoe_hf import convert_adapter, merge_adapter
+from sonicmoe_hf.checkpoints.config_only import build_on_meta
+from sonicmoe_hf.lora.adapter import Adapter
+from sonicmoe_hf.lora.engines import vllm_takes_pefts_form
 
 pytestmark = pytest.mark.serving
 TOLERANCE = 1e-4  # fp32: two engines' order of sums, through two layers; of MLA 2e-5, as vLLM absorbs kv_b_proj
@@ -29,3 +32,15 @@ def test_base_adapter_and_merged_checkpoint_have_the_log_probabilities_of_transf
     with adapted.disable_adapter():
         assert distance(adapted, base) < TOLERANCE
         assert distance(adapted, tuned) > 0.3, "the adapter changes much"
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "qwen3_moe"])
+def test_pefts_own_file_is_served_where_it_is_said_to_be(family, tmp_path):
+    """Where ranks and scales are one, under --enable-mixed-moe-lora-format."""
+    model = model_for_vllm(family, tmp_path / "base")
+    adapted = save_with_factors(get_peft_model(model, config_for_vllm(model)), tmp_path / "adapter", 0.1)
+    shapes = build_on_meta(str(tmp_path / "base"))
+    assert vllm_takes_pefts_form(tmp_path / "adapter", Adapter.read(tmp_path / "adapter", shapes), shapes)
+    with engine(tmp_path / "base", enable_lora=True, max_lora_rank=8, enable_mixed_moe_lora_format=True) as llm:
+        tuned = complete(llm, tmp_path / "adapter", is_3d_lora_weight=True)
+    assert distance(adapted, tuned) < TOLERANCE
