@@ -185,3 +185,29 @@ def test_run_makes_a_trainer_of_the_programs_own_class_send_adapters_where_it_ha
     assert trainer.made == 1 and isinstance(trainer, ReplaysRouting) and max(logged(trainer)) < GAP
     plain = make(Mine, base, tmp_path, {"use_vllm": False})
     assert type(plain) is Mine
+
+
+def calling_a_tool(prompts, trainer):
+    """Serve as TRL's rollout_func: two turns of the engine, and between them what a tool said, which nobody sampled."""
+    tokenizer, generation = trainer.processing_class, trainer.vllm_generation
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    _, first, logs, _ = generation.generate(ids, None, 1)
+    said = [7, 8]
+    turns = [[*prompt, *own, *said] for prompt, own in zip(ids, first)]
+    some = turns[::2]  # as a tool's loop goes on with those that called it
+    _, second, more, _ = generation.generate(some, None, 1)
+    completions, masks, every = [], [], []
+    for number, own in enumerate(first):
+        goes_on = number % 2 == 0
+        then = second[number // 2] if goes_on else []
+        completions.append([*own, *said, *then] if goes_on else own)
+        masks.append([1] * len(own) + ([0, 0] + [1] * len(then) if goes_on else []))
+        values = [step[0] for step in logs[number]]
+        every.append([*values, 0.0, 0.0, *(step[0] for step in more[number // 2])] if goes_on else values)
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": every, "env_mask": masks}
+
+
+def test_a_rollout_of_several_turns_is_paired_with_the_experts_of_its_last_one(base, engine, tmp_path):
+    trainer = make(GRPOTrainer, base, tmp_path, {"max_steps": 1}, rollout_func=calling_a_tool)
+    trainer.train()
+    assert 0 < max(logged(trainer)) < GAP and logged(trainer, "serving/divergence") == [0.0]
