@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
+from ..formats.declared import PLAIN_BLOCKS, TO_PLAIN_NAMES
 from ..model_patches import NativeFamily
 from ..patching.experts import sizes_of
 from ..patching.support import find_layers
@@ -65,6 +66,8 @@ class Source(StoredWeights):
         """Detect the layout of the first block's experts; names of others are unknown."""
         block = next(iter(self.blocks), "")
         layout = detect_layout(self.weights, block, self.family) if block else None
+        if layout is None and (renamed := [name for name in self.weights if name.endswith(PLAIN_BLOCKS)]):
+            raise CheckpointError(f"{self.folder}: {renamed[0]} and others {TO_PLAIN_NAMES}")
         if layout is None:
             raise CheckpointError(
                 f"{self.folder} has no mixture-of-experts layer {block} in a layout that conversion knows"

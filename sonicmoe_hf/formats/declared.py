@@ -26,6 +26,13 @@ FP8_TAKEN = {  # entries of FP8's declaration: what experts_quantization takes, 
     "expert_dtype": ("fp8", "fp4"),
 }
 TO_BF16 = "load the bf16 checkpoint that it was made from"
+PLAIN_BLOCKS = "proj_blocks"  # how the name of an MXFP4 weight ends
+DENSE = ("F32", "BF16", "F16")  # dtypes in the headers of safetensors files
+TO_PLAIN_NAMES = (
+    "are plain weights under the names of packed ones, as save_pretrained writes a model that was loaded with "
+    "dequantize=True; rename them: AutoModelForCausalLM.from_pretrained(SRC, "
+    'key_mapping={"proj_blocks$": "proj"}).save_pretrained(DST, save_original_format=False)'
+)
 INTEGERS = (".qweight", ".weight_packed")  # ends of names
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
@@ -149,11 +156,14 @@ def _first(parts: list[dict], entry: str):
 
 
 def check_undeclared(files: Iterable[Path]) -> None:
-    """Raise CheckpointError where safetensors files of a checkpoint that declares no quantization hold an FP8 weight, or
-    one in integers: Transformers would take codes for values, or the weights for missing."""
+    """Raise CheckpointError where safetensors files of a checkpoint that declares no quantization hold an FP8 weight, one
+    in integers or a plain one under the name of a packed one: Transformers would take codes for values, or the weights
+    for missing."""
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+                if name.endswith(PLAIN_BLOCKS) and tensors.get_slice(name).get_dtype() in DENSE:
+                    raise CheckpointError(f"{name} and others in {file} {TO_PLAIN_NAMES}")
                 is_integers = name.endswith(INTEGERS)
                 if is_integers or tensors.get_slice(name).get_dtype() in FLOAT8:
                     kind, method = ("packed in integers", "gptq") if is_integers else ("FP8", "fp8")

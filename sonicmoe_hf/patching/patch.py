@@ -17,7 +17,7 @@ from ..formats.refusals import guard_deepspeed
 from ..layer.config import COMPUTE_CHOICES, SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..private import attributes
-from ..private.transformers import experts_implementation, set_experts_implementation
+from ..private.transformers import experts_implementation, forget_dequantization, set_experts_implementation
 from ..routing.model import set_policy  # of the room above, whose only use here this is
 from ..streaming.placement import place_experts
 from .experts import check_fp8_products, known_facts
@@ -112,6 +112,7 @@ def patch_model(
     guard = guard_of(root)
     own_configs = {} if guard is None else guard.own_configs
     use_own_configs(model, own_configs)
+    forget_dequantization(model)
     _use_our_experts(root, save, experts_compute)
     install_guards(root, own_configs)
     set_policy(root, policy)

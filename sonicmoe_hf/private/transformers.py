@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .replaced import replace
 
@@ -141,10 +148,47 @@ def weight_conversions(model) -> list | None:
     return getattr(model, "_weight_conversions", None)
 
 
+def forget_dequantization(module) -> None:
+    """Make save_pretrained write the weights of dequantized models in `module` as they are, plain.
+
+    from_pretrained(quantization_config=...(dequantize=True)) notes the conversions that read the quantized checkpoint,
+    and save_pretrained reverts them: plain weights get names of packed ones, or cannot be saved. They become those of
+    the plain checkpoint; and configs of inner models, where some checkpoints declare the quantization, lose it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for model in module.modules():
+        conversions = weight_conversions(model) if isinstance(model, PreTrainedModel) else None
+        if getattr(model, "hf_quantizer", None) is not None or not any(map(_reads_quantized, conversions or ())):
+            continue
+        plain = {_targets(each): each for each in get_model_conversion_mapping(model, add_legacy=False)}
+        kept = [plain.get(_targets(each)) if _reads_quantized(each) else each for each in conversions or ()]
+        vars(model)["_weight_conversions"] = [each for each in kept if each is not None]
+        for owner in model.modules():
+            for config in [each for each in vars(owner).values() if isinstance(each, PreTrainedConfig)]:
+                _forget_quantization(config)
+
+
+def _reads_quantized(conversion) -> bool:
+    """Tell whether a conversion has an operation of a quantizer."""
+    return any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))
+
+
+def _targets(conversion) -> tuple[str | None, ...]:
+    """Name the parameters that a conversion makes: its inner model and their patterns."""
+    return (getattr(conversion, "scope_prefix", None), *conversion._original_target_patterns)
+
+
+def _forget_quantization(config) -> None:
+    vars(config).pop("quantization_config", None)
+    for name in type(config).sub_configs:
+        if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
+            _forget_quantization(inner)
+
+
 def load_converted(model, files: list[str], conversions: list):
     """Load files by Transformers' loader, through the conversions, into new tensors in the modules' slots, and return its
     report on names. The model's own conversions stay."""
-    from transformers import PreTrainedModel, modeling_utils
+    from transformers import modeling_utils
 
     config = modeling_utils.LoadStateDictConfig(weight_mapping=copy.deepcopy(conversions))
     own_conversions = weight_conversions(model)

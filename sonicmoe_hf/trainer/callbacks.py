@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -14,7 +15,7 @@ from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.patch import patch_model
 from ..patching.support import find_layers, is_patched
-from ..private.transformers import LOADING_METHODS
+from ..private.transformers import LOADING_METHODS, forget_dequantization
 from ..routing.expert_load import TOTALS
 from ..routing.model import (
     clear_counts,
@@ -338,6 +339,8 @@ def attach(trainer, compile: bool | None = None) -> ExpertLoadCallback:
     for callback in callbacks:
         if isinstance(callback, TokenRoundingCallback):
             callback._check_trainer(trainer, trainer.args)
+    if isinstance(trainer.model, nn.Module):
+        forget_dequantization(trainer.model)
     save_rank_states(trainer)
     callback = find_callback(trainer, ExpertLoadCallback)
     if callback is None:

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from ..formats.declared import check_undeclared
 from ..patching.support import find_layers
 from ..private.transformers import load_converted, warn_after_load, weight_conversions
 
@@ -77,8 +78,11 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
         What was missing on either side; None where there is nothing to convert, or no weight file in `folder`.
     Raises:
         RuntimeError: an expert weight is missing or does not fit; the model is unchanged.
+        CheckpointError: the files hold codes, or plain weights under packed names, and the model is not quantized.
     """
     files = checkpoint_files(Path(folder))
+    if getattr(model, "hf_quantizer", None) is None:
+        check_undeclared(Path(file) for file in files if file.endswith(".safetensors"))
     if not files or not conversions(model):
         return None
     slots: list[tuple[dict[str, Any], str, torch.Tensor]] = [
