@@ -117,6 +117,7 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, h
         sonicmoe_hf.compile_layers(model, backend="eager")
         with pytest.warns(UserWarning, match="left a part of Qwen3MoeDecoderLayer to Python"):
             model(**batch())
+    caplog.clear()
     callback.on_train_begin(args, TrainerState(global_step=100), None, model=model)  # resumed
     for step in range(101, 113):
         callback.on_step_end(args, TrainerState(global_step=step), None, model=model)
