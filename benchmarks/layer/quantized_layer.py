@@ -1,6 +1,6 @@
-"""One MoE layer with packed experts (NF4, MXFP4, FP8, NVFP4) beside one in bf16: times, and errors of training.
+"""One MoE layer with packed experts (NF4, MXFP4, FP8, NVFP4, INT4) beside one in bf16: times, and errors of training.
 
-    python -m benchmarks.layer.quantized_layer [--part generate|train ...] [--shape T,H,I,E,K ...]
+    python -m benchmarks.layer.quantized_layer [--part generate|train ...] [--shape T,H,I,E,K ...] [--format NAME ...]
 
 generate: forward without gradients at few tokens, by CUDA graph of a stack of layers, whose weights no cache holds;
 "expanded": the same with packed weights expanded first. train: errors, and forward and backward, of a LoRA layer as in
@@ -44,9 +44,10 @@ def never_read_packed():
         yield
 
 
-def formats_of(shape):
-    """Return the formats that take both weights."""
-    return [name for name, format in FORMATS.items() if not (shape.H % format.block or shape.I % format.block)]
+def formats_of(shape, options):
+    """Return the formats that take both weights, of those that are asked for."""
+    taken = {name: FORMATS[name].block for name in options.format or FORMATS}
+    return [name for name, block in taken.items() if not (shape.H % block or shape.I % block)]
 
 
 def packed_pair(weights, name):
@@ -74,7 +75,7 @@ def generate(shape, options, add):
     """Measure forward of a stack of layers with weights of their own, at few tokens."""
     depth = STACK if options.device == "cuda" else 2
     inputs = problem(shape._replace(T=1), torch.bfloat16, options.device)
-    weights = {"bf16": inputs[1:3]} | {name: packed_pair(inputs[1:3], name) for name in formats_of(shape)}
+    weights = {"bf16": inputs[1:3]} | {name: packed_pair(inputs[1:3], name) for name in formats_of(shape, options)}
     stacks = {
         label: [pair, *([weight.clone() for weight in pair] for _ in range(depth - 1))]
         for label, pair in weights.items()
@@ -121,7 +122,7 @@ def train_on(shape, prefix: str, options, add):
     mode, inputs = f"LoRA, {shape.T} tokens", problem(shape, torch.bfloat16, options.device)
     steps = {"bf16": step_of(through_peft(shape, *inputs[1:3], RANK, "sonicmoe_hf"), inputs)}
     of_bf16 = relative_errors(steps["bf16"], inputs)
-    for name in formats_of(shape):
+    for name in formats_of(shape, options):
         packed = packed_pair(inputs[1:3], name)
         steps[name] = step_of(through_peft(shape, *packed, RANK, "sonicmoe_hf"), inputs)
         dense = [weight.dequantize() for weight in packed]
@@ -147,6 +148,7 @@ def main():
     parser = Command(__doc__, "quantized_layer.csv", small, shapes=GENERAL)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--part", action="append", choices=list(PARTS))
+    parser.add_argument("--format", action="append", choices=list(FORMATS), help="default: every one")
     parser.add_argument("--tokens", action="append", type=int, help=f"of generate; default {GENERATED}")
     parser.add_argument("--trained-tokens", action="append", type=int, help="of train; default 16384 and 2048")
     options = parser.parse_args()

@@ -1,13 +1,15 @@
-"""DeepSeek-V3's layers, all experts in host memory: steps of one GPU, or of several that share one copy under DDP.
+"""Layers of DeepSeek-V3 or Kimi K2.5, experts in host memory: steps of one GPU, or of several that share one copy by DDP.
 
     python -m benchmarks.step.deepseek --layers 5 11 --linear nf4 --optimizer adamw_8bit
     torchrun --nproc-per-node 4 -m benchmarks.step.deepseek --layers 8 [--losses 4]
+    python -m benchmarks.step.deepseek --model Kimi-K2.5 --layers 4 [--resident]    # the latter: experts on the GPU
 
-Full widths, NF4 experts of random bytes, LoRA with r = 8 on experts and attention in fp32, gradient checkpointing,
-bf16 autocast, Liger's kernels where they are installed, rows spread over experts as in a balanced model. Each rank has
-tokens of its own. Before anything is timed, a tiny model's loss and gradients over experts in host memory must equal to
-the bit those over experts on the GPU. Rows: seconds to build, GiB of the host that building took, the losses of the first
-batches before training, steps. --device cpu --tiny --tokens 64 checks the script.
+Full widths, experts of random bytes in NF4, or Kimi's in INT4, LoRA with r = 8 on experts and attention in fp32,
+gradient checkpointing, bf16 autocast, Liger's kernels where they are installed, rows spread over experts as in a
+balanced model. Each rank has tokens of its own. Before anything is timed, a tiny model's loss and gradients over
+experts in host memory must equal to the bit those over experts on the GPU. Rows: seconds to build, GiB of the host
+that building took, the losses of the first batches before training, steps. --device cpu --tiny --tokens 64 checks the
+script.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.common.command import Command
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release, synchronize, waited_times
+from benchmarks.step.models import MODELS
 from benchmarks.step.run import Run, bare, join_ranks, trained
 from benchmarks.step.training import GIB, WARMUP, learned, one_step, optimizer_of, sequences
 from sonicmoe_hf.streaming.memory import free_on_host
 
-MODEL, RANK = "DeepSeek-V3", 8
+MODELS_HERE, RANK = ("DeepSeek-V3", "Kimi-K2.5"), 8
 
 
-def run_of(layers: int, linear: str | None) -> Run:
-    run = Run(MODEL, layers, 0, "QLoRA", experts="nf4", linear=linear, checkpointing=True)
+def run_of(model: str, layers: int, linear: str | None) -> Run:
+    run = Run(model, layers, 0, "QLoRA", experts=MODELS[model].packed, linear=linear, checkpointing=True)
     return run._replace(rank=RANK, targets=None)
 
 
@@ -50,7 +53,8 @@ def check(options, rank: int, world: int) -> None:
     """Raise AssertionError unless experts in host memory give the loss and gradients of experts on the GPU."""
     tiny, found = argparse.Namespace(**{**vars(options), "tiny": True, "spread_load": False}), []
     for experts_memory in (None, 0):
-        model = trained(bare(run_of(3, None), tiny, experts_memory=experts_memory), run_of(3, None))
+        run = run_of(options.model, 3, None)
+        model = trained(bare(run, tiny, experts_memory=experts_memory), run)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # which begins as zeros
                 torch.nn.init.normal_(parameter, std=0.05)
@@ -92,14 +96,17 @@ def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
     release()
     free, began = free_on_host() or 0, time.perf_counter()
     dist.barrier()
-    base = bare(run_of(layers, options.linear), options, experts_memory=0)
+    run = run_of(options.model, layers, options.linear)
+    base = bare(run, options, experts_memory=None if options.resident else 0)
     synchronize()
     dist.barrier()
     seconds, taken = time.perf_counter() - began, free - (free_on_host() or 0)
-    model = trained(base, run_of(layers, options.linear))
+    model = trained(base, run)
     metrics = {"built_s": seconds, "host_GiB": taken / GIB, **losses_before(model, options, rank, world)}
     shape = f"{layers} layers, {options.tokens} tokens a GPU, {world} {'GPUs' if world > 1 else 'GPU'}"
-    contender = f"NF4 experts in host memory{', NF4 linear' if options.linear else ''}, {options.optimizer}"
+    place = "on the GPU" if options.resident else "in host memory"
+    format, linear = MODELS[options.model].packed.upper(), ", NF4 linear" if options.linear else ""
+    contender = f"{format} experts {place}{linear}, {options.optimizer}"
     called, optimizer = parallel(model, world), optimizer_from(options, model)
     tokens = sequences(options.tokens, base.config.vocab_size, options.device, seed=rank)
     release()
@@ -113,12 +120,14 @@ def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
             "peak_GiB": torch.cuda.max_memory_allocated() / GIB,
             "reserved_GiB": torch.cuda.max_memory_reserved() / GIB,
         }
-    table.add(MODEL, shape, contender, "QLoRA", "Liger" if options.liger else "eager", metrics)
+    table.add(options.model, shape, contender, "QLoRA", "Liger" if options.liger else "eager", metrics)
 
 
 def main() -> None:
     """Check, measure, and write the rows."""
     parser = Command(__doc__, "deepseek_host_memory.csv", "--device cpu --tiny --tokens 64")
+    parser.add_argument("--model", choices=MODELS_HERE, default=MODELS_HERE[0])
+    parser.add_argument("--resident", action="store_true", help="all experts on the GPU, to compare with")
     parser.add_argument("--layers", type=int, nargs="+", default=[8], help="the first three are dense")
     parser.add_argument("--tokens", type=int, default=16384, help="of a step and GPU")
     parser.add_argument("--linear", choices=("nf4",), help="default: bf16; nf4: by bitsandbytes")

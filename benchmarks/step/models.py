@@ -68,6 +68,23 @@ MODELS = {
     "Qwen3.5-35B-A3B": Model(*PUBLISHED["Qwen/Qwen3.5-35B-A3B"], layers=40, trained_layers=12),
     "Qwen3-235B-A22B": Model(*PUBLISHED["Qwen/Qwen3-235B-A22B"], layers=94, trained_layers=3),
     "DeepSeek-V3": Model(*PUBLISHED["deepseek-ai/DeepSeek-V3"], layers=61, trained_layers=2, tokens=8192),
+    "Kimi-K2.5": Model(  # the language model of moonshotai/Kimi-K2.5, DeepSeek-V3's in other sizes
+        "deepseek_v3",
+        PUBLISHED["deepseek-ai/DeepSeek-V3"][1]
+        | {
+            "vocab_size": 163840,
+            "n_routed_experts": 384,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.827,
+        },
+        layers=61,
+        trained_layers=1,
+        packed="int4",
+    ),
     "GLM-4.5-Air": Model(*PUBLISHED["zai-org/GLM-4.5-Air"], layers=46, trained_layers=5),
     "Nemotron-3-Nano-30B-A3B": Model(
         *PUBLISHED["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], layers=52, trained_layers=16

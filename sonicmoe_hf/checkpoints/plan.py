@@ -116,10 +116,10 @@ class Plan:
         """Write a changed weight in the format that it has, one expert after the other."""
         for out, stored in zip(outs[2:], weight.raw()[2:]):
             out.copy_(stored)
-        for expert, own in weight.by_expert(outs[:2]):
+        for expert, own in weight.by_expert(outs):
             before, exact, rounded = weight.changed(expert)
             self.roundings.add(weight.name, before, exact, rounded.values, expert)
-            for out, made in zip(own, rounded):
+            for out, made in zip(own, weight.rewritten(rounded)):
                 out.copy_(made.view(out.dtype).view(out.shape))
 
 

@@ -68,8 +68,7 @@ class Relayout(Plan):
             shells = {name: shell(there.stored_shape, dtype) for name in names}
             make = partial(self._make_dense, target, dtype)
         elif all(format.has_blocks_of(weight.format) for weight in weights):
-            scales = self._source.tensors[weights[0].parts[1]]
-            shells = self._make_shells(target, names, format, scales)
+            shells = self._make_shells(target, names, format, weights[0].scales)
             make = partial(self._make_moved, target, list(shells.values()))
         else:
             dtype = torch.float32 if there.is_per_expert else self._dtype_of(names[0], weights)

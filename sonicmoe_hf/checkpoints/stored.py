@@ -105,6 +105,15 @@ class Weight:
         """Return the numbers in [0, 1) by which a matrix of this shape is dithered."""
         return None if self.dither is None else self.dither.uniform(self.number if expert is None else expert, shape)
 
+    @property
+    def scales(self) -> Header:
+        """The header of its scales, where it is in a format, in the shape that they have here."""
+        return self._stored.tensors[self.parts[1]]
+
+    def rewritten(self, rounded: Rounded) -> list[torch.Tensor]:
+        """Return the first of the tensors that store it, or an expert of it, once it was rounded; those behind stay."""
+        return [rounded.codes, rounded.scales]
+
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """Read what stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
         all. rounded: codes and scales to take in place of its own."""
@@ -177,14 +186,25 @@ class HubMatrix(Weight):
 
     dtype = torch.bfloat16
 
+    def __init__(self, stored: StoredWeights, name: str, format: HubFormat):
+        super().__init__(stored, name, format)
+        self.parts += [part for part in format.optional_names(name) if part in stored.tensors]
+
     @property
     def shape(self) -> tuple[int, ...]:
         """See Weight."""
-        return self.format.dense_shape(super().shape)
+        return self.format.dense_shape(self._stored.tensors[self.parts[0]].shape)
+
+    @property
+    def scales(self) -> Header:
+        """See Weight."""
+        header = super().scales
+        return header._replace(shape=self.format.scales_shape(self.shape, header.shape))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
         """See Weight."""
-        return self.format.stored(self.name, shape)
+        stored = self.format.stored(self.name, shape)
+        return {part: wanted for part, wanted in stored.items() if part in self.parts}
 
     def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See Weight."""
@@ -193,15 +213,15 @@ class HubMatrix(Weight):
     def changed(self, expert: int | None = None) -> Change:
         """See Weight."""
         before, exact = self._before_and_after(expert)
-        codes, *scales = self.raw()
-        rounded = self.format.grid(*scales).round(exact, scales[0], codes, self._uniform(exact.shape, expert))
-        return Change(before, exact, rounded)
+        return Change(before, exact, self.format.round(self.raw(), exact, self._uniform(exact.shape, expert)))
+
+    def rewritten(self, rounded: Rounded) -> list[torch.Tensor]:
+        """See Weight."""
+        return self.format.rewritten(self.raw(), rounded)
 
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """See Weight."""
-        stored = self.raw()
-        if rounded is not None:
-            stored = [rounded.codes.view(stored[0].dtype), rounded.scales, *stored[2:]]
+        stored = self.raw() if rounded is None else self.rewritten(rounded)
         rows, format = self.format.pack(*stored), FORMATS[self.format.name]
         for part, tensor in zip(format.parts, rows):
             if not format.is_sound(part, tensor):

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Quantized, mxfp4, nvfp4
 from ..kernels.packed.format import Stored
 from ..kernels.packed.fp8 import FP8_BLOCK, fp8_grid
-from ..kernels.packed.grid import Grid
+from ..kernels.packed.grid import Grid, Rounded
 
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
 BLOCK = (FP8_BLOCK, FP8_BLOCK)
@@ -74,6 +74,19 @@ class HubFormat(ABC):
         """Return the values in fp32. Raises CheckpointError as `check`."""
         self.check(*tensors)
         return self.grid(*tensors[1:]).dense(tensors[0], tensors[1])
+
+    def scales_shape(self, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the scales that `pack` gives of a matrix [N, K], by that of those that are stored."""
+        return stored
+
+    def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
+        """Round a changed matrix in fp32 to the format that it is stored in. uniform: as of Grid.round."""
+        codes, *scales = stored
+        return self.grid(*scales).round(weight, scales[0], codes, uniform)
+
+    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
+        """Return the tensors that store a matrix which was rounded, of those that stored it."""
+        return [rounded.codes.view(stored[0].dtype), rounded.scales, *stored[2:]]
 
     @abstractmethod
     def pack(self, *tensors: torch.Tensor) -> Quantized:

@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Quantized, mxfp4, nvfp4
 from ..kernels.packed.format import Stored
-from ..kernels.packed.grid import Grid
+from ..kernels.packed.grid import Grid, Rounded
 from ..kernels.packed.int4 import GROUP, LARGEST, ZERO, group_of, int4_grid, to_bytes, to_nibbles
 from .hub import HUB, HubFormat, check_matrix
 
@@ -58,6 +58,10 @@ class _RenamedFormat(HubFormat):
         """See HubFormat."""
         end = f".{self.own[0]}"
         return f"{name.removesuffix(end)}.{WEIGHT}" if name.endswith(end) and dtype == self.dtype else None
+
+
+def _as_one_expert(packed: Quantized) -> Quantized:
+    return Quantized(*(None if part is None else part[None] for part in packed))  # type: ignore[arg-type]
 
 
 class HubIntegers(_RenamedFormat):
@@ -128,9 +132,23 @@ class HubIntegers(_RenamedFormat):
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See HubFormat."""
-        packed = self.pack(*tensors)
-        whole = Quantized(*(None if part is None else part[None] for part in packed))  # type: ignore[arg-type]
-        return FORMATS[self.name].expert(whole, 0)
+        return FORMATS[self.name].expert(_as_one_expert(self.pack(*tensors)), 0)
+
+    def scales_shape(self, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (shape[0], shape[1] // max(1, group_of(shape[1], self.group or shape[1])))
+
+    def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
+        """See HubFormat. Scales stay where several groups here have one of the checkpoint's."""
+        packed = self.pack(*stored)
+        if packed.scales.shape[1] == self.num_groups(weight.shape[1]):
+            return FORMATS[self.name].round_expert(_as_one_expert(packed), 0, weight, uniform)
+        grid = int4_grid(weight.shape[1] // packed.scales.shape[1], packed.scales.dtype, packed.state)
+        return grid._replace(fresh=None).round(weight, packed.scales, packed.codes, uniform)
+
+    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
+        """See HubFormat."""
+        return self.unpack(self.pack(*stored)._replace(codes=rounded.codes, scales=rounded.scales), stored)
 
     def join(self, parts: list[list[Quantized]]) -> Quantized:
         """See HubFormat: zeros have rows, as scales have."""
@@ -339,8 +357,15 @@ class CompressedMXFP4(_RenamedFormat):
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See HubFormat."""
-        packed = self.pack(*tensors)
-        return FORMATS[self.name].expert(Quantized(packed.codes[None], packed.scales[None]), 0)
+        return FORMATS[self.name].expert(_as_one_expert(self.pack(*tensors)), 0)
+
+    def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
+        """See HubFormat."""
+        return FORMATS[self.name].round_expert(_as_one_expert(self.pack(*stored)), 0, weight, uniform)
+
+    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
+        """See HubFormat."""
+        return [rounded.codes.flatten(1), rounded.scales.view(stored[1].dtype)]
 
 
 class CompressedNVFP4(_RenamedFormat):

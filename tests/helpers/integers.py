@@ -76,7 +76,7 @@ def stored_as(format, name, weight):
     spread = [part.repeat_interleave(whole // group, 1)[:, : size_in // group] for part in (largest, zeros)]
     zeros = spread[1].contiguous() if format.has_zeros else None
     grid = int4_grid(group, dtype, zeros)
-    scales = grid.fresh(spread[0].contiguous())
+    scales = int4_grid(group, dtype).fresh(spread[0].contiguous())
     codes = grid.codes(weight.double() / grid.spread(scales, weight.shape))
     g_idx = (torch.arange(size_in) // (format.group or size_in)).to(torch.int32)
     like = {"weight_shape": torch.tensor(weight.shape, dtype=torch.int32), "g_idx": g_idx}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import DECLARED_FP8
+from helpers.integers import DECLARED
+from helpers.marks import rest_pinned
 from helpers.models import CONFIGS, OF_64, build, nemotron_h
 from helpers.small_families import OMNI, small_config
 from helpers.terminal import make_configs
@@ -138,6 +140,15 @@ def test_parts_add_up_and_a_way_fits_where_its_need_does(hub, capsys):
     assert {"LoRA, FSDP2", "QLoRA FP8, FSDP2", "QLoRA NVFP4, r=8, expert parallelism"} <= names
 
 
+@pytest.mark.parametrize("kind, name", rest_pinned([("ct-32", "INT4"), ("awq", "UINT4")]))
+def test_experts_in_integers_are_planned_as_they_come(kind, name, tmp_path, capsys):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "quantization_config": DECLARED[kind]}
+    CONFIGS["qwen3_moe"](**sizes).save_pretrained(tmp_path)
+    code, plan = plan_json(capsys, tmp_path)
+    names = {way["name"].partition(",")[0] for way in plan["ways"]}
+    assert code == 0 and names == {f"QLoRA {name}"}
+
+
 def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
     assert main(["plan", str(hub / "Qwen" / "Qwen3-30B-A3B"), "--gpu-memory", "4"]) == 1, "nothing fits"
     LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "dense")
@@ -149,7 +160,7 @@ def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
     capsys.readouterr()
     for folder, words in (
         (tmp_path / "dense", "no mixture-of-experts"),
-        (tmp_path / "awq", "plan for the bf16 checkpoint that it was made from"),
+        (tmp_path / "awq", "awq in None bits, which is not read: load the bf16 checkpoint"),
         (tmp_path / "none", "none"),
         (tmp_path / "omni", "as a model without a loss"),
         (tmp_path / "modelopt", "load the bf16 checkpoint that it was made from"),

@@ -22,7 +22,7 @@ def made(format, experts_memory):
     return model
 
 
-@pytest.mark.parametrize("format", ["nf4", "mxfp4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "fp8", "nvfp4", "int4", "uint4"])
 def test_few_tokens_are_computed_without_a_copy(format):
     model, resident = made(format, 0), made(format, None)
     tokens = torch.arange(20, device="cuda")[None]

@@ -36,6 +36,7 @@ LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger
         "qwen3_vl_moe_text",
     )
 )
+PACKED_HERE = tuple(name for name in FORMATS if name != "uint4")  # which comes of checkpoints alone
 KEPT = (  # what is kept for backward, the fastest first
     {"checkpointing": False},
     {"checkpointing": False, "save": "input"},
@@ -223,7 +224,7 @@ def _formats(sizes: ModelSizes) -> Iterator[str]:
     their sizes take."""
     stored = sizes.quantization
     smaller = ["nf4"] if stored == "fp8" and not sizes.is_packed else []
-    for format in FORMATS if stored is None else [stored, *smaller]:
+    for format in PACKED_HERE if stored is None else [stored, *smaller]:
         try:
             stored_bytes(sizes, format)
         except (KeyError, ValueError):  # no format of ours; not for experts of this size

@@ -1,0 +1,67 @@
+"""Adapters merged into checkpoints whose experts are in integers, and conversion of these, from the hub's own files."""
+
+import pytest
+import torch
+from helpers.adapters import adapt
+from helpers.checkpoints import config_in, edit_tensors, make, packed_in, same_bits, tensors_in
+from helpers.integers import format_of, to_integers
+from helpers.marks import loads_hub_formats, rest_pinned
+
+from sonicmoe_hf import convert_checkpoint, from_pretrained, merge_adapter
+from sonicmoe_hf.checkpoints.comparing import relative_error
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+KINDS = ["ct-32", "gptq-asym", "ct-asym", "awq", "auto-round", "gptq-v2"]
+pytestmark = loads_hub_formats
+
+
+def base_and_adapter(folder, kind, size):
+    make(folder / "base", "qwen3_moe", **SIZES)
+    _, dense = to_integers(folder / "base", kind)
+    edit_tensors(folder / "dense", {name: tensor.bfloat16() for name, tensor in dense.items()})
+    model = from_pretrained(folder / "base", experts_quantization="int4", dtype=torch.bfloat16)
+    adapt(model, folder / "adapter", size=size)
+    return folder / "base", folder / "adapter"
+
+
+@pytest.mark.parametrize("kind", rest_pinned(KINDS, 2))
+def test_an_adapter_is_merged_into_bf16_and_into_the_files_own_form(kind, tmp_path):
+    base, adapter = base_and_adapter(tmp_path, kind, 0.05)
+    merge_adapter(base, adapter, tmp_path / "bf16", verify=True)
+    merge_adapter(tmp_path / "dense", adapter, tmp_path / "expected")
+    exact = tensors_in(tmp_path / "bf16")
+    assert same_bits(exact, tensors_in(tmp_path / "expected"))
+    assert "quantization_config" not in config_in(tmp_path / "bf16")
+
+    done = merge_adapter(base, adapter, tmp_path / "kept", quantize="keep", verify=True)
+    before, after = tensors_in(base), tensors_in(tmp_path / "kept")
+    assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
+    assert config_in(tmp_path / "kept") == config_in(base)
+    ends = ("zeros", "zero_point", "g_idx", "weight_shape", "norm.weight")
+    assert all(torch.equal(before[name], after[name]) for name in before if name.endswith(ends))
+    convert_checkpoint(tmp_path / "kept", tmp_path / "kept in bf16", "hub", dequantize=True)
+    rounded = tensors_in(tmp_path / "kept in bf16")
+    lossy = [name for name in exact if not torch.equal(exact[name], rounded[name])]
+    assert lossy and all("experts" in name or "_proj" in name for name in lossy)
+    # a step is two fifteenths of a group's largest value, and dithering errs by its sixth part in the mean square
+    assert all(relative_error(rounded[name], exact[name]) < 0.2 for name in lossy)
+    assert all(layer.survived > 0.8 for layer in done.roundings)
+
+
+@pytest.mark.parametrize("kind", rest_pinned(KINDS))
+def test_an_adapter_that_changes_nothing_leaves_every_byte(kind, tmp_path):
+    base, adapter = base_and_adapter(tmp_path, kind, 0.0)
+    merge_adapter(base, adapter, tmp_path / "kept", quantize="keep")
+    assert same_bits(tensors_in(tmp_path / "kept"), tensors_in(base))
+
+
+@pytest.mark.parametrize("kind", rest_pinned(KINDS))
+def test_conversion_moves_codes_scales_and_zeros_into_native_order(kind, tmp_path):
+    make(tmp_path / "base", "qwen3_moe", **SIZES)
+    _, dense = to_integers(tmp_path / "base", kind)
+    convert_checkpoint(tmp_path / "base", tmp_path / "native", quantize=format_of(kind).name, verify=True)
+    model = from_pretrained(tmp_path / "native")
+    c_fc = packed_in(model)["model.layers.1.mlp.experts.c_fc"].dequantize(torch.float32)
+    for place, part in enumerate(("gate", "up")):
+        expected = [dense[f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"] for expert in range(len(c_fc))]
+        assert torch.equal(c_fc[:, place::2], torch.stack(expected))
