@@ -40,11 +40,12 @@ def from_pretrained(
     Args:
         pretrained_model_name_or_path, args, kwargs: as `auto_class.from_pretrained` takes them.
         routing, save: see `patch_model`.
-        experts_quantization: "nf4", "mxfp4", "fp8" or "nvfp4": experts are packed and frozen, one weight after the other
+        experts_quantization: "nf4", "mxfp4", "fp8", "nvfp4" or "int4": experts are packed and frozen, one after the other
             as the checkpoint streams in (see `quantize_experts`). Experts that the checkpoint has in that format (FP8 in
-            DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4) are taken as they are, bit for bit, and
-            its linear layers become dense. FP8 experts are packed again if another format is asked for, one expert
-            after the other. A BitsAndBytesConfig given as quantization_config is for the linear layers.
+            DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4, INT4 of compressed-tensors, GPTQ,
+            AutoRound or AWQ) are taken as they are, bit for bit, and its linear layers become dense. FP8 experts are
+            packed again if another format is asked for, one expert after the other. A BitsAndBytesConfig given as
+            quantization_config is for the linear layers.
         experts_memory: the experts are frozen, so many bytes of them stay on the GPU, and the others live in host memory
             (see `patch_model`), where each weight goes as soon as it is loaded. Without device_map the model is loaded on
             the current GPU, where there is one.

@@ -58,7 +58,8 @@ def quantize_experts(
         model: a Transformers model, not yet in PEFT, DDP, FSDP or DeepSpeed. It computes with packed experts once it is
             patched (`patch_model`), before or after.
         format: "nf4" (bitsandbytes' NF4 with double quantization, 4.13 bits a weight), "mxfp4" (4.25 bits), "fp8"
-            (DeepSeek's blocks of 128 x 128, 8.002 bits) or "nvfp4" (NVIDIA's, 4.5 bits).
+            (DeepSeek's blocks of 128 x 128, 8.002 bits), "nvfp4" (NVIDIA's, 4.5 bits) or "int4" (groups of 32, 4.5 bits;
+            "uint4" with a zero for each, 4.75).
         experts_memory: so many bytes of packed experts stay on the GPU, the others live in host memory; see
             `patch_model`.
     Returns:
