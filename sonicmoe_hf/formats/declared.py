@@ -17,6 +17,7 @@ from ..kernels.packed.fp8 import FP8_BLOCK
 from . import declared_integers
 from .hub import HUB, HubFormat, HubFP8
 
+TEXT_CONFIGS = ("decoder", "generator", "text_config")  # where get_text_config looks for them
 QUANT_METHOD = "sonicmoe_hf"
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
 FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
@@ -137,7 +138,10 @@ def _is_size(size) -> bool:
 def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None = None) -> DeclaredQuantization | None:
     """Read what a config, or else the text model's inside it, declares, or ModelOpt's file in `folder`; None of a
     checkpoint that is not quantized."""
-    parts = [config] if isinstance(config, dict) else [vars(config), vars(config.get_text_config())]
+    if isinstance(config, dict):
+        parts = [config, *(config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict))]
+    else:
+        parts = [vars(config), vars(config.get_text_config())]
     declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", "expert_dtype"))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
         quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8"))["quantization"]

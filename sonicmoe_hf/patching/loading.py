@@ -50,8 +50,9 @@ def from_pretrained(
             (see `patch_model`), where each weight goes as soon as it is loaded. Without device_map the model is loaded on
             the current GPU, where there is one.
         experts_compute: "fp8" beside experts_quantization="fp8": see `patch_model`.
-        auto_class: the Auto class that loads the model. None: AutoModelForCausalLM, or the first that has the config's
-            model, such as AutoModelForImageTextToText for Qwen3-VL-MoE.
+        auto_class: the Auto class that loads the model. None: that of the class which the config's `architectures` names,
+            such as AutoModelForImageTextToText for Qwen3.5-MoE with images; else AutoModelForCausalLM, or the first that
+            has the config's model.
     Returns:
         The patched model; with output_loading_info=True, (model, what Transformers says of the names).
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import transformers
@@ -46,6 +47,7 @@ HELD_BY_HOST = (
     "(quantize_experts(model, {format!r}, experts_memory=...) in place of patch_model(model, experts_memory=...))"
 )
 FOR_FILE = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+FOR_MODEL = ("dtype", "torch_dtype", "quantization_config", "attn_implementation", "experts_implementation", "config")
 FOR_CONFIG = (*FOR_FILE, "trust_remote_code")
 
 
@@ -142,6 +144,13 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
             f"Transformers {transformers.__version__} casts what a checkpoint has packed; install 5.19 or "
             f"newer, or convert the checkpoint first: sonicmoe-hf convert SRC DST --layout native --quantize {format}"
         )
+    if config is kwargs.get("config"):
+        config = copy.deepcopy(config)
+    else:  # Transformers takes overrides only where it reads the config itself
+        overrides = {key: kwargs[key] for key in kwargs if key not in FOR_MODEL and hasattr(config, key)}
+        kwargs = {key: value for key, value in kwargs.items() if key not in overrides}
+        for key, value in overrides.items():
+            setattr(config, key, value)
     if not declared.is_packed_here:  # as the hub has it
         hub = {**declared.entries, "experts": stored} if declared.is_per_expert else None
         vars(config.get_text_config()).pop("quantization_config", None)  # a model inside may be what declares it

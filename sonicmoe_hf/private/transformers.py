@@ -93,8 +93,21 @@ def mark_initialized(parameter: Any) -> None:
 
 
 def auto_class_of(config):
-    """Find the first Auto class that has a model for this config, of text before images and sound; None without any."""
-    return next((auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class._model_mapping), None)
+    """Find the Auto class of the model that the config's `architectures` names, which is more than a base model; else the
+    first that has a model for this config, of text before images and sound; None without any."""
+    having = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class._model_mapping]
+    declared = set(getattr(config, "architectures", None) or ())
+    named = (
+        auto_class
+        for auto_class in having
+        if auto_class is not AutoModel and declared & _models_of(auto_class, config)
+    )
+    return next(named, next(iter(having), None))
+
+
+def _models_of(auto_class, config) -> set[str]:
+    models = auto_class._model_mapping[type(config)]
+    return {model.__name__ for model in (models if isinstance(models, (list, tuple)) else (models,))}
 
 
 def computes_loss(config) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from ..errors import UnsupportedModelError
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
@@ -16,6 +17,8 @@ from ..routing.hooks import installed, routers
 from ..routing.model import is_pipelined, routing_state, use_routers
 from .callbacks import StepCallback
 from .steps import summed_over_ranks
+
+logger = logging.get_logger(__name__)
 
 DEFAULTS = {"per_layer_loss": 0.05, "bias_update": 1e-3}
 
@@ -116,8 +119,15 @@ class LoadBalancing(StepCallback):
                 step's tokens the call has, where `loss` is a sum that was divided by the number of all of them.
         Returns:
             `loss`.
+        Raises:
+            RuntimeError: the model was not called while it balances.
         """
-        call: Any = routing_state(model).last  # backward fails where the model was not called since `start`
+        call: Any = routing_state(model).last
+        if call is None:
+            raise RuntimeError(
+                "LoadBalancing.scaled_as: this model was not called in training since balancing.start(model); call it "
+                "first, and compute the loss from what it returns"
+            )
         loss.register_hook(ScaleHook([call], share))
         return loss
 
@@ -135,7 +145,23 @@ class LoadBalancing(StepCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Patch the model if it is not patched, and check it."""
         super().on_train_begin(args, state, control, model, **kwargs)
+        self._warn_of_second_loss(args, model)
         self._balancing = self._prepare(model)
+
+    def _warn_of_second_loss(self, args, model) -> None:
+        """Warn where TRL's trainers add Transformers' router loss, by their arguments, else by the model's config."""
+        if self.per_layer_loss is None or not hasattr(args, "router_aux_loss_coef"):
+            return
+        config = transformers_model(model).config.get_text_config()
+        coefficient = args.router_aux_loss_coef
+        if coefficient is None:
+            coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+        if coefficient and hasattr(config, "output_router_logits"):
+            logger.warning(
+                f"sonicmoe_hf: this trainer adds a router loss of its own, times {coefficient}, to that of "
+                f"LoadBalancing(per_layer_loss={self.per_layer_loss}), so that both count; pass router_aux_loss_coef=0.0 "
+                f"to {type(args).__name__}, or leave LoadBalancing out"
+            )
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Balance in this step.

@@ -67,8 +67,8 @@ class Ranks:
     """`run(function, *args, **options)` calls the module-level `function(rank, ...)` on every rank: the results in their
     order."""
 
-    def __init__(self, folder, world=WORLD):
-        context = forkserver()
+    def __init__(self, folder, world=WORLD, context=None):
+        context = context or forkserver()
         ends = [context.Pipe() for _ in range(world)]
         self.pipes = [mine for mine, _ in ends]
         self.processes = [

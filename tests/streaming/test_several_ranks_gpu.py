@@ -1,12 +1,14 @@
 """Two processes on one GPU train from one copy of the experts in host memory, which both have pinned."""
 
 import gc
+import multiprocessing
 
 import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.models import batch, build, loss_and_gradients
 from helpers.parallel import gradients
+from helpers.ranks import Ranks
 from helpers.streamed import layers_of
 from test_several_ranks import memory_of
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +17,14 @@ from sonicmoe_hf import patch_model, quantize_experts
 
 pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 3, "num_experts": 16}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Ranks that are no fork of a process that has used CUDA, which could not use it again."""
+    started = Ranks(tmp_path_factory.mktemp("ranks"), context=multiprocessing.get_context("spawn"))
+    yield started
+    started.close()
 
 
 def trained(rank, format):

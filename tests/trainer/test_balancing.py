@@ -1,5 +1,7 @@
 """LoadBalancing: the gradients of every layer's loss, its scale in training, and the update of correction biases."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.models import (
@@ -87,6 +89,27 @@ def test_a_loss_computed_outside_the_model_gives_the_scale():
     (2.0 * balancing.scaled_as(ours, loss)).backward()
     expected = with_loss_by_hand("qwen3_moe", model, {**inputs, "labels": labels}, 2.0)
     assert_all_close(gradients_of(ours), expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_a_scale_before_the_first_call_is_an_error_that_says_so():
+    model, loss = patched("qwen3_moe"), torch.ones((), requires_grad=True)
+    balancing = LoadBalancing(per_layer_loss=WEIGHT)
+    balancing.start(model)
+    with pytest.raises(RuntimeError, match=r"scaled_as: this model was not called .* call it first"):
+        balancing.scaled_as(model, loss)
+
+
+@pytest.mark.parametrize(
+    "given, warns", [({}, False), ({"router_aux_loss_coef": None}, True), ({"router_aux_loss_coef": 0.0}, False)]
+)
+def test_a_router_loss_of_the_trainers_own_beside_it_gives_a_warning_with_the_remedy(given, warns, messages):
+    LoadBalancing(per_layer_loss=WEIGHT).on_train_begin(
+        SimpleNamespace(load_best_model_at_end=False, **given),
+        SimpleNamespace(global_step=0),
+        None,
+        build("qwen3_moe"),
+    )
+    assert bool(messages.about("pass router_aux_loss_coef=0.0")) == warns
 
 
 def test_under_token_rounding_it_counts_top_k():

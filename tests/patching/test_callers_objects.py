@@ -1,0 +1,57 @@
+"""What a caller hands over or has set stays as it is, and says which model is loaded."""
+
+import copy
+
+import pytest
+import torch
+from helpers.checkpoints import config_in, make, to_fp8
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5MoeConfig,
+)
+
+from sonicmoe_hf import from_pretrained
+from sonicmoe_hf.formats.declared import declared_quantization
+from sonicmoe_hf.patching.loading import _auto_class
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
+
+
+@pytest.fixture
+def in_fp8(tmp_path):
+    make(tmp_path / "fp8", "qwen3_moe", **SIZES)
+    to_fp8(tmp_path / "fp8")
+    return tmp_path / "fp8"
+
+
+def test_a_config_that_is_given_stays_as_it_is(in_fp8):
+    config = AutoConfig.from_pretrained(in_fp8)
+    before = copy.deepcopy(config.to_dict())
+    from_pretrained(in_fp8, config=config, experts_quantization="fp8")
+    assert config.to_dict() == before
+
+
+def test_overrides_by_keyword_reach_the_config_of_a_quantized_checkpoint(in_fp8):
+    model = from_pretrained(in_fp8, experts_quantization="fp8", num_hidden_layers=1, dtype=torch.bfloat16)
+    assert len(model.model.layers) == model.config.num_hidden_layers == 1 < config_in(in_fp8)["num_hidden_layers"]
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_config_json_whose_text_model_declares_the_quantization_is_quantized():
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert declared_quantization({"text_config": {"quantization_config": declared}}).format() == "fp8"
+
+
+@pytest.mark.parametrize(
+    "architectures, auto_class",
+    [
+        (["Qwen3_5MoeForConditionalGeneration"], AutoModelForImageTextToText),
+        (["Qwen3_5MoeForCausalLM"], AutoModelForCausalLM),
+        (None, AutoModelForCausalLM),
+    ],
+)
+def test_the_class_that_a_checkpoint_names_is_loaded_before_its_text_model(architectures, auto_class, tmp_path):
+    Qwen3_5MoeConfig(architectures=architectures).save_pretrained(tmp_path)
+    assert _auto_class(tmp_path, {}) is auto_class
