@@ -213,5 +213,5 @@ def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
     edit_tensors(adapter, {name: 0 * tensor for name, tensor in tensors.items() if "lora_B" in name})
     edit(adapter, auto_mapping={ENTRY: {"format": "nf4", "codes": [1, 2]}}, task_type="CAUSAL_LM")
     code, (merged,) = check(place, capsys, place.base, adapter=adapter)
-    assert (merged["kind"], code) == ("other", 1) and "the adapter itself changes nothing" in merged["reason"]
+    assert (merged["kind"], code) == ("cannot tell", 2) and "the adapter itself changes nothing" in merged["reason"]
     assert "trained on experts in nf4 (codes 1, 2)" in caplog.text, "whatever implementation the base has"

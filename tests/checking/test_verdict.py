@@ -33,15 +33,15 @@ def test_rounding_that_takes_some_of_every_change_is_no_part_left_out(parts):
 def test_a_part_whose_share_is_not_known_has_none(parts):
     experts, rest, noise = parts
     verdict = judge(0.01 * experts + rest + 0.2 * noise, reference(0.01 * experts, rest))
-    assert verdict.kind == "other" and "(experts) is too little to tell" in verdict.reason
+    assert verdict.kind == "cannot tell" and "(experts) is too little to tell" in verdict.reason
     assert verdict.shares["experts"] is None and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize(("tokens", "kind"), [(ENOUGH - 1, "other"), (ENOUGH, "applied")])
+@pytest.mark.parametrize(("tokens", "kind"), [(ENOUGH - 1, "cannot tell"), (ENOUGH, "applied")])
 def test_few_tokens_get_no_verdict(tokens, kind, parts):
     experts, rest, _ = (part[:tokens] for part in parts)
     verdict = judge(experts + rest, reference(experts, rest))
-    assert verdict.kind == kind and ("too few" in verdict.reason) == (kind == "other")
+    assert verdict.kind == kind and ("too few" in verdict.reason) == (kind == "cannot tell")
 
 
 def test_other_differences_are_said_in_the_size_of_the_change(parts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,12 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
 
 from ...layer.experts_module import has_gate, is_experts, weight_names
 from ...lora.adapter import is_interleaved
 
 LEFT_OUT = "left out"  # the kind of hypotheses that a part of the adapter is missing
 MISREAD = "misread"
+SCALED = "scaled"
+ALL = "the adapter"
+LORA = "its LoRA"
+BIASES = "its biases"
 EXPERTS, REST = "its experts", "what is beside its experts"
 KNOWN = {  # remedies
     EXPERTS: "the engine takes no adapters of experts, or not in this form; convert (--layout) or merge it",
@@ -31,12 +37,13 @@ SCALES = "without its alpha_pattern and rsLoRA: scaled by lora_alpha / rank"
 class Layer(NamedTuple):
     """A layer that the adapter is on. target: the last part of what is adapted, a layer's name or a parameter's.
 
-    experts: the module, where it adapts a weight of experts."""
+    experts: the module, where it adapts a weight of experts. number: of the decoder layer; "" outside those."""
 
     wrapper: Any
     adapter: str
     target: str
     experts: Any
+    number: str = ""
 
     @property
     def b(self) -> torch.Tensor:
@@ -59,25 +66,42 @@ class Layer(NamedTuple):
         return self.experts is not None and has_gate(self.experts) and self.target == weight_names(self.experts)[0]
 
 
+class Whole(NamedTuple):
+    """What an adapter brings trained whole, beside LoRA. switch: puts what was trained (True) or the base's in place."""
+
+    name: str
+    switch: Callable[[bool], None]
+
+
 class Hypothesis(NamedTuple):
-    """The adapter under another reading. change: what is in lora_B's place, in a layer; None where it is the same."""
+    """The adapter under another reading.
+
+    change: what is in lora_B's place, in a layer; None where it is the same. left_out: tells of a name whether what was
+    trained whole under it is missing.
+    """
 
     kind: str
     name: str
     change: Callable[[Layer], torch.Tensor | None]
+    left_out: Callable[[str], bool] = lambda name: False
 
     @contextmanager
-    def holds(self, layers: list[Layer]) -> Iterator[None]:
+    def holds(self, layers: list[Layer], wholes: list[Whole]) -> Iterator[None]:
         """Change the adapter inside the block."""
         kept = [layer.b.data for layer in layers]
+        switched = [whole for whole in wholes if self.left_out(whole.name)]
         try:
             for layer in layers:
                 if (changed := self.change(layer)) is not None:
                     layer.b.data = changed
+            for whole in switched:
+                whole.switch(False)
             yield
         finally:
             for layer, b in zip(layers, kept):
                 layer.b.data = b
+            for whole in switched:
+                whole.switch(True)
 
 
 def layers_of(model: Any) -> list[Layer]:
@@ -89,20 +113,58 @@ def layers_of(model: Any) -> list[Layer]:
         inner: Any = module.get_base_layer()  # type: ignore[operator]
         target = module.parameter_name if isinstance(module, ParamWrapper) else name.rpartition(".")[2]
         experts = inner if is_experts(inner) and target in weight_names(inner) else None
-        layers.append(Layer(module, model.active_adapter, target, experts))
+        number = re.search(r"\.(\d+)\.", name)
+        layers.append(Layer(module, model.active_adapter, target, experts, number[1] if number else ""))
     return layers
 
 
-def hypotheses_for(model: Any, layers: list[Layer]) -> list[Hypothesis]:
-    """List what may have become of the active adapter of a PEFT model, whose layers these are."""
-    targets = dict.fromkeys(layer.target for layer in layers)
+def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> list[Whole]:
+    """List what a PEFT model's adapter brings trained whole: modules_to_save, tokens and biases.
+
+    biases: parameters that hold the adapter's biases, each with the base's values.
+    """
+    wholes = []
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            wholes.append(Whole(name.rpartition(".")[2], module.enable_adapters))
+    for bias, of_base in biases:
+        values = {True: bias.data, False: of_base}
+
+        def switch(on: bool, bias: torch.nn.Parameter = bias, values: dict[bool, torch.Tensor] = values) -> None:
+            bias.data = values[on]
+
+        wholes.append(Whole(BIASES, switch))
+    return wholes
+
+
+def hypotheses_for(model: Any, layers: list[Layer], wholes: list[Whole]) -> list[Hypothesis]:
+    """List what may have become of a PEFT model's active adapter, on these layers and what is trained whole."""
     experts = [layer for layer in layers if layer.experts is not None]
-    hypotheses = [_without(target, lambda layer, name: layer.target == name) for target in targets]
-    if len(targets) == 1:  # which is the base
-        hypotheses = []
-    if experts and len(experts) < len(layers):
-        hypotheses.append(_without(EXPERTS, lambda layer, _: layer.experts is not None))
-        hypotheses.append(_without(REST, lambda layer, _: layer.experts is None))
+    groups = groups_of(layers)
+    numbers = list(dict.fromkeys(layer.number for layer in layers if layer.number))
+    groups |= {f"layer {number}": lambda layer, number=number: layer.number == number for number in numbers}
+    for number in dict.fromkeys(layer.number for layer in experts if layer.number):
+        groups[f"layer {number}'s experts"] = lambda layer, number=number: (
+            layer.number == number and layer.experts is not None
+        )
+    hypotheses, seen = [], []
+    for name, is_in in groups.items():
+        if name == ALL:
+            continue
+        members = [is_in(layer) for layer in layers]
+        if (all(members) and not wholes) or members in seen:  # which is the base, or said by another name
+            continue
+        seen.append(members)
+        hypotheses.append(Hypothesis(LEFT_OUT, name, scale_of(is_in, 0)))
+    names = list(dict.fromkeys(whole.name for whole in wholes))
+    for name in names:
+        if layers or len(names) > 1:
+            hypotheses.append(Hypothesis(LEFT_OUT, name, lambda layer: None, lambda other, name=name: other == name))
+    if layers and wholes:
+        hypotheses.append(Hypothesis(LEFT_OUT, LORA, scale_of(lambda layer: True, 0)))
+        if len(names) > 1:
+            everything = " and ".join(names)
+            hypotheses.append(Hypothesis(LEFT_OUT, everything, lambda layer: None, lambda name: True))
     if any(layer.rank > 1 for layer in experts):
         hypotheses += [Hypothesis(MISREAD, COLUMNS, change) for change in (_as_by_rank, _as_by_expert)]
     if any(layer.is_gate_up for layer in layers):
@@ -113,9 +175,20 @@ def hypotheses_for(model: Any, layers: list[Layer]) -> list[Hypothesis]:
     return hypotheses
 
 
-def _without(name: str, is_left_out: Callable[[Layer, str], bool]) -> Hypothesis:
-    zeros = torch.zeros_like
-    return Hypothesis(LEFT_OUT, name, lambda layer: zeros(layer.b.data) if is_left_out(layer, name) else None)
+def groups_of(layers: list[Layer]) -> dict[str, Callable[[Layer], bool]]:
+    """Group the layers as engines treat them, alike: all, those of each target, the experts' and the rest."""
+    groups: dict[str, Callable[[Layer], bool]] = {ALL: lambda layer: True}
+    if any(layer.experts is not None for layer in layers) and any(layer.experts is None for layer in layers):
+        groups[EXPERTS] = lambda layer: layer.experts is not None
+        groups[REST] = lambda layer: layer.experts is None
+    for target in dict.fromkeys(layer.target for layer in layers):
+        groups[target] = lambda layer, target=target: layer.target == target
+    return groups
+
+
+def scale_of(is_in: Callable[[Layer], bool], factor: float) -> Callable[[Layer], torch.Tensor | None]:
+    """Return the change that scales the layers of a group."""
+    return lambda layer: layer.b.data * factor if is_in(layer) else None
 
 
 def _as_by_rank(layer: Layer) -> torch.Tensor | None:

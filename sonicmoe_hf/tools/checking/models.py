@@ -15,6 +15,7 @@ from ...checkpoints.files import CONFIG_FILE, read_json
 from ...checkpoints.layouts import NATIVE_PREFIX
 from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
+from ...layer.experts_module import is_experts
 from ...lora.adapter import is_in_pefts_form
 from ...lora.convert import convert_adapter
 from ...patching.loading import from_pretrained
@@ -22,6 +23,7 @@ from ...private.transformers import auto_class_of
 from ...registration import install_in_peft
 from .texts import Text
 
+Biases = list[tuple[torch.nn.Parameter, torch.Tensor]]  # a parameter, and the base's values of it
 Scores = dict[Text, torch.Tensor]  # [2, tokens] on the CPU: log p, and log p less that of the likeliest token
 
 
@@ -75,8 +77,43 @@ def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
 
 
 @contextmanager
-def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Iterator[Any]:
-    """Put an adapter of any form on the model inside the block, by PEFT.
+def rounded(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Move each module's output by what rounding in `dtype` may, at random, inside the block.
+
+    Rounding a weight at random moves a product by the same share as rounding the product, so this stands for both.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(module: Any, arguments: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        device = output.device
+        generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
+        share = 2 * torch.rand(output.shape, generator=generator, device=device) - 1
+        return (output.float() * (1 + share * (torch.finfo(dtype).eps / 2))).to(output.dtype)
+
+    leaves = [module for module in model.modules() if not any(module.children()) or is_experts(module)]
+    hooks = [module.register_forward_hook(move) for module in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Read the dtype of a checkpoint's weights; None where they are packed."""
+    config = read_json(folder / CONFIG_FILE)
+    text = config.get("text_config") or {}
+    if config.get("quantization_config") or text.get("quantization_config"):
+        return None
+    name = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
+    return getattr(torch, str(name))
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Iterator[tuple[Any, Biases]]:
+    """Put an adapter of any form on the model inside the block, by PEFT; gives its model, and the biases that it changes.
 
     base: the model's folder. new: a folder in which an adapter that PEFT would misread is written anew.
 
@@ -91,11 +128,14 @@ def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Ite
     if not is_in_pefts_form(adapter, build_from_config(config, base / CONFIG_FILE)):
         layout = "native" if str(config["model_type"]).startswith(NATIVE_PREFIX) else "hub"
         adapter = convert_adapter(adapter, new, layout, trained_on=base)
+    biases = {n: (p, p.data.clone()) for n, p in model.named_parameters() if n.rpartition(".")[2] == "bias"}
     wrapped = peft.PeftModel.from_pretrained(model, adapter)
     wrappers = {n: module for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
     try:
-        yield wrapped.eval()
+        yield wrapped.eval(), [(p, of_base) for p, of_base in biases.values() if not p.data.equal(of_base)]
     finally:
+        for bias, of_base in biases.values():  # which PEFT writes into the base itself
+            bias.data = of_base
         wrapped.unload()  # type: ignore[operator]
         for name, wrapper in wrappers.items():  # in whose place PEFT leaves what was trained (modules_to_save)
             model.set_submodule(name, wrapper.original_module)

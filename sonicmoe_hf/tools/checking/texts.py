@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointError
 
 LENGTH, NUM_TEXTS = 128, 8  # tokens of a text; texts
-CHARACTERS = 64 * LENGTH * NUM_TEXTS  # of a file that are read
+CHARACTERS = 64 * LENGTH  # of a file that are read for a text
 DOCUMENTED = statistics, socketserver, argparse, copy  # whose documentation is the text, where none is given
 
 
@@ -23,8 +23,8 @@ class Text(NamedTuple):
     start: int = 1
 
 
-def texts_for(tokenizer: Any, file: str | None) -> list[Text]:
-    """Cut a file, or documentation of the standard library, into NUM_TEXTS texts of at most LENGTH tokens, which begin
+def texts_for(tokenizer: Any, file: str | None, num_texts: int = NUM_TEXTS) -> list[Text]:
+    """Cut a file, or documentation of the standard library, into `num_texts` texts of at most LENGTH tokens, which begin
     as the tokenizer begins a text.
 
     Raises:
@@ -34,11 +34,11 @@ def texts_for(tokenizer: Any, file: str | None) -> list[Text]:
     written = "".join(documents)
     if file is not None:
         with Path(file).open(encoding="utf-8", errors="replace") as opened:
-            written = opened.read(CHARACTERS)
+            written = opened.read(CHARACTERS * num_texts)
     first = tokenizer("")["input_ids"]
     ids = tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
     size = LENGTH - len(first)
-    texts = [Text((*first, *ids[begin : begin + size])) for begin in range(0, len(ids), size)][:NUM_TEXTS]
+    texts = [Text((*first, *ids[begin : begin + size])) for begin in range(0, len(ids), size)][:num_texts]
     texts = [text for text in texts if len(text.ids) > 1]
     if not texts:
         raise CheckpointError(f"{file or 'the text'} has less than two tokens, so there is nothing to compare")

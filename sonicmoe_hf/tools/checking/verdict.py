@@ -13,18 +13,22 @@ import torch
 from .hypotheses import EXPERTS, KNOWN, LEFT_OUT, Hypothesis
 
 APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in part", "other"
+CANNOT_TELL = "cannot tell"
 ENOUGH = 30  # tokens: of fewer a standard deviation is not known well enough to count in
-CERTAIN = 3.0  # standard deviations by which one hypothesis must explain more than another
-EXPLAINED = (
-    0.2  # of the other's squared distance, that too: bf16 takes some percent off every change, which is no chance
+CERTAIN = 3.0  # standard deviations by which a hypothesis must be told from the adapter
+FLOOR = 1e-4  # of the adapter's change: fp32's own differences, as of another order of summation, are a few 1e-6 of it
+ROUNDING = 2.0  # times the noise that was measured: it was measured by one draw, in one place
+SMALL = 0.01  # of the adapter's change: a part that makes less of it is not asked for where there is noise
+PARTLY = (
+    0.25  # of a part: less that is missing is not said where there is noise, since bf16 takes some of every change
 )
-NEAR = 0.25  # of a part of the adapter's change: by so much its share may be off one; it is known to half of that
-UNEXPLAINED = 0.5  # of the adapter's change: more that no hypothesis explains is something else
+NEAR = 0.1  # of the adapter's change: the same, for all of it
+UNEXPLAINED = 0.5  # of the adapter's change: more is something else, where the noise of the place is not known
 NO_CHANGE = "the adapter itself changes nothing: its lora_B is zero, or lost in the rounding of --dtype"
 TOO_FEW = "{} tokens are too few to tell, give a longer --text"
 TOO_LITTLE = (
-    "what the adapter changes of these texts ({}) is too little to tell beside other differences; give text like that it "
-    "was trained on, --text"
+    "what the adapter changes of these texts ({}) is too little to tell beside other differences; give longer text like "
+    "that it was trained on, --text, or --dtype float32"
 )
 
 
@@ -52,7 +56,7 @@ class Reference(NamedTuple):
 class Verdict(NamedTuple):
     """The verdict on a place.
 
-    kind: one of the four. reason: a sentence, or "". from_adapter, from_base: mean |difference| of a token. shares: of
+    kind: one of the five. reason: a sentence, or "". from_adapter, from_base: mean |difference| of a token. shares: of
     each part of the adapter's change how much is there, 1 for all of it; None where the texts do not tell.
     """
 
@@ -68,12 +72,19 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def judge(found: torch.Tensor, reference: Reference, own_base: torch.Tensor | None = None) -> Verdict:
-    """Judge what a place gives [T]. own_base: what it gives without the adapter, if it was asked for the same tokens:
-    then its other differences from the reference, such as those of its dtype, are taken out."""
+def judge(
+    found: torch.Tensor, reference: Reference, own_base: torch.Tensor | None = None, noise: float | None = None
+) -> Verdict:
+    """Judge what a place gives [T].
+
+    own_base: what it gives without the adapter, if it was asked for the same tokens: then its other differences from the
+    reference, such as those of its dtype, are taken out, and are the noise. noise: rms of a token's difference that the
+    place's rounding makes; None where neither is known, as of other quantization.
+    """
     if own_base is not None and rms(own_base - reference.adapter) < rms(own_base - reference.base):
         own_base = None  # which has the adapter, too
-    noise = 0.0 if own_base is None else rms(own_base - reference.base)
+    if own_base is not None:
+        noise = rms(own_base - reference.base)
     measured = found if own_base is None else found - own_base + reference.base
     shares = _shares(measured - reference.base, reference.parts)
     kind, reason = _judged(measured, reference, noise, shares)
@@ -81,53 +92,118 @@ def judge(found: torch.Tensor, reference: Reference, own_base: torch.Tensor | No
     return Verdict(kind, reason, from_adapter, from_base, shares)
 
 
+def limit_of(reference: Reference, noise: float | None) -> float:
+    """Return the rms difference up to which a place gives what was expected."""
+    effect = rms(reference.adapter - reference.base)
+    return UNEXPLAINED * effect if noise is None else ROUNDING * noise + FLOOR * effect
+
+
 def _shares(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> dict[str, float | None]:
     """Fit `change` by a sum of shares of the parts, by least squares. A share of a large standard error is None."""
     if not parts:
         return {}
-    directions = torch.stack(list(parts.values()), dim=1)  # [T, parts]
-    inverse = torch.linalg.pinv(directions)
-    shares = inverse @ change
-    errors = rms(change - directions @ shares) * inverse.norm(dim=1)
-    return {
-        part: share if error <= NEAR / 2 else None
-        for part, share, error in zip(parts, shares.tolist(), errors.tolist())
-    }
+    shares, errors = _fit(change, list(parts.values()))
+    return {part: share if error <= PARTLY / 2 else None for part, share, error in zip(parts, shares, errors)}
 
 
-def _explains_more(found: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether `found` is nearer to `one` than to `other`, by much and not by chance."""
-    apart, distance = other - one, rms(found - one)
-    from_middle = torch.dot((one + other) / 2 - found, apart)
-    is_certain = bool(apart.any()) and from_middle.item() > CERTAIN * distance * apart.norm().item()
-    return is_certain and distance**2 <= (1 - EXPLAINED) * rms(found - other) ** 2
+def _fit(change: torch.Tensor, directions: list[torch.Tensor]) -> tuple[list[float], list[float]]:
+    """Fit by least squares; returns the factors of the directions and their standard errors."""
+    matrix = torch.stack(directions, dim=1)  # [T, directions]
+    inverse = torch.linalg.pinv(matrix)
+    factors = inverse @ change
+    errors = rms(change - matrix @ factors) * inverse.norm(dim=1)
+    return factors.tolist(), errors.tolist()
+
+
+class _Told(NamedTuple):
+    """How much of a hypothesis is true, 0 for none and 1 for all of it, and the standard error of that."""
+
+    hypothesis: Hypothesis | None
+    value: torch.Tensor
+    size: float
+    factor: float
+    error: float
+
+    @property
+    def is_true(self) -> bool:
+        return self.factor - CERTAIN * self.error > 0.5
+
+    @property
+    def is_partly_true(self) -> bool:
+        return self.factor - CERTAIN * self.error > PARTLY
+
+    @property
+    def is_false(self) -> bool:
+        return self.factor + CERTAIN * self.error < 0.5
+
+
+def _told(found: torch.Tensor, reference: Reference) -> list[_Told]:
+    """Test each hypothesis that differs from the adapter. A place that takes some of all of the change, as bf16 does, is
+    no evidence of one: its share is fitted beside."""
+    change, residual = reference.adapter - reference.base, found - reference.adapter
+    tests = []
+    for hypothesis, value in [(None, reference.base), *reference.alternatives]:
+        direction = value - reference.adapter
+        if not direction.any():
+            continue
+        alone = hypothesis is None or abs(torch.cosine_similarity(direction, change, dim=0).item()) > 0.95
+        factors, errors = _fit(residual, [direction] if alone else [direction, change])
+        tests.append(_Told(hypothesis, value, rms(direction), factors[0], errors[0]))
+    return tests
 
 
 def _judged(
-    found: torch.Tensor, reference: Reference, noise: float, shares: dict[str, float | None]
+    found: torch.Tensor, reference: Reference, noise: float | None, shares: dict[str, float | None]
 ) -> tuple[str, str]:
     effect = rms(reference.adapter - reference.base)
     if not effect or len(found) < ENOUGH:
-        return OTHER, TOO_FEW.format(len(found)) if effect else NO_CHANGE
-    better = [each for each in reference.alternatives if _explains_more(found, each[1], reference.adapter)]
-    nearest, value = min(better, key=lambda each: rms(found - each[1]), default=(None, reference.adapter))
-    if _explains_more(found, reference.base, reference.adapter) and rms(found - reference.base) <= rms(found - value):
-        nearest, value = None, reference.base
+        return CANNOT_TELL, TOO_FEW.format(len(found)) if effect else NO_CHANGE
+    limit, beside = limit_of(reference, noise), rms(found - reference.adapter)
+    tests = _told(found, reference)
+    nearest = min(tests, key=lambda each: rms(found - each.value), default=None)
+    explained = [each for each in tests if each.is_true and rms(found - each.value) < beside]
+    is_named = nearest is not None and nearest in explained and beside > FLOOR * effect
+    if nearest is not None and is_named and rms(found - nearest.value) <= max(limit, PARTLY * beside):
+        return _named(nearest.hypothesis)
     known = {part: share for part, share in shares.items() if share is not None}
-    beside = rms(found - value)
-    if beside > max(UNEXPLAINED * effect, 2 * noise):
+    if beside > limit:
+        missing = {part: share for part, share in known.items() if share < 1 - PARTLY}
+        if missing and rms(_rest(found - reference.base, reference.parts)) < UNEXPLAINED * effect:
+            return IN_PART, _listed(missing)
         return OTHER, _unexplained(known, beside / effect)
-    if value is reference.base:
-        return NOT_APPLIED, "equals the base"
-    if nearest is not None:
-        hint = KNOWN.get(nearest.name)
-        kind, reason = (IN_PART, f"without {nearest.name}") if nearest.kind == LEFT_OUT else (OTHER, nearest.name)
-        return kind, f"{reason}: {hint}" if hint else reason
-    if missing := {part: share for part, share in known.items() if share < 1 - NEAR}:
+    (share,), (error,) = _fit(found - reference.base, [reference.adapter - reference.base])
+    if abs(share - 1) - CERTAIN * error > NEAR:
+        return (IN_PART if share < 1 else OTHER), f"{share:.0%} of the change"
+    if missing := {part: share for part, share in known.items() if share < 1 - PARTLY}:
         return IN_PART, _listed(missing)
-    if len(known) < len(shares) or not _explains_more(found, reference.adapter, reference.base):
-        return OTHER, TOO_LITTLE.format(", ".join(part for part in shares if part not in known) or "all")
-    return (OTHER, _unexplained(known, beside / effect)) if max(known.values()) > 1 + NEAR else (APPLIED, "")
+    partly = [each for each in tests if each.hypothesis and each.is_partly_true and each.size >= SMALL * effect]
+    if partly:
+        most = max(partly, key=lambda each: each.factor * each.size)
+        kind, reason = _named(most.hypothesis)
+        return kind, f"about {min(most.factor, 1):.0%} of this: {reason}"
+    unclear = [part for part in shares if part not in known]
+    unclear += [
+        "all" if each.hypothesis is None else each.hypothesis.name
+        for each in tests
+        if not each.is_false and each.size >= SMALL * effect
+    ]
+    if unclear:
+        return CANNOT_TELL, TOO_LITTLE.format(", ".join(unclear[:4]))
+    return APPLIED, ""
+
+
+def _named(hypothesis: Hypothesis | None) -> tuple[str, str]:
+    if hypothesis is None:
+        return NOT_APPLIED, "equals the base"
+    hint = KNOWN.get(hypothesis.name)
+    left_out = hypothesis.kind == LEFT_OUT
+    reason = f"without {hypothesis.name}" if left_out else hypothesis.name
+    return IN_PART if left_out else OTHER, f"{reason}: {hint}" if hint else reason
+
+
+def _rest(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    factors, _ = _fit(change, list(parts.values()))
+    return change - sum(factor * part for factor, part in zip(factors, parts.values()))
 
 
 def _listed(shares: dict[str, float]) -> str:

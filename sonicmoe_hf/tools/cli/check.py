@@ -22,7 +22,8 @@ def check(base: str, adapter: str, folders: list[str], as_json: bool, **options)
         print(json.dumps({**result._asdict(), "places": places}, indent=2))
     else:
         _print(result)
-    return 0 if all(place.is_right for place in result.places) else 1
+    wrong = [place for place in result.places if not place.is_right]
+    return 0 if not wrong else 2 if all(place.is_unknown for place in wrong) else 1
 
 
 def _print(result: Check) -> None:

@@ -1,0 +1,221 @@
+"""How many defects `sonicmoe-hf check` tells: adapters damaged at random, merged into a small model, in fp32 and bf16.
+
+    python -m benchmarks.quality.check_defects --draws 3
+
+Writes results/check_defects.csv: of each kind of defect, size and dtype, how many draws were told ("applied" is the one
+wrong answer) and of how many "cannot tell" was said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from sonicmoe_hf import merge_adapter
+from sonicmoe_hf.tools.checking.check import check_adapter
+from sonicmoe_hf.tools.checking.hypotheses import Layer, layers_of, wholes_of
+from sonicmoe_hf.tools.checking.models import Loading
+
+RESULTS = Path(__file__).parents[1] / "results" / "check_defects.csv"
+NUM_LAYERS, NUM_EXPERTS, VOCABULARY = 4, 8, 256
+SIZES = (1.0, 0.5, 0.2)  # of a part of the adapter that is missing
+DTYPES = ("float32", "bfloat16")
+WHOLE = "lm_head", "norm"
+
+
+class Defect(NamedTuple):
+    """A kind of defect, drawn: the share of lora_B [out, r * experts] that is kept, or None where a layer is whole.
+
+    whole: what was trained whole and is missing."""
+
+    kind: str
+    size: float
+    kept: Callable[[Layer], torch.Tensor | float | None]
+    whole: str = ""
+
+
+def draw(kind: str, size: float, draws: random.Random) -> Defect:
+    """Draw where a defect of this kind is."""
+    number, expert = str(draws.randrange(NUM_LAYERS)), draws.randrange(NUM_EXPERTS)
+    target = draws.choice(["gate_up_proj", "down_proj", "q_proj", "o_proj"])
+    half = draws.sample(range(NUM_EXPERTS), NUM_EXPERTS // 2)
+
+    def of_experts(layer: Layer, chosen: Iterable[int]) -> torch.Tensor | None:
+        if layer.experts is None:
+            return None
+        is_chosen = torch.zeros(NUM_EXPERTS, dtype=torch.bool)
+        is_chosen[list(chosen)] = True
+        return 1 - size * is_chosen.repeat(layer.rank).float()  # PEFT's columns stand rank by rank
+
+    kept: dict[str, Callable[[Layer], torch.Tensor | float | None]] = {
+        "the whole adapter": lambda layer: 1 - size,
+        "one layer": lambda layer: 1 - size if layer.number == number else None,
+        "one layer's experts": lambda layer: (
+            1 - size if layer.number == number and layer.experts is not None else None
+        ),
+        "all experts": lambda layer: 1 - size if layer.experts is not None else None,
+        "all beside the experts": lambda layer: 1 - size if layer.experts is None else None,
+        "one target": lambda layer: 1 - size if layer.target == target else None,
+        "one target of one layer": lambda layer: (
+            1 - size if layer.target == target and layer.number == number else None
+        ),
+        "half of the experts": lambda layer: of_experts(layer, half),
+        "one expert of each layer": lambda layer: of_experts(layer, [expert]),
+        "too large a scale": lambda layer: 1 + size,
+    }
+    if kind in WHOLE:
+        return Defect(kind, 1.0, lambda layer: None, kind)
+    return Defect(kind, size, kept[kind])
+
+
+KINDS = (
+    "the whole adapter",
+    "too large a scale",
+    "one layer",
+    "one layer's experts",
+    "all experts",
+    "all beside the experts",
+    "one target",
+    "one target of one layer",
+    "half of the experts",
+    "one expert of each layer",
+)
+
+
+def write_base(folder: Path, tokenizer: PreTrainedTokenizerFast, dtype: str) -> None:
+    """Save a model at random with weights of realistic size, and a tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, head_dim=16,
+        num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2, num_experts=NUM_EXPERTS,
+        num_experts_per_tok=2, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_adapter(base: Path, folder: Path, whole: bool) -> PeftModel:
+    """Save an adapter on experts and attention, and a head and norm trained whole if asked; returns PEFT's model."""
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=2,
+        lora_alpha=4,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        modules_to_save=list(WHOLE) if whole else None,
+    )
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * (0.1 if "lora_B" in name else 0.01))
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+@torch.no_grad()
+def write_defect(base: Path, adapted: PeftModel, defect: Defect, folder: Path) -> None:
+    """Merge the adapter with the defect into `folder`, and leave the adapter as it was."""
+    layers, kept = layers_of(adapted), []
+    whole = [each for each in wholes_of(adapted, []) if each.name == defect.whole]
+    for layer in layers:
+        kept.append(layer.b.data)
+        share = defect.kept(layer)
+        if share is not None:
+            layer.b.data = layer.b.data * share
+    saved = [(module, module.modules_to_save["default"].state_dict()) for module in _wrappers(adapted, whole)]
+    saved = [(module, {name: value.clone() for name, value in state.items()}) for module, state in saved]
+    for module, _ in saved:
+        module.modules_to_save["default"].load_state_dict(module.original_module.state_dict())
+    with tempfile.TemporaryDirectory() as temporary:
+        adapted.save_pretrained(temporary)
+        merge_adapter(base, temporary, folder)
+    for layer, b in zip(layers, kept):
+        layer.b.data = b
+    for module, state in saved:
+        module.modules_to_save["default"].load_state_dict(state)
+
+
+def _wrappers(adapted: PeftModel, whole: list[Any]) -> list[Any]:
+    return [each.switch.__self__ for each in whole]
+
+
+def measure(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, text: str, dtype: str, defects: list[Defect]
+) -> list[tuple[str, str]]:
+    """Return the verdicts on the adapter as it is, on one whose head and norm are missing, ... : kind and reason."""
+    base, whole = folder / "base", any(defect.whole for defect in defects)
+    if not base.exists():
+        write_base(base, tokenizer, dtype)
+    adapter = folder / f"adapter {whole}"
+    adapted = write_adapter(base, adapter, whole)
+    places = []
+    for number, defect in enumerate(defects):
+        places.append(folder / f"merged {whole} {number}")
+        write_defect(base, adapted, defect, places[-1])
+    result = check_adapter(
+        str(base), str(adapter), [str(place) for place in places], text=text, loading=Loading("auto")
+    )
+    return [(place.verdict.kind, place.verdict.reason) for place in result.places]
+
+
+NONE = Defect("none", 0.0, lambda layer: None)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words <0> to <255>."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCABULARY)}, unk_token="<0>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<0>")
+
+
+def write_text(path: Path, num_words: int, draws: random.Random) -> str:
+    path.write_text(" ".join(f"<{draws.randrange(1, VOCABULARY)}>" for _ in range(num_words)))
+    return str(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=3, help="of each kind and size")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    draws, rows = random.Random(arguments.seed), []
+    for dtype in DTYPES:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            text = write_text(folder / "text", 4096, draws)
+            parts = [NONE, *(draw(k, s, draws) for k in KINDS for s in SIZES for _ in range(arguments.draws))]
+            for defects in (parts, [NONE, *(draw(kind, 1.0, draws) for kind in WHOLE)]):
+                counts: dict[tuple[str, float], Counter] = {}
+                for defect, (kind, reason) in zip(defects, measure(folder, word_tokenizer(), text, dtype, defects)):
+                    print(dtype, defect.kind, defect.size, kind, reason, flush=True)
+                    counts.setdefault((defect.kind, defect.size), Counter())[kind] += 1
+                rows += [
+                    {
+                        "defect": defect, "size": size, "dtype": dtype, "draws": count.total(),
+                        "told": count.total() - count["applied"] - count["cannot tell"],
+                        "cannot tell": count["cannot tell"], "applied": count["applied"],
+                    }
+                    for (defect, size), count in counts.items()
+                ]  # fmt: skip
+    with arguments.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
