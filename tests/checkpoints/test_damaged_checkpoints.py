@@ -87,7 +87,8 @@ def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
         ({"num_hidden_layers": 1}, "is unknown"),
         ({"mlp_only_layers": [0, 1]}, "no mixture-of-experts layer"),
         ({"hidden_size": "wide"}, "describes no model that Transformers .* can build: .*hidden_size"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
+        ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "quantized by 'fbgemm_fp8'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq in None bits"),
         (
             {"quantization_config": {"quant_method": "sonicmoe_hf", "experts": [1]}},
             r"the experts' format in quantization_config is \[1\]",
