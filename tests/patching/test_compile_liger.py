@@ -27,15 +27,20 @@ LIGERS = {
 }
 
 
+def put_ligers_back():
+    for name, function in FUNCTIONS:
+        put_back(sys.modules.get(f"liger_kernel.transformers.{name}"), function)
+
+
 @pytest.fixture(autouse=True)
 def transformers_afterwards_as_before():
     modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in FAMILIES]
     before = [dict(vars(module)) for module in modules]
+    put_ligers_back()  # what other tests of the process compiled had them replaced
     yield
     for module, names in zip(modules, before):
         vars(module).update(names)
-    for name, function in FUNCTIONS:
-        put_back(sys.modules.get(f"liger_kernel.transformers.{name}"), function)
+    put_ligers_back()
 
 
 @pytest.fixture
