@@ -70,6 +70,14 @@ def has_liger_forward(module: nn.Module) -> bool:
     return _name(module.forward).startswith("liger_kernel.transformers.model.")
 
 
+def _is_outside_interface(experts: nn.Module, forward: Callable) -> bool:
+    """Tell whether the forward is the one that the class was written with, and no base of the class has the
+    interface's."""
+    written = f"{type(experts).__module__}.{type(experts).__qualname__}.forward"
+    bases = [vars(base)["forward"] for base in type(experts).__mro__[1:] if "forward" in vars(base)]
+    return _name(forward) == written and not any(map(_is_interface, bases))
+
+
 def why_not_reached(experts: nn.Module) -> str | None:
     """Say why a call of the experts would not reach the experts interface, with the remedy; None where it does.
 
@@ -80,6 +88,11 @@ def why_not_reached(experts: nn.Module) -> str | None:
     forward = _innermost(experts)
     if _is_interface(forward) or _name(forward).startswith(PARALLEL):
         return None
+    if _is_outside_interface(experts, forward):
+        return (
+            f"{type(experts).__name__}: its forward is its class's own, which does not call Transformers' experts "
+            "interface, so sonicmoe_hf cannot compute these experts; train this model without sonicmoe_hf"
+        )
     remedy = "undo what put it there"
     if _is_ligers(forward):
         remedy = "sonicmoe_hf.patch_model(model) undoes that" if is_bound_by_liger(experts) else LIGER_SWITCH

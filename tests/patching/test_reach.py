@@ -8,9 +8,11 @@ import pytest
 import torch
 from helpers.models import batch, build, loss_and_gradients, patched, relative_error
 from helpers.ranks import Ranks
-from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
+from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig, LongcatFlashConfig
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
 import sonicmoe_hf
+from sonicmoe_hf.patching.forwards import why_not_reached
 from sonicmoe_hf.patching.support import UnsupportedModelError, supports
 
 SUBCLASS = """
@@ -85,6 +87,12 @@ def test_a_forward_put_in_the_place_of_the_experts_own_is_refused_by_name(when):
     del experts.forward
     sonicmoe_hf.patch_model(model)
     assert model(**batch()).loss.isfinite()
+
+
+def test_experts_that_transformers_leaves_outside_its_interface_are_named_without_a_change_to_undo():
+    config = LongcatFlashConfig(hidden_size=16, expert_ffn_hidden_size=16, n_routed_experts=4, zero_expert_num=2)
+    words = why_not_reached(LongcatFlashExperts(config))
+    assert "its class's own" in words and "train this model without sonicmoe_hf" in words and "undo" not in words
 
 
 def test_a_class_that_overrides_the_experts_forward_is_refused_by_name():
