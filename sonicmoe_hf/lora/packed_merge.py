@@ -72,7 +72,8 @@ def unmerge(wrapper: ParamWrapper) -> None:
 def _factors(wrapper: ParamWrapper, adapter: str, num_experts: int) -> Factors:
     """Return an adapter's A [E, r, in] and B [E, out, r] of the experts that are here."""
     sides: Any = wrapper.lora_A, wrapper.lora_B
-    a, b = by_expert(*(local_part(side[adapter].weight.detach()) for side in sides), num_experts)
+    a, b = (local_part(side[adapter].weight.detach()) for side in sides)
+    a, b = by_expert(a, b, num_experts)
     return Factors(a, b, wrapper.scaling[adapter])
 
 
@@ -80,7 +81,8 @@ def _factors(wrapper: ParamWrapper, adapter: str, num_experts: int) -> Factors:
 def _add(weight: PackedWeight, adapters: list[Factors], wrapper: ParamWrapper) -> None:
     experts = wrapper.get_base_layer()
     assert weight.is_transposed == is_transposed(experts)
-    first, format, packed = holding_of(experts).experts.start, FORMATS[weight.format], weight.resident()
+    first, format = holding_of(experts).experts.start, FORMATS[weight.format]
+    packed: Any = weight.resident()
     for expert in range(len(weight)):
         exact = format.expert(packed.packed, expert)
         for factors in adapters:

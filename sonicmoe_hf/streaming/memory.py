@@ -50,11 +50,11 @@ def packed_nbytes(
     """
     made = FORMATS[format]
     shapes = made.shapes(shape, order, None if like is None else made.group(like))
-    return sum(
-        math.prod(part) * (made.dtypes(name)[0] if own is None else own.dtype).itemsize
-        for name, part, own in zip(Quantized._fields, shapes, like or Quantized(None, None))  # type: ignore[arg-type]
-        if part is not None
-    )
+    total = 0
+    for name, part, own in zip(Quantized._fields, shapes, like or [None] * len(shapes)):
+        if part is not None:
+            total += math.prod(part) * (made.dtypes(name)[0] if own is None else own.dtype).itemsize
+    return total
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,11 +144,9 @@ def hypotheses_for(model: Any, layers: list[Layer], wholes: list[Whole]) -> list
     experts = [layer for layer in layers if layer.experts is not None]
     groups = groups_of(layers)
     numbers = list(dict.fromkeys(layer.number for layer in layers if layer.number))
-    groups |= {f"layer {number}": lambda layer, number=number: layer.number == number for number in numbers}
+    groups |= {f"layer {number}": partial(_has_number, number) for number in numbers}
     for number in dict.fromkeys(layer.number for layer in experts if layer.number):
-        groups[f"layer {number}'s experts"] = lambda layer, number=number: (
-            layer.number == number and layer.experts is not None
-        )
+        groups[f"layer {number}'s experts"] = partial(_has_experts_of, number)
     hypotheses, seen = [], []
     for name, is_in in groups.items():
         if name == ALL:
@@ -159,7 +159,7 @@ def hypotheses_for(model: Any, layers: list[Layer], wholes: list[Whole]) -> list
     names = list(dict.fromkeys(whole.name for whole in wholes))
     for name in names:
         if layers or len(names) > 1:
-            hypotheses.append(Hypothesis(LEFT_OUT, name, lambda layer: None, lambda other, name=name: other == name))
+            hypotheses.append(Hypothesis(LEFT_OUT, name, lambda layer: None, partial(operator.eq, name)))
     if layers and wholes:
         hypotheses.append(Hypothesis(LEFT_OUT, LORA, scale_of(lambda layer: True, 0)))
         if len(names) > 1:
@@ -182,8 +182,20 @@ def groups_of(layers: list[Layer]) -> dict[str, Callable[[Layer], bool]]:
         groups[EXPERTS] = lambda layer: layer.experts is not None
         groups[REST] = lambda layer: layer.experts is None
     for target in dict.fromkeys(layer.target for layer in layers):
-        groups[target] = lambda layer, target=target: layer.target == target
+        groups[target] = partial(_has_target, target)
     return groups
+
+
+def _has_target(target: str, layer: Layer) -> bool:
+    return layer.target == target
+
+
+def _has_number(number: str, layer: Layer) -> bool:
+    return layer.number == number
+
+
+def _has_experts_of(number: str, layer: Layer) -> bool:
+    return layer.number == number and layer.experts is not None
 
 
 def scale_of(is_in: Callable[[Layer], bool], factor: float) -> Callable[[Layer], torch.Tensor | None]:
