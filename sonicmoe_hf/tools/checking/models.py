@@ -89,7 +89,7 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
             return output
         device = output.device
         generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
-        share = 2 * torch.rand(output.shape, generator=generator, device=device) - 1
+        share = 2 * torch.rand(output.shape, generator=generator, dtype=torch.float32, device=device) - 1
         return (output.float() * (1 + share * (torch.finfo(dtype).eps / 2))).to(output.dtype)
 
     leaves = [module for module in model.modules() if not any(module.children()) or is_experts(module)]
