@@ -27,6 +27,7 @@ ROUNDED = 64  # rows more for each expert at most: half a tile, rounding to the 
 PLANNED = "sonicmoe-hf", "sonicmoe_hf", "FSDP2"  # whose peaks these are; others' kernels keep other tensors
 OLDER = "experts had room for all ranks' pairs, and backward kept the tokens of all of them"
 OLDER_COMMITS = {"de49b3387966", "3cfd751bf381", "fba58151172d", "1894feb171d7"}
+RING = "ring attention keeps blocks of other ranks, which the plan does not count: docs/long-sequences.md says by how much"
 COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan offers no compiled way"
 
 
@@ -181,6 +182,8 @@ def of_small_batches(row):
 
 
 def of_long(row):
+    if "context parallelism" in row["launch"]:  # see RING
+        return None
     layers, length = map(int, row["shape"].split(","))
     settings, packed = row["launch"].split(", "), row["mode"].split()[-1]
     gpus = next((int(words.split()[0]) for words in settings if words.endswith(" GPUs")), 1)

@@ -194,7 +194,7 @@ def _checked(
                     fits.append((min(distance(found, value) for value in coarse[name].values()), name))
                 _, name = min(fits)
                 scale, value = nearest_scale(found, coarse[name], lambda scale: observation.of(scores_at(name, scale)))
-                reading = Hypothesis(SCALED, f"{name} scaled by {scale:.3g}", scale_of(groups[name], scale))
+                reading = Hypothesis(SCALED, f"{name} scaled by {scale:.2g}", scale_of(groups[name], scale))
                 return [(reading, value)] if rms(found - value) <= max(limit, before / 4) else []
 
             results = [checked(observation) for observation in observations]
