@@ -1,4 +1,8 @@
+import os
+
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 from helpers import vllm_stand_in
 from helpers.trl_trainers import model_of, sentence_tokenizer
 
@@ -18,3 +22,18 @@ def engine(monkeypatch):
     """Put the stand-in where vLLM would be."""
     vllm_stand_in.install(monkeypatch)
     return vllm_stand_in.StandInLLM
+
+
+@pytest.fixture(autouse=True)
+def environment_afterwards_as_before():
+    """Take back what TRL sets for vLLM in its process, RANK and its kin, by which later Trainers would be distributed."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, value in os.environ.items() if before.get(name) != value} - {"PYTEST_CURRENT_TEST"}
+    for name in changed:
+        os.environ.pop(name)
+    os.environ.update({name: before[name] for name in changed if name in before})
+    if "RANK" in changed:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(True)
