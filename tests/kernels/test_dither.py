@@ -76,7 +76,9 @@ def test_gate_and_up_have_the_same_numbers_in_every_order():
     assert torch.equal(up, concatenated[5:])
 
 
-@every_format
+@pytest.mark.parametrize(
+    "name", sorted(set(FORMATS) - {"int4"})
+)  # which reaches from -8 to 7, so that 0.9 of 8 is beyond
 def test_the_mean_over_seeds_is_the_value(name):
     """Of changes from a thousandth of a weight to a third, where no block's largest value grows: its scale stays."""
     packed, dense = packed_and_dense(name)
@@ -85,7 +87,7 @@ def test_the_mean_over_seeds_is_the_value(name):
     rows = dense[1].abs().amax(1, keepdim=True) if name == "fp8" else None
     blocks = dense[1].view(N, -1, format.group(packed) if rows is None else K).abs().amax(-1, keepdim=True)
     largest = blocks.expand(-1, -1, K // blocks.shape[1]).reshape(N, K)
-    exact = exact.clamp(-0.85 * largest, 0.85 * largest)  # INT4 reaches from -8 to 7
+    exact = exact.clamp(-0.9 * largest, 0.9 * largest)
     seeds, total, squares = 192, torch.zeros(N, K, dtype=torch.float64), 0.0
     for seed in range(seeds):
         rounded = format.round_expert(packed, 1, exact, Dither("w", seed).uniform(1, exact.shape))
