@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 CLEARLY = 0.9  # of a block's squared error: what a new scale must save, or it would move by a bit for nothing
+ROUNDED_OFF = 1e-5  # of a step: W divided by its factor is a code's value but for roundings of fp32
 POWER_BIAS = 127  # of the bytes that stand for powers of two
 
 
@@ -63,8 +64,9 @@ class Grid(NamedTuple):
     ) -> Rounded:
         """Round a weight [rows, columns] in fp32 to this format, where it had `scales` and `codes` before.
 
-        Each block keeps its scale unless a new one leaves a clearly smaller error. In a block that keeps it, a value
-        that is what its code stands for keeps the code; without `codes`, one that rounds to itself.
+        Each block keeps its scale unless a new one leaves a clearly smaller error; where it is dithered, only a block
+        with values beyond its largest code may take one, since the mean of all others is exact. In a block that keeps
+        its scale, a value that is what its code stands for keeps the code; without `codes`, one that rounds to itself.
 
         uniform: numbers in [0, 1) like the weight (Dither.uniform), by which it is dithered: a value becomes its upper
             neighbour where its number is less than its place between the two. None: rounds to nearest, ties to even.
@@ -82,6 +84,8 @@ class Grid(NamedTuple):
             anew, new_errors = round_(weight, new_factors)
             of_kept, of_anew = (self.of_blocks(each, torch.sum) for each in (errors, new_errors))
             is_better = of_anew < CLEARLY * of_kept
+            if uniform is not None:
+                is_better &= self._is_clipped(weight, factors)
             if bool(is_better.any()):
                 plain = (
                     torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype
@@ -110,6 +114,13 @@ class Grid(NamedTuple):
         outside = exact - torch.lerp(low, high, place)
         variance = place.mul_(1.0 - place).mul_(step.square_())
         return values, variance.add_(outside.square_()).mul_(factors).mul_(factors)
+
+    def _is_clipped(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Tell by block whether it has values beyond its largest code by more than rounding."""
+        exact = scaled(weight, factors.float())
+        low, high = self.neighbours(exact)
+        excess = torch.maximum(low - exact, exact - high).div_(high - low).clamp_(min=0.0)
+        return self.of_blocks(excess, torch.amax) > ROUNDED_OFF
 
     def spread(self, scales: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
         """Return what each value's code is multiplied by."""

@@ -20,10 +20,11 @@ from ..kernels.packed import FORMATS
 from ..kernels.packed.dither import Dither
 from ..kernels.packed.format import in_fp32
 from ..layer.experts_module import is_transposed
-from ..layer.holding import holding_of
+from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight
 from .dithering import dither_of
 from .factors import Factors
+from .shared_experts import NOT_MERGED
 
 NOT_UNMERGED = (
     "adapters merged into packed experts cannot be taken out again, since what rounding did is not kept; load the base "
@@ -54,6 +55,8 @@ def merge(wrapper: ParamWrapper, safe_merge: bool = False, adapter_names: list[s
     weight = packed_weight(wrapper)
     if weight is None:
         return _PEFTS_MERGE(wrapper, safe_merge=safe_merge, adapter_names=adapter_names)
+    if holding_of(wrapper.get_base_layer()).by is Holder.EXPERT_PARALLEL:
+        raise UnsupportedModelError(NOT_MERGED.format(kind="that ranks share"))
     if wrapper not in _dithers:
         raise UnsupportedModelError(NOT_NAMED)
     names = [name for name in check_adapters_to_merge(wrapper, adapter_names) if name in wrapper.lora_A]
@@ -70,7 +73,7 @@ def unmerge(wrapper: ParamWrapper) -> None:
 
 
 def _factors(wrapper: ParamWrapper, adapter: str, num_experts: int) -> Factors:
-    """Return an adapter's A [E, r, in] and B [E, out, r] of the experts that are here."""
+    """Return an adapter's A [E, r, in] and B [E, out, r] of all experts."""
     sides: Any = wrapper.lora_A, wrapper.lora_B
     a, b = (local_part(side[adapter].weight.detach()) for side in sides)
     a, b = by_expert(a, b, num_experts)
@@ -81,14 +84,14 @@ def _factors(wrapper: ParamWrapper, adapter: str, num_experts: int) -> Factors:
 def _add(weight: PackedWeight, adapters: list[Factors], wrapper: ParamWrapper) -> None:
     experts = wrapper.get_base_layer()
     assert weight.is_transposed == is_transposed(experts)
-    first, format = holding_of(experts).experts.start, FORMATS[weight.format]
+    format = FORMATS[weight.format]
     packed: Any = weight.resident()
     for expert in range(len(weight)):
         exact = format.expert(packed.packed, expert)
         for factors in adapters:
             own = factors.expert(expert)
             exact = own._replace(a=own.a.to(exact), b=own.b.to(exact)).product().add_(exact)
-        uniform = _dithers[wrapper].uniform(first + expert, exact.shape, exact.device)
+        uniform = _dithers[wrapper].uniform(expert, exact.shape, exact.device)
         rounded = format.round_expert(packed.packed, expert, in_fp32(exact), uniform)
         packed.codes[expert], packed.scales[expert] = rounded.codes, rounded.scales
     weight.copy_(packed)

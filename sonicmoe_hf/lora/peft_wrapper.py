@@ -233,11 +233,11 @@ def _check_merge_allowed(self) -> None:
 def _why_not_merged(wrapper: ParamWrapper) -> str | None:
     """Say which experts an adapter cannot be merged into in memory; None of others."""
     experts: Any = wrapper.get_base_layer()
+    if holding_of(experts).by is Holder.EXPERT_PARALLEL:  # linear layers may be sharded beside them
+        return "that ranks share"
     weight = getattr(experts, wrapper.parameter_name)
     if packed_merge.packed_weight(wrapper) is None:
-        if isinstance(weight, PackedWeight):
-            return "in host memory"
-        return "that ranks share" if holding_of(experts).by is Holder.EXPERT_PARALLEL else None
+        return "in host memory" if isinstance(weight, PackedWeight) else None
     return "in host memory that ranks share" if getattr(getattr(weight, "layer", None), "is_shared", False) else None
 
 
