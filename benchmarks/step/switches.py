@@ -24,11 +24,11 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
 from benchmarks.common.timing import synchronize
 from benchmarks.step import models
+from benchmarks.step.everyday import FIELD, MICRO_BATCHES, ROWS
 from sonicmoe_hf.tools.demo.model import random_packed_model
 
 STEPS = 24  # of which the last half counts
 CASES = ("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers")
-ROWS, MICRO_BATCHES = 2, 4  # of a field step
 
 
 class Times(TrainerCallback):
@@ -49,7 +49,7 @@ class Times(TrainerCallback):
 def rows_of(setting: str, steps: int, vocabulary: int, tiny: bool) -> tuple[list[dict], int, int]:
     """Return the rows of all steps, how many a micro-batch has, and micro-batches a step."""
     generator = torch.Generator().manual_seed(1)
-    if setting != "field":
+    if setting != FIELD:
         lengths, batch, accumulation = [int(setting) // (32 if tiny else 1)] * steps, 1, 1
     else:
         batch, accumulation = ROWS, MICRO_BATCHES

@@ -87,9 +87,8 @@ class Grid(NamedTuple):
             if uniform is not None:
                 is_better &= self._is_clipped(weight, factors)
             if bool(is_better.any()):
-                plain = (
-                    torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype
-                )  # torch.where knows no 8-bit floats
+                # torch.where knows no 8-bit floats
+                plain = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype
                 scales = torch.where(is_better, fresh.view(plain), scales.view(plain)).view(scales.dtype)
                 is_better = self._by_value(is_better, weight.shape)
                 values = torch.where(is_better, anew, values)

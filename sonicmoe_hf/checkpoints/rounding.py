@@ -20,13 +20,11 @@ from ..layer.experts_module import is_transposed, matrix_shape, packable, row_or
 from .atomic_folder import new_folder
 from .config_only import build_from_config
 from .convert import Conversion, Target, own_target, write_checkpoint
-from .converters import NOT_INVERTED, Tensors, WeightGroup, check_complete, weight_groups
+from .converters import ALTERNATING, NOT_INVERTED, Tensors, WeightGroup, check_complete, weight_groups
 from .files import CONFIG_FILE
 from .hub import local_folder
 from .layouts import NATIVE_PREFIX
 from .stored import StoredWeights, Weight
-
-ALTERNATING = 2  # groups whose weights a file may have in turn: gate and up of an expert, and its down
 
 
 def round_checkpoint(

@@ -59,7 +59,7 @@ class PackedShard(PackedWeight):
 
 
 def _by_expert(weight: PackedWeight) -> tuple[torch.Tensor, ...]:
-    """Return what is stored of each expert apart: all but the state that ties experts together."""
+    """Return the tensors with a part for each expert: all but the state that ties experts together."""
     is_tied = weight.state is None or FORMATS[weight.format].is_whole
     return weight.packed[:2] if is_tied else weight.packed  # type: ignore[return-value]
 

@@ -18,7 +18,15 @@ from ..checkpoints.atomic_folder import new_folder
 from ..checkpoints.comparing import same_bytes
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.convert import Conversion, Target, own_target, target_of, write_checkpoint
-from ..checkpoints.converters import NOT_INVERTED, WITH_PEFT, Tensors, WeightGroup, check_complete, weight_groups
+from ..checkpoints.converters import (
+    ALTERNATING,
+    NOT_INVERTED,
+    WITH_PEFT,
+    Tensors,
+    WeightGroup,
+    check_complete,
+    weight_groups,
+)
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
@@ -35,7 +43,6 @@ from .rules import ADAPTER_WEIGHTS
 
 KEEP, DITHERED = "keep", ROUNDINGS[0]
 QUANTIZE = (KEEP, "mxfp4", "fp8")
-ALTERNATING = 2  # groups whose weights a file may have in turn: gate and up of an expert, and its down
 
 
 def merge_adapter(

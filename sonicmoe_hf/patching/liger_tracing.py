@@ -66,7 +66,7 @@ FUNCTIONS: dict[tuple[str, str], Callable] = {
 
 
 def trace_without_liger() -> None:
-    """Have torch.compile trace PyTorch's own operations where models call Liger's, in this process, once Liger is
+    """Put PyTorch's own operations before torch.compile where models call Liger's, in this process, once Liger is
     imported."""
     for (module, name), own in FUNCTIONS.items():
         owner = sys.modules.get(f"liger_kernel.transformers.{module}")

@@ -161,7 +161,7 @@ class AdapterVersions:
         return Version(name, self.number, folder, self.is_3d)
 
     def _save(self, factors: dict[str, torch.Tensor], folder: Path) -> Path:
-        """Have PEFT write the adapter below a new folder; return where."""
+        """Write the adapter by PEFT below a new folder, and return its place."""
         shutil.rmtree(folder, ignore_errors=True)
         if self.is_3d:
             factors = {name: factor.to(self.dtype) for name, factor in factors.items()}

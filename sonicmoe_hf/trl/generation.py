@@ -25,7 +25,7 @@ NOT_RETURNED = (
 
 
 class AdapterGeneration(Theirs):
-    """What VLLMGeneration does otherwise; comes before it among the bases of a class.
+    """VLLMGeneration's methods for adapters; stands before it among the bases of a class.
 
     sequences: what was generated since a rollout began, with the experts that vLLM used. sync_seconds: how long the last
     sync took.

@@ -1,5 +1,5 @@
-"""What TRL's trainers do otherwise where vLLM gets adapters and experts are replayed: classes that come before TRL's
-among the bases of one."""
+"""Methods of TRL's trainers where vLLM gets adapters and experts are replayed: classes that stand before TRL's among
+the bases of one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SendsAdapters(Theirs):
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
-        """Have TRL's constructor, inside the `with`, build a generation that sends adapters.
+        """Make TRL's constructor, inside the `with`, build a generation that sends adapters.
 
         Raises:
             RuntimeError: TRL has other hooks.

@@ -69,7 +69,10 @@ class Layer(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What an adapter brings trained whole, beside LoRA. switch: puts what was trained (True) or the base's in place."""
+    """Module or tensor that an adapter brings trained whole, beside LoRA.
+
+    switch: puts what was trained (True) or the base's in place.
+    """
 
     name: str
     switch: Callable[[bool], None]

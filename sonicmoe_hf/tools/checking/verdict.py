@@ -116,7 +116,7 @@ def _fit(change: torch.Tensor, directions: list[torch.Tensor]) -> tuple[list[flo
 
 
 class _Told(NamedTuple):
-    """How much of a hypothesis is true, 0 for none and 1 for all of it, and the standard error of that."""
+    """Test of a hypothesis: the factor of it that is true, 0 for none and 1 for all, and the standard error of that."""
 
     hypothesis: Hypothesis | None
     value: torch.Tensor
