@@ -331,7 +331,7 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
         processing_class=tokenizer,
         callbacks=callbacks,
     )
-    sonicmoe_hf.attach(trainer)
+    sonicmoe_hf.attach(trainer, compile=compiles_layers(arguments))
     keep_gradients_once(trainer)
     return trainer
 
@@ -350,8 +350,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = choose_trained_weights(model, arguments)
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
-    if compiles_layers(arguments):
-        sonicmoe_hf.compile_layers(model)
     if arguments.compile is not None and trainer.is_world_process_zero():
         what = "each layer" if compiles_layers(arguments) else "the model"
         graphs = ", to run as CUDA graphs" if captures_graphs(arguments) else ""
