@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
@@ -167,6 +167,7 @@ class ExpertsQuantizer(HfQuantizer):
             linear = copy.deepcopy(quantization_config.linear)
             is_stored = self.pre_quantized and quantization_config.hub is None
             self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=is_stored)
+        self.stored: list[str] = []  # the names under which the model that is loaded saves its packed weights
 
     def packs(self, model: PreTrainedModel, param_name: str) -> bool:
         """Tell whether the parameter is a weight of experts."""
@@ -215,6 +216,8 @@ class ExpertsQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions, *model):
         hub = self.quantization_config.hub
         if hub is None:
+            if self.pre_quantized:
+                weight_conversions = [each for each in weight_conversions if not _renames(each, self.stored)]
             conversions = super().update_weight_conversions(weight_conversions, *model)
             return conversions if self.pre_quantized else list(map(leave_apart, conversions))
         return with_hub_converters(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub())
@@ -228,6 +231,8 @@ class ExpertsQuantizer(HfQuantizer):
             check_stored(files, DeclaredQuantization(hub["quant_method"], hub).hub())
         weights = check_packable(model, self.quantization_config.experts)
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, hub)
+        format = FORMATS[self.quantization_config.experts]
+        self.stored = [stored for name, *_ in weights for stored in format.names(name)]
         for module in {module for _, module, _ in weights}:
             keep_from_fsdp(module, packable(module), self.quantization_config.experts)
         if self.linear is not None:
@@ -262,6 +267,15 @@ class ExpertsQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+def _renames(conversion, names: list[str]) -> bool:
+    """Tell whether a conversion of the hub's names would rename one that the model itself has. Transformers leaves such a
+    name alone where it is a parameter's, and a packed weight's parts are none."""
+    if not isinstance(conversion, WeightRenaming):
+        return False
+    renaming = copy.deepcopy(conversion)  # it notes that it was used
+    return any(renaming.rename_source_key(name)[0] != name for name in names)
 
 
 def mark_model_packed(model: PreTrainedModel) -> None:

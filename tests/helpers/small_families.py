@@ -29,6 +29,10 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "depth": 1, "num_heads": 4, "out_hidden_size": 32,
     "image_token_id": 60, "video_token_id": 61, "patch_size": 4,
 }  # fmt: skip
+WIDTH = 32  # of experts that every format packs
+FOR_PACKING = dict.fromkeys(
+    ("intermediate_size", "ffn_dim", "moe_intermediate_size", "expert_ffn_hidden_size", "moe_latent_size"), WIDTH
+)
 LINEAR = (
     "q_proj",
     "o_proj",
@@ -40,15 +44,15 @@ LINEAR = (
 OF_TWO_LAYERS = ("layer_types", "mlp_layer_types")
 
 
-def small_config(cls: type[PreTrainedConfig], own: dict | None = None) -> PreTrainedConfig:
+def small_config(cls: type[PreTrainedConfig], own: dict | None = None, sizes: dict = SIZES) -> PreTrainedConfig:
     """Return the default config of the class with small sizes, also inside it."""
     default = cls()
     entries = {}
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
-            entries[name] = small_config(type(value), (own or {}).get(name)).to_dict()
-        elif name in SIZES and isinstance(value, int):
-            entries[name] = SIZES[name]
+            entries[name] = small_config(type(value), (own or {}).get(name), sizes).to_dict()
+        elif name in sizes and isinstance(value, int):
+            entries[name] = sizes[name]
         elif name in OF_TWO_LAYERS and isinstance(value, list):
             kinds = sorted(set(value))
             entries[name] = [kinds[0], kinds[-1]]
@@ -78,7 +82,7 @@ CHANGES = {
         "text_config": {
             "moe_num_experts": 8,
             "moe_k": 2,
-            "moe_intermediate_size": [16, 12],
+            "moe_intermediate_size": [64, 32],
             "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
         }
     },
@@ -88,7 +92,7 @@ CHANGES = {
             "enable_moe_block": True,
             "num_experts": 8,
             "top_k_experts": 2,
-            "moe_intermediate_size": 16,
+            "moe_intermediate_size": 32,
             "num_global_key_value_heads": 2,
         }
     },
@@ -142,10 +146,11 @@ def families_here() -> list[str]:
     return [folder for folder in sorted(folders - without) if _model_type(folder) in CONFIG_MAPPING]
 
 
-def small_model(folder: str) -> nn.Module:
-    """Return the family's causal or conditional language model, with hidden pre-activations of O(1)."""
+def small_model(folder: str, **sizes) -> nn.Module:
+    """Return the family's causal or conditional language model, with hidden pre-activations of O(1). sizes: other than
+    those of SIZES."""
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    config = small_config(CONFIG_MAPPING[_model_type(folder)], CHANGES.get(folder))
+    config = small_config(CONFIG_MAPPING[_model_type(folder)], CHANGES.get(folder), {**SIZES, **sizes})
     classes = [
         cls
         for name, cls in inspect.getmembers(module, inspect.isclass)
