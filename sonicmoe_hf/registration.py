@@ -53,12 +53,13 @@ def install() -> None:
         classes.register()
     if has_expert_parallelism():
         from transformers.distributed import fsdp
-        from transformers.distributed.expert_parallel import EPImplementationInterface
+        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, EPImplementationInterface
 
-        from .expert_parallel.implementation import SonicMoEExpertParallelism, fully_shard
+        from .expert_parallel.implementation import SonicMoEExpertParallelism, fully_shard, install_forward
 
         EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)
         replace(fsdp, "fully_shard", fully_shard)
+        replace(EpDispatchExpertsParallel, "install_forward", install_forward)
     if not is_replaced(PreTrainedModel, "__setstate__"):
         for sentence in untested_versions():
             logger.warning(f"sonicmoe_hf: {sentence}")

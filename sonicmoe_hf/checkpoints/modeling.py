@@ -88,9 +88,9 @@ class SonicMoEExperts(nn.Module):
         """The facts of this module's computation, as for any other experts."""
         return ExpertsFacts(self.activation, "interleaved", self.c_fc_bias is not None)
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters=None):
         """Compute the experts' output [T, H] for `hidden_states` [T, H]; see `sonicmoe_hf_experts_forward`."""
-        return sonicmoe_hf_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return sonicmoe_hf_experts_forward(self, hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters)
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.distributed import fsdp
-from transformers.distributed.expert_parallel import EPImplementation
+from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, EPImplementation
 
-from ..layer.adapted import Adapted, split
+from ..layer.adapted import Adapters
 from ..layer.experts_module import IMPLEMENTATION, is_native
 from ..layer.holding import Holder, Holding, expert_parallelism
 from ..layer.routing import Routing
@@ -24,6 +25,7 @@ from .collectives import mean_of_gradients, ranks_with_same_experts, sum_gradien
 from .exchange import Experts, pairs_of, reach_experts
 
 _FULLY_SHARD = fsdp.fully_shard
+_INSTALL_FORWARD = EpDispatchExpertsParallel.install_forward
 
 
 def fully_shard(module: Any, *, mesh=None, **options):
@@ -45,6 +47,30 @@ def fully_shard(module: Any, *, mesh=None, **options):
 
 def _leave_gradients(factor: float) -> None:
     """Do nothing: with_mean_gradient divides them."""
+
+
+class Adapted(NamedTuple):
+    """The router's top_k_index, and adapters: Transformers hands three arguments to an EPImplementation."""
+
+    top_k_index: Any
+    adapters: Adapters
+
+
+def install_forward(self, module: Any, *args, **options):
+    """Put an EPImplementation around experts as Transformers' method does, and have ours take adapters."""
+    installed = _INSTALL_FORWARD(self, module, *args, **options)
+    if expert_parallelism(module) is None:
+        return installed
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def forward_with_adapters(hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters=None):
+        if sonicmoe_hf_adapters is not None:
+            top_k_index = Adapted(top_k_index, sonicmoe_hf_adapters)
+        return forward(hidden_states, top_k_index, top_k_weights)
+
+    module.forward = forward_with_adapters
+    return installed
 
 
 class SonicMoEExpertParallelism(EPImplementation):
@@ -93,7 +119,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         """Compute the experts' output [T, H] for this rank's tokens [T, H].
 
         `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing, made by token
-        rounding, and `top_k_weights` its weights; either may come in an Adapted.
+        rounding, and `top_k_weights` its weights; either may come in an Adapted, with adapters.
 
         Raises:
             ValueError: another implementation computes the experts.
@@ -123,8 +149,11 @@ class SonicMoEExpertParallelism(EPImplementation):
             weights.update(given)
 
     def _compute(self, hidden_states, top_k_index, top_k_weights):
-        top_k_index, adapters = split(top_k_index)
-        experts = self._experts(adapters)
+        experts: Experts = self.experts_forward
+        if isinstance(top_k_index, Adapted):
+            top_k_index, adapters = top_k_index
+            adapters.take()  # a rank without tokens does not call its experts
+            experts = functools.partial(experts, sonicmoe_hf_adapters=adapters)
         if isinstance(top_k_index, Routing):
             routing = top_k_index.weighted_by(top_k_weights)
         else:
@@ -137,12 +166,6 @@ class SonicMoEExpertParallelism(EPImplementation):
         if self.shares_batch:
             return self._on_shared_batch(hidden_states, routing, experts, self.batch_group)
         return self._exchange_part(hidden_states, routing, experts, self.batch_group)
-
-    def _experts(self, adapters: dict) -> Experts:
-        """Bind adapters, by the names of their weights, to this rank's experts."""
-        if not adapters:
-            return self.experts_forward
-        return lambda x, routing, weights: self.experts_forward(x, Adapted(routing, adapters), weights)
 
     def _on_shared_batch(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
         expert = self.holding.local(routing.expert_index)

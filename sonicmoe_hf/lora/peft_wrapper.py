@@ -9,6 +9,7 @@ module's (shared_experts.py).
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
-from ..layer.adapted import with_adapters
+from ..layer.adapted import KEYWORD, Adapters
 from ..layer.experts_module import IMPLEMENTATION, weight_names
 from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, holding_of
 from ..layer.packed_weight import PackedWeight
@@ -37,6 +38,10 @@ from . import packed_base, packed_merge, shared_experts
 
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DROPPED = (
+    "{kind}: a forward pre-hook took their adapters away; have it return the keyword arguments that it gets, of which "
+    f"{KEYWORD} is one"
+)
 _PEFTS_FORWARD = ParamWrapper.forward
 _PEFTS_CAST = Linear._cast_input_dtype
 _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
@@ -78,8 +83,19 @@ def _implementation(experts: Any) -> str | None:
 
 def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Checked:
     # compiled calls are checked by hooks
-    obstacle = None if torch.compiler.is_compiling() else why_not_reached(experts)
+    obstacle = None if torch.compiler.is_compiling() else why_not_reached(experts) or _why_not_taken(experts)
     return _Checked(depends_on, obstacle or _obstacle(wrapper, experts), expert_parallelism(experts))
+
+
+def _why_not_taken(experts: Any) -> str | None:
+    """Say why the forward that somebody put around the experts' own cannot take adapters; None where it can."""
+    forward = vars(experts).get("forward")
+    if forward is None:
+        return None
+    parameters = inspect.signature(forward, follow_wrapped=False).parameters
+    if KEYWORD in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return None
+    return f"{type(experts).__name__}: the forward around its own hands on no keyword arguments; let it take **kwargs"
 
 
 def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
@@ -166,20 +182,25 @@ def _adapters(wrapper: ParamWrapper, experts: Any) -> list[LowRank]:
 
 
 def _forward(self, x, *args, **kwargs):
-    """Call the experts as ParamWrapper.forward does, with the active adapters beside their top_k_index where they
-    compute these, those of wrappers inside this one too."""
+    """Call the experts as ParamWrapper.forward does, with the active adapters beside their arguments where they
+    compute these, those of wrappers inside this one too. Of two adapters of one weight a wrapper further out counts.
+
+    Raises RuntimeError where a hook of the experts takes the adapters away."""
     experts = _base_layer(self)
     is_ours = not kwargs.get("adapter_names") and _implementation(experts) == IMPLEMENTATION
     adapters = _adapters(self, experts) if is_ours else []
     if not adapters:
         return _PEFTS_FORWARD(self, x, *args, **kwargs)
-    index, wrapper = args[0] if args else kwargs.pop("top_k_index"), self
+    wrapper, handed = self, kwargs.setdefault(KEYWORD, Adapters())
     while adapters:
-        index = with_adapters(index, wrapper.parameter_name, adapters)
+        handed.by_weight.setdefault(wrapper.parameter_name, adapters)
         wrapper = wrapper.base_layer
         call = call_of(wrapper)
         adapters = _adapters(wrapper, experts) if getattr(call, "__func__", None) is _forward else []
-    return call(x, index, *args[1:], **kwargs)
+    output = call(x, *args, **kwargs)
+    if not handed.are_taken:
+        raise RuntimeError(DROPPED.format(kind=type(experts).__name__))
+    return output
 
 
 def _say(parameter: str, obstacle: str) -> None:

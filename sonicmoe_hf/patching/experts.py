@@ -21,8 +21,7 @@ from transformers.activations import (
 
 from ..errors import UnsupportedExpertsError
 from ..formats.state import local_part
-from ..layer import adapted
-from ..layer.adapted import Adapted
+from ..layer.adapted import Adapters
 from ..layer.experts_module import (
     Sizes,
     has_gate,
@@ -213,12 +212,16 @@ def known_facts(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None
 
 
 def sonicmoe_hf_experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing | Adapted, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor | Routing,
+    top_k_weights: torch.Tensor,
+    sonicmoe_hf_adapters: Adapters | None = None,
 ) -> torch.Tensor:
     """Compute the experts' output for `hidden_states` [T, H]: [T, H].
 
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
-    rounding, and `top_k_weights` its weights. Either index may come in an Adapted, with adapters. Under expert
+    rounding, and `top_k_weights` its weights. `sonicmoe_hf_adapters` come from whoever wraps the experts. Under expert
     parallelism ids outside the local experts mean "elsewhere".
 
     Raises:
@@ -227,7 +230,7 @@ def sonicmoe_hf_experts_forward(
     act_fn, known = vars(self).get(attributes.KNOWN_FACTS, (None, None))
     facts, names, total = known_facts(self) if known is None or act_fn is not self.act_fn else known
     first, second = names
-    top_k_index, adapters = adapted.split(top_k_index)
+    adapters = {} if sonicmoe_hf_adapters is None else sonicmoe_hf_adapters.take()
     is_parallel = has_part(self, total)
     if not isinstance(top_k_index, Routing):
         routing = Routing(top_k_index, top_k_weights, sentinels=is_parallel)

@@ -8,7 +8,6 @@ from helpers.models import batch
 from transformers import Trainer, TrainerState, TrainingArguments
 
 import sonicmoe_hf
-from sonicmoe_hf.layer.adapted import split
 from sonicmoe_hf.layer.routing import Routing, TokenRounding
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing.model import clear_counts, routing_state
@@ -38,7 +37,7 @@ class Watch:
             layer.experts.register_forward_pre_hook(self)
 
     def __call__(self, experts, args):
-        index, _ = split(args[1])
+        index = args[1]
         self.calls.append((self.note(), index if isinstance(index, Routing) else None))
 
     def rounded(self) -> list[bool]:

@@ -1,5 +1,7 @@
 """PEFT's LoRA on experts' parameters, computed on the rows: everything PEFT offers there, against PEFT on eager experts."""
 
+import functools
+import itertools
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -254,14 +256,6 @@ def test_under_autocast_inputs_of_adapters_are_not_cast_there_and_back(monkeypat
     assert ours(q_proj, torch.ones(1, dtype=torch.bfloat16), torch.float32).dtype == torch.float32, "without autocast"
 
 
-def test_compiled_whole_it_gives_the_same():
-    torch._dynamo.reset()
-    model = with_lora(patched(small("qwen3_moe")))
-    expected = fused_gradients(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_all_close(fused_gradients(compiled), expected, 1e-5, ORDER_OF_SUMS)
-
-
 def test_copies_and_pickles_of_an_adapted_model_compute_the_same():
     model = with_lora(patched(small("qwen3_moe")))
     expected = fused_gradients(model)
@@ -283,6 +277,67 @@ def test_threads_that_share_a_model_each_have_their_adapters():
     with fused(), ThreadPoolExecutor(len(inputs)) as pool:
         found = list(pool.map(work, inputs))
     assert all(torch.equal(logits, wanted) for each, wanted in zip(found, expected) for logits in each)
+
+
+class Steering:
+    """Hooks of experts and of PEFT's inner wrapper that note what they get, and change it."""
+
+    def __init__(self, model):
+        self.got = []
+        wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+        wrapper.base_layer.register_forward_pre_hook(self.note)
+        experts = wrapper.get_base_layer()
+        experts.register_forward_pre_hook(self.before)
+        experts.register_forward_pre_hook(self.with_keywords, with_kwargs=True)
+        experts.register_forward_hook(self.after)
+
+    def note(self, module, args):
+        self.got.append([one.clone() for one in args])
+
+    def before(self, experts, args):
+        self.note(experts, args)
+        x, top_k_index, top_k_weights = args
+        return 1.5 * x, (top_k_index + 1) % experts.num_experts, top_k_weights.flip(-1)
+
+    def with_keywords(self, experts, args, kwargs):
+        return (0.5 * args[0], *args[1:]), kwargs
+
+    def after(self, experts, args, output):
+        self.note(experts, (*args, output))
+        return 2 * output
+
+
+@pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
+def test_hooks_of_experts_see_what_transformers_experts_get_and_what_they_change_counts(kind):
+    results, steering = [], []
+    for prepare in (lambda model: model, patched):
+        model = learning_besides(with_lora(prepare(small("qwen3_moe"))))
+        steering.append(Steering(model))
+        results.append(loss_and_gradients(checkpointed(model, kind), batch()))
+    assert_all_close(results[1], results[0], 1e-5, ORDER_OF_SUMS)
+    theirs, ours = (one.got for one in steering)
+    assert min(len(ours), len(theirs)) >= (3 if kind is None else 5), "torch ends recomputation early"
+    for one, other in zip(itertools.chain(*ours), itertools.chain(*theirs)):
+        assert one.dtype == other.dtype and relative_error(one.double(), other.double()) < 1e-5, ORDER_OF_SUMS
+
+
+def test_compiled_whole_it_gives_the_same_with_hooks_of_the_experts():
+    torch._dynamo.reset()
+    model = with_lora(patched(small("qwen3_moe")))
+    Steering(model)
+    expected = fused_gradients(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_all_close(fused_gradients(compiled), expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_a_hook_that_takes_the_adapters_away_is_told_so():
+    model = with_lora(patched(small("qwen3_moe")))
+    experts = next(find_layers(model)).experts
+    handle = experts.register_forward_pre_hook(lambda experts, args, kwargs: (args, {}), with_kwargs=True)
+    with pytest.raises(RuntimeError, match="have it return the keyword arguments"):
+        model(**batch())
+    handle.remove()
+    model(**batch())
 
 
 # what is left to PEFT
@@ -335,3 +390,20 @@ def test_a_forward_put_in_the_place_of_the_experts_gets_pefts_weights():
     experts.forward = lambda *args: saw.add(type(experts).__name__) or eager(experts, *args)
     assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
     assert saw == {"ParametrizedQwen3MoeExperts"}
+
+
+def test_a_declared_forward_around_the_experts_that_takes_no_keywords_gets_pefts_weights(caplog, monkeypatch):
+    monkeypatch.setattr(peft_adapters, "_said", set())
+    model = with_lora(patched(small("qwen3_moe")))
+    expected = loss_and_gradients(model, batch())
+    experts = next(find_layers(model)).experts
+    forward = experts.forward
+
+    @functools.wraps(forward)
+    def around(hidden_states, top_k_index, top_k_weights):
+        return forward(hidden_states, top_k_index.clone(), top_k_weights)
+
+    experts.forward = around
+    with caplog.at_level(logging.WARNING, "sonicmoe_hf"):
+        assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
+    assert "hands on no keyword arguments; let it take **kwargs" in caplog.text
