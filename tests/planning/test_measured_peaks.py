@@ -170,6 +170,18 @@ def of_everyday(row):
     )
 
 
+def of_switches(row):
+    if (
+        row["case"] not in ("plain", "liger") or row["setting"] == "field"
+    ):  # see COMPILED; a step of four micro-batches
+        return None
+    tokens = int(row["setting"])
+    training = Training(
+        method="qlora", tokens=tokens, sequence=tokens, r=16, experts_r=16, experts="nf4", liger=row["case"] == "liger"
+    )
+    return sizes_of("Qwen3-30B-A3B", 12), training
+
+
 def of_small_batches(row):
     if row["launch"] != "eager":  # see COMPILED
         return None
@@ -239,13 +251,14 @@ READERS = {  # by file
     "expert_parallel.csv": of_expert_parallel,
     "recipes.csv": of_recipes,
     "streaming.csv": of_streaming,
+    "switches.csv": of_switches,
     **dict.fromkeys(SMALL_BATCHES, of_small_batches),
 }
 
 
 def is_of_ours(name, row):
     contender = row.get("case") or row.get("contender", "")
-    all_are = name in ("deepseek_host_memory.csv", "qlora_step.csv", "recipes.csv", "streaming.csv")
+    all_are = name in ("deepseek_host_memory.csv", "qlora_step.csv", "recipes.csv", "streaming.csv", "switches.csv")
     return all_are or contender.split(",")[0] in PLANNED or contender.endswith("sonicmoe-hf")
 
 
