@@ -7,14 +7,13 @@ smaller error. So an unchanged block keeps its bits, and a change is lost only w
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 CLEARLY = 0.9  # of a block's squared error: what a new scale must save, or it would move by a bit for nothing
-ROUNDED_OFF = 1e-5  # of a step: W divided by its factor is a code's value but for roundings of fp32
+OUTGROWN = 0.5  # of a step: what a dithered value may lie beyond its block's largest code, rounding's largest error
 POWER_BIAS = 127  # of the bytes that stand for powers of two
 
 
@@ -24,6 +23,17 @@ class Rounded(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     values: torch.Tensor
+
+
+class _Candidate(NamedTuple):
+    """A matrix rounded under some scales: what codes stand for, and which blocks may take other scales.
+
+    errors: gives the squared errors; of dithered values in the mean over all numbers.
+    """
+
+    values: torch.Tensor
+    may_move: torch.Tensor
+    errors: Callable[[], torch.Tensor]
 
 
 class Grid(NamedTuple):
@@ -71,55 +81,53 @@ class Grid(NamedTuple):
         uniform: numbers in [0, 1) like the weight (Dither.uniform), by which it is dithered: a value becomes its upper
             neighbour where its number is less than its place between the two. None: rounds to nearest, ties to even.
         """
-        round_ = self._nearest if uniform is None else partial(self._dithered, uniform=uniform)
         factors = self.spread(scales, weight.shape)
-        values, errors = round_(weight, factors)
+        kept = self._candidate(weight, factors, uniform)
+        values, is_same = kept.values, None
         if codes is not None:
             before = self.values(codes)
             is_same = torch.mul(before, factors).float() == weight
-            values, errors = torch.where(is_same, before, values), errors.masked_fill_(is_same, 0.0)
-        fresh = scales if self.fresh is None else self.fresh(self.of_blocks(weight.abs(), torch.amax))
+            values = torch.where(is_same, before, values)
+        fresh = scales
+        if self.fresh is not None and bool(kept.may_move.any()):
+            fresh = self.fresh(self.of_blocks(weight.abs(), torch.amax))
         if not torch.equal(fresh.view(torch.uint8), scales.view(torch.uint8)):
             new_factors = self.spread(fresh, weight.shape)
-            anew, new_errors = round_(weight, new_factors)
-            of_kept, of_anew = (self.of_blocks(each, torch.sum) for each in (errors, new_errors))
-            is_better = of_anew < CLEARLY * of_kept
-            if uniform is not None:
-                is_better &= self._is_clipped(weight, factors)
+            anew, errors = self._candidate(weight, new_factors, uniform), kept.errors()
+            if is_same is not None:
+                errors.masked_fill_(is_same, 0.0)
+            of_kept, of_anew = (self.of_blocks(each, torch.sum) for each in (errors, anew.errors()))
+            is_better = (of_anew < CLEARLY * of_kept) & kept.may_move
             if bool(is_better.any()):
                 # torch.where knows no 8-bit floats
                 plain = torch.uint8 if scales.dtype.itemsize == 1 else scales.dtype
                 scales = torch.where(is_better, fresh.view(plain), scales.view(plain)).view(scales.dtype)
                 is_better = self._by_value(is_better, weight.shape)
-                values = torch.where(is_better, anew, values)
+                values = torch.where(is_better, anew.values, values)
                 factors = torch.where(is_better, new_factors, factors)
         return Rounded(self.codes(values), scales, values.mul_(factors))
 
-    def _nearest(self, weight: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the nearest of the codes' values, and the squared errors."""
-        values = self.values(self.codes(scaled(weight, factors)))
-        return values, (values * factors - weight).square_()
-
-    def _dithered(
-        self, weight: torch.Tensor, factors: torch.Tensor, uniform: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one of both neighbours, and the squared errors in the mean over all numbers."""
+    def _candidate(self, weight: torch.Tensor, factors: torch.Tensor, uniform: torch.Tensor | None) -> _Candidate:
+        """Round to what codes under these factors stand for."""
+        if uniform is None:
+            values = self.values(self.codes(scaled(weight, factors)))
+            return _Candidate(values, torch.ones((), dtype=torch.bool), lambda: (values * factors - weight).square_())
         factors = factors.float()
         exact = scaled(weight, factors)
         low, high = self.neighbours(exact)
-        step = high - low
-        place = ((exact - low) / step).clamp_(0.0, 1.0)  # beyond the largest values it is theirs
-        values = torch.where(uniform < place, high, low)
-        outside = exact - torch.lerp(low, high, place)
-        variance = place.mul_(1.0 - place).mul_(step.square_())
-        return values, variance.add_(outside.square_()).mul_(factors).mul_(factors)
+        step = high.sub(low)
+        place = exact.sub_(low).div_(step)  # beyond the largest values it is theirs
 
-    def _is_clipped(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Tell by block whether it has values beyond its largest code by more than rounding."""
-        exact = scaled(weight, factors.float())
-        low, high = self.neighbours(exact)
-        excess = torch.maximum(low - exact, exact - high).div_(high - low).clamp_(min=0.0)
-        return self.of_blocks(excess, torch.amax) > ROUNDED_OFF
+        def errors() -> torch.Tensor:
+            inside = place.clamp(0.0, 1.0)
+            outside = place.sub(inside).square_()
+            return inside.mul_(1.0 - inside).add_(outside).mul_(step.mul(factors).square_())
+
+        least, largest = place.aminmax()
+        may_move = torch.logical_or(least < -OUTGROWN, largest > 1 + OUTGROWN)
+        if bool(may_move):
+            may_move = self.of_blocks(place.sub(0.5).abs_(), torch.amax) > 0.5 + OUTGROWN
+        return _Candidate(torch.where(uniform < place, high, low), may_move, errors)
 
     def spread(self, scales: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
         """Return what each value's code is multiplied by."""
