@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from ..errors import CheckpointError
-from ..formats.declared import MODELOPT_FILE
+from ..formats.declared import EXPERT_DTYPE, MODELOPT_FILE
 from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
 from .atomic_folder import appearing_whole, copy_file, new_folder, other_files, save_tensors, write_json
@@ -31,6 +31,7 @@ from .source import Source
 from .stored import DTYPES, StoredWeights
 
 ALIGNED = 64  # bytes
+OF_QUANTIZED = ("quantization_config", EXPERT_DTYPE)  # entries of config.json that dense checkpoints do not have
 # of config.json: Transformers 5's name, and the one before, which may both be there
 DTYPE_ENTRIES = {"dtype", "torch_dtype"}
 
@@ -292,9 +293,9 @@ def _config(source: Source, layout: str, dtype: str | None, quantization: dict |
 
 def dense_config(stored: StoredWeights, config: dict, dtype: str | None = None) -> dict:
     """Return `config` as that of a checkpoint which is not quantized."""
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    config = {key: value for key, value in config.items() if key not in OF_QUANTIZED}
     if isinstance(text := config.get("text_config"), dict):  # which may declare it in the model's place
-        config["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+        config["text_config"] = {key: value for key, value in text.items() if key not in OF_QUANTIZED}
     if stored.quantization is not None:
         dtype = dtype or str(stored.dense_dtype).removeprefix("torch.")
     if dtype is not None:

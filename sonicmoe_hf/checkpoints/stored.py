@@ -188,7 +188,8 @@ class HubMatrix(Weight):
 
     def __init__(self, stored: StoredWeights, name: str, format: HubFormat):
         super().__init__(stored, name, format)
-        self.parts += [part for part in format.optional_names(name) if part in stored.tensors]
+        optional = [part for part in format.optional_names(name) if part in stored.tensors]
+        self.parts = [*format.names_in(name, stored.tensors), *optional]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -203,8 +204,7 @@ class HubMatrix(Weight):
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
         """See Weight."""
-        stored = self.format.stored(self.name, shape)
-        return {part: wanted for part, wanted in stored.items() if part in self.parts}
+        return dict(zip(self.parts, self.format.stored(self.name, shape).values()))
 
     def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See Weight."""
@@ -238,7 +238,8 @@ class StoredWeights:
         folder, config: where it is, and its config.json.
         declared: what its config declares of its quantization; None where it is not quantized.
         format: of experts stored [E, ...] under their parameter's name, or how weights are stored each for itself, in
-            every linear layer; None where nothing is quantized.
+            every linear layer, or in experts with another format (`HubFormat.linear`) in others; None where nothing is
+            quantized.
         keep_fp32: modules of the model that are never cast, where it is known.
     Raises:
         CheckpointError: a file is missing, damaged or contradicts another, or a quantized weight is not as declared.
@@ -277,16 +278,20 @@ class StoredWeights:
     def weights(self) -> dict[str, Weight]:
         """Every weight, by name."""
         kind: type[Weight] = HubMatrix if isinstance(self.format, HubFormat) else PackedExperts
+        formats: list[Any] = [] if self.format is None else [self.format]
+        if isinstance(self.format, HubFormat) and self.format.linear is not self.format:
+            formats.append(self.format.linear)
         weights: dict[str, Weight] = {}
         beside: set[str] = set()
         for name, header in self.tensors.items():
-            weight = None if self.format is None else self.format.weight_of(name, header.dtype)
+            there = ((format.weight_of(name, header.dtype), format) for format in formats)
+            weight, format = next((each for each in there if each[0] is not None), (None, None))
             if weight is None and header.dtype == torch.float8_e4m3fn and kind is not HubMatrix:
                 raise CheckpointError(
                     f"{name} is float8, but config.json declares no fp8 quantization; add quantization_config as the "
                     "original has it"
                 )
-            found = Weight(self, name) if weight is None else kind(self, weight, self.format)
+            found = Weight(self, name) if weight is None else kind(self, weight, format)
             if missing := [part for part in found.parts if part not in self.tensors]:
                 raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")
             weights[found.name] = found

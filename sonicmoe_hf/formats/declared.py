@@ -15,16 +15,17 @@ from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Format
 from ..kernels.packed.fp8 import FP8_BLOCK
 from . import declared_integers
-from .hub import HUB, HubFormat, HubFP8
+from .hub import HUB, HubFormat, HubFP4, HubFP8
 
 TEXT_CONFIGS = ("decoder", "generator", "text_config")  # where get_text_config looks for them
 QUANT_METHOD = "sonicmoe_hf"
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
 FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
+EXPERT_DTYPE = "expert_dtype"  # of config.json: DeepSeek-V4's FP8 may have its experts in FP4
 FP8_TAKEN = {  # entries of FP8's declaration: what experts_quantization takes, first what counts where it says nothing
     "weight_block_size": (FP8_BLOCKS,),
     "activation_scheme": ("dynamic",),  # static scales of activations are for FP8 arithmetic alone
-    "expert_dtype": ("fp8", "fp4"),
+    EXPERT_DTYPE: ("fp8", "fp4"),
 }
 TO_BF16 = "load the bf16 checkpoint that it was made from"
 PLAIN_BLOCKS = "proj_blocks"  # how the name of an MXFP4 weight ends
@@ -76,7 +77,7 @@ class DeclaredQuantization(NamedTuple):
             return experts
         if self.method == "fp8":
             self._check_fp8()
-            return "mxfp4" if self.entries.get("expert_dtype") == "fp4" else "fp8"
+            return "mxfp4" if self.entries.get(EXPERT_DTYPE) == "fp4" else "fp8"
         if self.method == MODELOPT:
             self.check_nvfp4()
             return "nvfp4"
@@ -88,7 +89,7 @@ class DeclaredQuantization(NamedTuple):
 
         Raises:
             CheckpointError: it is another kind of ModelOpt's, or of integers; FP8 whose blocks are no sizes, or with
-                experts in FP4.
+                experts in a format that is neither.
         """
         if self.is_packed_here or self.method == "mxfp4":
             return FORMATS[self.format()]
@@ -104,12 +105,14 @@ class DeclaredQuantization(NamedTuple):
             raise CheckpointError(
                 f"weight_block_size of the fp8 quantization is {block!r}; it must be two sizes such as [128, 128]"
             )
-        if self.entries.get("expert_dtype", "fp8") != "fp8":
+        fp8 = HubFP8((block[0], block[1]), self.entries.get("scale_fmt") == "ue8m0")
+        experts, taken = self.entries.get(EXPERT_DTYPE, "fp8"), FP8_TAKEN[EXPERT_DTYPE]
+        if experts not in taken:
             raise CheckpointError(
-                f"the experts are in {self.entries['expert_dtype']}, which conversion and merging do not read; load them "
-                'with from_pretrained(..., experts_quantization="mxfp4")'
+                f"the experts are in {experts!r} (expert_dtype of config.json); conversion and merging read "
+                f"{' and '.join(map(repr, taken))}"
             )
-        return HubFP8((block[0], block[1]), self.entries.get("scale_fmt") == "ue8m0")
+        return HubFP4(fp8) if experts == "fp4" else fp8
 
     def _check_fp8(self) -> None:
         for entry, taken in FP8_TAKEN.items():
@@ -142,7 +145,7 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
         parts = [config, *(config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict))]
     else:
         parts = [vars(config), vars(config.get_text_config())]
-    declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", "expert_dtype"))
+    declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", EXPERT_DTYPE))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
         quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8"))["quantization"]
         if quantization["quant_algo"] is not None:  # else the KV cache alone is quantized
@@ -151,7 +154,7 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
         return None
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
     method = declared.get("quant_method")
-    beside = {} if of_experts is None else {"expert_dtype": of_experts}
+    beside = {} if of_experts is None else {EXPERT_DTYPE: of_experts}
     return DeclaredQuantization(str(getattr(method, "value", method)), {**beside, **declared})
 
 

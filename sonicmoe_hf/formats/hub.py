@@ -6,6 +6,7 @@ kernels/packed says how a layer's experts are stored in one weight.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Container
 
 import torch
 
@@ -17,6 +18,7 @@ from ..kernels.packed.grid import Grid, Rounded
 
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
 BLOCK = (FP8_BLOCK, FP8_BLOCK)
+WEIGHT, SHORT_SCALE = ".weight", ".scale"  # how names end
 PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in its low half
 
 
@@ -43,6 +45,15 @@ class HubFormat(ABC):
     def names(self, weight: str) -> list[str]:
         """Return the names of the tensors that store `weight`."""
         return [weight, *(weight + end for end in self.scales)]
+
+    def names_in(self, weight: str, there: Container[str]) -> list[str]:
+        """Return `names`, as they are among those of a checkpoint's tensors."""
+        return self.names(weight)
+
+    @property
+    def linear(self) -> HubFormat:
+        """The format of linear layers beside experts in this one."""
+        return self
 
     def optional_names(self, weight: str) -> list[str]:
         """Return the names of the tensors that may be there too."""
@@ -127,6 +138,11 @@ class HubFP8(HubFormat):
     def __init__(self, block: tuple[int, int] = BLOCK, has_powers: bool = False):
         self.block, self.has_powers, self.has_our_blocks = block, has_powers, block == BLOCK
 
+    def names_in(self, weight: str, there: Container[str]) -> list[str]:
+        """See HubFormat. DeepSeek-V4's scales have shorter names."""
+        short = [weight, weight.removesuffix(WEIGHT) + SHORT_SCALE]
+        return short if short[1] in there else self.names(weight)
+
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """See HubFormat. The last blocks are cut off."""
         if len(shape) != 2:
@@ -155,23 +171,69 @@ class HubFP8(HubFormat):
         return scales.unsqueeze(3)
 
 
-class HubFP4(HubFP8):
-    """DeepSeek-V4's: experts' X.weight int8 [N, K / 2] and X.scale E8M0 [N, K / 32], beside linear layers in FP8."""
+class MXFP4Matrix(HubFormat):
+    """A matrix [N, K] in OCP's MXFP4: codes [N, K / 2], two values a byte, the first in the low half; a scale, E8M0, for
+    each 32 values of a row, [N, K / 32]."""
 
     name = "mxfp4"
+    codes: tuple[torch.dtype, ...] = (torch.uint8,)
+
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See HubFormat."""
+        return (*shape[:-1], 2 * shape[-1])
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """See HubFormat."""
+        rows, columns = shape
+        scales = (torch.float8_e8m0fnu, torch.uint8)
+        parts = ((rows, columns // 2), self.codes), ((rows, columns // mxfp4.BLOCK), scales)
+        return dict(zip(self.names(name), parts))
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """See HubFormat."""
+        return mxfp4.MXFP4().grid()
 
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """See HubFormat."""
-        weight, scales = tensors
-        check_matrix(weight, tuple(weight.shape), PAIRS, "an FP4 weight")
-        rows, bytes_ = weight.shape
-        dtypes = torch.float8_e8m0fnu, torch.uint8
-        check_matrix(scales, (rows, 2 * bytes_ // mxfp4.BLOCK), dtypes, "the scales (scale)")
-        return Quantized(weight.view(torch.uint8).unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales.view(torch.uint8))
+        self.check(*tensors)
+        codes, scales = tensors
+        return Quantized(codes.view(torch.uint8).unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales.view(torch.uint8))
 
-    def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
+    def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See HubFormat."""
-        return scales.flatten(1, 2)
+        codes, scales, _ = self.pack(*tensors)
+        return self.grid().dense(codes, scales).float()
+
+    def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
+        """See HubFormat."""
+        codes, scales, _ = self.pack(*stored)
+        return self.grid().round(weight, scales, codes, uniform)
+
+    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
+        """See HubFormat."""
+        return [rounded.codes.flatten(1).view(stored[0].dtype), rounded.scales.view(stored[1].dtype)]
+
+
+class HubFP4(MXFP4Matrix):
+    """DeepSeek-V4's: experts' X.weight int8 [N, K / 2] and X.scale E8M0 [N, K / 32], beside linear layers in FP8."""
+
+    codes, scales = PAIRS, ("_scale_inv",)
+
+    def __init__(self, linear: HubFP8 | None = None):
+        self.fp8 = linear or HubFP8()
+
+    @property
+    def linear(self) -> HubFormat:
+        """See HubFormat."""
+        return self.fp8
+
+    def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
+        """See HubFormat."""
+        return name if dtype in PAIRS and name.endswith(WEIGHT) else None
+
+    def names_in(self, weight: str, there: Container[str]) -> list[str]:
+        """See HubFormat."""
+        return self.fp8.names_in(weight, there)
 
 
 class HubNVFP4(HubFormat):

@@ -16,7 +16,7 @@ from ..kernels.packed import FORMATS, Quantized
 from ..layer.holding import holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from .apart import Apart
-from .hub import HubFormat, HubFP8
+from .hub import WEIGHT, HubFormat, HubFP8
 from .loading_errors import keeping_errors
 from .shares import gathered_rows, pack_share
 from .state import check_shape, local_shape
@@ -24,7 +24,6 @@ from .state import check_shape, local_shape
 # DeepSeek-V4's names of scales, and those that we go by
 SHORT_NAMES = (r"^(.+)(?<!_l2_clip)\.scale$", r"\1.weight_scale_inv")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-WEIGHT = ".weight"  # how the name of a projection's tensor ends
 LOADS_HUB_FORMATS = hasattr(HfQuantizer, "get_new_dtype")  # since 5.19: it casts nothing on its own
 
 
@@ -196,12 +195,12 @@ def dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, param
 def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> list:
     """Return Transformers' conversions of a model, changed so that experts stay packed and the rest becomes dense."""
     return [
-        *([WeightRenaming(*SHORT_NAMES)] if isinstance(format, HubFP8) else []),
+        *([WeightRenaming(*SHORT_NAMES)] if isinstance(format.linear, HubFP8) else []),
         *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
         WeightConverter(
-            [*map(pattern_of, _all_names(format, WEIGHT[1:])), *(f"{end[1:]}$" for end in format.unused)],
+            [*map(pattern_of, _all_names(format.linear, WEIGHT[1:])), *(f"{end[1:]}$" for end in format.unused)],
             WEIGHT[1:],
-            [_TakeDense(hf_quantizer, format)],
+            [_TakeDense(hf_quantizer, format.linear)],
         ),
     ]
 

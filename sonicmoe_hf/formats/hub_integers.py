@@ -8,11 +8,11 @@ from abc import abstractmethod
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.packed import FORMATS, Quantized, mxfp4, nvfp4
+from ..kernels.packed import FORMATS, Quantized, nvfp4
 from ..kernels.packed.format import Stored
 from ..kernels.packed.grid import Grid, Rounded
 from ..kernels.packed.int4 import GROUP, LARGEST, ZERO, group_of, int4_grid, to_bytes, to_nibbles
-from .hub import HUB, HubFormat, check_matrix
+from .hub import HUB, HubFormat, MXFP4Matrix, check_matrix
 
 WORD = torch.int32
 PER_WORD = 8  # codes of a word
@@ -328,44 +328,11 @@ class CompressedInt8(_RenamedFormat):
         raise CheckpointError(f"no format here holds experts in 8-bit integers; {TO_BF16_OR_PACK}")
 
 
-class CompressedMXFP4(_RenamedFormat):
+class CompressedMXFP4(_RenamedFormat, MXFP4Matrix):
     """compressed-tensors' mxfp4-pack-quantized: X.weight_packed uint8 [N, K/2], two E2M1 values a byte, the first in the
     low half; X.weight_scale uint8 [N, K/32], each for 2^(scale - 127)."""
 
-    name, dtype, own = "mxfp4", torch.uint8, ("weight_packed", "weight_scale")
-
-    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See HubFormat."""
-        return (shape[0], 2 * shape[1])
-
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """See HubFormat."""
-        rows, columns = shape
-        dtypes = torch.uint8, torch.float8_e8m0fnu
-        stored = ((rows, columns // 2), (torch.uint8,)), ((rows, columns // mxfp4.BLOCK), dtypes)
-        return dict(zip(self.names(name), stored))
-
-    def grid(self, *scales: torch.Tensor) -> Grid:
-        """See HubFormat."""
-        return FORMATS["mxfp4"].grid()  # type: ignore[attr-defined]
-
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
-        """See HubFormat."""
-        self.check(*tensors)
-        codes, scales = tensors
-        return Quantized(codes.unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales.view(torch.uint8))
-
-    def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """See HubFormat."""
-        return FORMATS[self.name].expert(_as_one_expert(self.pack(*tensors)), 0)
-
-    def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
-        """See HubFormat."""
-        return FORMATS[self.name].round_expert(_as_one_expert(self.pack(*stored)), 0, weight, uniform)
-
-    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
-        """See HubFormat."""
-        return [rounded.codes.flatten(1), rounded.scales.view(stored[1].dtype)]
+    dtype, own = torch.uint8, ("weight_packed", "weight_scale")
 
 
 class CompressedNVFP4(_RenamedFormat):

@@ -36,6 +36,7 @@ from ..checkpoints.stored import StoredWeights, Weight
 from ..errors import CheckpointError
 from ..kernels.packed.dither import Dither
 from ..layer.config import check_choice
+from ..model_patches import NATIVE_FAMILIES
 from .adapter import Adapter
 from .dithering import ROUNDINGS, dither_of
 from .packed_base import PackedBase
@@ -106,6 +107,12 @@ def _target(
     if quantize == KEEP and layout not in (None, own):
         raise CheckpointError(f"quantize='keep' writes the base's own layout, {own!r}; leave layout out")
     keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
+    if stored.packed_here and not keeps and family not in NATIVE_FAMILIES:
+        raise CheckpointError(
+            f"{stored.folder} has the experts of a {family} packed, and conversion writes the hub's names of "
+            f"{', '.join(NATIVE_FAMILIES)} alone; quantize='keep' (--quantize keep) writes a packed checkpoint as it is, "
+            "and for the hub's names merge into the checkpoint that it was packed from, without --layout"
+        )
     is_moved = not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here)
     stored = Source(stored.folder) if is_moved else stored
     notices = add_adapter(stored, build_from_config(stored.config, stored.folder / CONFIG_FILE), adapter, seed)

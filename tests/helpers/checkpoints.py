@@ -10,10 +10,13 @@ import pytest
 import torch
 from helpers.models import build
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV4Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from sonicmoe_hf import PackedWeight, convert_checkpoint
 from sonicmoe_hf.checkpoints.comparing import same_bytes
+from sonicmoe_hf.kernels.packed import FORMATS
 
 SHARDS = "30KB"  # small models in several files, so that a layer's experts lie in more than one
 FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
@@ -245,3 +248,42 @@ def in_fp8(tensors, kind="fp32", size=(128, 128)):
         if tensor.dim() == 2 and "_proj" in name:
             stored[name], stored[f"{name}_scale_inv"], dense[name] = fp8_of(tensor, kind, size)
     return stored, dense
+
+
+def in_fp4(tensors):
+    """Return (a DeepSeek-V4 checkpoint's tensors, experts in FP4 and linear layers in FP8, the dense ones that they
+    stand for)."""
+    stored, dense = dict(tensors), dict(tensors)
+    dequantize = Fp8Dequantize(None)._dequantize_one
+    for name, tensor in tensors.items():
+        place = name.removesuffix(".weight")
+        if ".experts." in name:
+            packed = FORMATS["mxfp4"].quantize(tensor[None])
+            stored[name] = packed.codes[0].flatten(1).view(torch.int8)
+            stored[f"{place}.scale"] = packed.scales[0].view(torch.float8_e8m0fnu)
+            dense[name] = dequantize(stored[name], stored[f"{place}.scale"], torch.float32)
+        elif name.split(".")[-2].startswith("w") and "compressor" not in name:
+            stored[name], stored[f"{place}.scale"], dense[name] = fp8_of(tensor, "ue8m0")
+    return stored, dense
+
+
+def make_deepseek_v4(folder):
+    """Write a small DeepSeek-V4 checkpoint as the hub's are, and the dense one that it stands for; return their
+    folders."""
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=64, hidden_size=96, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        n_routed_experts=4, num_experts_per_tok=2, head_dim=32, qk_rope_head_dim=16, q_lora_rank=32, o_lora_rank=32,
+        o_groups=2, index_n_heads=2, index_head_dim=32, max_position_embeddings=64, sliding_window=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    for name in ("fp4", "dense"):
+        model.save_pretrained(folder / name)
+    stored, dense = in_fp4(tensors_in(folder / "fp4"))
+    rewrite(folder / "fp4", stored)
+    rewrite(folder / "dense", dense)
+    edit_config(folder / "fp4", quantization_config={**DECLARED_FP8, "scale_fmt": "ue8m0"}, expert_dtype="fp4")
+    return folder / "fp4", folder / "dense"

@@ -18,16 +18,15 @@ from helpers.checkpoints import (
     edit_tensors,
     fp8_of,
     make,
+    make_deepseek_v4,
     packed_in,
-    rewrite,
     same_bits,
     tensors_in,
     to_fp8,
 )
 from helpers.marks import loads_hub_formats, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV4Config, core_model_loading
+from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from sonicmoe_hf import (
@@ -41,7 +40,6 @@ from sonicmoe_hf import (
     quantize_experts,
 )
 from sonicmoe_hf.formats.hub import HUB
-from sonicmoe_hf.kernels.packed import FORMATS
 
 SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
@@ -299,50 +297,13 @@ def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while
         from_pretrained(tmp_path / "fp8", experts_quantization="fp8")
 
 
-def in_fp4(tensors):
-    """Return (a DeepSeek-V4 checkpoint's tensors, experts in FP4 and linear layers in FP8, the dense ones that they
-    stand for)."""
-    stored, dense = dict(tensors), dict(tensors)
-    dequantize = Fp8Dequantize(None)._dequantize_one
-    for name, tensor in tensors.items():
-        place = name.removesuffix(".weight")
-        if ".experts." in name:
-            packed = FORMATS["mxfp4"].quantize(tensor[None])
-            stored[name] = packed.codes[0].flatten(1).view(torch.int8)
-            stored[f"{place}.scale"] = packed.scales[0].view(torch.float8_e8m0fnu)
-            dense[name] = dequantize(stored[name], stored[f"{place}.scale"], torch.float32)
-        elif name.split(".")[-2].startswith("w") and "compressor" not in name:
-            stored[name], stored[f"{place}.scale"], dense[name] = fp8_of(tensor, "ue8m0")
-    return stored, dense
-
-
 @pytest.fixture
 def deepseek_v4(tmp_path):
-    """Write a small DeepSeek-V4 checkpoint as the hub's are, and the dense one that it stands for; return their
-    folders."""
-    torch.manual_seed(0)
-    config = DeepseekV4Config(
-        vocab_size=64, hidden_size=96, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        n_routed_experts=4, num_experts_per_tok=2, head_dim=32, qk_rope_head_dim=16, q_lora_rank=32, o_lora_rank=32,
-        o_groups=2, index_n_heads=2, index_head_dim=32, max_position_embeddings=64, sliding_window=16,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    for name in ("fp4", "dense"):
-        model.save_pretrained(tmp_path / name)
-    stored, dense = in_fp4(tensors_in(tmp_path / "fp4"))
-    rewrite(tmp_path / "fp4", stored)
-    rewrite(tmp_path / "dense", dense)
-    edit_config(tmp_path / "fp4", quantization_config={**DECLARED_FP8, "scale_fmt": "ue8m0"}, expert_dtype="fp4")
-    return tmp_path / "fp4", tmp_path / "dense"
+    return make_deepseek_v4(tmp_path)
 
 
 def test_the_fp4_experts_of_deepseek_v4_are_mxfp4_bit_for_bit(deepseek_v4, tmp_path):
     folder, plain = deepseek_v4
-    with pytest.raises(CheckpointError, match="experts are in fp4, which conversion and merging do not read"):
-        merge_adapter(folder, tmp_path, tmp_path / "merged")
     with pytest.raises(ValueError, match=r"'fp8', but the checkpoint is quantized already \(mxfp4\)"):
         from_pretrained(folder, experts_quantization="fp8")
     packed = from_pretrained(folder, experts_quantization="mxfp4", dtype=torch.float32)

@@ -1,0 +1,77 @@
+"""An adapter trained over DeepSeek-V4's checkpoint, linear layers in FP8 and experts in FP4, merged into it."""
+
+import pytest
+import torch
+from helpers.checkpoints import config_in, make_deepseek_v4, same_bits, tensors_in
+from helpers.marks import loads_hub_formats
+from helpers.models import relative_error
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from sonicmoe_hf import CheckpointError, from_pretrained, lora_config, merge_adapter
+
+pytestmark = loads_hub_formats
+BF16 = 2**-8  # half a step of bf16, doubled: Transformers' and our sum may be rounded to neighbours
+STEPS = {"mxfp4": 0.2, "fp8": 0.05}  # relative error of a matrix that is rounded up or down at random
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Write the checkpoint as `fp4`, the one that it stands for as `dense`, an adapter of all that lora_config names, and
+    what PEFT makes of the dense one as `by peft`."""
+    folder = tmp_path_factory.mktemp("v4")
+    make_deepseek_v4(folder)
+    model = from_pretrained(folder / "fp4", experts_quantization="mxfp4", dtype=torch.float32)
+    model = get_peft_model(model, lora_config(model, r=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(folder / "adapter")
+    dense = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(dense, folder / "adapter").merge_and_unload()
+    merged.save_pretrained(folder / "by peft")
+    return folder
+
+
+def changed_in(folder):
+    """Name the tensors of the checkpoint that the adapter changes."""
+    before, after = tensors_in(folder / "dense"), tensors_in(folder / "by peft")
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_it_becomes_bf16_under_the_hubs_names(trained, tmp_path):
+    merge_adapter(trained / "fp4", trained / "adapter", tmp_path / "merged", verify=True)
+    found, expected = tensors_in(tmp_path / "merged"), tensors_in(trained / "by peft")
+    assert found.keys() == expected.keys()
+    changed = changed_in(trained)
+    assert len([name for name in changed if ".experts." in name]) == 2 * 4 * 3
+    for name, tensor in expected.items():
+        assert name not in changed or found[name].dtype == torch.bfloat16
+        assert relative_error(found[name].float(), tensor.float()) < BF16, name
+    assert not {"quantization_config", "expert_dtype"} & config_in(tmp_path / "merged").keys()
+
+
+def test_it_keeps_fp4_and_fp8_where_that_is_asked(trained, tmp_path):
+    merge_adapter(trained / "fp4", trained / "adapter", tmp_path / "kept", quantize="keep", verify=True)
+    stored, kept = tensors_in(trained / "fp4"), tensors_in(tmp_path / "kept")
+    assert {n: (t.dtype, t.shape) for n, t in kept.items()} == {n: (t.dtype, t.shape) for n, t in stored.items()}
+    changed = changed_in(trained)
+    parts = {end for name in changed for end in (name, name.replace(".weight", ".scale"))}
+    assert same_bits({n: t for n, t in kept.items() if n not in parts}, {n: stored[n] for n in stored.keys() - parts})
+    assert config_in(tmp_path / "kept") == config_in(trained / "fp4")
+    again = from_pretrained(tmp_path / "kept", experts_quantization="mxfp4", dtype=torch.float32).dequantize()
+    again.save_pretrained(tmp_path / "dense")
+    found, expected = tensors_in(tmp_path / "dense"), tensors_in(trained / "by peft")
+    for name in changed:
+        step = STEPS["mxfp4" if ".experts." in name else "fp8"]
+        assert 0 < relative_error(found[name].float(), expected[name].float()) < step, name
+
+
+def test_a_packed_copy_keeps_its_format_and_says_where_the_hubs_names_are(trained, tmp_path):
+    from_pretrained(trained / "fp4", experts_quantization="mxfp4").save_pretrained(tmp_path / "packed")
+    with pytest.raises(CheckpointError, match=r"--quantize keep.* merge into the checkpoint that it was packed from"):
+        merge_adapter(tmp_path / "packed", trained / "adapter", tmp_path / "merged")
+    merge_adapter(tmp_path / "packed", trained / "adapter", tmp_path / "merged", quantize="keep")
+    assert tensors_in(tmp_path / "merged").keys() == tensors_in(tmp_path / "packed").keys()
