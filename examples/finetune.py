@@ -37,6 +37,7 @@ from shared import (
     add_model_options,
     add_training_options,
     checkpointing,
+    compiles_by_default,
     keep_gradients_once,
     liger_kernels,
     load,
@@ -110,8 +111,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="BACKEND",
         nargs="?",
         const="inductor",
-        help="torch.compile: inductor, the default, as CUDA graphs or layer by layer, whichever pays at this batch",
+        help="torch.compile: by inductor, as CUDA graphs or layer by layer, whichever pays at this batch; default: layer "
+        "by layer for LoRA of a --model on GPUs, with gradient checkpointing and no --per-layer-loss",
     )
+    model.add_argument("--no-compile", dest="compile", action="store_false", default=None, help="no torch.compile")
 
     data = parser.add_argument_group("data")
     add_data_options(data)
@@ -164,6 +167,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         options.bf16 = bool(options.lora_rank)
     if options.gradient_checkpointing is None:
         options.gradient_checkpointing = bool(options.lora_rank) or options.activation_offloading
+    if options.compile is None:
+        pays = (
+            options.lora_rank
+            and options.gradient_checkpointing
+            and not options.per_layer_loss
+            and not options.deepspeed
+        )
+        options.compile = "inductor" if pays and compiles_by_default(options) else False
     return options
 
 
@@ -278,8 +289,8 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
     if arguments.gradient_checkpointing:
         options |= checkpointing(arguments.activation_offloading)
     if arguments.liger:
-        options |= liger_kernels(arguments.compile is not None)
-    if arguments.compile is not None and not compiles_layers(arguments):
+        options |= liger_kernels()
+    if arguments.compile and not compiles_layers(arguments):
         options |= {"torch_compile": True, "torch_compile_backend": arguments.compile}
     if captures_graphs(arguments):
         # a graph is of one length: only the last batch of an evaluation has another, and runs without
@@ -319,7 +330,7 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
             options.setdefault("tile", SMALL_MODEL_TILE)
         callbacks.append(sonicmoe_hf.TokenRoundingCallback(rounding=arguments.rounding, **options))
     per_layer_loss = arguments.per_layer_loss
-    if per_layer_loss is None and arguments.model is None and arguments.compile is None:
+    if per_layer_loss is None and arguments.model is None and not arguments.compile:
         per_layer_loss = PER_LAYER_LOSS  # it does not work in compiled models
     if per_layer_loss is not None or arguments.bias_update is not None:
         callbacks.append(sonicmoe_hf.LoadBalancing(per_layer_loss, arguments.bias_update))
@@ -350,7 +361,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = choose_trained_weights(model, arguments)
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
-    if arguments.compile is not None and trainer.is_world_process_zero():
+    if arguments.compile and trainer.is_world_process_zero():
         what = "each layer" if compiles_layers(arguments) else "the model"
         graphs = ", to run as CUDA graphs" if captures_graphs(arguments) else ""
         print(

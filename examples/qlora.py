@@ -44,6 +44,7 @@ from shared import (
     add_model_options,
     add_training_options,
     checkpointing,
+    compiles_by_default,
     config_of,
     keep_gradients_once,
     liger_kernels,
@@ -96,7 +97,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--liger", action=argparse.BooleanOptionalAction, help="for the loss; default: on GPUs, where it is installed"
     )
-    parser.add_argument("--compile", action="store_true", help="torch.compile each layer: for steps of few tokens")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile of each layer; default: on GPUs, with --model",
+    )
     add_activation_offloading(parser)
     add_data_options(parser)
     parser.add_argument("--sequence-length", type=int, help="default: 512; for the small model 128")
@@ -106,6 +111,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parsed(parser, arguments)
     if options.liger is None:
         options.liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+    if options.compile is None:
+        options.compile = compiles_by_default(options)
     options.sequence_length = options.sequence_length or (128 if options.model is None else 512)
     return options
 
@@ -198,7 +205,8 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         "warmup_steps": max(1, arguments.steps // 20),
         "bf16": True,
         **checkpointing(arguments.activation_offloading),
-        **(liger_kernels(arguments.compile) if arguments.liger else {}),
+        **(liger_kernels() if arguments.liger else {}),
+        "torch_compile": arguments.compile,  # after `attach` of each layer
         "optim": arguments.optim,
         "logging_steps": max(1, arguments.steps // 8),
         "save_strategy": "no",
@@ -261,8 +269,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         model.print_trainable_parameters()
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
-    if arguments.compile:
-        sonicmoe_hf.compile_layers(model)
     if arguments.random:
         return trainer.train().metrics
     before = trainer.evaluate()["eval_loss"]

@@ -28,10 +28,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--attn-implementation", default="sdpa", help="flash_attention_2 keeps packed texts apart")
     parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile of each layer; default: on GPUs, with sdpa",
+    )
     parser.add_argument("--dataset", help="hub name, of a kind that SFTTrainer takes; default: the standard library")
     add_training_options(parser, steps=100, batch_size=4, sequence_length=512, rank=16, learning_rate=1e-4)
     add_training_options(parser, logging_steps=10, output="outputs/sft", seed=0)
-    return parsed(parser, arguments)
+    options = parsed(parser, arguments)
+    if options.compile is None:
+        options.compile = (
+            torch.cuda.is_available() and options.model is not None and options.attn_implementation == "sdpa"
+        )
+    return options
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:
@@ -60,6 +70,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
             gradient_checkpointing=True,
             use_liger_kernel=arguments.liger,
             liger_kernel_config={"swiglu": False},  # the experts are ours
+            torch_compile=arguments.compile,  # after `attach` of each layer
             logging_steps=arguments.logging_steps,
             save_strategy="no",
             report_to="none",

@@ -34,6 +34,7 @@ __all__ = [
     "add_training_options",
     "blocks",
     "checkpointing",
+    "compiles_by_default",
     "config_of",
     "forever",
     "keep_gradients_once",
@@ -111,11 +112,15 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
     return options
 
 
-def liger_kernels(is_compiled: bool) -> dict:
-    """Make the Trainer's arguments for Liger's kernels. The experts are ours, and torch.compile makes norms and rotary
-    embeddings itself (torch 2.11 cannot compile Liger's)."""
-    others = {"rms_norm": False, "rope": False} if is_compiled else {}
-    return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False, **others}}
+def liger_kernels() -> dict:
+    """Make the Trainer's arguments for Liger's kernels. The experts are ours."""
+    return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}
+
+
+def compiles_by_default(arguments: argparse.Namespace) -> bool:
+    """Tell whether layers with adapters and gradient checkpointing are compiled where --compile does not say: on a GPU,
+    except the small model's, which would compile for longer than it trains, and where offloading would undo it."""
+    return torch.cuda.is_available() and arguments.model is not None and not arguments.activation_offloading
 
 
 def load(arguments: argparse.Namespace, texts: list[str], device_map: str | None = None, **options):

@@ -228,6 +228,29 @@ def test_finetune_compiles_what_pays_at_the_tokens_of_a_step(tokens, options, mo
     assert torch._inductor.config.triton.cudagraph_skip_dynamic_graphs == (mode is not None)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("finetune", "--model tiny --lora", "inductor"),
+        ("finetune", "--model tiny --lora --no-compile", False),
+        ("finetune", "--model tiny --lora --no-gradient-checkpointing", False),
+        ("finetune", "--model tiny --lora --per-layer-loss 0.1", False),
+        ("finetune", "--model tiny", False),
+        ("finetune", "--lora", False),
+        ("qlora", "--model tiny", True),
+        ("qlora", "--model tiny --activation-offloading", False),
+        ("qlora", "", False),
+        ("sft_packing", "--model tiny", True),
+        ("sft_packing", "--model tiny --attn-implementation flash_attention_2", False),
+    ],
+)
+def test_examples_compile_layers_with_adapters_by_default_on_a_gpu(name, options, expected, monkeypatch):
+    example = load(name)
+    assert not example.parse_arguments(options.split()).compile
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert example.parse_arguments(options.split()).compile == expected
+
+
 def test_finetune_asks_for_ligers_kernels_without_its_experts(tmp_path):
     finetune = load("finetune")  # tests/patching/test_liger.py trains with the two arguments
     args = finetune.training_arguments(finetune.parse_arguments(["--liger", "--output", str(tmp_path)]))
