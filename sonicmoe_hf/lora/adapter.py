@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import headers_of, opened, refuse_model_beside_adapter
 from ..checkpoints.layouts import NATIVE_PREFIX
+from ..checkpoints.plan import finite_bounds
 from ..errors import CheckpointError
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names
@@ -40,6 +41,9 @@ from .trained_model import PROJECTIONS, Adapted, TrainedModel
 
 SHOWN = 4  # of the names in an error
 EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+NOT_FINITE = (
+    "{path}: {name} has NaN or infinite values, so the training that saved it had diverged; take an earlier checkpoint"
+)
 MIXED = "{path} has factors of {name} for all experts and for single ones: the file mixes two forms"
 
 
@@ -57,12 +61,14 @@ class Adapter(NamedTuple):
     model's own weights. Values are read when they are looked up, so that one weight's factors at a time need memory.
 
     config: the entries of adapter_config.json. factors: of each adapted weight. replaced: tensors that take a weight's
-    place (modules_to_save, and the base's own embeddings and head, which PEFT saves beside adapters of these).
+    place (modules_to_save, and the base's own embeddings and head, which PEFT saves beside adapters of these). decoder:
+    the name of the stack of layers in the class that was trained.
     """
 
     config: dict
     factors: Mapping[str, Factors]
     replaced: Mapping[str, torch.Tensor]
+    decoder: str
 
     @classmethod
     def read(cls, folder: Path, model: PreTrainedModel) -> Adapter:
@@ -76,7 +82,7 @@ class Adapter(NamedTuple):
         refuse_model_beside_adapter(folder)
         config = AdapterConfig(folder)
         reader = _Reader(folder / ADAPTER_WEIGHTS, config, model)
-        return cls(config.entries, LazyMapping(reader.factors()), LazyMapping(reader.replaced))
+        return cls(config.entries, LazyMapping(reader.factors()), LazyMapping(reader.replaced), reader.trained.decoder)
 
 
 def is_in_pefts_form(folder: Path, model: PreTrainedModel) -> bool:
@@ -177,7 +183,7 @@ class _Reader:
                 f"{self.path}: {name} has shape {shape}, the base's {expected}; if the vocabulary was resized, resize "
                 "the base's and save it first"
             )
-        self.replaced[weight] = partial(self._read, lambda handle: handle.get_tensor(name))
+        self.replaced[weight] = partial(self._read, partial(self._tensor, name))
 
     def _check_complete(self, has_single: bool) -> None:
         """Raise CheckpointError, with the names, where the file lacks what its config names: a layer, a rank's experts.
@@ -267,8 +273,15 @@ class _Reader:
         return fused_gate_up(gate, up, is_interleaved(module))
 
     def _pair(self, adapted: Adapted, handle: Any) -> Factors:
-        a, b = (handle.get_tensor(self.sides[adapted][side]) for side in "AB")
+        a, b = (self._tensor(self.sides[adapted][side], handle) for side in "AB")
         return Factors(a, b, self.config.scale(self._in_patterns(adapted)))
+
+    def _tensor(self, name: str, handle: Any) -> torch.Tensor:
+        """Read a tensor of the open file. Raises CheckpointError for NaN and infinity."""
+        tensor = handle.get_tensor(name)
+        if not finite_bounds(tensor, tensor.dtype):
+            raise CheckpointError(NOT_FINITE.format(path=self.path, name=name))
+        return tensor
 
     def _read(self, read: Callable[[Any], Any]) -> Any:
         """Read a weight's tensors of the file, which is open meanwhile only: its mapped pages count as memory. Opening it

@@ -33,6 +33,7 @@ from .adapter import Adapter
 from .engines import ENGINES, MERGED, engine_form
 from .peft_form import peft_form
 from .rules import ADAPTER_WEIGHTS, AdapterConfig
+from .trained_model import decoder_name
 
 
 def is_adapter(path: str | os.PathLike) -> bool:
@@ -58,16 +59,17 @@ def convert_adapter(
         dst: the new folder; it must not exist.
         layout: "native", "hub", "vllm" or "sglang". The last two have one rank, scales folded into lora_B, and a pair of
             factors for each expert and projection (for vLLM only where it holds experts so); "hub" brings them back.
+            Names are those of the class that was trained, such as the text model of Qwen3.5-MoE.
         trained_on: folder or hub id of the model it was trained on, of which config.json is read; by default what the
             adapter says.
         base_model: the model that the converted adapter will say it belongs to; by default it says none.
-        verify: raise an error for NaN and infinity, and read back and compare every byte that is written.
+        verify: read back and compare every byte that is written.
     Returns:
         The new folder.
     Raises:
         CheckpointError: not a LoRA adapter, or one whose weights on experts cannot be converted, of which a factor is
-            missing, or whose shapes are not those of its ranks; or the engine does not load such adapters. Nothing is
-            written.
+            missing, has NaN or infinity, or has a shape that is not that of its rank; or the engine does not load such
+            adapters. Nothing is written.
     Example:
         sonicmoe_hf.convert_adapter("outputs/lora", "outputs/lora-vllm", layout="vllm")
     """
@@ -89,11 +91,15 @@ def run_adapter_conversion(
     config = AdapterConfig(src).entries
     if layout in ENGINES and (saved := config.get("modules_to_save")):
         raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
-    model = _model(_base_folder(src, config, trained_on) / CONFIG_FILE, native=layout == "native")
+    base = _base_folder(src, config, trained_on) / CONFIG_FILE
+    model = _model(base, native=layout == "native")
     adapter = Adapter.read(src, model)
     if layout in ENGINES:
         tensors, config, hints = engine_form(adapter, model, layout)
     else:
+        if adapter.decoder != decoder_name(model):
+            model = _text_model(base, adapter.decoder) or model
+            adapter = Adapter.read(src, model)
         (tensors, config), hints = peft_form(adapter, model), []
     config["base_model_name_or_path"] = base_model
     _write(src, dst, tensors, config, verify)
@@ -107,6 +113,15 @@ def _model(path: Path, native: bool) -> PreTrainedModel:
         family, _ = family_of(config, path)
         config = native_config(config, family) if native else hub_config(config, family)
     return build_from_config(config, path)
+
+
+def _text_model(path: Path, decoder: str) -> PreTrainedModel | None:
+    """Build the text model inside the one that the config.json at `path` describes; None where its decoder has another
+    name than `decoder`, that of the model that was trained."""
+    text_model = build_from_config(
+        {**read_json(path), "architectures": None}, path
+    )  # which AutoModelForCausalLM loads
+    return text_model if decoder_name(text_model) == decoder else None
 
 
 def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:

@@ -62,6 +62,11 @@ NAMES = (  # entries that hold names
     "alpha_pattern",
 )
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
+EMPTY = (
+    "{path}: lora_A and lora_B of {weight} are empty, as DeepSpeed's ZeRO-3 leaves them on each rank: save the adapter "
+    'by trainer.save_model() with "stage3_gather_16bit_weights_on_model_save": true in DeepSpeed\'s config, or inside '
+    "deepspeed.zero.GatheredParameters(model.parameters())"
+)
 NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"  # orders of lora_B's columns: PEFT's, and Unsloth's older one
 UNSLOTH_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -213,6 +218,8 @@ class AdapterConfig:
         is_unclear = swaps and version < NOT_SWAPPED and size_in == size_out
         if tuple(shapes) == expected and not is_unclear:
             return
+        if all(math.prod(shape) == 0 for shape in shapes):
+            raise CheckpointError(EMPTY.format(path=self.path, weight=weight))
         reason = f"where {expected[0]} and {expected[1]} are expected for r = {rank}"
         if tuple(shapes) == expected:
             reason = "which do not show what is in and what is out"

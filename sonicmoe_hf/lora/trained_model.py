@@ -47,6 +47,8 @@ class TrainedModel:
 
     Args:
         model: may be on the meta device. keys: the names of the adapter's tensors in the trained model.
+    Attributes:
+        decoder: the trained model's name of its stack of layers of text.
     """
 
     def __init__(self, model: PreTrainedModel, config: AdapterConfig, keys: Collection[str]):
@@ -55,9 +57,9 @@ class TrainedModel:
         self.experts = {name: module for name, module in self.modules.items() if is_experts(module)}
         self.state = model.state_dict()
         self.is_native = self._is_native()
-        self._decoder = decoder_name(model)
+        self._own_decoder = decoder_name(model)
         self._by_hub_name = self._names_by_hub_name(HubNames(model))
-        self._trained_decoder = self._find_decoder(keys)
+        self.decoder = self._find_decoder(keys)
         modules = {match["module"] for match in map(KEY.match, keys) if match}
         by_hub_name = any(name not in self.modules and name in self._by_hub_name for name in modules)
         self._hub_names = {name: hub for hub, name in self._by_hub_name.items()} if by_hub_name else {}
@@ -82,23 +84,23 @@ class TrainedModel:
         """Return what the class that was trained calls the model's decoder."""
         for name in keys:
             match = TEXT_MODEL.match(key := without_wrappers(name))
-            if match and match[1] != self._decoder:
+            if match and match[1] != self._own_decoder:
                 module = key.partition(".lora_")[0]
-                ours = f"{self._decoder}.{module[match.end() :]}"
+                ours = f"{self._own_decoder}.{module[match.end() :]}"
                 if module not in self.modules and module not in self._by_hub_name and ours in self.modules:
                     return match[1]
-        return self._decoder
+        return self._own_decoder
 
     def in_model(self, module: str) -> str:
         """Return the model's name of a module that the adapter calls so."""
-        if self._trained_decoder != self._decoder and module.startswith(f"{self._trained_decoder}."):
-            module = self._decoder + module.removeprefix(self._trained_decoder)
+        if self.decoder != self._own_decoder and module.startswith(f"{self.decoder}."):
+            module = self._own_decoder + module.removeprefix(self.decoder)
         return module if module in self.modules else self._by_hub_name.get(module, module)
 
     def as_trained(self, name: str) -> str:
         """Invert `in_model`, of a name that is the model's own."""
-        if self._trained_decoder != self._decoder and name.startswith(f"{self._decoder}."):
-            return self._trained_decoder + name.removeprefix(self._decoder)
+        if self.decoder != self._own_decoder and name.startswith(f"{self._own_decoder}."):
+            return self.decoder + name.removeprefix(self._own_decoder)
         return name
 
     def _parameters(self, module: str) -> dict[str, str]:
@@ -139,8 +141,8 @@ class TrainedModel:
     def _is_trained(self, name: str) -> bool:
         """Tell whether the trained model has a module: one of a text model has the decoder, and may have had a
         head."""
-        is_whole = self._trained_decoder == self._decoder
-        return is_whole or name.startswith(f"{self._decoder}.") or "." not in name
+        is_whole = self.decoder == self._own_decoder
+        return is_whole or name.startswith(f"{self._own_decoder}.") or "." not in name
 
     def _single_experts(self, name: str) -> Iterator[Adapted]:
         """Yield the projections of single experts that target_modules names, by any name that they have."""

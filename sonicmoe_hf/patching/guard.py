@@ -11,6 +11,7 @@ from torch import nn
 from ..private import attributes
 from ..private.torch import guard_module_hooks
 from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
+from .unpacked import warn_of_dense_experts
 
 
 class ExpertsGuard:
@@ -48,6 +49,7 @@ class ExpertsGuard:
                 )
         elif is_replaced or not self.is_checked:
             undo_liger_and_check(model, None)
+            warn_of_dense_experts(model)
             if not is_replica(model):  # one would live on here, with its weights
                 self.watch(model)
                 self.is_checked = True

@@ -31,6 +31,7 @@ from .support import (
     transformers_model,
     undo_liger_and_check,
 )
+from .unpacked import warn_of_dense_experts
 
 
 class PatchReport(NamedTuple):
@@ -116,6 +117,7 @@ def patch_model(
     _use_our_experts(root, save, experts_compute)
     install_guards(root, own_configs)
     set_policy(root, policy)
+    warn_of_dense_experts(root)
     return PatchReport(layers, policy)
 
 

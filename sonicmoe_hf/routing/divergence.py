@@ -69,7 +69,7 @@ def _share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], m
             )
         given_TK = given_TK.to(own_TK)
         known_T = (given_TK >= 0).all(-1)
-        if mask is not None and mask.numel() == len(known_T):
+        if mask is not None and mask.dim() == 2 and mask.numel() == len(known_T):
             known_T &= mask.flatten().to(known_T)
         differs_T = (given_TK.sort(-1).values != own_TK.sort(-1).values).any(-1)
         counts.append(torch.stack([(differs_T & known_T).sum(), known_T.sum()]))

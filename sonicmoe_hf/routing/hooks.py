@@ -156,8 +156,7 @@ class ModelHook:
             self._prepare(model, call, kwargs)
         if call.trains:
             arguments = {**dict(zip(self.parameters, args)), **kwargs}
-            mask = given_mask(arguments)
-            forward.attention_mask = forward.attention_mask if mask is None else mask
+            forward.attention_mask = given_mask(arguments, forward.attention_mask)
             forward.token_types = given_token_types(arguments, forward.token_types)
 
     def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:

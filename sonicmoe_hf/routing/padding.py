@@ -18,12 +18,15 @@ logger = logging.getLogger(__name__)
 TOKEN_TYPES = tuple(family.token_types.argument for family in FAMILIES.values() if family.token_types is not None)
 
 
-def given_mask(arguments: Mapping[str, Any]) -> torch.Tensor | None:
-    """Find the 2-D mask among a model's arguments, [B, S], or None. Of a longer one, which begins with a prefix or with
-    what is cached, take the last S columns."""
+def given_mask(arguments: Mapping[str, Any], default: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Find the 2-D mask among a model's arguments, [B, S], or the default, that of the model around it. Of a longer one,
+    which begins with a prefix or with what is cached, take the last S columns. A mask of another shape, which marks no
+    tokens as padding, is given where there is no default."""
     mask = arguments.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return None
+    if not isinstance(mask, torch.Tensor):
+        return default
+    if mask.dim() != 2:
+        return mask if default is None else default
     inputs = arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
     if isinstance(inputs, torch.Tensor) and inputs.dim() >= 2 and inputs.shape[1] < mask.shape[1]:
@@ -42,8 +45,8 @@ def given_token_types(arguments: Mapping[str, Any], default: torch.Tensor | None
 def valid_tokens(
     forward: Forward, family: Family, layer_name: str, num_tokens: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Mark with False each of a router's tokens that is padding, [T]; None without a 2-D mask. Where the mask does not
-    fit, a warning says once that all tokens count.
+    """Mark with False each of a router's tokens that is padding, [T]; None without a mask. Where it does not fit or has
+    more dimensions than two, a warning says once that all tokens count.
 
     Raises:
         RuntimeError: it does not fit, in compiled code, which cannot warn.
@@ -56,7 +59,7 @@ def valid_tokens(
     if family.token_types is not None and types is not None and types.numel() == valid_T.numel():
         is_vision_block = layer_name.rpartition(".")[2] == family.token_types.vision_block
         valid_T = valid_T[(types.reshape(-1) != 0).to(valid_T.device) == is_vision_block]
-    if valid_T.numel() == num_tokens:
+    if mask.dim() == 2 and valid_T.numel() == num_tokens:
         return valid_T.to(device)
     message = (
         f"{layer_name} has {num_tokens} tokens, which an attention mask of shape {list(mask.shape)} does not fit: "

@@ -2,6 +2,7 @@
 refused. The processes themselves are tests/autopatch/test_run.py's."""
 
 import copy
+import re
 
 import peft
 import pytest
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from helpers import models
 from helpers.training import Examples, arguments
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Trainer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import sonicmoe_hf
@@ -167,6 +168,28 @@ def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(t
     assert isinstance(model.model.layers[0].mlp.experts.down_proj, sonicmoe_hf.PackedWeight)
     train_step(session, model.train())
     assert "experts: frozen, packed as mxfp4" in capsys.readouterr().err
+
+
+def test_experts_that_bitsandbytes_leaves_dense_are_told_at_load_and_in_the_report(tmp_path, capsys, caplog):
+    build(moe_intermediate_size=64, hidden_size=64).save_pretrained(tmp_path)
+    kwargs = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "dtype": torch.bfloat16}
+    model = sonicmoe_hf.from_pretrained(tmp_path, **kwargs)
+    sonicmoe_hf.patch_model(model)
+    (said,) = (message for message in caplog.messages if "bitsandbytes" in message)
+    share = re.search(r"its experts, (\d+)% of its bytes, stay in torch\.bfloat16: pack them", said)
+    experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    total = sum(weight.nbytes for weight in model.parameters())
+    assert int(share[1]) == round(100 * sum(weight.nbytes for weight in experts) / total) > 50
+    for format, told in (
+        (None, "experts: frozen, in torch.bfloat16 beside"),
+        ("nf4", "experts: frozen, packed as nf4"),
+    ):
+        session = make_session(experts_quantization=format)
+        model = session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, (str(tmp_path),), dict(kwargs))
+        peft.get_peft_model(model, peft.LoraConfig(**LORA))
+        session.report()
+        assert told in capsys.readouterr().err
+    assert len([message for message in caplog.messages if "bitsandbytes" in message]) == 2, "none of packed experts"
 
 
 def test_experts_are_looked_for_where_the_program_loads_from(tmp_path):

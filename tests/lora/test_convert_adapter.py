@@ -1,5 +1,6 @@
 """LoRA adapters on experts across the layouts: converted, or refused; never loaded with rows in the wrong order."""
 
+import re
 import sys
 from functools import partial
 
@@ -195,11 +196,16 @@ def test_either_layout_of_the_base_tells_where_an_adapter_belongs(family, tmp_pa
     assert same_bits(tensors_in(tmp_path / "hub by native"), tensors_in(tmp_path / "adapter"))
 
 
-def test_verify_refuses_factors_that_are_not_finite(adapter, tmp_path):
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_factors_that_are_not_finite_are_refused(value, adapter):
     name = next(name for name in tensors_in(adapter) if "experts.lora_B" in name)
-    edit_tensors(adapter, lambda tensors: tensors[name][1, 2].fill_(float("inf")))
-    assert_refused(adapter, "has NaN or infinite values", verify=True)
-    convert_adapter(adapter, tmp_path / "converted")
+    edit_tensors(adapter, lambda tensors: tensors[name][1, 2].fill_(value))
+    assert_refused(adapter, f"{re.escape(name)} has NaN or infinite values.*; take an earlier checkpoint")
+
+
+def test_empty_factors_as_zero_3_saves_them_are_refused_with_what_saves_them(adapter):
+    edit_tensors(adapter, lambda tensors: tensors.update({name: torch.empty(0) for name in tensors}))
+    assert_refused(adapter, "are empty, as DeepSpeed's ZeRO-3 leaves them.*stage3_gather_16bit_weights_on_model_save")
 
 
 def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):

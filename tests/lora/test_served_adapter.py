@@ -22,7 +22,7 @@ from helpers.served import (
     split_experts,
 )
 from helpers.small_families import small_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -134,6 +134,11 @@ def test_an_adapter_of_the_text_model_alone_is_served_under_the_whole_models_nam
     trained = tensors_in(tmp_path / "text")
     names = {name.replace("model.language_model.", "model."): name for name in text}
     assert same_bits({short: text[name] for short, name in names.items()}, trained)
+    for name in ("text", "whole"):  # which comes back to the class that was trained
+        convert_adapter(tmp_path / name, tmp_path / f"{name} again", "hub", trained_on=tmp_path / "base")
+        assert same_bits(tensors_in(tmp_path / f"{name} again"), tensors_in(tmp_path / name))
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "text again")
+    assert same_bits(get_peft_model_state_dict(again), trained)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

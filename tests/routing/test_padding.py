@@ -84,6 +84,17 @@ def test_a_mask_that_does_not_fit_is_said_once(caplog, monkeypatch):
         padding.valid_tokens(forward, padding.FAMILIES["qwen3_moe"], "layer", 5, "cpu")
 
 
+def test_a_mask_of_four_dimensions_in_which_nobody_can_tell_padding_is_said_once(caplog):
+    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
+    seen = torch.ones(24, 24).tril().bool() & inputs["attention_mask"][:, None, None, :].bool()
+    inputs["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with caplog.at_level(logging.WARNING, logger=padding.__name__):
+        assert set(counted(model, **inputs).values()) == {inputs["input_ids"].numel()}
+        counted(model, **inputs)
+    (said,) = caplog.messages
+    assert "which an attention mask of shape [4, 1, 24, 24] does not fit" in said
+
+
 # ERNIE 4.5 VL: tokens of images and of text have routers of their own
 
 

@@ -13,6 +13,7 @@ from ...layer import backends
 from ...layer.packed_weight import PackedWeight
 from ...patching.patch import PatchReport
 from ...patching.support import every_experts, supports
+from ...patching.unpacked import dense_beside_bitsandbytes
 from ...routing.model import routing_policy
 
 
@@ -33,6 +34,9 @@ def _training(model: nn.Module) -> str:
     formats = (weight.format for weight in weights if isinstance(weight, PackedWeight))
     packed = next(filter(None, formats), None)  # dense weights on the host have the format ""
     held = "frozen" if packed is None else f"frozen, packed as {packed}"
+    dense = dense_beside_bitsandbytes(model)
+    if dense is not None:
+        held = f"frozen, in {dense} beside bitsandbytes' linear layers (--experts-quantization nf4 packs them)"
     if ranks:
         return f"{held}, with LoRA of rank {' and '.join(map(str, ranks))}"
     return "trained" if any(weight.requires_grad for weight in weights) else held
