@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from .files import CONFIG_FILE, read_json
 from .hub import local_folder
 
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code
+_quiet = threading.Lock()  # of two threads, the second would take the first one's silence for the level to restore
 UNREADABLE = (
     ArithmeticError,
     AssertionError,
@@ -107,14 +109,15 @@ def _remedy_for_unknown(entries: dict) -> str:
 
 
 def _build(entries: dict) -> PreTrainedModel:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable(entries))
-        with torch.device("meta"), torch.no_grad():
-            return _construct(entries, config)
-    finally:
-        logging.set_verbosity(verbosity)
+    with _quiet:
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)
+        try:
+            config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable(entries))
+            with torch.device("meta"), torch.no_grad():
+                return _construct(entries, config)
+        finally:
+            logging.set_verbosity(verbosity)
 
 
 def _declared_classes(entries: dict) -> Iterator[Any]:

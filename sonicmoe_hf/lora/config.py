@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -98,17 +100,22 @@ def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, di
     }
 
 
-def quiet_false_alarms(config: Any, model: nn.Module) -> None:
-    """Filter a false warning of PEFT 0.21. It looks for the names in rank_pattern and alpha_pattern among modules alone,
-    and warns that those of parameters are ignored, which they are not."""
-    if not getattr(config, "target_parameters", None):
+@contextlib.contextmanager
+def without_false_alarms(config: Any, model: nn.Module) -> Iterator[None]:
+    """Filter a false warning of PEFT 0.21 inside. It looks for the names in rank_pattern and alpha_pattern among modules
+    alone, and warns that those of parameters are ignored, which they are not."""
+    patterns = {name: getattr(config, name, None) for name in ("rank_pattern", "alpha_pattern")}
+    if not (getattr(config, "target_parameters", None) and any(patterns.values())):
+        yield
         return
     names = [without_wrappers(name) for name, _ in model.named_parameters()]
     adapted = [name for name in names if is_target_parameter(name, vars(config))]
-    for field in ("rank_pattern", "alpha_pattern"):
-        keys = [key for key in getattr(config, field) or {} if any(_names(key, name) for name in adapted)]
-        message = f"The following {field} keys did not match any targeted module and were ignored: {sorted(keys)}."
-        warnings.filterwarnings("ignore", re.escape(message), RuntimeWarning)
+    with warnings.catch_warnings():
+        for field, pattern in patterns.items():
+            keys = [key for key in pattern or {} if any(_names(key, name) for name in adapted)]
+            message = f"The following {field} keys did not match any targeted module and were ignored: {sorted(keys)}."
+            warnings.filterwarnings("ignore", re.escape(message), RuntimeWarning)
+        yield
 
 
 def _names(key: str, name: str) -> bool:

@@ -30,7 +30,7 @@ from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
 from . import packed_base
-from .config import quiet_false_alarms
+from .config import without_false_alarms
 from .hub_names import names_that_are_loaded
 
 NOT_MERGED = (
@@ -125,16 +125,17 @@ def _inject_adapter(self, model, *args, **kwargs):
     """Inject an adapter as BaseTuner does, and average what is whole on every rank. Every way to make an adapter passes
     here."""
     config = self.peft_config.get(args[0] if args else kwargs.get("adapter_name"))
-    quiet_false_alarms(config, model)
     if config is not None:
         packed_base.remember(config, model)
-    if not _shares_experts(model):
-        return _PEFTS_INJECT(self, model, *args, **kwargs)
-    for module in model.modules():  # after a forward FSDP2's root is whole, and PEFT would freeze what is thrown away
-        if hasattr(module, "reshard"):
+    is_shared = _shares_experts(model)
+    for module in model.modules() if is_shared else ():
+        if hasattr(
+            module, "reshard"
+        ):  # after a forward FSDP2's root is whole, and PEFT would freeze what is thrown away
             module.reshard()
-    result = _PEFTS_INJECT(self, model, *args, **kwargs)
-    if not hasattr(model, attributes.HAS_AVERAGED_ADAPTERS):
+    with without_false_alarms(config, model):
+        result = _PEFTS_INJECT(self, model, *args, **kwargs)
+    if is_shared and not hasattr(model, attributes.HAS_AVERAGED_ADAPTERS):
         setattr(model, attributes.HAS_AVERAGED_ADAPTERS, True)
         model.register_forward_pre_hook(_average_replicated)
     return result

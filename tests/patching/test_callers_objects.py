@@ -1,18 +1,26 @@
 """What a caller hands over or has set stays as it is, and says which model is loaded."""
 
 import copy
+import json
+import threading
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.checkpoints import config_in, make, to_fp8
+from helpers.models import build
+from peft import get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Qwen3_5MoeConfig,
 )
+from transformers.utils import logging
 
-from sonicmoe_hf import from_pretrained
+from sonicmoe_hf import from_pretrained, lora_config
+from sonicmoe_hf.checkpoints import config_only
 from sonicmoe_hf.formats.declared import declared_quantization
 from sonicmoe_hf.patching.loading import _auto_class
 
@@ -42,6 +50,35 @@ def test_overrides_by_keyword_reach_the_config_of_a_quantized_checkpoint(in_fp8)
 def test_a_config_json_whose_text_model_declares_the_quantization_is_quantized():
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     assert declared_quantization({"text_config": {"quantization_config": declared}}).format() == "fp8"
+
+
+def test_two_models_built_at_once_leave_transformers_log_level_as_it_was(monkeypatch):
+    entries = json.loads(build("qwen3_moe", num_hidden_layers=1).config.to_json_string())
+    path = Path("config.json")
+    construct, first_is_done, threads = config_only._construct, threading.Event(), []
+
+    def overlapping(*arguments):
+        if threads:  # the second
+            first_is_done.wait(5)
+        else:
+            threads.append(threading.Thread(target=config_only.build_from_config, args=(entries, path)))
+            threads[0].start()
+            threads[0].join(0.1)
+        return construct(*arguments)
+
+    monkeypatch.setattr(config_only, "_construct", overlapping)
+    before = logging.get_verbosity()
+    config_only.build_from_config(entries, path)
+    first_is_done.set()
+    threads[0].join()
+    assert logging.get_verbosity() == before
+
+
+def test_a_config_with_adapters_of_experts_leaves_the_filters_of_warnings_as_they_were():
+    model = build("qwen3_moe", num_hidden_layers=1)
+    before = list(warnings.filters)
+    get_peft_model(model, lora_config(model, r=4, experts_r=2))
+    assert warnings.filters == before
 
 
 @pytest.mark.parametrize(

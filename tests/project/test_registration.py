@@ -2,6 +2,7 @@
 undone."""
 
 import ast
+import importlib.util
 import inspect
 import json
 import subprocess
@@ -16,15 +17,19 @@ from helpers.models import batch, build
 from helpers.streamed import small
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel, Trainer, modeling_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import sonicmoe_hf
 from sonicmoe_hf import patch, patch_model, quantize_experts, registration, unpatch
-from sonicmoe_hf.private.replaced import REPLACED
+from sonicmoe_hf.private.replaced import REPLACED, RUN
 from sonicmoe_hf.private.transformers import loaded_one_by_one
+from sonicmoe_hf.tools.autopatch import session as autopatch
+from sonicmoe_hf.tools.autopatch.program import SITE
+from sonicmoe_hf.tools.autopatch.settings import VARIABLE, RunSettings
 
 PACKAGE = Path(sonicmoe_hf.__file__).parent
 
@@ -102,7 +107,7 @@ def test_peft_computes_models_that_are_not_ours_as_without_us(make):
 
 
 def test_uninstalling_gives_every_package_back_its_own(replaced, uninstalled):
-    for owner, name, original, ours in replaced:
+    for owner, name, original, ours, _ in replaced:
         assert inspect.getattr_static(owner, name) is original is not ours, f"{owner.__name__}.{name}"
 
 
@@ -112,9 +117,40 @@ def test_every_function_that_is_replaced_stands_in_the_document_on_patching(repl
     assert [name for _, name, *_ in replaced if name not in table] == []
 
 
+class GRPOTrainer:
+    """Stands for TRL's."""
+
+    def __init__(self):
+        pass
+
+
+def test_uninstalling_gives_back_what_sonicmoe_hf_run_has_replaced(monkeypatch):
+    spec = importlib.util.spec_from_file_location("site_of_run", SITE / "sitecustomize.py")
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    monkeypatch.setenv(VARIABLE, RunSettings(adapt_experts=8).as_variable())
+    monkeypatch.setattr(autopatch.atexit, "register", lambda function: None)
+    monkeypatch.setattr(autopatch, "register_optimizer_step_pre_hook", lambda hook: None)
+    owners = [(PreTrainedModel, "post_init"), (PreTrainedModel, "from_pretrained"), (Trainer, "train")]
+    owners += [(BaseTuner, "inject_adapter"), (GRPOTrainer, "__init__")]
+    site.follow_models(modeling_utils)  # before the package is imported, in a program
+    site.session()
+    site.follow_grpo(types.SimpleNamespace(GRPOTrainer=GRPOTrainer))
+    patch()
+    of_run = {(each.owner, each.name): each for each in REPLACED if each.by == RUN}
+    assert of_run.keys() == set(owners)
+    unpatch()
+    assert inspect.getattr_static(PreTrainedModel, "post_init") is of_run[owners[0]].ours, "that of patch is gone"
+    registration.uninstall()
+    assert not REPLACED and all(inspect.getattr_static(*owner) is of_run[owner].original for owner in owners[:3])
+    assert "sonicmoe_hf" not in inspect.getattr_static(BaseTuner, "inject_adapter").__module__
+    assert inspect.getattr_static(GRPOTrainer, "__init__").__module__ == __name__
+    autopatch.session.cache_clear()
+    registration.install()
+
+
 def test_functions_of_other_packages_are_replaced_by_the_register_alone():
-    """`sonicmoe-hf run` follows somebody else's program, and its autopatch/ is there for nothing else."""
-    sources = [path for path in PACKAGE.rglob("*.py") if {"autopatch", "kernels"}.isdisjoint(path.parts)]
+    sources = [path for path in PACKAGE.rglob("*.py") if "kernels" not in path.parts]
     for path in sources:
         tree = ast.parse(path.read_text())
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]

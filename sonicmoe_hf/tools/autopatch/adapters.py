@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...lora.config import experts_targets, patterns, quiet_false_alarms, refuse_what_parameters_cannot
+from ...lora.config import experts_targets, patterns, refuse_what_parameters_cannot
 
 REMEDY = "have the program set it to 0 or leave it out, or leave out --adapt-experts"
 
@@ -35,7 +35,6 @@ def add_experts(config: Any, model: nn.Module, rank: int) -> None:
         return
     settings = patterns(vars(config), targets, rank)
     config.rank_pattern, config.alpha_pattern = settings["rank_pattern"], settings["alpha_pattern"]
-    quiet_false_alarms(config, model)
 
 
 def _ends_alike(name: str, other: str) -> bool:

@@ -22,6 +22,8 @@ from ...kernels.announce import is_first_rank
 from ...patching.patch import patch_model, unpatch_model
 from ...patching.quantize import FOR_FILE, with_packed_experts
 from ...patching.support import every_experts, is_patched
+from ...private.replaced import RUN, replace
+from ...registration import install_in_peft
 from ...routing.model import set_routing, use_routers
 from .report import describe
 from .settings import RunSettings, from_environment
@@ -56,12 +58,13 @@ class Session:
             self.prepare(trainer)
             return train(trainer, *args, **kwargs)
 
-        Trainer.train = attached_train  # type: ignore[method-assign, assignment]
+        replace(Trainer, "train", attached_train, by=RUN)
 
     def _follow_adapters(self) -> None:
         """Call `adapt` with every adapter's config and the model that PEFT is about to apply it to."""
         from peft.tuners.tuners_utils import BaseTuner
 
+        install_in_peft()  # whose functions call those that they found
         inject: Any = BaseTuner.inject_adapter
 
         @functools.wraps(inject)
@@ -69,7 +72,7 @@ class Session:
             self.adapt(tuner.peft_config[adapter_name], model)
             return inject(tuner, model, adapter_name, *args, **kwargs)
 
-        BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign, assignment]
+        replace(BaseTuner, "inject_adapter", inject_adapter, by=RUN)
 
     def built(self, model: PreTrainedModel) -> None:
         """Patch a model whose constructor has ended."""

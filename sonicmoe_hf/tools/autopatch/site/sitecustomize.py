@@ -30,7 +30,28 @@ def session():
         load("sonicmoe_hf", [ROOT])  # the one that the command is of, also where another is installed
     from sonicmoe_hf.tools.autopatch.session import session
 
+    enter()
     return session()
+
+
+REPLACED = []  # functions of others in whose place ours are, until the package that registers them is imported
+
+
+def replace(owner, name, ours):
+    """Put a function in the place of another, and enter both in the package's register once there is one."""
+    REPLACED.append((owner, name, vars(owner)[name], ours))
+    setattr(owner, name, ours)
+    if "sonicmoe_hf.private.replaced" in sys.modules:
+        enter()
+
+
+def enter():
+    """Have the package know what was replaced before it was imported: `uninstall` puts that back too."""
+    from sonicmoe_hf.private.replaced import REPLACED as REGISTER
+    from sonicmoe_hf.private.replaced import RUN, Replaced
+
+    REGISTER.extend(Replaced(*each, RUN) for each in REPLACED)
+    REPLACED.clear()
 
 
 def follow_models(modeling_utils):
@@ -47,7 +68,8 @@ def follow_models(modeling_utils):
     def from_pretrained(cls, *args, **kwargs):
         return session().load(functools.partial(load_model, cls), cls, args, kwargs)
 
-    model.post_init, model.from_pretrained = post_init, classmethod(from_pretrained)
+    replace(model, "post_init", post_init)
+    replace(model, "from_pretrained", classmethod(from_pretrained))
     if "SONICMOE_HF_REACHED" in os.environ:
         open(os.environ["SONICMOE_HF_REACHED"], "w").close()
 
@@ -61,7 +83,7 @@ def follow_grpo(grpo_trainer):
     def __init__(self, *args, **kwargs):
         session().make_grpo(self, functools.partial(made, self), args, kwargs)
 
-    trainer.__init__ = __init__
+    replace(trainer, "__init__", __init__)
 
 
 class FirstImport:
