@@ -56,7 +56,7 @@ mutants: $(VENV)/.installed
 
 # Most of it is compiling, on the CPU, so more processes help; SLURM_LOCALID=1 keeps each from beginning further ones, as any
 # launcher's rank but the first does. LOCAL_RANK would have accelerate look for the other ranks.
-GPU_TESTS := tests/kernels tests/attention tests/streaming tests/patching/test_cuda_graphs.py tests/patching/test_context_parallel.py
+GPU_TESTS := tests/kernels tests/attention tests/streaming tests/compiling/test_cuda_graphs.py tests/patching/test_context_parallel.py
 TEST_GPU := SLURM_LOCALID=1 $(VENV)/bin/python -m pytest -q -rs $(GPU_TESTS) $(ARGS)
 test-gpu: $(VENV)/.installed
 	$(TEST_GPU) -m "gpu and not large" -n $(GPU_WORKERS) --dist worksteal

@@ -12,15 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf.tools.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.tools.demo.model import (
-    PER_LAYER_LOSS,
-    VOCAB_SIZE,
-    config_of,
-    pack_linear_layers,
-    random_model,
-    random_packed_model,
-    small_config,
-)
+from sonicmoe_hf.tools.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, small_config
+from sonicmoe_hf.tools.random_models import config_of, pack_linear_layers, random_model, random_packed_model
 
 __all__ = [
     "PER_LAYER_LOSS",

@@ -14,8 +14,11 @@ from . import registration
 
 if TYPE_CHECKING:
     from . import routing
+    from .adapters.convert import convert_adapter
+    from .adapters.merge import merge_adapter
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.modeling import SonicMoEExperts
+    from .compiling.layers import compile_layers
     from .errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
     from .layer import backends
     from .layer import moe_experts as functional
@@ -23,10 +26,7 @@ if TYPE_CHECKING:
     from .layer.moe_experts import moe_experts
     from .layer.packed_weight import PackedWeight
     from .lora.config import lora_config
-    from .lora.convert import convert_adapter
-    from .lora.merge import merge_adapter
     from .patching.classes import patch, unpatch
-    from .patching.compiling import compile_layers
     from .patching.loading import from_pretrained
     from .patching.patch import PatchReport, patch_model, unpatch_model
     from .patching.quantize import quantize_experts
@@ -46,10 +46,10 @@ _MODULES = {  # of this package: what of each is exported here
     "layer.config": ("TokenRounding",),
     "layer.moe_experts": ("moe_experts",),
     "lora.config": ("lora_config",),
-    "lora.convert": ("convert_adapter",),
-    "lora.merge": ("merge_adapter",),
+    "adapters.convert": ("convert_adapter",),
+    "adapters.merge": ("merge_adapter",),
     "patching.classes": ("patch", "unpatch"),
-    "patching.compiling": ("compile_layers",),
+    "compiling.layers": ("compile_layers",),
     "patching.loading": ("from_pretrained",),
     "patching.patch": ("PatchReport", "patch_model", "unpatch_model"),
     "patching.support": ("LayerSupport", "is_patched", "supports"),

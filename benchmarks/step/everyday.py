@@ -39,8 +39,8 @@ from benchmarks.step import models
 from benchmarks.step.models import OURS, SpreadLoad
 from benchmarks.step.run import Run, bare, trained
 from benchmarks.step.training import GIB, RANK, WHOLE_ATTENTION, optimizer_of, record, sequences
+from sonicmoe_hf.compiling.small_steps import SmallSteps, chunk_mem_const
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.trainer.small_steps import SmallSteps, chunk_mem_const
 
 MODEL, FIELD = "Qwen3-30B-A3B", "field"
 COMPILED, CAPTURED, GROUPED = f"{OURS}, compiled layers", f"{OURS}, captured layers", "grouped_mm"

@@ -42,7 +42,7 @@ from benchmarks.step.run import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
 from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
-from sonicmoe_hf.tools.demo.model import random_packed_model
+from sonicmoe_hf.tools.random_models import random_packed_model
 
 MODEL = "Qwen3-30B-A3B"
 INPUTS = ("input", "input_tensor", "inputs", "tensors", "input_tensors")  # arguments of the ops of collectives

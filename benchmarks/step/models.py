@@ -25,7 +25,7 @@ import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable, peer_module, scattermoe, upstream
 from benchmarks.common.shapes import Shape
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.tools.demo.model import PATTERN, PUBLISHED, config_from
+from sonicmoe_hf.tools.random_models import PATTERN, PUBLISHED, config_from
 
 # For a CPU, of every model its own of these. Each token goes to every expert, so that what rounding does to a score
 # changes no choice; two layers of a hybrid model are one of each kind, with heads as they are, whose kernels tune once.

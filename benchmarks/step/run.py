@@ -19,7 +19,7 @@ from benchmarks.common.contenders import Unavailable
 from benchmarks.step import checking, models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.training import ATTENTION, RANK, adapted
-from sonicmoe_hf.tools.demo.model import random_packed_model
+from sonicmoe_hf.tools.random_models import random_packed_model
 
 
 class Run(NamedTuple):

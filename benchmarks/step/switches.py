@@ -25,7 +25,7 @@ from benchmarks.common.table import Rows
 from benchmarks.common.timing import synchronize
 from benchmarks.step import models
 from benchmarks.step.everyday import FIELD, MICRO_BATCHES, ROWS
-from sonicmoe_hf.tools.demo.model import random_packed_model
+from sonicmoe_hf.tools.random_models import random_packed_model
 
 STEPS = 24  # of which the last half counts
 CASES = ("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers")

@@ -1,1 +1,1 @@
-"""LoRA on experts: what PEFT meets (its wrapper, its config), and adapters as files (conversion, merging)."""
+"""LoRA on experts in memory: what PEFT meets, its wrapper and its config."""

@@ -13,7 +13,7 @@ from torch import nn
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, find_layers
 from .hub_names import HubNames
-from .rules import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_wrappers
+from .names import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:
     from peft import LoraConfig

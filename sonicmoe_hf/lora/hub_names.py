@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .rules import KEY, PREFIX
+from .names import KEY, PREFIX
 
 
 class HubNames:

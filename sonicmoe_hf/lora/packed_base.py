@@ -7,15 +7,13 @@ auto_mapping, an entry of its config, as it is: there stands the format, with su
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoints.converters import WeightGroup
-from ..checkpoints.stored import HubMatrix, StoredWeights, Weight
 from ..formats.state import local_part
 from ..layer.experts_module import packable
 from ..layer.packed_weight import PackedWeight
@@ -56,31 +54,18 @@ class PackedBase(NamedTuple):
         ]
         if not layers or layers[0][0].codes.is_meta:
             return None
-        return cls(layers[0][0].format, [_sum(weight.codes[0] for weight in layer) for layer in _some(layers)])
+        return cls.of_layers(layers[0][0].format, layers, lambda weight: weight.codes[0])
 
     @classmethod
-    def of_checkpoint(
-        cls, stored: StoredWeights, model: nn.Module, groups: Mapping[str, WeightGroup]
-    ) -> PackedBase | None:
-        """Find the packing of a checkpoint; None of dense experts.
+    def of_layers(cls, format: str, layers: list[list], first_codes: Callable[[Any], torch.Tensor]) -> PackedBase:
+        """Sum codes of a few layers.
 
         Args:
-            model: the checkpoint's, on the meta device. groups: of its weights, by the model's parameters.
+            layers: the packed weights of each. first_codes: reads the codes of a weight's first expert.
         """
-        if stored.quantization is None:
-            return None
-        layers: list[list[Weight]] = []
-        for module, experts in model.named_modules():
-            own = [groups[name] for each in packable(experts) if (name := f"{module}.{each}") in groups]
-            places = {name: place for group in own for name, place in group.places.items() if not place}
-            weights = [stored.weights[name] for name in places]
-            if any(
-                each.format is None or (isinstance(each, HubMatrix) and places[each.name] is None) for each in weights
-            ):
-                return cls(stored.quantization, [])  # some are dense, which loading packs, or all experts are needed
-            if weights:
-                layers.append(weights)
-        return cls(stored.quantization, [_sum(map(_first_codes, layer)) for layer in _some(layers)])
+        few = layers[:: max(1, len(layers) // LAYERS)][:LAYERS]
+        sums = (sum(int(first_codes(weight).view(torch.uint8).sum()) for weight in layer) for layer in few)
+        return cls(format, list(sums))
 
     @classmethod
     def of_adapter(cls, auto_mapping: dict | None) -> PackedBase | None:
@@ -93,19 +78,6 @@ class PackedBase(NamedTuple):
         if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
         return (DENSE if here is None else OTHER).format(trained=self, place=place, here=here)
-
-
-def _some(layers: list) -> list:
-    return layers[:: max(1, len(layers) // LAYERS)][:LAYERS]
-
-
-def _sum(codes: Iterable[torch.Tensor]) -> int:
-    return sum(int(each.view(torch.uint8).sum()) for each in codes)
-
-
-def _first_codes(weight: Weight) -> torch.Tensor:
-    """Read the codes of a packed weight's first expert: it holds all experts, or is that expert's own."""
-    return weight.raw(None if isinstance(weight, HubMatrix) else 0)[0]
 
 
 def remember(config: Any, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..compiling.small_steps import SmallSteps
 from ..kernels.announce import is_first_rank
 from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
@@ -35,7 +36,6 @@ from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .resume import check_experts_restored, load_whole
 from .sampling import check_sampling
-from .small_steps import SmallSteps
 from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
 
 logger = logging.get_logger(__name__)

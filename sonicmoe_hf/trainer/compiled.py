@@ -5,19 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.utils import DynamoBackend
-from transformers.utils import logging
 
-from ..kernels.announce import is_first_rank
-from ..patching.compiling import compile_layers, decoder_layers
-from ..private.torch import has_compiled_parts
+from ..compiling.layers import decoder_layers
 from .methods import wrap_method
-
-logger = logging.get_logger(__name__)
-
-SAID = (
-    "sonicmoe_hf: {layers} layers are compiled on their own{mode}, once for all that are alike, and not the model as a "
-    "whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
-)
 
 
 def compile_options(trainer: Any, compile: bool | None) -> dict[str, Any] | None:
@@ -36,16 +26,6 @@ def compile_options(trainer: Any, compile: bool | None) -> dict[str, Any] | None
         wrap_method(trainer.accelerator, name, _without_dynamo)
     options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {name: option for name, option in options.items() if option is not None}
-
-
-def compile_once(model: Any, options: dict[str, Any]) -> None:
-    """Compile a model's layers, unless parts of it are compiled already, and say so."""
-    if has_compiled_parts(list(model.modules())):
-        return
-    count = compile_layers(model, **options)
-    if is_first_rank():
-        mode = f" in mode {options['mode']}" if "mode" in options else ""
-        logger.warning(SAID.format(layers=count, mode=mode))
 
 
 def _without_dynamo(accelerator: Any, method: Any, *args, **kwargs) -> Any:

@@ -19,15 +19,15 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
+from ..adapters.adapter import Adapter
+from ..adapters.engines import VLLM_RANKS, engine_form, vllm_takes_pefts_form
+from ..adapters.rules import ADAPTER_WEIGHTS
 from ..checkpoints.atomic_folder import write_json
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import hub_config
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import CheckpointError
-from ..lora.adapter import Adapter
-from ..lora.engines import VLLM_RANKS, engine_form, vllm_takes_pefts_form
-from ..lora.rules import ADAPTER_WEIGHTS
 from ..model_patches import NATIVE_FAMILIES
 from .gathering import gathered_factors
 

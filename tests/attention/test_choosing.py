@@ -14,7 +14,7 @@ import sonicmoe_hf
 from sonicmoe_hf.attention import models
 from sonicmoe_hf.attention.models import NAME
 from sonicmoe_hf.tools.cli.doctor import examine
-from sonicmoe_hf.tools.demo.model import random_model, random_packed_model
+from sonicmoe_hf.tools.random_models import random_model, random_packed_model
 
 HALF = {"dtype": torch.bfloat16}
 

@@ -13,9 +13,9 @@ from helpers.models import CONFIGS, OTHERS, build
 from helpers.small_families import small_config
 
 import sonicmoe_hf
+from sonicmoe_hf.adapters.engines import ENGINES
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer import backends
-from sonicmoe_hf.lora.engines import ENGINES
 from sonicmoe_hf.tools.cli import doctor
 from sonicmoe_hf.tools.cli.commands import COMMANDS
 from sonicmoe_hf.tools.cli.main import build_parser, main

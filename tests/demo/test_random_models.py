@@ -17,8 +17,8 @@ import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.tools.demo import model as random_models
-from sonicmoe_hf.tools.demo.model import random_model, random_packed_model
+from sonicmoe_hf.tools import random_models
+from sonicmoe_hf.tools.random_models import random_model, random_packed_model
 
 SIZES = {  # NF4 needs multiples of 64
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 64},

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sonicmoe_hf.lora.engines import CLASSES
+from sonicmoe_hf.adapters.engines import CLASSES
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching.support import supports
 

@@ -24,7 +24,7 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig
 import sonicmoe_hf
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.tools.cli.main import main
-from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
+from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
 from .programs import make_model, texts, write_rows
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
-from sonicmoe_hf.tools.demo.model import config_of
+from sonicmoe_hf.tools.random_models import config_of
 
 ATTENTION = {"deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}}
 GROUPED = {"q_proj", "k_proj", "v_proj", "o_proj"}

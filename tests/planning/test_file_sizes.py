@@ -10,8 +10,8 @@ from test_plan import GPT_OSS, sizes_of
 from transformers import Qwen3MoeConfig
 
 from sonicmoe_hf import convert_checkpoint
-from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.tools.planning.memory import stored_bytes
+from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.pinned
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "serving.md"

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.step import models
-from sonicmoe_hf.tools.demo.model import config_from
 from sonicmoe_hf.tools.planning.memory import GIB, SHARDED, Training, memory
 from sonicmoe_hf.tools.planning.sizes import sizes_of_model
+from sonicmoe_hf.tools.random_models import config_from
 
 pytestmark = pytest.mark.pinned
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -28,10 +28,10 @@ from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.cli.commands import gibibytes
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.cli.plan import PARTS, runnable
-from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.tools.planning.memory import GIB, Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.ways import LIGER, in_sequences, left_out, shown, ways_of
+from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)

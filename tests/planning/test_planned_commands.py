@@ -18,9 +18,9 @@ import sonicmoe_hf
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.demo import corpus
-from sonicmoe_hf.tools.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint
 from sonicmoe_hf.tools.planning.ways import left_out, shown, ways_of
+from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.pinned
 

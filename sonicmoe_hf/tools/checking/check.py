@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from transformers import AutoTokenizer
 
+from ...adapters.convert import is_adapter
 from ...checkpoints.hub import local_folder
 from ...errors import CheckpointError
-from ...lora.convert import is_adapter
 from .hypotheses import SCALED, Hypothesis, groups_of, hypotheses_for, layers_of, scale_of, wholes_of
 from .models import Loading, Scores, adapted, rounded, scores_of, stored_dtype
 from .server import Server

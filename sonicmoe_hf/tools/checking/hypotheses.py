@@ -14,8 +14,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from ...adapters.adapter import is_interleaved
 from ...layer.experts_module import has_gate, is_experts, weight_names
-from ...lora.adapter import is_interleaved
 
 LEFT_OUT = "left out"  # the kind of hypotheses that a part of the adapter is missing
 MISREAD = "misread"

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ...adapters.adapter import is_in_pefts_form
+from ...adapters.convert import convert_adapter
 from ...checkpoints.config_only import build_from_config
 from ...checkpoints.files import CONFIG_FILE, read_json
 from ...checkpoints.layouts import NATIVE_PREFIX
 from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
 from ...layer.experts_module import is_experts
-from ...lora.adapter import is_in_pefts_form
-from ...lora.convert import convert_adapter
 from ...patching.loading import from_pretrained
 from ...private.transformers import auto_class_of
 from ...registration import install_in_peft

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from ...adapters.engines import ENGINES
 from ...errors import CheckpointError
-from ...lora.engines import ENGINES
 from ...model_patches import NATIVE_FAMILIES
 from .bar import progress
 
@@ -14,9 +14,9 @@ HUB_LAYOUTS = {family.hub_layout for family in NATIVE_FAMILIES.values()}  # whic
 
 def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: bool, **of_models) -> int:
     """Run `sonicmoe-hf convert`."""
+    from ...adapters.convert import is_adapter
     from ...checkpoints.convert import convert_checkpoint
     from ...checkpoints.rounding import round_checkpoint
-    from ...lora.convert import is_adapter
 
     given = {name: value for name, value in of_models.items() if value is not None}
     if is_adapter(src):
@@ -42,7 +42,7 @@ def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: boo
 def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, verify: bool) -> int:
     from rich.console import Console
 
-    from ...lora.convert import run_adapter_conversion
+    from ...adapters.convert import run_adapter_conversion
 
     hints = run_adapter_conversion(src, dst, layout, trained_on=trained_on, verify=verify)
     console = Console(highlight=False, soft_wrap=True)
@@ -54,7 +54,7 @@ def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, ve
 
 def merge(base: str, adapter: str, dst: str, **options) -> int:
     """Run `sonicmoe-hf merge`."""
-    from ...lora.merge import merge_adapter
+    from ...adapters.merge import merge_adapter
 
     given = {name: value for name, value in options.items() if value is not None}
     return _write("merging", merge_adapter, base, adapter, dst, **given)

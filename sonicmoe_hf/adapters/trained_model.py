@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from ..checkpoints.layouts import NATIVE_NAMES
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
-from .hub_names import HubNames
-from .rules import KEY, NATIVE_ORDER, AdapterConfig, is_target_parameter, without_wrappers
+from ..lora.hub_names import HubNames
+from ..lora.names import KEY, is_target_parameter, without_wrappers
+from .rules import NATIVE_ORDER, AdapterConfig
 
 PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it

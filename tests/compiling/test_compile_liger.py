@@ -15,8 +15,8 @@ from helpers.training import checkpointed
 from torch._dynamo.utils import counters
 
 import sonicmoe_hf
-from sonicmoe_hf.patching.compiling import why_in_python
-from sonicmoe_hf.patching.liger_tracing import FUNCTIONS
+from sonicmoe_hf.compiling.layers import why_in_python
+from sonicmoe_hf.compiling.liger_tracing import FUNCTIONS
 from sonicmoe_hf.private.replaced import put_back
 
 liger = pytest.importorskip("liger_kernel.transformers")

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_experts, weight_names
+from ..lora.factors import Factors, as_alpha, gate_and_up
+from ..lora.hub_names import HubNames
+from ..lora.names import PREFIX, endings, is_in_router
 from .adapter import EXPERT, Adapter, is_in_pefts_form, is_interleaved
-from .factors import Factors, as_alpha, gate_and_up
-from .hub_names import HubNames
 from .peft_form import MERGED, rewritten_config, wrapped
-from .rules import PREFIX, endings, is_in_router
 from .trained_model import decoder_name
 
 ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}

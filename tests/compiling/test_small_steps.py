@@ -11,8 +11,8 @@ from helpers.training import arguments, trainer_for
 from transformers import TrainerState
 
 import sonicmoe_hf
+from sonicmoe_hf.compiling.small_steps import LOGITS_BYTES, OBSERVED, SmallSteps
 from sonicmoe_hf.trainer.methods import find_callback
-from sonicmoe_hf.trainer.small_steps import LOGITS_BYTES, OBSERVED, SmallSteps
 
 
 @pytest.fixture(autouse=True)

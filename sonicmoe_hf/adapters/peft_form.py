@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ..errors import CheckpointError
+from ..lora.factors import Factors, as_alpha, to_peft
+from ..lora.hub_names import HubNames
+from ..lora.names import PREFIX, TAKEN_FOR_EXPERTS, endings
 from .adapter import Adapter
-from .factors import Factors, as_alpha, to_peft
-from .hub_names import HubNames
-from .rules import PREFIX, TAKEN_FOR_EXPERTS, endings
 
 UNSLOTH = ("unsloth_fixed", "lora_B_layout", "unsloth_fused_expert_lora")
 MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"

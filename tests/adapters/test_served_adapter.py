@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter
-from sonicmoe_hf.lora import adapter
+from sonicmoe_hf.adapters import adapter
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 from sonicmoe_hf.tools.cli.main import main
 

@@ -1,6 +1,6 @@
 """vLLM's own code reads the adapters that `convert --layout vllm` writes; what it loads is PEFT's merge in memory.
 
-    python tests/lora/read_by_vllm.py
+    python tests/adapters/read_by_vllm.py
 
 makes an environment in a temporary folder, with vLLM's wheel and what its LoRA modules import beside the packages of this
 Python, and runs there on the CPU. Not a test of the suite: the wheel is 340 MB.

@@ -1,30 +1,22 @@
 """PEFT's own rules of LoRA: what an adapter_config.json adapts, with which rank and scale, by factors of which shape.
 
-PEFT wraps a module once for every parameter of it that is adapted, the first one innermost, so
-"experts.base_layer.lora_A" is the first of two and "experts.lora_A" the second. It stores the factors of an experts
-parameter [E, out, in] as lora_A [r*E, in] and lora_B [out, r*E], those of a matrix [out, in] as lora_A [r, in] and
-lora_B [out, r].
+PEFT stores the factors of an experts parameter [E, out, in] as lora_A [r*E, in] and lora_B [out, r*E], those of a matrix
+[out, in] as lora_A [r, in] and lora_B [out, r].
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import ADAPTER_CONFIG, read_json
 from ..errors import CheckpointError
+from ..lora.names import PREFIX, Names
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# target_modules that PEFT takes, in some families, for the experts and the router of checkpoints where they were layers
-TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
-PREFIX = "base_model.model."
-ROUTERS = {"gate", "router"}
-KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])(?:\.default)?\.weight$")
-WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
 WRAPPED = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # and torch's
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
     "peft_type",
@@ -87,24 +79,9 @@ UNSLOTH_FAMILIES = {  # whose experts unsloth_zoo computed in its own order unti
 }
 
 
-def without_wrappers(name: str) -> str:
-    """Return the name of what PEFT may have wrapped, as it was before."""
-    return WRAPPER.sub("", name)
-
-
 def name_in_trained_model(name: str) -> str:
     """Return a tensor's name without PEFT's prefix and the names that torch.compile, FSDP, checkpointing and DDP add."""
     return WRAPPED.sub("", name).removeprefix("module.").removeprefix(PREFIX).removeprefix("module.")
-
-
-def is_in_router(name: str) -> bool:
-    """Tell whether a module is a router, or in one: Gemma 4's router.proj, HunYuan's gate.wg."""
-    return not ROUTERS.isdisjoint(name.split("."))
-
-
-def is_target_parameter(name: str, config: dict) -> bool:
-    """Tell whether target_parameters names the parameter `name`."""
-    return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
 class AdapterConfig:
@@ -231,32 +208,3 @@ class AdapterConfig:
         raise CheckpointError(
             f"{self.path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, {reason}"
         )
-
-
-class Names:
-    """Names of modules in a config: a regular expression of whole names, or a list of names and of endings."""
-
-    def __init__(self, given: str | list[str] | None):
-        self._pattern = given if isinstance(given, str) else None
-        self._endings = set() if isinstance(given, str) else set(given or ())
-
-    def __contains__(self, name: str) -> bool:
-        if self._pattern is not None:
-            return re.fullmatch(self._pattern, name) is not None
-        parts = name.split(".")
-        return any(".".join(parts[start:]) in self._endings for start in range(len(parts)))
-
-
-def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, ...]) -> list[str]:
-    """Return what PEFT is told for `names`: of each the shortest ending of one of these numbers of parts that nothing
-    else in `everything` has, or the whole name."""
-    wanted, chosen = dict.fromkeys(names), dict[str, str]()
-    others = [name for name in everything if name not in wanted]
-    for number in reversed(parts):
-        taken = {_ending(name, number) for name in others}
-        chosen |= {name: _ending(name, number) for name in wanted if _ending(name, number) not in taken}
-    return list(dict.fromkeys(chosen.get(name, name) for name in wanted))
-
-
-def _ending(name: str, parts: int) -> str:
-    return ".".join(name.split(".")[-parts:])

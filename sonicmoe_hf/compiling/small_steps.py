@@ -12,11 +12,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
-from ..patching.compiling import why_in_python
 from ..patching.forwards import has_liger_forward
 from ..private.torch import has_compiled_parts
-from .compiled import compile_once
 from .gathered_head import gather_head
+from .layers import compile_once, why_in_python
 
 logger = logging.get_logger(__name__)
 

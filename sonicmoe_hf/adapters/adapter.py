@@ -25,18 +25,11 @@ from ..checkpoints.plan import finite_bounds
 from ..errors import CheckpointError
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names
+from ..lora.factors import Factors, fused_gate_up, interchanged, stacked
+from ..lora.names import KEY, PREFIX, is_target_parameter, without_wrappers
 from ..model_patches import NATIVE_FAMILIES
 from ..patching.experts import experts_facts
-from .factors import Factors, fused_gate_up, interchanged, stacked
-from .rules import (
-    ADAPTER_WEIGHTS,
-    KEY,
-    PREFIX,
-    AdapterConfig,
-    is_target_parameter,
-    name_in_trained_model,
-    without_wrappers,
-)
+from .rules import ADAPTER_WEIGHTS, AdapterConfig, name_in_trained_model
 from .trained_model import PROJECTIONS, Adapted, TrainedModel
 
 SHOWN = 4  # of the names in an error

@@ -32,14 +32,15 @@ from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.plan import TARGETS, finite_bounds
 from ..checkpoints.source import Source
-from ..checkpoints.stored import StoredWeights, Weight
+from ..checkpoints.stored import HubMatrix, StoredWeights, Weight
 from ..errors import CheckpointError
 from ..kernels.packed.dither import Dither
 from ..layer.config import check_choice
+from ..layer.experts_module import packable
+from ..lora.dithering import ROUNDINGS, dither_of
+from ..lora.packed_base import PackedBase
 from ..model_patches import NATIVE_FAMILIES
 from .adapter import Adapter
-from .dithering import ROUNDINGS, dither_of
-from .packed_base import PackedBase
 from .rules import ADAPTER_WEIGHTS
 
 KEEP, DITHERED = "keep", ROUNDINGS[0]
@@ -158,8 +159,35 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is None:
         return []
-    sentence = trained.other_than(PackedBase.of_checkpoint(stored, model, groups), str(stored.folder))
+    sentence = trained.other_than(packed_base_of(stored, model, groups), str(stored.folder))
     return [] if sentence is None else [sentence]
+
+
+def packed_base_of(
+    stored: StoredWeights, model: PreTrainedModel, groups: Mapping[str, WeightGroup]
+) -> PackedBase | None:
+    """Find the packing of a checkpoint's experts; None of dense ones.
+
+    Args:
+        model: the checkpoint's, on the meta device. groups: of its weights, by the model's parameters.
+    """
+    if stored.quantization is None:
+        return None
+    layers: list[list[Weight]] = []
+    for module, experts in model.named_modules():
+        own = [groups[name] for each in packable(experts) if (name := f"{module}.{each}") in groups]
+        places = {name: place for group in own for name, place in group.places.items() if not place}
+        weights = [stored.weights[name] for name in places]
+        if any(each.format is None or (isinstance(each, HubMatrix) and places[each.name] is None) for each in weights):
+            return PackedBase(stored.quantization, [])  # some are dense, which loading packs, or need all experts
+        if weights:
+            layers.append(weights)
+    return PackedBase.of_layers(stored.quantization, layers, _first_codes)
+
+
+def _first_codes(weight: Weight) -> torch.Tensor:
+    """Read the codes of a packed weight's first expert: it holds all experts, or is that expert's own."""
+    return weight.raw(None if isinstance(weight, HubMatrix) else 0)[0]
 
 
 def _dither_of_part(dither: Dither, group: WeightGroup, name: str) -> Dither:

@@ -8,7 +8,7 @@ from helpers.served import assert_refused, base, edit
 from helpers.small_families import small_model
 
 from sonicmoe_hf import convert_adapter, lora_config
-from sonicmoe_hf.lora.rules import is_target_parameter
+from sonicmoe_hf.lora.names import is_target_parameter
 from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned

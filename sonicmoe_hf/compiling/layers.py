@@ -6,12 +6,15 @@ import textwrap
 import warnings
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
+from ..kernels.announce import is_first_rank
 from ..layer.holding import expert_parallelism
 from ..private.torch import (
     allow_recompilations,
@@ -19,13 +22,20 @@ from ..private.torch import (
     compiled_graphs,
     eager_call,
     graph_breaks,
+    has_compiled_parts,
     set_compiled_call,
 )
 from .liger_tracing import trace_without_liger
 
+logger = logging.get_logger(__name__)
+
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
 # torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
 RECOMPILATIONS = 64
+SAID = (
+    "sonicmoe_hf: {layers} layers are compiled on their own{mode}, once for all that are alike, and not the model as a "
+    "whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
+)
 REMEDIES = {  # by a word of torch's reason
     "liger_kernel": "switch that kernel off in liger_kernel_config",
     "offload": "train with gradient checkpointing that offloads nothing",
@@ -78,6 +88,16 @@ def compile_layers(model: nn.Module, **options) -> int:
             part.compile(**options)
             set_compiled_call(part, _Call(part, layer, is_captured))
     return len(layers)
+
+
+def compile_once(model: Any, options: dict[str, Any]) -> None:
+    """Compile a model's layers, unless parts of it are compiled already, and say so."""
+    if has_compiled_parts(list(model.modules())):
+        return
+    count = compile_layers(model, **options)
+    if is_first_rank():
+        mode = f" in mode {options['mode']}" if "mode" in options else ""
+        logger.warning(SAID.format(layers=count, mode=mode))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
