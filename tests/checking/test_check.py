@@ -86,6 +86,7 @@ def test_folders_with_the_adapter_in_every_form(place, capsys):
     code, (other, *places) = check(place, capsys, *(folder / name for name in names), place.adapter)
     assert (code, other["kind"]) == (1, "other"), "what it leaves in PEFT's model is taken out again"
     assert {each["kind"] for each in places} == {"applied"}
+    assert [each["reason"].startswith("merged and rounded: ") for each in places] == [False, True, False, False]
     assert all(each["from_adapter"] < 1e-6 for each in places if "fp8" not in each["place"])
 
 

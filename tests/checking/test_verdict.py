@@ -49,3 +49,34 @@ def test_other_differences_are_said_in_the_size_of_the_change(parts):
     verdict = judge(experts + rest + 30 * noise, reference(experts, rest))
     assert verdict.kind == "other" and verdict.reason.startswith("other differences, 2")
     assert set(verdict.shares.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("left", "noise", "kind", "words"),
+    [
+        (0.95, 0.8, "applied", "merged and rounded: 9"),
+        (0.2, 0.3, "applied in part", "of the change (experts) is there"),
+        (
+            0.0,
+            0.0,
+            "applied in part",
+            "merged and rounded: 0% of the change (experts) is there, beside noise 0.0 times",
+        ),
+        (2.0, 0.3, "other", "200% of the change (experts)"),
+    ],
+)
+def test_how_much_of_a_change_rounding_left_in_packed_experts_is_said(left, noise, kind, words, parts):
+    experts, rest, random = parts
+    verdict = judge(left * experts + rest + noise * random, reference(experts, rest), is_rounded=True)
+    assert verdict.kind == kind and words in verdict.reason
+    assert ("--rounding dithered" in verdict.reason) == (kind == "applied in part")
+
+
+def test_a_merge_that_rounding_undid_is_told_from_another_adapter(parts):
+    experts, rest, noise = parts
+    all_packed = Reference(torch.zeros(TOKENS), experts, [])
+    lost = judge(0 * experts, all_packed, is_rounded=True)
+    assert lost.kind == "not applied" and "0% of the change is there, beside noise 0.0 times" in lost.reason
+    assert judge(rest, all_packed, is_rounded=True).kind == "other"
+    a_fifth = judge(0.2 * experts + 0.2 * noise, all_packed, is_rounded=True)
+    assert a_fifth.kind == "applied in part" and a_fifth.reason.startswith("merged and rounded: 2")

@@ -19,7 +19,7 @@ from .hypotheses import SCALED, Hypothesis, groups_of, hypotheses_for, layers_of
 from .models import Loading, Scores, adapted, rounded, scores_of, stored_dtype
 from .server import Server
 from .texts import NUM_TEXTS, Text, texts_for
-from .verdict import APPLIED, CANNOT_TELL, IN_PART, OTHER, Reference, Verdict, judge, limit_of, rms
+from .verdict import APPLIED, CANNOT_TELL, IN_PART, OTHER, ROUNDED, Reference, Verdict, judge, limit_of, rms
 
 MORE = 4  # times as many texts, where those of the first time do not tell
 STEPS = 8  # by which a scale is found between two of the coarse ones
@@ -31,7 +31,8 @@ class Observation(NamedTuple):
     """The answer of one place. found: log-probabilities [T] of the texts' tokens; None where each is the first choice.
 
     own_base: what it gives for the same tokens without the adapter, where it was asked. is_base: asked without it.
-    dtype: the coarser of those that it is stored and computed in; None where it is not known.
+    dtype: the coarser of those that it is stored and computed in; None where it is not known. is_rounded: whether its
+    weights are packed.
     """
 
     place: str
@@ -40,6 +41,7 @@ class Observation(NamedTuple):
     own_base: torch.Tensor | None = None
     is_base: bool = False
     dtype: torch.dtype | None = None
+    is_rounded: bool = False
 
     def of(self, scores: Scores) -> torch.Tensor:
         """Select a model's log-probabilities [T] of these tokens, less the first choices' where these are observed."""
@@ -129,7 +131,7 @@ def _checked(
             merged = loading._replace(experts_quantization=None).model(path)
             stored = stored_dtype(path)
             dtype = None if stored is None else _coarser(stored, merged.dtype)
-            observations.append(_observed(folder, scores_of(merged, texts, folder), dtype))
+            observations.append(_observed(folder, scores_of(merged, texts, folder), dtype, stored is None))
             del merged
             gc.collect()
     say(f"loading {base}")
@@ -172,11 +174,13 @@ def _checked(
                 found = torch.zeros_like(of_base) if observation.found is None else observation.found
                 rounding = noises.get(observation.dtype)
                 noise = None if rounding is None else rms(observation.of(rounding) - of_base)
-                verdict = judge(found, reference, observation.own_base, noise)
-                is_scaled = verdict.kind == OTHER or (verdict.kind == IN_PART and "%" in verdict.reason)
+                verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
+                is_scaled = verdict.kind == OTHER or (
+                    verdict.kind == IN_PART and "%" in verdict.reason and ROUNDED not in verdict.reason
+                )
                 if is_scaled and not observation.is_base:
                     values += _scaled(observation, found, reference, noise)
-                    verdict = judge(found, reference, observation.own_base, noise)
+                    verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
                 return Checked(observation.place, verdict, observation.is_base)
 
             def _scaled(
@@ -236,8 +240,9 @@ def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _observed(folder: str, scores: Scores, dtype: torch.dtype | None) -> Observation:
-    return Observation(folder, list(scores), torch.cat([values[0] for values in scores.values()]), dtype=dtype)
+def _observed(folder: str, scores: Scores, dtype: torch.dtype | None, is_rounded: bool = False) -> Observation:
+    found = torch.cat([values[0] for values in scores.values()])
+    return Observation(folder, list(scores), found, dtype=dtype, is_rounded=is_rounded)
 
 
 def _asked(server: Server, model: str, texts: list[Text], say: Callable[[str], None]):

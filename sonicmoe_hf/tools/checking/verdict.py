@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...checkpoints.roundings import UNMERGED
 from .hypotheses import EXPERTS, KNOWN, LEFT_OUT, Hypothesis
 
 APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in part", "other"
@@ -24,6 +25,8 @@ PARTLY = (
 )
 NEAR = 0.1  # of the adapter's change: the same, for all of it
 UNEXPLAINED = 0.5  # of the adapter's change: more is something else, where the noise of the place is not known
+ROUNDED = "merged and rounded"
+LOST = f"merge it by --rounding dithered, or {UNMERGED}"
 NO_CHANGE = "the adapter itself changes nothing: its lora_B is zero, or lost in the rounding of --dtype"
 TOO_FEW = "{} tokens are too few to tell, give a longer --text"
 TOO_LITTLE = (
@@ -73,13 +76,18 @@ def rms(x: torch.Tensor) -> float:
 
 
 def judge(
-    found: torch.Tensor, reference: Reference, own_base: torch.Tensor | None = None, noise: float | None = None
+    found: torch.Tensor,
+    reference: Reference,
+    own_base: torch.Tensor | None = None,
+    noise: float | None = None,
+    is_rounded: bool = False,
 ) -> Verdict:
     """Judge what a place gives [T].
 
     own_base: what it gives without the adapter, if it was asked for the same tokens: then its other differences from the
     reference, such as those of its dtype, are taken out, and are the noise. noise: rms of a token's difference that the
-    place's rounding makes; None where neither is known, as of other quantization.
+    place's rounding makes; None where neither is known, as of other quantization. is_rounded: whether it is a checkpoint
+    of packed weights, in which rounding may have dropped a part of the change, or hides it in noise.
     """
     if own_base is not None and rms(own_base - reference.adapter) < rms(own_base - reference.base):
         own_base = None  # which has the adapter, too
@@ -87,7 +95,7 @@ def judge(
         noise = rms(own_base - reference.base)
     measured = found if own_base is None else found - own_base + reference.base
     shares = _shares(measured - reference.base, reference.parts)
-    kind, reason = _judged(measured, reference, noise, shares)
+    kind, reason = _judged(measured, reference, noise, shares, is_rounded)
     from_adapter, from_base = ((found - other).abs().mean().item() for other in (reference.adapter, reference.base))
     return Verdict(kind, reason, from_adapter, from_base, shares)
 
@@ -153,7 +161,11 @@ def _told(found: torch.Tensor, reference: Reference) -> list[_Told]:
 
 
 def _judged(
-    found: torch.Tensor, reference: Reference, noise: float | None, shares: dict[str, float | None]
+    found: torch.Tensor,
+    reference: Reference,
+    noise: float | None,
+    shares: dict[str, float | None],
+    is_rounded: bool,
 ) -> tuple[str, str]:
     effect = rms(reference.adapter - reference.base)
     if not effect or len(found) < ENOUGH:
@@ -163,8 +175,14 @@ def _judged(
     nearest = min(tests, key=lambda each: rms(found - each.value), default=None)
     explained = [each for each in tests if each.is_true and rms(found - each.value) < beside]
     is_named = nearest is not None and nearest in explained and beside > FLOOR * effect
-    if nearest is not None and is_named and rms(found - nearest.value) <= max(limit, PARTLY * beside):
-        return _named(nearest.hypothesis)
+    hypothesis = None if nearest is None else nearest.hypothesis
+    if is_named and nearest is not None:
+        is_named = rms(found - nearest.value) <= max(limit, PARTLY * beside)
+    may_be_lost = not is_named or hypothesis is None or hypothesis.name == EXPERTS
+    if is_rounded and may_be_lost and (rounded := _rounded(found - reference.base, reference.parts, shares, effect)):
+        return rounded
+    if is_named:
+        return _named(hypothesis)
     known = {part: share for part, share in shares.items() if share is not None}
     if beside > limit:
         missing = {part: share for part, share in known.items() if share < 1 - PARTLY}
@@ -199,6 +217,24 @@ def _named(hypothesis: Hypothesis | None) -> tuple[str, str]:
     left_out = hypothesis.kind == LEFT_OUT
     reason = f"without {hypothesis.name}" if left_out else hypothesis.name
     return IN_PART if left_out else OTHER, f"{reason}: {hint}" if hint else reason
+
+
+def _rounded(
+    change: torch.Tensor, parts: dict[str, torch.Tensor], shares: dict[str, float | None], effect: float
+) -> tuple[str, str] | None:
+    """Say how much of the adapter's change is in packed weights; None where the texts do not tell, or it is more or so
+    little that something else may be there."""
+    known = {part: share for part, share in shares.items() if share is not None}
+    if len(known) < len(shares) or not known:
+        return None
+    noise, (part, least) = rms(_rest(change, parts)), min(known.items(), key=lambda each: each[1])
+    if max(known.values()) > 1 + PARTLY or (least < PARTLY and noise > UNEXPLAINED * effect):
+        return None
+    there = f"{max(least, 0.0):.0%} of the change" + ("" if len(parts) == 1 else f" ({part})")
+    reason = f"{ROUNDED}: {there} is there, beside noise {noise / effect:.1f} times as large as it"
+    if least >= 1 - PARTLY:
+        return APPLIED, reason
+    return NOT_APPLIED if max(known.values()) < NEAR else IN_PART, f"{reason}; {LOST}"
 
 
 def _rest(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
