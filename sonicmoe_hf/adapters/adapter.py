@@ -159,8 +159,8 @@ class _Reader:
         known = f"{PREFIX}{experts}.0.up_proj.lora_A.weight or, by target_parameters, {PREFIX}{experts}.lora_A.weight"
         return CheckpointError(
             f"{self.path}: {name} adapts nothing that the model has, by its config.json: {self.whose}; "
-            f"target_parameters: {targets}. Give the model that it was trained on (merge: the base; convert: --trained-on, "
-            f"trained_on=), or rename its tensors: factors of experts, two-dimensional, are named {known}"
+            f"target_parameters: {targets}. Give the model that it was trained on (merge: the base; convert: "
+            f"--trained-on), or rename its tensors: factors of experts, two-dimensional, are named {known}"
         )
 
     def _assign_replacement(self, name: str, weight: str) -> None:
