@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ from ..private.torch import (
     has_compiled_parts,
     set_compiled_call,
 )
+from ..private.transformers import recorded_outputs, recording_into
 from .liger_tracing import trace_without_liger
 
 logger = logging.get_logger(__name__)
@@ -39,6 +42,7 @@ SAID = (
 REMEDIES = {  # by a word of torch's reason
     "liger_kernel": "switch that kernel off in liger_kernel_config",
     "offload": "train with gradient checkpointing that offloads nothing",
+    "contextvar": "train without output_hidden_states",
     "hook": "remove the module's hook",
 }
 
@@ -136,6 +140,26 @@ def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
 
 
+@contextmanager
+def _traceable_records() -> Iterator[None]:
+    """Let a compiled layer record outputs, such as router_logits for the auxiliary loss, which TRL's trainers ask for.
+
+    The layer's own lists are empty at each call, so that layers are alike, and are added to those of the model's call. A
+    record of hidden states depends on how many there are already: torch then leaves the layer to Python.
+    """
+    outputs = recorded_outputs()
+    if outputs is None or "hidden_states" in outputs:
+        yield
+        return
+    records: dict[str, list] = {name: [] for name in outputs}
+    # a checkpoint's forward may write to them; what backward computes again is not to be recorded
+    writing = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    with recording_into(records), writing if records else nullcontext():
+        yield
+    for name, found in records.items():
+        outputs[name].extend(found)
+
+
 class _Call:
     """The call of a layer or a part of it: what was compiled where the layer is trained, which a checkpoint may begin
     without gradients, and its own elsewhere: torch would compile evaluation and generation apart, the latter for each
@@ -158,7 +182,8 @@ class _Call:
         if self.is_new:
             trace_without_liger()
             before = graph_breaks()
-        result = self.compiled(*args, **kwargs)
+        with _traceable_records():
+            result = self.compiled(*args, **kwargs)
         if self.is_captured and self.num_graphs != compiled_graphs():  # as where other adapters are trained
             self._keep_gradients()
         if before is not None:

@@ -141,6 +141,27 @@ def register_recording(model) -> None:
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
 
 
+def recorded_outputs() -> dict[str, list] | None:
+    """Get what the model's call in progress records of its modules' outputs, such as router_logits; None outside one."""
+    from transformers.utils.output_capturing import _active_collector
+
+    return _active_collector.get()
+
+
+@contextmanager
+def recording_into(records: dict[str, list]) -> Iterator[None]:
+    """Let modules record their outputs in these lists, by hooks that torch.compile can trace: outside compiled models
+    Transformers' read a ContextVar."""
+    from transformers.utils.output_capturing import _active_collector as collector
+
+    before = collector.compiling, collector.global_var
+    collector.compiling, collector.global_var = True, records
+    try:
+        yield
+    finally:
+        collector.compiling, collector.global_var = before
+
+
 def strictly_fp32_modules(model) -> set[str]:
     """List the names of the modules whose weights a model never casts."""
     return set(model._keep_in_fp32_modules_strict or ())

@@ -209,7 +209,7 @@ def assert_refused(folders, match):
         ({"r": 3}, "are expected for r = 3"),
         ({"lora_alpha": None}, "lora_alpha of .* is None"),
         ({"target_parameters": [EXPERTS[0], NATIVE_EXPERTS[1]]}, "name experts of both layouts"),
-        ({"target_parameters": EXPERTS[:1]}, "adapts nothing .* trained on .*, and this model is a Qwen3MoeFor"),
+        ({"target_parameters": EXPERTS[:1]}, "adapts nothing that the model has"),
     ],
     ids=str,
 )
@@ -271,9 +271,7 @@ def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
 
 def test_a_damaged_adapter_and_one_of_another_model_are_refused(folders, tmp_path):
     make(tmp_path / "other", "qwen3_moe", moe_intermediate_size=24)
-    assert_refused(
-        (tmp_path / "other", *folders[1:]), "have shapes.* trained on .*base, and this model is a Qwen3MoeFor"
-    )
+    assert_refused((tmp_path / "other", *folders[1:]), "lora_A and lora_B of .* have shapes")
     assert_refused((folders[0], folders[0], folders[2]), "adapter_config.json")
     (folders[1] / "adapter_model.safetensors").write_bytes(b"short")
     assert_refused(folders, "not a whole safetensors file")

@@ -111,6 +111,24 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
         assert_all_close(found, expected, 1e-5, ORDER_OF_SUMS)
 
 
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_compiled_layers_record_router_logits_for_the_auxiliary_loss(kind):
+    """As TRL's trainers ask for. Of reentrant checkpoints the uncompiled loss has no gradient, so it is compared with
+    another kind's."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = with_lora(patched("qwen3_moe", use_cache=False, router_aux_loss_coef=0.5))
+    model.enable_input_require_grads()
+    recorded = {**batch(), "output_router_logits": True}
+    expected = loss_and_gradients(checkpointed(model, "non_reentrant"), recorded)
+    without = loss_and_gradients(model, batch())
+    assert relative_error(expected["loss"], without["loss"]) > 1e-2
+    sonicmoe_hf.compile_layers(checkpointed(model, kind), backend="aot_eager")
+    for inputs, values in ((recorded, expected), (batch(), without), (recorded, expected)):
+        assert_all_close(loss_and_gradients(model, inputs), values, 1e-5, ORDER_OF_SUMS)
+    assert not counters["graph_break"]
+
+
 def switched(name):
     """Call a method of PEFT's tuner, which changes it in place."""
 
