@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .layer.moe_experts import moe_experts
     from .layer.packed_weight import PackedWeight
     from .lora.config import lora_config
-    from .patching.classes import patch, unpatch
-    from .patching.loading import from_pretrained
-    from .patching.patch import PatchReport, patch_model, unpatch_model
+    from .models.classes import patch, unpatch
+    from .models.loading import from_pretrained
+    from .models.patch import PatchReport, patch_model, unpatch_model
     from .patching.quantize import quantize_experts
     from .patching.support import LayerSupport, is_patched, supports
     from .routing.divergence import serving_divergence
@@ -48,10 +48,10 @@ _MODULES = {  # of this package: what of each is exported here
     "lora.config": ("lora_config",),
     "adapters.convert": ("convert_adapter",),
     "adapters.merge": ("merge_adapter",),
-    "patching.classes": ("patch", "unpatch"),
+    "models.classes": ("patch", "unpatch"),
     "compiling.layers": ("compile_layers",),
-    "patching.loading": ("from_pretrained",),
-    "patching.patch": ("PatchReport", "patch_model", "unpatch_model"),
+    "models.loading": ("from_pretrained",),
+    "models.patch": ("PatchReport", "patch_model", "unpatch_model"),
     "patching.support": ("LayerSupport", "is_patched", "supports"),
     "routing.divergence": ("serving_divergence",),
     "routing.model": ("set_routing",),

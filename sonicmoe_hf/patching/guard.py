@@ -48,7 +48,7 @@ class ExpertsGuard:
                     "another forward took the place of these experts' own: call sonicmoe_hf.patch_model(model) again"
                 )
         elif is_replaced or not self.is_checked:
-            undo_liger_and_check(model, None)
+            undo_liger_and_check(model)
             warn_of_dense_experts(model)
             if not is_replica(model):  # one would live on here, with its weights
                 self.watch(model)
@@ -72,10 +72,9 @@ def install_guards(model: nn.Module, own_configs: dict[int, Any]) -> None:
         guard.watch(module)
 
 
-def remove_hooks(model: nn.Module) -> None:
-    """Remove every hook that patching, and what was asked of the routers, installed in a model."""
+def remove_guards(model: nn.Module) -> None:
+    """Remove the guards of a model, and of those in it."""
     for module in model.modules():
-        for name in (attributes.GUARD, attributes.HOOK):
-            _, *handles = vars(module).pop(name, (None,))
-            for handle in handles:
-                handle.remove()
+        _, *handles = vars(module).pop(attributes.GUARD, (None,))
+        for handle in handles:
+            handle.remove()

@@ -1,4 +1,4 @@
-"""The layers of a model that sonicmoe_hf accelerates, those where token rounding works, and why the others not."""
+"""The layers of a model that sonicmoe_hf accelerates, and why it does not the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
-from ..layer.config import TokenRounding
 from ..layer.experts_module import is_experts
-from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..model_patches import FAMILIES, Family
 from ..private import attributes
 from .experts import check_weights, experts_facts
@@ -50,15 +48,14 @@ OUTSIDE = "is outside Transformers' experts interface: experts_implementation ha
 class LayerSupport(NamedTuple):
     """Support of one mixture-of-experts layer.
 
-    name: of the block in the model. family: name of the model's family, or None if token rounding does not know it.
-    accelerated: sonicmoe_hf computes the experts. token_rounding: it works here. reason: why something does not work,
-    with the remedy; "everything works" otherwise.
+    name: of the block in the model. family: name of the model's family, or None where model_patches has no facts of it.
+    accelerated: sonicmoe_hf computes the experts. reason: why something does not work, with the remedy, or "everything
+    works".
     """
 
     name: str
     family: str | None
     accelerated: bool
-    token_rounding: bool
     reason: str
 
 
@@ -243,21 +240,6 @@ def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping
     return None
 
 
-def _why_no_rounding(layer: Layer) -> str | None:
-    if layer.family is None:
-        return "token rounding does not know its router; docs/models.md lists the models it works in"
-    holder = holding_of(layer.experts).by
-    if holder in (Holder.THEIR_EXPERT_PARALLEL, Holder.TENSOR_PARALLEL):
-        return f"token rounding does not work under {holder.value}; {expert_parallel_remedy()}"
-    forward = type(layer.block).forward
-    if forward.__module__ != layer.family.module:
-        return (
-            f"{type(layer.block).__name__} has the forward {forward.__module__}.{forward.__qualname__}, of which nobody "
-            f"knows that it hands its router's indices to its experts, as {layer.family.block} of Transformers does"
-        )
-    return None
-
-
 def supports(model: nn.Module) -> list[LayerSupport]:
     """Tell for every mixture-of-experts layer of `model` (also on the meta device) what works, and why not."""
     layers = []
@@ -269,21 +251,16 @@ def supports(model: nn.Module) -> list[LayerSupport]:
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
         reason = _why_not_accelerated(model, layer, bound_by_liger)
-        if reason is not None:
-            layers.append(LayerSupport(layer.name, family, False, False, reason))
-            continue
-        reason = _why_no_rounding(layer)
-        layers.append(LayerSupport(layer.name, family, True, reason is None, reason or "everything works"))
+        layers.append(LayerSupport(layer.name, family, reason is None, reason or "everything works"))
     return layers or [
-        LayerSupport(name, None, False, False, f"{type(module).__name__} {OUTSIDE}")
+        LayerSupport(name, None, False, f"{type(module).__name__} {OUTSIDE}")
         for name, module in outside_interface(model).items()
     ]
 
 
-def supported_layers(model: nn.Module, support: list[LayerSupport], what: str) -> list[Layer]:
-    """List the layers where `what`, "accelerated" or "token_rounding", works according to `support`, what `supports`
-    says."""
-    names = {layer.name for layer in support if getattr(layer, what)}
+def accelerated_layers(model: nn.Module, support: list[LayerSupport]) -> list[Layer]:
+    """List the layers that are accelerated according to `support`, what `supports` says."""
+    names = {layer.name for layer in support if layer.accelerated}
     return [layer for layer in find_layers(model) if layer.name in names]
 
 
@@ -306,19 +283,12 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
     return layers
 
 
-def undo_liger_and_check(
-    model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None"
-) -> list[LayerSupport]:
-    """Undo what Liger did to the experts, and check that every layer can be accelerated, and round tokens if the policy
-    says so. remedy: what the error says to do where a layer cannot round.
+def undo_liger_and_check(model: nn.Module) -> list[LayerSupport]:
+    """Undo what Liger did to the experts, and check that every layer can be accelerated.
 
     Raises:
         UnsupportedModelError: one cannot; but for Liger the model is as it was.
     """
     for module in experts_and_wrappers(model):
         unbind_liger(module)
-    layers = check_accelerated(model)
-    refused = [layer for layer in layers if not layer.token_rounding]
-    if policy is not None and refused:
-        raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; {remedy}")
-    return layers
+    return check_accelerated(model)

@@ -26,7 +26,6 @@ from ..patching.support import (
     find_layers,
     is_replica,
     models_with_experts,
-    undo_liger_and_check,
 )
 from ..private import attributes
 from ..private.torch import is_compiled
@@ -36,6 +35,7 @@ from .balance import BiasLoad, hook_loss, share_of_batch
 from .calls import ModelCall, RoutingState
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types, valid_tokens
+from .support import check_routing
 
 
 def installed(module: nn.Module) -> Any:
@@ -117,6 +117,14 @@ class RouterHook:
         for handle in call.handlers:
             handle(run)
         return run.output()
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Remove the hooks of a model's routers, of the model, and of those in it."""
+    for module in model.modules():
+        _, *handles = vars(module).pop(attributes.HOOK, (None,))
+        for handle in handles:
+            handle.remove()
 
 
 class ModelHook:
@@ -223,7 +231,7 @@ class ModelHook:
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
         if policy is not None and policy != self.checked_policy:
-            undo_liger_and_check(model, policy)
+            check_routing(model, policy)
             hook_routers(model, self.state)  # of those that came into the model since
             self.experts, self.checked_policy = every_experts(model), policy
 

@@ -6,10 +6,11 @@ from torch import nn
 
 from ..layer.config import TokenRounding, as_routing_policy
 from ..layer.holding import expert_parallelism
-from ..patching.support import every_experts, find_layers, is_patched, transformers_model, undo_liger_and_check
+from ..patching.support import every_experts, find_layers, is_patched, transformers_model
 from ..private.transformers import parallel_mesh
 from .calls import RoutingState
 from .hooks import ModelHook, RouterHook, install, installed, routers
+from .support import check_routing
 
 
 def find_state(model: nn.Module) -> RoutingState | None:
@@ -57,7 +58,7 @@ def set_routing(model: nn.Module, routing) -> None:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
     """
     root, policy = _patched(model), as_routing_policy(routing)
-    undo_liger_and_check(root, policy)
+    check_routing(root, policy)
     set_policy(root, policy)
 
 
@@ -78,7 +79,7 @@ def use_routers(
         UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
     """
     root = _patched(model)
-    undo_liger_and_check(root, policy, remedy)
+    check_routing(root, policy, remedy)
     return _hooked(root)
 
 

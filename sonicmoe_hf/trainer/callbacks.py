@@ -14,7 +14,7 @@ from ..compiling.small_steps import SmallSteps
 from ..kernels.announce import is_first_rank
 from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
-from ..patching.patch import patch_model
+from ..models.patch import patch_model
 from ..patching.support import find_layers, is_patched
 from ..private.transformers import LOADING_METHODS, forget_dequantization
 from ..routing.expert_load import TOTALS

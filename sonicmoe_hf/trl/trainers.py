@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..patching.patch import patch_model
+from ..models.patch import patch_model
 from ..patching.support import every_experts, is_patched
 from ..routing.divergence import serving_divergence
 from ..routing.replay import record_routing, replay_routing

@@ -38,7 +38,7 @@ def train():
         import sonicmoe_hf
         sonicmoe_hf.patch_model(model)
     else:
-        assert "sonicmoe_hf.patching.patch" in sys.modules
+        assert "sonicmoe_hf.models.patch" in sys.modules
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.randint(300, (16, 12), generator=torch.Generator().manual_seed(1))
     batches = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4)

@@ -19,7 +19,7 @@ def parallel_step(rank, folder, kind):
     experts = next(find_layers(model)).experts
     assert experts.num_experts == (4 if kind == "expert" else 8)
     assert hasattr(experts.c_fc, "placements") or kind == "tensor", "sharded, unless the family has no tensor plan"
-    refused = not all(layer.token_rounding for layer in sonicmoe_hf.supports(model))
+    refused = bool(sonicmoe_hf.routing.why_no_rounding(model))
     return refused, trained_and_evaluated(model, batch(padding=True))
 
 

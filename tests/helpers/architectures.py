@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from sonicmoe_hf.adapters.engines import CLASSES
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching.support import supports
+from sonicmoe_hf.routing.support import why_no_rounding
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- table: PYTHONPATH=.:tests python -m helpers.architectures -->\n", "<!-- end of table -->"
@@ -162,14 +163,15 @@ def table() -> str:
         "|---|---|---|",
     ]
     for architecture in architectures():
-        (layer,) = supports(layers_of(architecture))
+        model = layers_of(architecture)
+        (layer,) = supports(model)
         reason = layer.reason.partition("; ")[0].partition(": ")[2]
         engines = {"vLLM": CLASSES["vllm"], "SGLang": CLASSES["sglang"]}
         limits = ["" if layer.accelerated else f"not accelerated: {reason}", NOT_MERGED.get(architecture.experts, "")]
         limits = [f" ({each})" for each in limits if each]
         cells = [
             f"{architecture.folder}, `{architecture.experts}`{''.join(limits)}",
-            "yes" if layer.token_rounding else "no",
+            "yes" if layer.accelerated and not why_no_rounding(model) else "no",
             ", ".join(
                 name
                 for name, classes in engines.items()

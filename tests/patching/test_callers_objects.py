@@ -22,7 +22,7 @@ from transformers.utils import logging
 from sonicmoe_hf import from_pretrained, lora_config
 from sonicmoe_hf.checkpoints import config_only
 from sonicmoe_hf.formats.declared import declared_quantization
-from sonicmoe_hf.patching.loading import _auto_class
+from sonicmoe_hf.models.loading import _auto_class
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
 

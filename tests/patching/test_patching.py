@@ -24,6 +24,7 @@ from sonicmoe_hf.patching.support import (
 )
 from sonicmoe_hf.routing.hooks import ModelHook
 from sonicmoe_hf.routing.model import router_hooks, routing_state
+from sonicmoe_hf.routing.support import why_no_rounding
 
 
 def states(model):
@@ -105,7 +106,10 @@ def test_patching_the_inner_model_first_is_fine():
 def test_the_report_names_every_layer():
     report = sonicmoe_hf.patch_model(build("deepseek_v3", num_hidden_layers=3))
     assert [layer.name for layer in report.layers] == ["model.layers.1.mlp", "model.layers.2.mlp"]
-    assert all(layer.family == "deepseek_v3" and layer.accelerated and layer.token_rounding for layer in report.layers)
+    assert all(
+        layer.family == "deepseek_v3" and layer.accelerated and layer.reason == "everything works"
+        for layer in report.layers
+    )
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -220,9 +224,10 @@ def test_a_block_with_a_forward_that_is_not_transformers_rounds_no_tokens():
         pass
 
     layer.block.__class__ = Renamed
-    assert supports(model)[0].token_rounding
+    assert not why_no_rounding(model)
     layer.block.__class__ = Meddling
-    assert supports(model)[0].accelerated and "Meddling.forward, of which nobody knows" in supports(model)[0].reason
+    assert supports(model)[0].accelerated
+    assert "Meddling.forward, of which nobody knows" in why_no_rounding(model)["model.layers.0.mlp"]
 
 
 def test_supports_works_on_the_meta_device():

@@ -161,7 +161,7 @@ def test_experts_outside_the_interface_are_named_by_from_pretrained_supports_and
     AutoModelForCausalLM.from_config(outside(name)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="sonicmoe_hf")
     named = [support for support in supports(model) if support.reason.startswith(layer)]
-    assert len(named) == 2 and not any(support.accelerated or support.token_rounding for support in named)
+    assert len(named) == 2 and not any(support.accelerated for support in named)
     outside_words = rf"cannot be accelerated:\n  model.layers.0.*{layer} is outside"
     for function, given in ((sonicmoe_hf.patch_model, model), (sonicmoe_hf.from_pretrained, tmp_path)):
         with pytest.raises(UnsupportedModelError, match=outside_words):

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from sonicmoe_hf import UnsupportedExpertsError, UnsupportedModelError, from_pretrained, patch_model, quantize_experts
-from sonicmoe_hf.patching import loading
+from sonicmoe_hf.models import loading
 from sonicmoe_hf.streaming import placement, shared
 from sonicmoe_hf.streaming.copies import Copies, page_aligned
 from sonicmoe_hf.streaming.placement import expert_layers

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from ...layer import backends
 from ...layer.packed_weight import PackedWeight
-from ...patching.patch import PatchReport
+from ...models.patch import PatchReport
 from ...patching.support import every_experts, supports
 from ...patching.unpacked import dense_beside_bitsandbytes
 from ...routing.model import routing_policy
+from ...routing.support import with_rounding
 
 
 def _dtype(weight: torch.Tensor) -> torch.dtype:
@@ -48,7 +49,7 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool) -> str:
     name = type(model).__name__
     if reason is not None:
         return f"{name} is not patched: {reason}"
-    report = PatchReport(supports(model), routing_policy(model))
+    report = PatchReport(with_rounding(supports(model), model), routing_policy(model))
     weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
     dtype = _dtype(weight)
     choice = backends.choose(weight.device, dtype)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedModelError
 from ...kernels.announce import is_first_rank
-from ...patching.patch import patch_model, unpatch_model
+from ...models.patch import patch_model, unpatch_model
 from ...patching.quantize import FOR_FILE, with_packed_experts
 from ...patching.support import every_experts, is_patched
 from ...private.replaced import RUN, replace

@@ -18,7 +18,7 @@ from ...checkpoints.layouts import NATIVE_PREFIX
 from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
 from ...layer.experts_module import is_experts
-from ...patching.loading import from_pretrained
+from ...models.loading import from_pretrained
 from ...private.transformers import auto_class_of
 from ...registration import install_in_peft
 from .texts import Text

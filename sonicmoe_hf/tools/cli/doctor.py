@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from ...layer.config import TokenRounding
 from ...layer.experts_module import weight_names, whole_shape
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.layer_ranges import LayerRange, collapse
-from ...patching.support import REMEDIES, LayerSupport, supported_layers, supports
+from ...patching.support import REMEDIES, LayerSupport, accelerated_layers, supports
 from ...private.versions import untested_versions, versions
+from ...routing.support import why_no_rounding, with_rounding
 from .warmup import placement
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -99,15 +101,17 @@ def examine(
             its experts are packed in no format that is known.
     """
     model = build_on_meta(name)
-    quantization, support = _quantized(declared_quantization(model.config), supports(model))
+    support = with_rounding(supports(model), model)
+    quantization, support = _quantized(declared_quantization(model.config), support)
+    not_rounding = why_no_rounding(model)
     rounding = []
     if batch_size is not None and sequence_length is not None:
-        rounding = _forecasts(model, support, batch_size * sequence_length, TokenRounding(tile=tile))
+        rounding = _forecasts(model, support, not_rounding, batch_size * sequence_length, TokenRounding(tile=tile))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.get_default_dtype() if model.dtype is None else model.dtype
     backend, reason = _backend(device, dtype)
     has_kernels = backend in backends.KERNELS and device.type != "cpu"  # and not the reference in plain PyTorch
-    layers = [_layer(layers, has_kernels) for layers in collapse(support, _placements(model, support))]
+    layers = [_layer(layers, not_rounding, has_kernels) for layers in collapse(support, _placements(model, support))]
     supported = bool(layers) and all(layer["supported"] for layer in layers)
     return {
         "name": name,
@@ -138,9 +142,7 @@ def _quantized(
         f"the checkpoint is quantized ({declared.method}): its experts would never reach sonicmoe_hf; "
         f"{_remedy(declared)}"
     )
-    return declared.method, [
-        layer._replace(accelerated=False, token_rounding=False, reason=reason) for layer in support
-    ]
+    return declared.method, [layer._replace(accelerated=False, reason=reason) for layer in support]
 
 
 def _remedy(declared: DeclaredQuantization) -> str:
@@ -152,22 +154,26 @@ def _remedy(declared: DeclaredQuantization) -> str:
     return REMEDIES.get(declared.method, NO_REMEDY)
 
 
-def _layer(layers: LayerRange, has_kernels: bool) -> dict[str, Any]:
-    support = layers.support._asdict()
-    supported = support.pop("accelerated")
+def _layer(layers: LayerRange, not_rounding: Collection[str], has_kernels: bool) -> dict[str, Any]:
+    name, family, supported, reason = layers.support
     return {
         "layers": layers.name,
         "count": layers.count,
-        **support,
+        "name": name,
+        "family": family,
+        "token_rounding": supported and name not in not_rounding,
+        "reason": reason,
         "supported": supported,
         "accelerated": supported and has_kernels,
         "kernels": layers.kernels,
     }
 
 
-def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[dict[str, Any]]:
+def _forecasts(
+    model, support: list[LayerSupport], not_rounding: Collection[str], tokens: int, policy: TokenRounding
+) -> list[dict[str, Any]]:
     """Forecast what token rounding does with so many tokens, for each kind of layer (experts, top-k) where it works."""
-    layers = supported_layers(model, support, "token_rounding")
+    layers = [layer for layer in accelerated_layers(model, support) if layer.name not in not_rounding]
     kinds = dict.fromkeys((layer.experts.num_experts, layer.router.top_k) for layer in layers)
     return [_forecast(tokens, num_experts, top_k, policy) for num_experts, top_k in kinds]
 
@@ -198,7 +204,7 @@ def _forecast(tokens: int, num_experts: int, top_k: int, policy: TokenRounding) 
 def _adapter_forecast(model, support: list[LayerSupport]) -> dict[str, Any] | None:
     """Count the parameters that LoRA has on the experts of supported layers whose routers are known, at rank r and at r /
     experts per token; None without any."""
-    layers = [layer for layer in supported_layers(model, support, "accelerated") if layer.router is not None]
+    layers = [layer for layer in accelerated_layers(model, support) if layer.router is not None]
     if not layers:
         return None
     shapes = [
@@ -227,7 +233,7 @@ def _placements(model, support: list[LayerSupport]) -> dict[str, str]:
     if backends.missing_for_hopper():
         return {}
     placements = {}
-    for layer in supported_layers(model, support, "accelerated"):
+    for layer in accelerated_layers(model, support):
         sizes, activation = sizes_of(layer.experts), experts_facts(layer.experts).activation
         placements[layer.name] = placement(sizes.hidden, sizes.intermediate, activation)
     return placements

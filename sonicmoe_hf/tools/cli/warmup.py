@@ -19,7 +19,7 @@ from ...layer import backends
 from ...layer.config import LAYOUTS, check_order
 from ...layer.moe_experts import Activation
 from ...patching.experts import experts_facts, sizes_of
-from ...patching.support import supported_layers, supports
+from ...patching.support import accelerated_layers, supports
 from .bar import progress
 
 
@@ -96,7 +96,7 @@ def warmup(
 def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind]:
     """Find the different layers of a model (also on the meta device) that sonicmoe_hf accelerates."""
     kinds = []
-    for layer in supported_layers(model, supports(model), "accelerated"):
+    for layer in accelerated_layers(model, supports(model)):
         facts, sizes = experts_facts(layer.experts), sizes_of(layer.experts)
         kinds.append(
             LayerKind(sizes.hidden, sizes.intermediate, dtype, facts.activation, facts.layout, facts.has_bias)

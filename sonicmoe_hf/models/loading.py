@@ -15,10 +15,11 @@ from ..errors import UnsupportedModelError
 from ..formats.loading_errors import named_errors
 from ..layer.config import COMPUTE_CHOICES, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
+from ..patching.patch import guard_streamed
+from ..patching.quantize import check_not_packed, config_for, with_packed_experts
 from ..private.transformers import auto_class_of, loaded_one_by_one
 from ..streaming.placement import LoadingPlacement
-from .patch import guard_streamed, patch_model
-from .quantize import check_not_packed, config_for, with_packed_experts
+from .patch import patch_model
 
 
 def from_pretrained(

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from ..layer.config import TokenRounding, as_routing_policy, check_choice
 from ..model_patches import FAMILIES
+from ..patching.support import find_layers
 from ..private.replaced import put_back, replace
 from .patch import patch_model
-from .support import find_layers
 
 _policies: dict[tuple[str, str], TokenRounding | None] = {}  # by module and name of a family's base class
 

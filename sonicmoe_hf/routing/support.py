@@ -1,0 +1,54 @@
+"""Token rounding's support: the layers of a model where it does not work, and why."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..layer.config import TokenRounding
+from ..layer.holding import Holder, expert_parallel_remedy, holding_of
+from ..patching.support import Layer, LayerSupport, find_layers, undo_liger_and_check
+
+
+def _why_no_rounding(layer: Layer) -> str | None:
+    if layer.family is None:
+        return "token rounding does not know its router; docs/models.md lists the models it works in"
+    holder = holding_of(layer.experts).by
+    if holder in (Holder.THEIR_EXPERT_PARALLEL, Holder.TENSOR_PARALLEL):
+        return f"token rounding does not work under {holder.value}; {expert_parallel_remedy()}"
+    forward = type(layer.block).forward
+    if forward.__module__ != layer.family.module:
+        return (
+            f"{type(layer.block).__name__} has the forward {forward.__module__}.{forward.__qualname__}, of which nobody "
+            f"knows that it hands its router's indices to its experts, as {layer.family.block} of Transformers does"
+        )
+    return None
+
+
+def why_no_rounding(model: nn.Module) -> dict[str, str]:
+    """Find the mixture-of-experts layers of `model` (also on the meta device) where token rounding does not work, and why
+    not, by the layer's name."""
+    reasons = {layer.name: _why_no_rounding(layer) for layer in find_layers(model)}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSupport]:
+    """Give accelerated layers in which token rounding does not work that reason."""
+    reasons = why_no_rounding(model)
+    return [
+        layer._replace(reason=reasons.get(layer.name, layer.reason)) if layer.accelerated else layer
+        for layer in layers
+    ]
+
+
+def check_routing(model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None") -> None:
+    """Check that every layer can be accelerated, and round tokens if the policy says so; what Liger did to the experts is
+    undone. remedy: what the error says to do where a layer cannot round.
+
+    Raises:
+        UnsupportedModelError: one cannot; but for Liger the model is as it was.
+    """
+    undo_liger_and_check(model)
+    if policy is not None:
+        for name, reason in why_no_rounding(model).items():
+            raise UnsupportedModelError(f"no token rounding in {name}: {reason}; {remedy}")
