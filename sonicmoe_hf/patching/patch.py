@@ -1,7 +1,8 @@
 """patch_experts / unpatch_experts: Transformers models with SonicMoE experts.
 
 The mechanism: (1) experts_implementation = "sonicmoe_hf" in the config of every experts module, after the model got
-configs of its own; (2) a hook on the model, which checks that calls reach the experts. No forward is rewritten.
+configs of its own; (2) a hook on the model, which checks that calls reach the experts. No forward of a block is
+rewritten; indexers of sparse attention run theirs for some queries at a time (attention/indexers.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..attention.indexers import use_pieces, use_whole
 from ..formats.quantizer import ignore_packed_in_ddp
 from ..formats.refusals import guard_deepspeed
 from ..layer.config import COMPUTE_CHOICES, SAVE_POLICIES, check_choice
@@ -78,6 +80,7 @@ def patch_experts(
     forget_dequantization(model)
     _use_our_experts(root, save, experts_compute)
     install_guards(root, own_configs)
+    use_pieces(root)
     warn_of_dense_experts(root)
     return layers
 
@@ -85,6 +88,7 @@ def patch_experts(
 def unpatch_experts(root: PreTrainedModel) -> None:
     """Undo patch_experts."""
     remove_guards(root)
+    use_whole(root)
     experts: Any
     for experts in every_experts(root):
         vars(experts).pop(attributes.SAVE, None)

@@ -14,6 +14,9 @@ PARAMETER_NAMES = "_sonicmoe_hf_parameter_names"  # until their checkpoint is re
 WHEN_SPLIT = "_sonicmoe_hf_when_split"  # called with them once they know the ranks that share them
 HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook of weights in host memory
 
+# indexers of sparse attention
+IN_PIECES = "_sonicmoe_hf_in_pieces"  # True: they score some queries at a time
+
 # modules that hold packed weights
 HAS_STORED_NAMES = "_sonicmoe_hf_has_stored_names"  # True: state dicts have the hooks that name what is stored
 

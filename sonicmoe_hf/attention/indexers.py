@@ -1,0 +1,184 @@
+"""Indexers of sparse attention, which choose keys for each query, in pieces of queries.
+
+Transformers scores every query with every key at once, in fp32 and once a head: [B, S, index heads, T]. Here their own
+forward runs for some queries at a time, so that the same keys are picked. B sequences, S queries, T keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model_patches.family import modeling_module
+from ..private import attributes
+from ..private.replaced import replace
+
+PIECE_BYTES = 2**29  # of the scores of a piece; three such tensors live at once
+PICKING = {  # DeepSeek's sparse attention: classes whose forward picks keys by the mask that it is given
+    modeling_module(folder): name
+    for folder, name in (
+        ("deepseek_v32", "DeepseekV32Indexer"),
+        ("glm_moe_dsa", "GlmMoeDsaIndexer"),
+        ("hy_v4", "HYV4Indexer"),
+        ("hy_v4_vl", "HYV4VLIndexer"),
+        ("mistral_large4", "MistralLarge4TextIndexer"),
+        ("axk2", "AXK2Indexer"),
+        ("dots3_note", "Dots3NoteTextIndexer"),
+    )
+}
+V4 = modeling_module("deepseek_v4")
+CACHES = ("cache", "past_key_values")  # names of that argument
+
+
+def use_pieces(model: nn.Module) -> None:
+    """Make the indexers of a model work in pieces of queries."""
+    ours: dict[type, Callable] = dict(_classes())
+    for module in model.modules():
+        if type(module) in ours:
+            replace(type(module), "forward", ours[type(module)](type(module).forward))
+            setattr(module, attributes.IN_PIECES, True)
+
+
+def use_whole(model: nn.Module) -> None:
+    """Undo `use_pieces`."""
+    for module in model.modules():
+        vars(module).pop(attributes.IN_PIECES, None)
+
+
+def _classes() -> Iterator[tuple[type, Callable]]:
+    """Yield the classes of indexers whose modules were imported, and what makes our forward of theirs."""
+    every = [(module, name, _picking) for module, name in PICKING.items()]
+    every += [(V4, "DeepseekV4Indexer", _untrained), (V4, "DeepseekV4IndexerScorer", _scoring)]
+    for module, name, wrap in every:
+        if (cls := getattr(sys.modules.get(module), name, None)) is not None:
+            yield cls, wrap
+
+
+def _picking(original: Callable) -> Callable:
+    """Wrap a forward that returns the indices [B, S, k] of the keys with the highest scores."""
+    parameters = list(inspect.signature(original).parameters)[1:]
+    cache = next(name for name in CACHES if name in parameters)
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        given = {**dict(zip(parameters, args)), **kwargs}
+        mask, (size, num_queries, _) = given["attention_mask"], given["hidden_states"].shape
+        if not vars(self).get(attributes.IN_PIECES) or mask.shape[1:-1] != (num_queries,):
+            return original(self, **given)
+        num_keys = mask.shape[-1]
+        if given.get(cache) is None and num_keys <= self.index_topk:
+            every = torch.arange(num_keys, dtype=torch.int32, device=mask.device)
+            return every.expand(size, num_queries, num_keys)
+        if fits(size * num_queries, self.n_heads * num_keys):
+            return original(self, **given)
+        return _in_pieces(self, original, given, cache, piece_of(num_queries, self.n_heads * num_keys))
+
+    return forward
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def _in_pieces(self, original: Callable, given: dict[str, Any], cache: str, step: int) -> torch.Tensor:
+    """Run an indexer for `step` queries of a sequence at a time, after its keys were made. cache: the argument's name."""
+    size, num_queries = given["hidden_states"].shape[:2]
+    places = [(row, first) for row in range(size) for first in range(0, num_queries, step)]
+
+    def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+        of_row = len(places) // size
+        return torch.cat([torch.cat(pieces[first : first + of_row], 1) for first in range(0, len(places), of_row)])
+
+    made: list[torch.Tensor] = []
+    for place in places:
+        piece = _sliced(given, *place, step)
+        piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
+        original(self, **{**piece, cache: _Keys(made.append)})
+    keys = joined(made)
+    if given.get(cache) is not None:
+        keys = given[cache].update_indexer(keys, self.layer_idx)
+    picked = []
+    for row, first in places:
+        piece = _sliced(given, row, first, step)
+        picked.append(original(self, **{**piece, cache: _Keys(None, keys[row : row + 1])}))
+    return joined(picked)
+
+
+def _sliced(given: dict[str, Any], row: int, first: int, step: int) -> dict[str, Any]:
+    """Cut arguments [B, S, ...], or tuples of such, to some queries of one sequence."""
+    size, num_queries = given["hidden_states"].shape[:2]
+
+    def cut(value):
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != num_queries:
+            return value
+        rows = value[row : row + 1] if value.shape[0] == size else value
+        return rows[:, first : first + step]
+
+    return {name: cut(value) for name, value in given.items()}
+
+
+class _Keys:
+    """Stands for a cache: takes the keys of some tokens, and hands out those of all."""
+
+    def __init__(self, take: Callable | None, keys: torch.Tensor | None = None):
+        self._take, self._keys = take, keys
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Do as a cache's method of this name."""
+        if self._take is not None:
+            self._take(keys)
+        return keys if self._keys is None else self._keys
+
+
+def _scoring(original: Callable) -> Callable:
+    """Wrap DeepseekV4IndexerScorer.forward: q [B, S, H, D], keys [B, T, D], hidden [B, S, .] -> scores [B, S, T]."""
+
+    @functools.wraps(original)
+    def forward(self, q, compressed_kv, hidden_states):
+        size, num_queries, heads = q.shape[:3]
+        scores = heads * compressed_kv.shape[1]
+        if not vars(self).get(attributes.IN_PIECES) or fits(size * num_queries, scores):
+            return original(self, q, compressed_kv, hidden_states)
+        return _scored(self, original, q, compressed_kv, hidden_states, piece_of(num_queries, scores))
+
+    return forward
+
+
+@torch.compiler.disable
+def _scored(self, original: Callable, q, keys, hidden_states, step: int) -> torch.Tensor:
+    """Score `step` queries of a sequence at a time."""
+    scores = q.new_empty(*q.shape[:2], keys.shape[1], dtype=torch.float32)
+    for row in range(q.shape[0]):
+        for first in range(0, q.shape[1], step):
+            place = slice(row, row + 1), slice(first, first + step)
+            scores[place] = original(self, q[place], keys[row : row + 1], hidden_states[place])
+    return scores
+
+
+def _untrained(original: Callable) -> Callable:
+    """Wrap a forward that returns indices alone, through which nothing trains."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        if not vars(self).get(attributes.IN_PIECES):
+            return original(self, *args, **kwargs)
+        with torch.no_grad():
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def fits(num_queries: int, scores: int) -> bool:
+    """Tell whether so many queries, each with so many scores in fp32, are a piece."""
+    return 4 * num_queries * scores <= PIECE_BYTES
+
+
+def piece_of(num_queries: int, scores: int) -> int:
+    """Choose how many queries of a sequence to take at once."""
+    return min(num_queries, max(1, PIECE_BYTES // (4 * scores)))

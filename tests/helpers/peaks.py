@@ -1,0 +1,40 @@
+"""Peak bytes of a forward and backward at real sizes, counted on FakeTensors: no memory is taken, and no GPU."""
+
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, from when they are made until they are freed; what was there
+    before does not count. most: the largest sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+                self._seen.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+                self.most = max(self.most, self.now)
+        return out
+
+    def _free(self, nbytes):
+        self.now -= nbytes
+
+
+def peak_bytes(make_inputs, forward) -> int:
+    """Count what `forward(*inputs)` takes at most, beside its inputs, made on FakeTensors by `make_inputs()`."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = make_inputs()
+        with Peak() as peak:
+            forward(*inputs)
+    return peak.most
