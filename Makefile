@@ -7,6 +7,7 @@
 #   make test-newest   the same with the newest
 #   make test-serving  what vLLM computes, on a CPU, of what we write for it; downloads 1 GB into an environment of its own
 #   make mutants       whether the tests see small wrong changes of the source: tests/mutants
+#   make facts      which of our tables of facts about other packages were read in older versions of them
 #   make lint          ruff, check and format; mypy; import-linter; zizmor
 #   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks of one layer; names what has become slower than the CSV says of the same card
@@ -31,7 +32,7 @@ SERVING := .venv-serving
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-oldest test-newest test-serving mutants test-gpu lint format bench docs wheel dist check-wheel owner clean
+.PHONY: demo test test-slow test-oldest test-newest test-serving mutants facts test-gpu lint format bench docs wheel dist check-wheel owner clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
@@ -50,6 +51,9 @@ test-newest: $(NEWEST)/.installed
 
 test-serving: $(SERVING)/.installed
 	$(RUN) $(SERVING)/bin/python -m pytest -q -rs -m serving tests/serving $(ARGS)
+
+facts: $(VENV)/.installed
+	PYTHONPATH=.:tests $(VENV)/bin/python -m helpers.facts
 
 mutants: $(VENV)/.installed
 	$(RUN) PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
