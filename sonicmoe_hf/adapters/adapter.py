@@ -2,7 +2,15 @@
 
 `Adapter.read` is the one reader, of PEFT's form for fused experts (target_parameters), of the form with factors for
 single experts that engines load and older PEFTs wrote, and of either layout of the base. peft_form.py writes the first,
-engines.py what engines load.
+engines.py what engines load. Of a layer with 2 experts, rank r and target_parameters, for example:
+
+    file (trained model's names, PEFT's wrappers)                       Adapter.factors (the model's names)
+    ...mlp.experts.base_layer.lora_A.weight [r*2, H]    first wrapper   ...mlp.experts.gate_up_proj
+    ...mlp.experts.base_layer.lora_B.weight [2I, r*2]   -> the 1st        a [2, r, H], b [2, 2I, r], scale
+    ...mlp.experts.lora_A.weight [r*2, I]               second wrapper  ...mlp.experts.down_proj
+    ...mlp.experts.lora_B.weight [H, r*2]               -> the 2nd        a [2, r, I], b [2, H, r], scale
+
+`TrainedModel` says which weight a name means, `AdapterConfig` the rank and the scale.
 """
 
 from __future__ import annotations
@@ -114,7 +122,7 @@ class _Reader:
             raise CheckpointError(f"{path} has no weights")
 
     def _assign(self, key: str, name: str) -> None:
-        """Find what the tensor `name` of the file is for; `key` is its name in the trained model."""
+        """Assign the file's tensor `name` to a weight, by `key`, its name in the trained model."""
         match = KEY.match(key)
         if match is None:
             self._assign_replacement(name, without_wrappers(key))
@@ -124,7 +132,7 @@ class _Reader:
             self.sides.setdefault(adapted, {})[match["side"]] = name
 
     def _adapted(self, trained: str, depth: int) -> Adapted | None:
-        """Return what the wrapper at this depth around a module of the trained model adapts."""
+        """Find the weight that the wrapper at this depth around a module of the trained model adapts, or None."""
         module, single = self.trained.in_model(trained), EXPERT.match(trained)
         if module in self.trained.modules:
             adapted = self.trained.target_parameters(module)
@@ -223,7 +231,7 @@ class _Reader:
         self.config.check_factors(adapted.trained, shapes, num_experts or 1, (size_out, size_in), rank, may_be_swapped)
 
     def _in_patterns(self, adapted: Adapted) -> str:
-        """Return what PEFT compares with rank_pattern and alpha_pattern: a linear layer's name, or a parameter's."""
+        """Return the name that PEFT compares with rank_pattern and alpha_pattern: a linear layer's, or a parameter's."""
         is_parameter = is_target_parameter(adapted.trained, self.config.entries)
         return adapted.trained if is_parameter else adapted.trained.removesuffix(".weight")
 

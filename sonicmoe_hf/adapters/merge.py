@@ -1,7 +1,8 @@
 """merge_adapter: a checkpoint with a LoRA adapter's products added to its weights, for engines without such adapters.
 
-Each tensor of the files is read, gets its part of scale * B A, and is written, one expert at a time, in the format that
-it has. Transformers' conversions, which say how parameters of a model are saved, say which part that is.
+Each tensor of the files is read, one expert at a time, has its rows of scale * B A added, and is written in the format
+that it had. A tensor may hold one matrix of a parameter of the model, such as gate of an expert's gate and up.
+Transformers' conversions, by which the model is saved, cut the product of the whole parameter into these matrices.
 """
 
 from __future__ import annotations

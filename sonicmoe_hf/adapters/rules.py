@@ -143,7 +143,7 @@ class AdapterConfig:
         return self._by_pattern("rank_pattern", "r", name)
 
     def scale(self, name: str) -> float:
-        """Return what PEFT multiplies B A of `name` by. Raises CheckpointError where lora_alpha is no number above 0."""
+        """Return the factor of B A of `name` in PEFT. Raises CheckpointError where lora_alpha is no number above 0."""
         alpha, rank = self._by_pattern("alpha_pattern", "lora_alpha", name), self.rank(name)
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
             raise CheckpointError(f"{self.path}: lora_alpha of {name} is {alpha!r}; it must be a positive number")
@@ -199,7 +199,7 @@ class AdapterConfig:
             raise CheckpointError(EMPTY.format(path=self.path, weight=weight))
         reason = f"where {expected[0]} and {expected[1]} are expected for r = {rank}"
         if tuple(shapes) == expected:
-            reason = "which do not show what is in and what is out"
+            reason = "which do not show which side is the input's and which the output's"
         if swaps:
             reason += (
                 f"; PEFT up to 0.19.0 took out for in, and peft_version is {self.entries.get('peft_version')!r}: train "

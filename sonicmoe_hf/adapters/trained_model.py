@@ -1,4 +1,12 @@
-"""TrainedModel: the model that an adapter was trained on, in the terms of the model that the adapter is read for."""
+"""TrainedModel: the model that an adapter was trained on, in the terms of the model that the adapter is read for.
+
+The same weights may have other names there, and experts another layout. For a vision-language model whose adapter was
+trained on its text model, for example:
+
+    trained on                        in_model ->  the model that is read for
+    model.layers.3.self_attn.q_proj                model.language_model.layers.3.self_attn.q_proj
+    model.layers.3.mlp.experts        <- as_trained  model.language_model.layers.3.mlp.experts
+"""
 
 from __future__ import annotations
 
@@ -82,7 +90,7 @@ class TrainedModel:
         return names
 
     def _find_decoder(self, keys: Collection[str]) -> str:
-        """Return what the class that was trained calls the model's decoder."""
+        """Return the decoder's name in the class that was trained."""
         for name in keys:
             match = TEXT_MODEL.match(key := without_wrappers(name))
             if match and match[1] != self._own_decoder:

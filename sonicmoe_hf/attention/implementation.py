@@ -112,7 +112,7 @@ def _cast(query, key, value):
 
 
 def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
-    """Read what `sinks_mask` made for the CUDA kernels."""
+    """Read the mask of the CUDA kernels, which `sinks_mask` made."""
     if attention_mask is None:
         return Sequences()
     if attention_mask.dim() == 1:

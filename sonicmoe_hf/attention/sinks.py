@@ -63,7 +63,7 @@ def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[t
 
 
 def _sides(inputs: Inputs, sequences: Sequences, options: Options) -> tuple[Side | None, Side | None, flash.Visible]:
-    """Return the packed queries and keys, or None where the batch stays as it is, and what a query sees."""
+    """Return the packed queries and keys, or None where the batch stays as it is, and the keys that each query sees."""
     q, k = inputs.query, inputs.key
     visible = flash.Visible(options.causal, options.window, mask=sequences.mask)
     if sequences.flags is not None:

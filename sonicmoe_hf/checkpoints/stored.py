@@ -64,15 +64,15 @@ class Weight:
         return self._stored.tensors[self.name].shape
 
     def by_expert(self, parts: list[torch.Tensor]) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
-        """Yield each expert with what `parts` have of it; None, with all of them, where the weight is made at once."""
+        """Yield each expert's number with its slices of `parts`; of a weight without experts None, and them whole."""
         if self.num_experts is None:
             yield None, parts
         else:
             yield from ((expert, [part[expert] for part in parts]) for expert in range(self.num_experts))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
-        """Return the shapes and dtypes that its parts must have, by name, where the weight is of this shape, and its rows
-        in an order of ORDERS. Any dtype will do where none is said."""
+        """Return by name the shape of each tensor that stores a weight of this shape, its rows in this order of ORDERS,
+        and the dtypes that it may have: () is any."""
         return {self.name: (shape, ())}
 
     def raw(self, expert: int | None = None) -> list[torch.Tensor]:

@@ -116,7 +116,7 @@ def why_in_python(model: nn.Module) -> list[str]:
 
 
 def _parts(layer: nn.Module) -> list[nn.Module]:
-    """List what is compiled of a layer: itself, or where ranks share its experts all else in it and beside them."""
+    """List the parts of a layer to compile: itself, or where ranks share its experts all else in it and beside them."""
     if not _has_shared_experts(layer):
         return [layer]
     beside: list[nn.Module] = []
@@ -194,7 +194,7 @@ class _Call:
         return result
 
     def _why(self, reason: str) -> str:
-        """Say what torch left to Python for this reason of its own, and what to do."""
+        """Write torch's reason for leaving a part to Python as a sentence with a remedy."""
         is_whole = self.layer.gradient_checkpointing and self.layer.training
         extent = "with gradient checkpointing all" if is_whole else "a part"
         remedy = next((each for word, each in REMEDIES.items() if word in reason.lower()), None)

@@ -133,7 +133,7 @@ def _padded_pairs(routing: Routing, num_tokens: int, holding: Holding, sizes: Ma
 def by_gathering(
     x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts, sizes: MaxSizes
 ) -> torch.Tensor:
-    """Give every rank all tokens, and sum over the ranks what their experts make of them. With few tokens all shapes are
+    """Gather all tokens on every rank, and sum the outputs of the experts over the ranks. With few tokens all shapes are
     known on the host, so that nothing waits for the device. With many, experts have room for their own pairs alone,
     whose number the host reads while x is on its way."""
     num_tokens, group = len(x_TH), holding.group

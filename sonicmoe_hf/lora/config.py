@@ -78,7 +78,7 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
 
 
 def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, dict[str, float]]:
-    """Return rank_pattern and alpha_pattern with the experts' own rank beside what is given.
+    """Add the experts' own rank to the rank_pattern and alpha_pattern that are given.
 
     Raises:
         ValueError: nothing of the experts is adapted, or a pattern names them already.

@@ -40,7 +40,7 @@ class Factors(NamedTuple):
         return product.T if self.is_transposed else product
 
     def padded(self, rank: int) -> Factors:
-        """Return factors of a larger rank with the same product: zeros stand beside what is there."""
+        """Pad A and B with zeros to a larger rank, whose product is the same."""
         more = rank - self.rank
         return self if not more else self._replace(a=F.pad(self.a, (0, 0, 0, more)), b=F.pad(self.b, (0, more)))
 

@@ -18,7 +18,7 @@ WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what 
 
 
 def without_wrappers(name: str) -> str:
-    """Return the name of what PEFT may have wrapped, as it was before."""
+    """Return the name that a module or parameter had before PEFT wrapped anything."""
     return WRAPPER.sub("", name)
 
 
@@ -47,8 +47,8 @@ class Names:
 
 
 def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, ...]) -> list[str]:
-    """Return what PEFT is told for `names`: of each the shortest ending of one of these numbers of parts that nothing
-    else in `everything` has, or the whole name."""
+    """Shorten `names` for PEFT's config: each to its shortest ending of one of these numbers of parts that no other name
+    in `everything` has, or else not at all."""
     wanted, chosen = dict.fromkeys(names), dict[str, str]()
     others = [name for name in everything if name not in wanted]
     for number in reversed(parts):

@@ -69,7 +69,7 @@ class PackedBase(NamedTuple):
 
     @classmethod
     def of_adapter(cls, auto_mapping: dict | None) -> PackedBase | None:
-        """Read what an adapter_config.json remembers; None where it was trained on dense experts, or says nothing."""
+        """Read the packing that an adapter_config.json remembers; None of dense experts, or where it says nothing."""
         entry = (auto_mapping or {}).get(ENTRY)
         return cls(entry["format"], entry.get("codes") or []) if entry else None
 
@@ -93,7 +93,7 @@ def remember(config: Any, model: nn.Module) -> None:
 
 
 def remembered(config: Any, auto_mapping: dict | None) -> dict | None:
-    """Return the auto_mapping that an adapter's config is saved with, of what PEFT would save."""
+    """Add the packing of its base to the auto_mapping with which PEFT would save an adapter's config."""
     base = getattr(config, attributes.PACKED_BASE, None)
     if base is None or not (auto_mapping or config.task_type is not None):  # PEFT takes a mapping for one of classes
         return auto_mapping

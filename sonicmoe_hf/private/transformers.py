@@ -142,7 +142,7 @@ def register_recording(model) -> None:
 
 
 def recorded_outputs() -> dict[str, list] | None:
-    """Get what the model's call in progress records of its modules' outputs, such as router_logits; None outside one."""
+    """Get the outputs of modules, such as router_logits, that the model's call in progress records; None outside one."""
     from transformers.utils.output_capturing import _active_collector
 
     return _active_collector.get()

@@ -1,7 +1,12 @@
 """The model calls in progress, by thread, and the calls that gradient checkpointing runs again.
 
-What torch.utils.checkpoint computes again in backward, in whichever thread of autograd's, is part of the forward that it
-was part of at first (private/torch.py says how we hear of it).
+A call (ModelCall) begins with the outermost forward of a model with experts; a Forward is one model's part of it. Layers
+that torch.utils.checkpoint computes again in backward, in any thread of autograd's, belong to the call of their first
+computation (private/torch.py says how we hear of it):
+
+    forward   model(x)      begin -> ModelCall 1   layer 0 (checkpointed): capture remembers call 1   end
+    backward  autograd's thread      layer 0 again: call 1 is in progress there, with its mask and handlers
+    forward   model(x)      begin -> ModelCall 2   ...
 """
 
 from __future__ import annotations
@@ -209,7 +214,7 @@ def _is_below(frame: FrameType, above: FrameType | None) -> bool:
 
 
 def _is_inside(forward: Forward, hook: Any) -> bool:
-    """Tell whether this module's is among the forwards of the same call that this one is inside."""
+    """Tell whether `forward`, or one around it in the same call, is of the module that has this hook."""
     around: Forward | None = forward
     while around is not None and around.call is forward.call:
         if around.hook is hook:

@@ -140,7 +140,7 @@ class ModelHook:
         self.experts: list[nn.Module] = []
 
     def bind(self, state: RoutingState, model: nn.Module) -> None:
-        """Take the settings of a model that is `model`, the hook's module, or has it inside."""
+        """Follow these settings, which are those of `model`, the module of this hook, or of a model around it."""
         self.state = state
         self.parameters = list(inspect.signature(type(model).forward).parameters)[1:]  # without self
         self.experts = every_experts(model)
@@ -203,7 +203,7 @@ class ModelHook:
         call.handlers = tuple(work)
 
     def _training_work(self, model: nn.Module, call: ModelCall, kwargs: dict) -> list[Callable]:
-        """List what the routers do in a new call that trains, and note what they need for it."""
+        """List the handlers that a new call's routers run in training, and note in the call what these need."""
         policy, balancing = self.state.policy, self.state.balancing
         work: list[Callable] = []
         if policy is not None:

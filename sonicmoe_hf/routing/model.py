@@ -71,7 +71,7 @@ def routing_policy(model: nn.Module) -> TokenRounding | None:
 def use_routers(
     model: nn.Module, policy: TokenRounding | None = None, *, remedy: str = "use routing=None"
 ) -> RoutingState:
-    """Give every router of a patched model its hook, after checking that every layer can do what the policy asks.
+    """Install the hook of every router of a patched model, after checking that every layer supports the policy.
 
     remedy: what the error says to do where a layer cannot round tokens.
 

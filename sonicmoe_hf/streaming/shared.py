@@ -64,8 +64,8 @@ class HostMemory:
         return not self.is_shared or self.ranks[number // 2 % len(self.ranks)] == self.rank
 
     def exchange(self, subject: str, own: Any) -> list[Any]:
-        """Give what each rank of this host has of a subject, once all have come here. Raises torch's DistStoreError where
-        one does not within the process group's timeout."""
+        """Gather the contributions of this host's ranks to a subject, once all have come here. Raises torch's
+        DistStoreError where one does not within the process group's timeout."""
         if len(self.ranks) == 1:
             return [own]
         self._store.set(f"{subject} of rank {self.rank}", json.dumps(own))

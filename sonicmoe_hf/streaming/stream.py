@@ -178,7 +178,7 @@ class ExpertsStream:
 
     @torch.inference_mode(False)
     def begin(self, layer: HostLayer) -> Mapping[str, Quantized]:
-        """Give the layer's weights on the device, for what is launched from now until `end`."""
+        """Return the layer's weights on the device, for kernels that are launched from now until `end`."""
         thread = threading.get_ident()
         with self._lock:
             self._end(thread)  # an interrupt may have come before the last use ended

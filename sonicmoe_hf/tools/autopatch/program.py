@@ -61,7 +61,7 @@ def _own_python(program: list[str]) -> list[str] | None:
 
 
 def _foreign(program: list[str]) -> list[str]:
-    """Return the command line of every other program; what begins with an option of Python's is one of this Python."""
+    """Return the command line of every other program; one that begins with an option of Python's is this Python's."""
     if program[0].startswith("-"):
         return [sys.executable, *program]
     path = _which(program[0])

@@ -124,7 +124,7 @@ def layers_of(model: Any) -> list[Layer]:
 
 
 def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> list[Whole]:
-    """List what a PEFT model's adapter brings trained whole: modules_to_save, tokens and biases.
+    """List the weights of a PEFT model's adapter that are trained whole: modules_to_save, tokens and biases.
 
     biases: parameters that hold the adapter's biases, each with the base's values.
     """
@@ -143,7 +143,7 @@ def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]])
 
 
 def hypotheses_for(model: Any, layers: list[Layer], wholes: list[Whole]) -> list[Hypothesis]:
-    """List what may have become of a PEFT model's active adapter, on these layers and what is trained whole."""
+    """List the hypotheses of how a server may have misread a PEFT model's adapter, on these layers and whole weights."""
     experts = [layer for layer in layers if layer.experts is not None]
     groups = groups_of(layers)
     numbers = list(dict.fromkeys(layer.number for layer in layers if layer.number))

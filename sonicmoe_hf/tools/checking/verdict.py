@@ -101,7 +101,7 @@ def judge(
 
 
 def limit_of(reference: Reference, noise: float | None) -> float:
-    """Return the rms difference up to which a place gives what was expected."""
+    """Return the rms difference from the expected change up to which a place counts as applied."""
     effect = rms(reference.adapter - reference.base)
     return UNEXPLAINED * effect if noise is None else ROUNDING * noise + FLOOR * effect
 

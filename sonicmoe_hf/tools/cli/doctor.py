@@ -91,7 +91,7 @@ def _name(dtype: torch.dtype) -> str:
 def examine(
     name: str, *, batch_size: int | None = None, sequence_length: int | None = None, tile: int | None = None
 ) -> dict[str, Any]:
-    """Find what the layers of a hub model or a local folder get, on this machine's best device. Only its config is read.
+    """Find the support, backend and kernels of a model's layers on this machine's best device. Only its config is read.
 
     Args:
         name: hub id or folder. batch_size, sequence_length: of one forward on one device; with both, "token_rounding"

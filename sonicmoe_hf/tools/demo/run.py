@@ -100,7 +100,7 @@ class Demo:
         self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
 
     def logged(self, key: str) -> plots.Curve:
-        """Return what the Trainer logged under `key`."""
+        """Return the values that the Trainer logged under `key`."""
         entries = [entry for entry in self.log if key in entry]
         return plots.Curve([entry["step"] for entry in entries], [entry[key] for entry in entries])
 

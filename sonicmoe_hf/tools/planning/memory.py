@@ -201,7 +201,7 @@ def _held_adapters(sizes: ModelSizes, training: Training) -> float:
 
 
 def _fixed(sizes: ModelSizes, training: Training) -> Memory:
-    """Compute what is there all the time: weights, the optimiser's state and adapters."""
+    """Compute the memory that is taken all the time: weights, the optimiser's state and adapters."""
     width = training.width if training.full else 2
     experts, rest, optimiser = float(width * sizes.experts), float(width * sizes.rest), 0.0
     if training.full:
