@@ -18,8 +18,9 @@ from torch import nn
 from ..model_patches.family import modeling_module
 from ..private import attributes
 from ..private.replaced import replace
+from .pieces import CACHES, fits, piece_of
+from .pooled_indexer import without_loop
 
-PIECE_BYTES = 2**29  # of the scores of a piece; three such tensors live at once
 PICKING = {  # DeepSeek's sparse attention: classes whose forward picks keys by the mask that it is given
     modeling_module(folder): name
     for folder, name in (
@@ -32,8 +33,7 @@ PICKING = {  # DeepSeek's sparse attention: classes whose forward picks keys by 
         ("dots3_note", "Dots3NoteTextIndexer"),
     )
 }
-V4 = modeling_module("deepseek_v4")
-CACHES = ("cache", "past_key_values")  # names of that argument
+V4, QWEN4 = modeling_module("deepseek_v4"), modeling_module("qwen4_exp")
 
 
 def use_pieces(model: nn.Module) -> None:
@@ -55,6 +55,7 @@ def _classes() -> Iterator[tuple[type, Callable]]:
     """Yield the classes of indexers whose modules were imported, and what makes our forward of theirs."""
     every = [(module, name, _picking) for module, name in PICKING.items()]
     every += [(V4, "DeepseekV4Indexer", _untrained), (V4, "DeepseekV4IndexerScorer", _scoring)]
+    every += [(QWEN4, "Qwen4ExpTextQSAIndexer", without_loop)]
     for module, name, wrap in every:
         if (cls := getattr(sys.modules.get(module), name, None)) is not None:
             yield cls, wrap
@@ -172,13 +173,3 @@ def _untrained(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
 
     return forward
-
-
-def fits(num_queries: int, scores: int) -> bool:
-    """Tell whether so many queries, each with so many scores in fp32, are a piece."""
-    return 4 * num_queries * scores <= PIECE_BYTES
-
-
-def piece_of(num_queries: int, scores: int) -> int:
-    """Choose how many queries of a sequence to take at once."""
-    return min(num_queries, max(1, PIECE_BYTES // (4 * scores)))

@@ -6,16 +6,17 @@ import pytest
 import torch
 from helpers.models import gradients_of, relative_error
 from helpers.peaks import peak_bytes
-from helpers.small_families import families_here, small_model
+from helpers.small_families import CHANGES, families_here, small_model
 from transformers import CONFIG_MAPPING
 
 import sonicmoe_hf
-from sonicmoe_hf.attention import indexers
+from sonicmoe_hf.attention import indexers, pieces
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4", "axk2", "dots3_note", "deepseek_v4"]
 HERE = [family for family in SPARSE if family in families_here()]
 SIZES = {"index_topk": 4, "sliding_window": 8}
 GIB = 2**30
+HEADS = 16  # of Qwen4-Exp's indexer: with two, many scores are 0, and which of equals is picked is by chance
 
 
 def step(model, ids, mask=None):
@@ -39,7 +40,7 @@ def test_logits_and_gradients_are_those_of_whole_scores(family, monkeypatch):
     for name in ("_in_pieces", "_scored"):
         real = getattr(indexers, name)
         monkeypatch.setattr(indexers, name, lambda *args, real=real: calls.append(1) or real(*args))
-    monkeypatch.setattr(indexers, "PIECE_BYTES", 4 * 2 * 22 * 5)  # some queries each, of two heads
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 2 * 22 * 5)  # some queries each, of two heads
     expected = step(whole, ids, mask)
     assert not calls
     found = step(model, ids, mask)
@@ -58,7 +59,7 @@ def test_generation_with_a_cache_is_as_before(family, monkeypatch):
     ids = torch.randint(3, 50, (2, 18), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     expected = model.generate(ids, **options)
-    monkeypatch.setattr(indexers, "PIECE_BYTES", 4 * 2 * 18 * 5)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 2 * 18 * 5)
     found = model.generate(ids, **options)
     assert torch.equal(found.sequences, expected.sequences)
     assert relative_error(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
@@ -89,3 +90,57 @@ def test_an_indexer_of_deepseek_v32_takes_a_tenth_of_the_memory_at_8192_tokens()
     assert peak_bytes(inputs, indexer) > 30 * GIB
     indexers.use_pieces(indexer)
     assert peak_bytes(inputs, indexer) < 3 * GIB
+
+
+def visible_by(kind, size, queries, keys):
+    """Return a mask [B, 1, S, T] of what queries at the end see."""
+    visible = torch.ones(size, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
+    if kind == "right":
+        visible[1, :, :, keys - 5 :] = False
+    if kind == "left":
+        visible[1, :, :, :5] = False
+    if kind == "packed":
+        visible[1, 0, 7:, :7] = False
+    return visible
+
+
+@pytest.mark.parametrize("kind, queries", [("full", 19), ("right", 19), ("left", 19), ("full", 3), ("packed", 19)])
+@pytest.mark.skipif("qwen4_exp" not in families_here(), reason="of Transformers 5.23")
+def test_qwen4_exps_indexer_selects_the_same_without_its_loop(kind, queries, monkeypatch):
+    monkeypatch.setitem(CHANGES["qwen4_exp"], "indexer_n_heads", HEADS)
+    config = small_model("qwen4_exp").config.get_text_config()
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
+
+    torch.manual_seed(0)
+    indexer, size, keys = Qwen4ExpTextQSAIndexer(config, 0), 2, 19
+    hidden = torch.randn(size, keys, config.hidden_size)
+    angles = torch.rand(size, keys, config.indexer_head_dim // 2).repeat(1, 1, 2)
+    mask = visible_by(kind, size, queries, keys)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 5 * (HEADS * 9 + 4 * 19))  # five queries
+
+    class Cache:
+        """Hands out the keys of all tokens."""
+
+        def update_indexer(self, own, layer_idx):
+            return indexer.index_qk_proj(hidden)[..., -config.indexer_head_dim :]
+
+    cache = Cache() if queries < keys else None
+    given = hidden[:, -queries:], (angles.cos(), angles.sin()), mask, cache
+    expected = indexer(*given)
+    indexers.use_pieces(indexer)
+    with torch.no_grad():
+        assert torch.equal(indexer(*given) & mask, expected & mask)
+    assert 0 < (expected & mask).sum() < mask.sum(), "some keys are left out"
+
+
+@pytest.mark.skipif("qwen4_exp" not in families_here(), reason="of Transformers 5.23")
+def test_qwen4_exp_trains_as_with_its_loop(monkeypatch):
+    monkeypatch.setitem(CHANGES["qwen4_exp"], "indexer_n_heads", HEADS)
+    model = small_model("qwen4_exp").train()
+    sonicmoe_hf.patch_model(model)
+    loop = copy.deepcopy(model)
+    indexers.use_whole(loop)
+    ids = torch.randint(3, 50, (2, 15), generator=torch.Generator().manual_seed(1))
+    found, expected = step(model, ids), step(loop, ids)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
