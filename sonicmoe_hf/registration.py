@@ -19,6 +19,7 @@ from typing import Any
 
 from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import peft as adapters_of_transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
@@ -33,9 +34,10 @@ from .layer.holding import has_expert_parallelism
 from .patching.experts import sonicmoe_hf_experts_forward
 from .private.replaced import is_replaced, put_back, replace
 from .private.transformers import experts_implementation, read_scalars_whole
-from .private.versions import TESTED, untested_versions
+from .private.versions import TESTED, check_peft_version, untested_versions
 
 logger = logging.getLogger(__name__)
+_PEFT_CHECK = adapters_of_transformers.check_peft_version
 
 
 def install() -> None:
@@ -60,6 +62,7 @@ def install() -> None:
         EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)
         replace(fsdp, "fully_shard", fully_shard)
         replace(EpDispatchExpertsParallel, "install_forward", install_forward)
+    replace(adapters_of_transformers, "check_peft_version", functools.partial(check_peft_version, _PEFT_CHECK))
     if not is_replaced(PreTrainedModel, "__setstate__"):
         for sentence in untested_versions():
             logger.warning(f"sonicmoe_hf: {sentence}")

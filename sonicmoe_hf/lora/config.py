@@ -47,7 +47,8 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
             vision tower. Both leave out names that PEFT takes for experts' of older checkpoints (AFMoE's attention
             gate_proj), and what Mamba's kernels read past an adapter. layers_to_transform chooses experts too.
     Returns:
-        The configuration, for `peft.get_peft_model`, TRL's `peft_config=` or `model.add_adapter`.
+        The configuration, for `peft.get_peft_model`, TRL's `peft_config=` or `model.add_adapter`, which Transformers
+        5.24 has for PEFT 0.22 and newer alone.
     Raises:
         ModuleNotFoundError: PEFT is not installed.
         UnsupportedModelError: a mixture-of-experts layer is not supported, or there is none.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Callable
 
 import torch
 from packaging.version import Version
@@ -44,6 +45,23 @@ def _installed(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return NOT_INSTALLED
+
+
+def check_peft_version(check: Callable[[str], None], min_version: str) -> None:
+    """Call Transformers' check of PEFT's version for add_adapter and load_adapter, which names no version that is
+    installed.
+
+    Raises:
+        ValueError: PEFT is older than min_version, or not installed; with what works all the same.
+    """
+    try:
+        check(min_version)
+    except ValueError as error:
+        raise ValueError(
+            f"add_adapter and load_adapter of Transformers {_installed('transformers')} need PEFT {min_version} or "
+            f"newer, and PEFT is {_installed('peft')}; use peft.get_peft_model(model, config), and "
+            "peft.PeftModel.from_pretrained(model, folder), in their place"
+        ) from error
 
 
 def untested_versions() -> list[str]:

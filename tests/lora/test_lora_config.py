@@ -3,16 +3,21 @@
 import inspect
 import warnings
 
+import peft
 import pytest
 import torch
+import transformers
+from helpers.adapters import fused
 from helpers.checkpoints import FAMILIES
 from helpers.models import batch, build, patched
 from helpers.native import native_twin
 from helpers.small_families import small_model
+from packaging.version import Version
 from peft import PeftModel, get_peft_model
 from peft.tuners import tuners_utils
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations import peft as integration
 
 import sonicmoe_hf
 from sonicmoe_hf.tools.random_models import config_of
@@ -195,6 +200,23 @@ def test_experts_r_stands_beside_patterns_for_other_modules_and_other_names():
     assert not [key for key in config.rank_pattern if key.endswith("vision.experts.down_proj")]
     unset = sonicmoe_hf.lora_config(build("olmoe"), 6)
     assert unset.rank_pattern == unset.alpha_pattern == {}
+
+
+def test_add_adapter_takes_the_config_where_peft_is_new_enough_and_else_says_what_works(monkeypatch):
+    model = build("qwen3_moe", num_hidden_layers=1)
+    sonicmoe_hf.patch_model(model)
+    config = sonicmoe_hf.lora_config(model, r=2)
+    if Version(peft.__version__) >= Version(integration.MIN_PEFT_VERSION):
+        model.add_adapter(config)
+        with fused():
+            model(**batch()).loss.backward()
+        assert sum("experts" in name and p.grad is not None for name, p in model.named_parameters()) == 4
+        monkeypatch.setattr(integration, "MIN_PEFT_VERSION", "99")
+    other = build("qwen3_moe", num_hidden_layers=1)
+    words = f"Transformers {transformers.__version__} need PEFT .* or newer, and PEFT is {peft.__version__}; use peft.get_p"
+    with pytest.raises(ValueError, match=words):
+        other.add_adapter(config)
+    get_peft_model(other, config)
 
 
 def test_nobody_is_told_that_the_experts_own_rank_is_ignored(tmp_path):

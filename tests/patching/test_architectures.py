@@ -128,7 +128,7 @@ def test_routers_that_share_facts_have_the_same_forward(families):
     assert not differ, f"Transformers changed a router: {differ} no longer compute what {first.name} does"
 
 
-@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="the table is of Transformers 5.23")
+@pytest.mark.skipif(not transformers.__version__.startswith("5.24."), reason="the table is of Transformers 5.24")
 def test_the_table_in_the_documents_is_current():
     text = DOCUMENT.read_text()
     assert with_table(text) == text, "run: PYTHONPATH=.:tests python -m helpers.architectures"
