@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,13 @@ from ..private.torch import guard_module_hooks
 from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
 from .unpacked import warn_of_dense_experts
 
+logger = logging.getLogger(__name__)
+INPUTS = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
+IGNORED = (
+    "sonicmoe_hf: {model} takes no {names}, and ignores what it gets: load the class that the checkpoint's "
+    "`architectures` names, as sonicmoe_hf.from_pretrained does, such as by AutoModelForImageTextToText"
+)
+
 
 class ExpertsGuard:
     """Forward pre-hook of a model that contains experts.
@@ -20,6 +29,8 @@ class ExpertsGuard:
     It checks that sonicmoe_hf computes them at the first call, because quantizers, use_kernels, parallelism and Liger may
     have changed them since patching, and again wherever a forward of the experts was replaced. Compiled calls can only
     raise an error then.
+
+    It also warns, once, of images and sounds that a text model takes as keyword arguments and ignores.
 
     own_configs: what `use_own_configs` remembers of the model. Copies and pickles begin anew.
     """
@@ -30,6 +41,7 @@ class ExpertsGuard:
         # experts and wrappers, with a forward of their own
         self.forwards: list[tuple[nn.Module, Callable | None]] = []
         self.is_checked = False
+        self.has_warned = False
 
     def __reduce__(self):
         return type(self), ()
@@ -38,7 +50,9 @@ class ExpertsGuard:
         """Take the forwards that the model's experts have now for those that they are to have."""
         self.forwards = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
 
-    def __call__(self, model: nn.Module, args) -> None:
+    def __call__(self, model: nn.Module, args, kwargs) -> None:
+        if not (INPUTS.isdisjoint(kwargs) or self.has_warned or torch.compiler.is_compiling()):
+            self._warn_of_ignored(model, kwargs)
         is_replaced = False
         for module, forward in self.forwards:
             is_replaced = is_replaced or module.__dict__.get("forward") is not forward
@@ -54,11 +68,24 @@ class ExpertsGuard:
                 self.watch(model)
                 self.is_checked = True
 
+    def _warn_of_ignored(self, model: nn.Module, kwargs: dict) -> None:
+        named = inspect.signature(type(model).forward).parameters
+        ignored = sorted(name for name in INPUTS & kwargs.keys() if kwargs[name] is not None and name not in named)
+        if ignored:
+            for guard in guards_of(model):  # models inside, which get the same
+                guard.has_warned = True
+            logger.warning(IGNORED.format(model=type(model).__name__, names=" and ".join(ignored)))
+
 
 def guard_of(model: nn.Module) -> ExpertsGuard | None:
     """Find the guard of a patched model, or of the first one in it; None where none is patched."""
+    return next(guards_of(model), None)
+
+
+def guards_of(model: nn.Module) -> Iterator[ExpertsGuard]:
+    """Yield the guards of a model and of those in it."""
     found = (vars(module).get(attributes.GUARD) for module in model.modules())
-    return next((guard[0] for guard in found if guard is not None), None)
+    yield from (guard[0] for guard in found if guard is not None)
 
 
 def install_guards(model: nn.Module, own_configs: dict[int, Any]) -> None:
@@ -66,7 +93,7 @@ def install_guards(model: nn.Module, own_configs: dict[int, Any]) -> None:
     for module in models_with_experts(model):
         if attributes.GUARD not in vars(module):
             guard = ExpertsGuard()
-            vars(module)[attributes.GUARD] = guard, module.register_forward_pre_hook(guard)
+            vars(module)[attributes.GUARD] = guard, module.register_forward_pre_hook(guard, with_kwargs=True)
         guard = vars(module)[attributes.GUARD][0]
         guard.own_configs = own_configs
         guard.watch(module)

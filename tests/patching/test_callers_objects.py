@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import config_in, make, to_fp8
-from helpers.models import build
+from helpers.models import batch, build
 from peft import get_peft_model
 from transformers import (
     AutoConfig,
@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from sonicmoe_hf import from_pretrained, lora_config
+from sonicmoe_hf import from_pretrained, lora_config, patch_model
 from sonicmoe_hf.checkpoints import config_only
 from sonicmoe_hf.formats.declared import declared_quantization
 from sonicmoe_hf.models.loading import _auto_class
@@ -79,6 +79,15 @@ def test_a_config_with_adapters_of_experts_leaves_the_filters_of_warnings_as_the
     before = list(warnings.filters)
     get_peft_model(model, lora_config(model, r=4, experts_r=2))
     assert warnings.filters == before
+
+
+def test_a_text_model_that_ignores_images_says_so_once(caplog):
+    model = build("qwen3_moe", num_hidden_layers=1)
+    patch_model(model)
+    for _ in range(2):
+        model(**batch(), pixel_values=torch.zeros(1))
+    (said,) = (message for message in caplog.messages if "pixel_values" in message)
+    assert said.startswith("sonicmoe_hf: Qwen3MoeForCausalLM takes no pixel_values, and ignores what it gets")
 
 
 @pytest.mark.parametrize(
