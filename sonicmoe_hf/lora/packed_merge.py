@@ -1,6 +1,7 @@
 """Adapters of packed experts merged in memory, where PEFT's merge_and_unload and merge_adapter get to them.
 
-W + sum of s B A is dithered in the format that W has, to the codes that `merge_adapter` writes of the same files.
+W + sum of s B A is dithered in the format that W has, to the codes that `merge_adapter` writes of the same files. Ranks
+that share experts round their own, by the numbers that these have among all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight
 from .dithering import dither_of
 from .factors import Factors
-from .shared_experts import NOT_MERGED
 
 NOT_UNMERGED = (
     "adapters merged into packed experts cannot be taken out again, since what rounding did is not kept; load the base "
@@ -55,8 +55,6 @@ def merge(wrapper: ParamWrapper, safe_merge: bool = False, adapter_names: list[s
     weight = packed_weight(wrapper)
     if weight is None:
         return _PEFTS_MERGE(wrapper, safe_merge=safe_merge, adapter_names=adapter_names)
-    if holding_of(wrapper.get_base_layer()).by is Holder.EXPERT_PARALLEL:
-        raise UnsupportedModelError(NOT_MERGED.format(kind="that ranks share"))
     if wrapper not in _dithers:
         raise UnsupportedModelError(NOT_NAMED)
     names = [name for name in check_adapters_to_merge(wrapper, adapter_names) if name in wrapper.lora_A]
@@ -84,14 +82,15 @@ def _factors(wrapper: ParamWrapper, adapter: str, num_experts: int) -> Factors:
 def _add(weight: PackedWeight, adapters: list[Factors], wrapper: ParamWrapper) -> None:
     experts = wrapper.get_base_layer()
     assert weight.is_transposed == is_transposed(experts)
-    format = FORMATS[weight.format]
+    format, holding = FORMATS[weight.format], holding_of(experts)
+    first = holding.experts.start if holding.by is Holder.EXPERT_PARALLEL else 0
     packed: Any = weight.resident()
     for expert in range(len(weight)):
         exact = format.expert(packed.packed, expert)
         for factors in adapters:
             own = factors.expert(expert)
             exact = own._replace(a=own.a.to(exact), b=own.b.to(exact)).product().add_(exact)
-        uniform = _dithers[wrapper].uniform(expert, exact.shape, exact.device)
+        uniform = _dithers[wrapper].uniform(first + expert, exact.shape, exact.device)
         rounded = format.round_expert(packed.packed, expert, in_fp32(exact), uniform)
         packed.codes[expert], packed.scales[expert] = rounded.codes, rounded.scales
     weight.copy_(packed)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from peft.config import PeftConfigMixin
 from peft.tuners.lora import model as peft_model
-from peft.tuners.lora.layer import Linear, ParamWrapper
+from peft.tuners.lora.layer import Linear, LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import other as peft_other
 from torch import nn
@@ -242,9 +242,12 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
 def _check_merge_allowed(self) -> None:
     """Refuse a merge in memory before it begins, as BaseTuner's method does: else all but the experts would be merged by
     the time that their error comes."""
+    has_shares = any(expert_parallelism(module) is not None for module in self.model.modules())
     for module in self.model.modules():
-        if isinstance(module, ParamWrapper) and not set(module.lora_A).isdisjoint(module.active_adapters):
-            reason = _why_not_merged(module)
+        if isinstance(module, LoraLayer) and not set(module.lora_A).isdisjoint(module.active_adapters):
+            reason = _why_not_merged(module) if isinstance(module, ParamWrapper) else None
+            if hasattr(getattr(module.get_base_layer(), "weight", None), "device_mesh") and has_shares:
+                reason = "that ranks share, and of layers that they shard beside them,"
             if reason is not None:
                 raise UnsupportedModelError(shared_experts.NOT_MERGED.format(kind=reason))
     packed_merge.name_weights(self.model)
@@ -254,10 +257,10 @@ def _check_merge_allowed(self) -> None:
 def _why_not_merged(wrapper: ParamWrapper) -> str | None:
     """Say which experts an adapter cannot be merged into in memory; None of others."""
     experts: Any = wrapper.get_base_layer()
-    if holding_of(experts).by is Holder.EXPERT_PARALLEL:  # linear layers may be sharded beside them
+    weight, is_packed = getattr(experts, wrapper.parameter_name), packed_merge.packed_weight(wrapper) is not None
+    if not is_packed and holding_of(experts).by is Holder.EXPERT_PARALLEL:
         return "that ranks share"
-    weight = getattr(experts, wrapper.parameter_name)
-    if packed_merge.packed_weight(wrapper) is None:
+    if not is_packed:
         return "in host memory" if isinstance(weight, PackedWeight) else None
     return "in host memory that ranks share" if getattr(getattr(weight, "layer", None), "is_shared", False) else None
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
-from helpers.checkpoints import CUT_OFF, make, to_fp8
+from helpers.checkpoints import CUT_OFF, make, packed_in, to_fp8
 from helpers.examples import EXAMPLES, TEXT
 from helpers.examples import load as load_example
 from helpers.marks import rest_pinned
@@ -19,7 +19,6 @@ from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
 from helpers.ranks import WORLD
 from helpers.training import Examples
 from peft import PeftModel, get_peft_model
-from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from test_expert_parallel import APART, SHARED, load, step
 from test_expert_parallel import pytestmark as pytestmark
@@ -69,11 +68,14 @@ def held_and_saved(rank, folder, sizes, format):
     base = load(f"{folder}/base", sizes, experts_quantization=format)
     reloaded = PeftModel.from_pretrained(base, f"{folder}/adapter", is_trainable=True)
     found.append(reloaded(**inputs).logits.detach())
-    wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
-    for merge in (wrapper.merge, model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(UnsupportedModelError, match=r"ranks share cannot be merged in memory.*sonicmoe-hf merge"):
+    if sizes == SHARED:  # which shards no linear layers
+        return held, found, {name: weight.dequantize() for name, weight in packed_in(model.merge_and_unload()).items()}
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(
+            UnsupportedModelError, match=r"ranks share.* cannot be merged in memory.*sonicmoe-hf merge"
+        ):
             merge()
-    return held, found
+    return held, found, {}
 
 
 @pytest.mark.parametrize(("sizes", "format"), rest_pinned([(APART, "nf4"), (SHARED, "mxfp4"), (APART, None)]))
@@ -83,7 +85,7 @@ def test_ranks_hold_one_ranks_factors_and_save_them_whole(ranks, sizes, format, 
     base = sonicmoe_hf.from_pretrained(tmp_path / "base", experts_quantization=format).train()
     model = adapted(base, sizes)
     expected = factors(model)
-    for rank, (held, found) in enumerate(results):
+    for rank, (held, found, _) in enumerate(results):
         assert set(held) == set(expected)
         for name, factor in held.items():
             whole = own_factors(name, expected[name], rank) if ".experts." in name else expected[name]
@@ -95,6 +97,10 @@ def test_ranks_hold_one_ranks_factors_and_save_them_whole(ranks, sizes, format, 
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     whole = {name.replace(".default", ""): factor for name, factor in expected.items()}
     assert set(saved) == set(whole) and all(torch.equal(saved[name], factor) for name, factor in whole.items())
+    if sizes == SHARED:
+        for name, weight in packed_in(model.merge_and_unload()).items():
+            parts = [merged[name] for _, _, merged in results]
+            assert torch.equal(torch.cat(parts), weight.dequantize()), "rounded by the numbers of all experts"
 
 
 def trainer_of(model, output, steps, batch_size):
