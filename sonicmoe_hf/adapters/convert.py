@@ -23,7 +23,7 @@ from ..checkpoints.atomic_folder import (
 )
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import family_of, hub_config, native_config
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_json
+from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_config
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.plan import TARGETS
@@ -108,7 +108,7 @@ def run_adapter_conversion(
 
 def _model(path: Path, native: bool) -> PreTrainedModel:
     """Build the model that the config.json at `path` describes, of either layout, on the meta device."""
-    config = read_json(path)
+    config = read_config(path.parent)
     if native or str(config.get("model_type")).startswith(NATIVE_PREFIX):
         family, _ = family_of(config, path)
         config = native_config(config, family) if native else hub_config(config, family)
@@ -119,7 +119,7 @@ def _text_model(path: Path, decoder: str) -> PreTrainedModel | None:
     """Build the text model inside the one that the config.json at `path` describes; None where its decoder has another
     name than `decoder`, that of the model that was trained."""
     text_model = build_from_config(
-        {**read_json(path), "architectures": None}, path
+        {**read_config(path.parent), "architectures": None}, path
     )  # which AutoModelForCausalLM loads
     return text_model if decoder_name(text_model) == decoder else None
 
@@ -144,7 +144,7 @@ def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) 
         )
     try:
         folder = local_folder(name, only=[CONFIG_FILE])
-        read_json(folder / CONFIG_FILE)
+        read_config(folder)
     except CheckpointError as error:
         raise CheckpointError(
             f"the model that the adapter was trained on cannot be read; say trained_on= (--trained-on), its folder: "

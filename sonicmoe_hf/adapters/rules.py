@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 
 from ..checkpoints.converters import WITH_PEFT
-from ..checkpoints.files import ADAPTER_CONFIG, read_json
+from ..checkpoints.files import ADAPTER_CONFIG
 from ..errors import CheckpointError
+from ..formats.json_files import read_json
 from ..lora.names import PREFIX, Names
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -53,6 +54,14 @@ NAMES = (  # entries that hold names
     "rank_pattern",
     "alpha_pattern",
 )
+TYPES: dict[str, type | tuple[type, ...]] = {  # of entries, where they are set
+    "r": int,
+    "lora_alpha": (int, float),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "auto_mapping", "unsloth_fused_expert_lora"), dict),
+    **dict.fromkeys(("target_modules", "exclude_modules"), (str, list)),
+    **dict.fromkeys(("target_parameters", "modules_to_save"), list),
+    "base_model_name_or_path": str,
+}
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
 EMPTY = (
     "{path}: lora_A and lora_B of {weight} are empty, as DeepSpeed's ZeRO-3 leaves them on each rank: save the adapter "
@@ -95,7 +104,7 @@ class AdapterConfig:
 
     def __init__(self, folder: Path):
         self.path = path = folder / ADAPTER_CONFIG
-        self.entries = entries = read_json(path)
+        self.entries = entries = read_json(path, **TYPES)
         if entries.get("peft_type") != "LORA":
             raise CheckpointError(
                 f"{path}: peft_type is {entries.get('peft_type')!r}; only LORA adapters are known here"

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..errors import CheckpointError
 from ..formats.declared import MODELOPT_FILE, declared_quantization
 from ..private.transformers import auto_class_of
-from .files import CONFIG_FILE, read_json
+from .files import CONFIG_FILE, read_config
 from .hub import local_folder
 
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code
@@ -69,7 +69,7 @@ def build_on_meta(name: str) -> PreTrainedModel:
     """
     folder = local_folder(name, only=[CONFIG_FILE, MODELOPT_FILE])
     path = folder / CONFIG_FILE
-    entries = read_json(path)
+    entries = read_config(folder)
     declared = declared_quantization(entries, folder)
     if declared is not None:
         entries["quantization_config"] = declared.entries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from ..formats.json_files import read_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -39,16 +39,17 @@ def expanded(path: str | os.PathLike) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def read_json(path: Path) -> dict:
-    """Read the object in a JSON file.
+def read_config(folder: Path) -> dict:
+    """Read the config.json of the model in `folder`.
 
     Raises:
-        CheckpointError: there is no such file, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or it names no model_type.
     """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    path = folder / CONFIG_FILE
+    config = read_json(path, model_type=str, architectures=list, text_config=dict, quantization_config=dict)
+    if not config.get("model_type"):
+        raise CheckpointError(f"{path}: model_type is {config.get('model_type')!r}; download it again")
+    return config
 
 
 def opened(path: Path):
@@ -105,7 +106,9 @@ def read_headers(folder: Path) -> dict[str, Header]:
     index = folder / INDEX_FILE
     if not index.exists():
         return headers_of(folder / WEIGHTS_FILE)
-    weight_map = read_json(index)["weight_map"]
+    weight_map = read_json(index, weight_map=dict).get("weight_map")
+    if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map that names files; download it again")
     if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in weight_map.values():
         raise CheckpointError(
             f"{folder} has both {WEIGHTS_FILE} and {INDEX_FILE}, which names other files; Transformers would load "

@@ -16,7 +16,7 @@ from ..kernels.packed.dither import Dither
 from ..kernels.packed.format import Stored
 from ..kernels.packed.grid import Rounded
 from .configs import quantization_of
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Header, opened, read_headers, read_json
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Header, opened, read_config, read_headers
 
 TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -249,7 +249,7 @@ class StoredWeights:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.config = read_json(folder / CONFIG_FILE)
+        self.config = read_config(folder)
         if self.config.get("transformers_weights") is not None:
             raise CheckpointError(
                 f"{folder / CONFIG_FILE}: transformers_weights is {self.config['transformers_weights']!r}, a file that "

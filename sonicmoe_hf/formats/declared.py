@@ -3,7 +3,6 @@ that older exports of ModelOpt have beside config.json."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from ..kernels.packed import FORMATS, Format
 from ..kernels.packed.fp8 import FP8_BLOCK
 from . import declared_integers
 from .hub import HUB, HubFormat, HubFP4, HubFP8
+from .json_files import check_type, read_json
 
 TEXT_CONFIGS = ("decoder", "generator", "text_config")  # where get_text_config looks for them
 QUANT_METHOD = "sonicmoe_hf"
@@ -140,22 +140,35 @@ def _is_size(size) -> bool:
 
 def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None = None) -> DeclaredQuantization | None:
     """Read what a config, or else the text model's inside it, declares, or ModelOpt's file in `folder`; None of a
-    checkpoint that is not quantized."""
+    checkpoint that is not quantized.
+
+    Raises:
+        CheckpointError: what declares it is damaged.
+    """
     if isinstance(config, dict):
         parts = [config, *(config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict))]
     else:
         parts = [vars(config), vars(config.get_text_config())]
     declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", EXPERT_DTYPE))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
-        quantization = json.loads((folder / MODELOPT_FILE).read_text(encoding="utf-8"))["quantization"]
-        if quantization["quant_algo"] is not None:  # else the KV cache alone is quantized
-            declared = {"quant_method": MODELOPT, **quantization}
+        declared = _modelopts(folder / MODELOPT_FILE)
     if declared is None:
         return None
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
+    place = "config.json" if folder is None else folder / "config.json"
+    check_type({"quantization_config": declared}, "quantization_config", dict, place)
     method = declared.get("quant_method")
     beside = {} if of_experts is None else {EXPERT_DTYPE: of_experts}
     return DeclaredQuantization(str(getattr(method, "value", method)), {**beside, **declared})
+
+
+def _modelopts(path: Path) -> dict | None:
+    """Read the declaration in ModelOpt's own file; None where the KV cache alone is quantized."""
+    quantization = read_json(path, quantization=dict).get("quantization")
+    if not isinstance(quantization, dict) or "quant_algo" not in quantization:
+        raise CheckpointError(f"{path} names no quant_algo below quantization; download it again")
+    check_type(quantization, "quant_algo", str, path)
+    return None if quantization["quant_algo"] is None else {"quant_method": MODELOPT, **quantization}
 
 
 def _first(parts: list[dict], entry: str):

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import CheckpointError
+from ..formats.json_files import check_type
 from ..formats.state import local_part
 from ..layer.experts_module import packable
 from ..layer.packed_weight import PackedWeight
@@ -21,6 +23,7 @@ from ..private import attributes
 
 logger = logging.getLogger(__name__)
 ENTRY = "sonicmoe_hf_base"
+PLACE = "auto_mapping of adapter_config.json"
 LAYERS = 4
 OTHER = (
     "the adapter was trained on experts in {trained}, and those of {place} are in {here}; it may have learned to make up "
@@ -69,9 +72,19 @@ class PackedBase(NamedTuple):
 
     @classmethod
     def of_adapter(cls, auto_mapping: dict | None) -> PackedBase | None:
-        """Read the packing that an adapter_config.json remembers; None of dense experts, or where it says nothing."""
+        """Read the packing that an adapter_config.json remembers; None of dense experts, or where it says nothing.
+
+        Raises:
+            CheckpointError: auto_mapping, or what it remembers, is damaged.
+        """
+        check_type({"auto_mapping": auto_mapping}, "auto_mapping", dict, "adapter_config.json")
+        check_type(auto_mapping or {}, ENTRY, dict, PLACE)
         entry = (auto_mapping or {}).get(ENTRY)
-        return cls(entry["format"], entry.get("codes") or []) if entry else None
+        if not entry:
+            return None
+        if not isinstance(entry.get("format"), str) or not isinstance(entry.get("codes") or [], list):
+            raise CheckpointError(f"{PLACE}: {ENTRY} is {entry!s:.80}, without format or codes")
+        return cls(entry["format"], entry.get("codes") or [])
 
     def other_than(self, here: PackedBase | None, place: str) -> str | None:
         """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""

@@ -22,6 +22,7 @@ from ..formats.declared import (
     declared_quantization,
 )
 from ..formats.hub_conversions import LOADS_HUB_FORMATS
+from ..formats.json_files import read_json
 from ..formats.quantizer import (
     ExpertsQuantizationConfig,
     ExpertsQuantizer,
@@ -195,10 +196,17 @@ def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, DeclaredQuantiza
 
 
 def config_for(name, kwargs: dict) -> PreTrainedConfig:
-    """Return the config with which from_pretrained(name, **kwargs) would build a model."""
+    """Return the config with which from_pretrained(name, **kwargs) would build a model.
+
+    Raises:
+        CheckpointError: that of a folder is damaged so that Transformers fails without naming it.
+    """
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         return config
+    file = Path(name, kwargs.get("subfolder") or "", CONFIG_NAME)
+    if file.is_file():
+        read_json(file, quantization_config=dict)
     options = {key: kwargs[key] for key in FOR_CONFIG if key in kwargs}
     return AutoConfig.from_pretrained(name, **options)
 

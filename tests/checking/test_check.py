@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from sonicmoe_hf import convert_adapter, merge_adapter
 from sonicmoe_hf.lora.packed_base import ENTRY
 from sonicmoe_hf.tools.checking.hypotheses import layers_of
+from sonicmoe_hf.tools.checking.server import NoAnswer, Server
+from sonicmoe_hf.tools.checking.texts import Text
 from sonicmoe_hf.tools.cli.main import main
 
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}  # of FP8
@@ -216,3 +218,39 @@ def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
     code, (merged,) = check(place, capsys, place.base, adapter=adapter)
     assert (merged["kind"], code) == ("cannot tell", 2) and "the adapter itself changes nothing" in merged["reason"]
     assert "trained on experts in nf4 (codes 1, 2)" in caplog.text, "whatever implementation the base has"
+
+
+def no_completion(**choice):
+    return {"choices": [choice]}
+
+
+ANSWERS = [  # of a server that is none of ours: to v1/models, and to every request
+    ([], None),
+    ({"data": "tuned"}, None),
+    ({"data": [{"id": ["tuned"]}, "tuned", {"id": "tuned", "parent": {"id": "base"}}]}, None),
+    (None, []),
+    (None, {"choices": {"text": ""}}),
+    (None, {"choices": ["text"]}),
+    (None, no_completion(logprobs=[0.1])),
+    (None, no_completion(logprobs={"token_logprobs": {"a": 1}})),
+    (None, no_completion(logprobs={"token_logprobs": [True] * 200})),
+    (None, no_completion(logprobs={"token_logprobs": [10**400] * 200})),
+    (None, no_completion(token_ids=[-1, -2], logprobs={"token_logprobs": [-0.5, -0.5]})),
+    (None, no_completion(token_ids=3, text="")),
+    (None, no_completion(text=3)),
+]
+
+
+@pytest.mark.parametrize(("models", "completion"), ANSWERS)
+def test_a_server_that_answers_otherwise_is_refused_in_a_sentence(models, completion):
+    class Other:
+        def answer(self, path, body):
+            if path == "/v1/models":
+                return 200, {"data": [{"id": ADAPTER}]} if models is None else models
+            return 200, {"choices": [{}]} if completion is None else completion
+
+    with serving(Other()) as url:
+        server = Server(url, word_tokenizer(WORD))
+        assert server.base_of(ADAPTER) is None
+        with pytest.raises(NoAnswer, match=url):
+            server.observe(ADAPTER, [Text(tuple(range(4, 24)))])

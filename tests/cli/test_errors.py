@@ -1,13 +1,18 @@
 """Whatever a command is given, it ends with a sentence and exit code 2, and with JSON where JSON is asked for."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from helpers.adapters import adapt
 from helpers.checkpoints import make
+from transformers import AutoModelForCausalLM
 
+import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
 from sonicmoe_hf.checkpoints import files
+from sonicmoe_hf.lora.packed_base import ENTRY
 from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
@@ -17,6 +22,13 @@ pytestmark = pytest.mark.pinned
 def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "hub"
     make(folder, "qwen3_moe", num_hidden_layers=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(hub, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter") / "adapter"
+    adapt(AutoModelForCausalLM.from_pretrained(hub), folder)
     return folder
 
 
@@ -75,3 +87,73 @@ def test_an_adapter_in_pickles_is_named(hub, tmp_path):
         CheckpointError, match=r"there is no .*safetensors, and adapter_model.bin is not read: load it"
     ):
         convert_adapter(tmp_path, tmp_path / "new")
+
+
+INDEX, MODELOPT, CONFIG, ADAPTER = (
+    "model.safetensors.index.json",
+    "hf_quant_config.json",
+    "config.json",
+    "adapter_config.json",
+)
+DAMAGES = [  # file, what stands in it, or entries that replace its own; what the sentence says
+    (INDEX, "{}", "has no weight_map"),
+    (INDEX, "[]", "holds no JSON object, but []"),
+    (INDEX, '{"weight_map": ["model.safetensors"]}', "weight_map is ['model.safetensors'], where an object"),
+    (INDEX, '{"weight_map": {"a": 1}}', "has no weight_map that names files"),
+    (CONFIG, "[]", "holds no JSON object, but []"),
+    (CONFIG, '"text"', "holds no JSON object, but 'text'"),
+    (CONFIG, "{}", "model_type is None"),
+    (CONFIG, {"model_type": None}, "model_type is None"),
+    (CONFIG, {"model_type": ["qwen3_moe"]}, "model_type is ['qwen3_moe'], where a text"),
+    (CONFIG, {"quantization_config": "fp8"}, "quantization_config is 'fp8', where an object"),
+    (CONFIG, {"architectures": "Qwen3MoeForCausalLM"}, "architectures is 'Qwen3MoeForCausalLM', where a list"),
+    (MODELOPT, "", "cannot be read"),
+    (MODELOPT, "[]", "holds no JSON object"),
+    (MODELOPT, "{}", "names no quant_algo"),
+    (MODELOPT, '{"quantization": {}}', "names no quant_algo"),
+    (MODELOPT, '{"quantization": "NVFP4"}', "quantization is 'NVFP4', where an object"),
+    (MODELOPT, '{"quantization": {"quant_algo": 4}}', "quant_algo is 4, where a text"),
+    (ADAPTER, "[]", "holds no JSON object"),
+    (ADAPTER, {"auto_mapping": "text"}, "auto_mapping is 'text', where an object"),
+    (ADAPTER, {"auto_mapping": {ENTRY: "nf4"}}, "sonicmoe_hf_base is 'nf4', where an object"),
+    (ADAPTER, {"auto_mapping": {ENTRY: {"codes": [1]}}}, "without format"),
+    (ADAPTER, {"rank_pattern": [4]}, "rank_pattern is [4], where an object"),
+    (ADAPTER, {"target_modules": 3}, "target_modules is 3, where a text or a list"),
+    (ADAPTER, {"r": "16"}, "r is '16', where a whole number"),
+    (ADAPTER, {"modules_to_save": True}, "modules_to_save is True, where a list"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "words"), DAMAGES)
+def test_what_is_damaged_is_named_with_its_file_by_every_command_that_reads_it(
+    file, content, words, hub, adapter, tmp_path, capsys
+):
+    """Exit code 1 says that something is not supported or not applied."""
+    base, tuned = (shutil.copytree(folder, tmp_path / folder.name) for folder in (hub, adapter))
+    path = (tuned if file == ADAPTER else base) / file
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads(path.read_text()), **content})
+    path.write_text(content)
+    if file == INDEX:
+        (base / "model.safetensors").unlink(missing_ok=True)
+    commands = {"merge": ["merge", str(base), str(tuned), str(tmp_path / "new")]}
+    if file in (CONFIG, MODELOPT):
+        commands |= {name: [name, str(base), "--json"] for name in ("doctor", "plan")}
+    if file == ADAPTER and ENTRY not in words and "format" not in words:  # what merge alone reads
+        commands["convert"] = ["convert", str(tuned), str(tmp_path / "new"), "--layout", "vllm"]
+    for name, command in commands.items():
+        said = refusal(capsys, command)
+        assert file in said and words in said, name
+    if file == MODELOPT or "quantization_config" in words:
+        with pytest.raises(CheckpointError, match=file):
+            sonicmoe_hf.from_pretrained(base)
+
+
+def test_a_defect_of_ours_is_no_exit_code_1(capsys, monkeypatch):
+    def broken(**options):
+        raise TypeError("unhashable type: 'list'")
+
+    monkeypatch.setattr("sonicmoe_hf.tools.cli.doctor.doctor", broken)
+    assert main(["doctor"]) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and "sonicmoe-hf: a defect of sonicmoe-hf, please report it: TypeError" in printed

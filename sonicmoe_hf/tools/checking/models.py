@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ...adapters.adapter import is_in_pefts_form
 from ...adapters.convert import convert_adapter
 from ...checkpoints.config_only import build_from_config
-from ...checkpoints.files import CONFIG_FILE, read_json
+from ...checkpoints.files import CONFIG_FILE, read_config
 from ...checkpoints.layouts import NATIVE_PREFIX
 from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
@@ -38,7 +38,7 @@ class Loading(NamedTuple):
     def model(self, folder: Path) -> PreTrainedModel:
         """Load the model in `folder`, onto the GPUs where there are any."""
         options: dict[str, Any] = {"dtype": self.dtype}
-        declared = read_json(folder / CONFIG_FILE).get("quantization_config") or {}
+        declared = read_config(folder).get("quantization_config") or {}
         is_packed_here = declared.get("quant_method") == QUANT_METHOD
         if torch.cuda.is_available() and self.experts_memory is None:
             options["device_map"] = "auto"
@@ -103,7 +103,7 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """Read the dtype of a checkpoint's weights; None where they are packed."""
-    config = read_json(folder / CONFIG_FILE)
+    config = read_config(folder)
     text = config.get("text_config") or {}
     if config.get("quantization_config") or text.get("quantization_config"):
         return None
@@ -124,7 +124,7 @@ def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Ite
     from peft.utils import ModulesToSaveWrapper
 
     install_in_peft()  # so that the adapter's base is compared with this one
-    config = read_json(base / CONFIG_FILE)
+    config = read_config(base)
     if not is_in_pefts_form(adapter, build_from_config(config, base / CONFIG_FILE)):
         layout = "native" if str(config["model_type"]).startswith(NATIVE_PREFIX) else "hub"
         adapter = convert_adapter(adapter, new, layout, trained_on=base)

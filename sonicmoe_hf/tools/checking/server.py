@@ -6,8 +6,9 @@ it generates. `transformers serve` gives its greedy answers alone.
 
 from __future__ import annotations
 
+import http.client
 import json
-import math
+import sys
 import urllib.error
 import urllib.request
 from functools import cached_property
@@ -42,20 +43,26 @@ class Server:
         request = urllib.request.Request(f"{self.url}/v1/{path}", data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as response:
-                return json.load(response)
+                answer = json.load(response)
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(2000).decode(errors="replace").split())
             raise NoAnswer(f"{request.full_url} answers {error.code}: {said}") from error
-        except (OSError, ValueError) as error:  # no connection, or no JSON
+        except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, or no JSON
             raise NoAnswer(f"{request.full_url} does not answer: {error}") from error
+        if not isinstance(answer, dict):
+            raise NoAnswer(f"{request.full_url} answers {answer!r:.80}, which is no JSON object")
+        return answer
 
     @cached_property
     def models(self) -> dict[str, str | None]:
         """The names that it lists, with that of the model that each is an adapter of; none where it has no list."""
         try:
-            return {model["id"]: model.get("parent") for model in self.ask("models").get("data") or ()}
+            listed = self.ask("models").get("data")
         except NoAnswer:
             return {}
+        models = [each for each in _objects(listed) if isinstance(each.get("id"), str)]
+        parents = (each.get("parent") for each in models)
+        return {each["id"]: name if isinstance(name, str) else None for each, name in zip(models, parents)}
 
     def base_of(self, name: str) -> str | None:
         """Find the model that the adapter `name` is on there; None where the server does not say, as of merged models."""
@@ -89,25 +96,29 @@ class Server:
             ) from error
 
     def _choice(self, **body: Any) -> dict:
-        return next(iter(self.ask("completions", body).get("choices") or ()), {})
+        return next(iter(_objects(self.ask("completions", body).get("choices"))), {})
 
     def _prompts(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
         """Ask for what the model expects of the text itself."""
         choice = self._choice(model=model, prompt=text.ids, echo=True, logprobs=1, max_tokens=1, temperature=0)
-        return text, _values(choice, text)
+        return text, self._values(choice, text)
 
     def _generated(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
         """Ask for an end of the text, and what the model expected of that."""
         prompt = text.ids[: (len(text.ids) + 1) // 2]
         choice = self._choice(model=model, prompt=prompt, logprobs=1, return_token_ids=True, **GREEDY)
         generated = choice.get("token_ids") or ()
+        if not isinstance(generated, (list, tuple)) or not all(_is_token(each) for each in generated):
+            raise NoAnswer(f"{self.url}: {model} answers with token_ids {generated!r:.80}, which are none")
         text = Text((*prompt, *generated), len(prompt))
-        return text, _values(choice, text._replace(start=0, ids=tuple(generated)))
+        return text, self._values(choice, text._replace(start=0, ids=tuple(generated)))
 
     def _choices(self, model: str, text: Text) -> Text:
         """Ask for an end of the text, as text."""
         prompt = self.tokenizer.decode(text.ids[: (len(text.ids) + 1) // 2], skip_special_tokens=True)
         answer = self._choice(model=model, prompt=prompt, **GREEDY).get("text") or ""
+        if not isinstance(answer, str):
+            raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with {answer!r:.80}, which is no text")
         first = self.tokenizer(prompt)["input_ids"]
         # apart: some tokenizers take the space off where an answer begins, and put it there again
         ids = (*first, *self.tokenizer(answer, add_special_tokens=False)["input_ids"])
@@ -115,14 +126,24 @@ class Server:
             raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with nothing")
         return Text(ids, max(1, len(first)))
 
-
-def _values(choice: dict, text: Text) -> torch.Tensor:
-    """Read the log-probabilities of the text's tokens. Raises NoAnswer where an answer has others, or none."""
-    values = ((choice.get("logprobs") or {}).get("token_logprobs") or [])[text.start : len(text.ids)]
-    if not values or len(values) != len(text.ids) - text.start or not all(map(_is_finite, values)):
-        raise NoAnswer("the server gives no log-probabilities of these tokens")
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+    def _values(self, choice: dict, text: Text) -> torch.Tensor:
+        """Read the log-probabilities of the text's tokens. Raises NoAnswer where an answer has others, or none."""
+        given = choice.get("logprobs")
+        values = given.get("token_logprobs") if isinstance(given, dict) else None
+        values = values[text.start : len(text.ids)] if isinstance(values, list) else []
+        if not values or len(values) != len(text.ids) - text.start or not all(map(_is_finite, values)):
+            raise NoAnswer(f"{self.url} gives no log-probabilities of these tokens")
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _objects(listed: Any) -> list[dict]:
+    """Return the objects in a list that a server gives; none where it is no list."""
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import json
 import sys
+import traceback
 
 from safetensors import SafetensorError
 
@@ -71,6 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(" ".join(str(error).split()) or type(error).__name__, as_json, 2)
     except KeyboardInterrupt:
         return _say("interrupted", as_json, 130)
+    except Exception as error:  # a defect of ours, which must not end in 1: that means "not supported", "not applied"
+        traceback.print_exc()
+        return _say(f"a defect of sonicmoe-hf, please report it: {type(error).__name__}: {error}", as_json, 2)
 
 
 def _say(message: str, as_json: bool, code: int) -> int:

@@ -1,0 +1,40 @@
+"""JSON files of checkpoints and adapters, whose entries are what they should be or named with the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
+
+
+def read_json(path: Path, **types: type | tuple[type, ...]) -> dict:
+    """Read the object in a JSON file.
+
+    Args:
+        types: the types of entries, where they are there and not null.
+    Raises:
+        CheckpointError: there is no such file, it cannot be read, or it or an entry has another type.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object, but {content!r:.80}; download it again")
+    for entry, kind in types.items():
+        check_type(content, entry, kind, path)
+    return content
+
+
+def check_type(entries: dict, entry: str, kind: type | tuple[type, ...], place: Path | str) -> None:
+    """Raise CheckpointError where an entry of what stands in `place` is there and of none of these types. `true` is no
+    number."""
+    value = entries.get(entry)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+        return
+    names = " or ".join(KINDS[each] for each in kinds)
+    raise CheckpointError(f"{place}: {entry} is {value!r:.80}, where {names} is expected")
