@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Moe
 
 from sonicmoe_hf import merge_adapter
 from sonicmoe_hf.tools.checking.check import check_adapter
-from sonicmoe_hf.tools.checking.hypotheses import Layer, layers_of, wholes_of
+from sonicmoe_hf.tools.checking.hypotheses import AdaptedLayer, layers_of, wholes_of
 from sonicmoe_hf.tools.checking.models import Loading
 
 RESULTS = Path(__file__).parents[1] / "results" / "check_defects.csv"
@@ -40,7 +40,7 @@ class Defect(NamedTuple):
 
     kind: str
     size: float
-    kept: Callable[[Layer], torch.Tensor | float | None]
+    kept: Callable[[AdaptedLayer], torch.Tensor | float | None]
     whole: str = ""
 
 
@@ -50,14 +50,14 @@ def draw(kind: str, size: float, draws: random.Random) -> Defect:
     target = draws.choice(["gate_up_proj", "down_proj", "q_proj", "o_proj"])
     half = draws.sample(range(NUM_EXPERTS), NUM_EXPERTS // 2)
 
-    def of_experts(layer: Layer, chosen: Iterable[int]) -> torch.Tensor | None:
+    def of_experts(layer: AdaptedLayer, chosen: Iterable[int]) -> torch.Tensor | None:
         if layer.experts is None:
             return None
         is_chosen = torch.zeros(NUM_EXPERTS, dtype=torch.bool)
         is_chosen[list(chosen)] = True
         return 1 - size * is_chosen.repeat(layer.rank).float()  # PEFT's columns stand rank by rank
 
-    kept: dict[str, Callable[[Layer], torch.Tensor | float | None]] = {
+    kept: dict[str, Callable[[AdaptedLayer], torch.Tensor | float | None]] = {
         "the whole adapter": lambda layer: 1 - size,
         "one layer": lambda layer: 1 - size if layer.number == number else None,
         "one layer's experts": lambda layer: (

@@ -38,7 +38,7 @@ from ..lora.names import KEY, PREFIX, is_target_parameter, without_wrappers
 from ..model_patches import NATIVE_FAMILIES
 from ..patching.experts import experts_facts
 from .rules import ADAPTER_WEIGHTS, AdapterConfig, name_in_trained_model
-from .trained_model import PROJECTIONS, Adapted, TrainedModel
+from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel
 
 SHOWN = 4  # of the names in an error
 EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
@@ -111,7 +111,7 @@ class _Reader:
         family = NATIVE_FAMILIES.get(self.family)
         self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
         self.replaced: dict[str, Callable[[], torch.Tensor]] = {}
-        self.sides: dict[Adapted, dict[str, str]] = {}  # the names of lora_A and lora_B in the file
+        self.sides: dict[AdaptedWeight, dict[str, str]] = {}  # the names of lora_A and lora_B in the file
         for key, name in self.stored.items():
             self._assign(key, name)
         single = {adapted.module for adapted in self.sides if adapted.part is not None}
@@ -131,7 +131,7 @@ class _Reader:
         else:
             self.sides.setdefault(adapted, {})[match["side"]] = name
 
-    def _adapted(self, trained: str, depth: int) -> Adapted | None:
+    def _adapted(self, trained: str, depth: int) -> AdaptedWeight | None:
         """Find the weight that the wrapper at this depth around a module of the trained model adapts, or None."""
         module, single = self.trained.in_model(trained), EXPERT.match(trained)
         if module in self.trained.modules:
@@ -139,20 +139,20 @@ class _Reader:
             if depth < len(adapted):
                 return adapted[-1 - depth]
             if module not in self.trained.experts and not depth and f"{module}.weight" in self.trained.state:
-                return Adapted(f"{module}.weight", f"{self.trained.as_trained(module)}.weight")
+                return AdaptedWeight(f"{module}.weight", f"{self.trained.as_trained(module)}.weight")
         elif single and (experts := self.trained.in_model(single["experts"])) in self.trained.experts and not depth:
             return self._adapted_expert(experts, single["projection"], int(single["expert"]), trained)
         return None
 
-    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> Adapted | None:
-        module, part = self.trained.modules[name], PROJECTIONS.get(projection)
+    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> AdaptedWeight | None:
+        module, part = self.trained.modules[name], PARTS_BY_NAME.get(projection)
         if part is None or (part == "gate" and not has_gate(module)):
             return None
         parameter = weight_names(module)[part == "down"]
         num_experts, *_ = _product_shape(module, parameter)
         if num_experts is None or expert >= num_experts:
             return None
-        return Adapted(f"{name}.{parameter}", f"{trained}.weight", part, expert)
+        return AdaptedWeight(f"{name}.{parameter}", f"{trained}.weight", part, expert)
 
     def _unknown(self, name: str, module: str) -> CheckpointError:
         keys = map(KEY.match, self.stored)
@@ -211,13 +211,13 @@ class _Reader:
 
     def factors(self) -> dict[str, Callable[[], Factors]]:
         """Return the functions that read the factors of each adapted weight."""
-        weights: dict[str, list[Adapted]] = {}
+        weights: dict[str, list[AdaptedWeight]] = {}
         for adapted in self.sides:
             self._check_shapes(adapted)
             weights.setdefault(adapted.weight, []).append(adapted)
         return {weight: partial(self._read, partial(self._weight, own)) for weight, own in weights.items()}
 
-    def _check_shapes(self, adapted: Adapted) -> None:
+    def _check_shapes(self, adapted: AdaptedWeight) -> None:
         """Raise CheckpointError where the shapes of a pair of factors are not those of its rank and weight."""
         module = self.trained.modules[adapted.module]
         num_experts, (size_out, size_in), is_transposed = _product_shape(module, adapted.parameter)
@@ -230,12 +230,12 @@ class _Reader:
         rank = self.config.rank(self._in_patterns(adapted))
         self.config.check_factors(adapted.trained, shapes, num_experts or 1, (size_out, size_in), rank, may_be_swapped)
 
-    def _in_patterns(self, adapted: Adapted) -> str:
+    def _in_patterns(self, adapted: AdaptedWeight) -> str:
         """Return the name that PEFT compares with rank_pattern and alpha_pattern: a linear layer's, or a parameter's."""
         is_parameter = is_target_parameter(adapted.trained, self.config.entries)
         return adapted.trained if is_parameter else adapted.trained.removesuffix(".weight")
 
-    def _weight(self, parts: list[Adapted], handle: Any) -> Factors:
+    def _weight(self, parts: list[AdaptedWeight], handle: Any) -> Factors:
         """Read the factors of one weight from the open file, in the order of its own rows."""
         adapted = parts[0]
         module = self.trained.modules[adapted.module]
@@ -254,14 +254,14 @@ class _Reader:
             return interchanged(factors, interleaved=self.trained.is_native)
         return factors
 
-    def is_grouped_by_expert(self, adapted: Adapted) -> bool:
+    def is_grouped_by_expert(self, adapted: AdaptedWeight) -> bool:
         """Tell whether lora_B's columns stand expert by expert. Raises CheckpointError where neither is known."""
         module = self.trained.modules[adapted.module]
         # Unsloth tells families apart by the folder that has the class of their experts
         family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
         return self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family)
 
-    def _single_experts(self, module: nn.Module, num_experts: int, parts: list[Adapted], handle: Any) -> Factors:
+    def _single_experts(self, module: nn.Module, num_experts: int, parts: list[AdaptedWeight], handle: Any) -> Factors:
         factors: dict[str | None, Factors] = {}
         for part in dict.fromkeys(adapted.part for adapted in parts):
             own = {adapted.expert: self._pair(adapted, handle) for adapted in parts if adapted.part == part}
@@ -273,7 +273,7 @@ class _Reader:
         gate, up = (factors.get(part) or one.unchanging() for part in ("gate", "up"))
         return fused_gate_up(gate, up, is_interleaved(module))
 
-    def _pair(self, adapted: Adapted, handle: Any) -> Factors:
+    def _pair(self, adapted: AdaptedWeight, handle: Any) -> Factors:
         a, b = (self._tensor(self.sides[adapted][side], handle) for side in "AB")
         return Factors(a, b, self.config.scale(self._in_patterns(adapted)))
 

@@ -72,7 +72,7 @@ CLASSES = {"vllm": {*VLLM_PER_EXPERT, *VLLM_FUSED}}
 CLASSES["sglang"] = CLASSES["vllm"].difference(NOT_IN_SGLANG)
 # linear layers that SGLang fuses, and of which it needs factors for all where there are some for one
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight
+ENGINE_MATRICES = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
@@ -186,7 +186,7 @@ def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
         return [template.removesuffix(".weight") for template in templates]
     module, _, name = weight.rpartition(".")
     first, _ = weight_names(experts := model.get_submodule(module))
-    names = PROJECTIONS[0 if has_gate(experts) else 1 : 2] if name == first else PROJECTIONS[2:]
+    names = ENGINE_MATRICES[0 if has_gate(experts) else 1 : 2] if name == first else ENGINE_MATRICES[2:]
     return [f"{hub.module(module)}.{{expert}}.{projection}" for projection in names]
 
 

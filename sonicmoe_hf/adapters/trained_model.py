@@ -23,14 +23,14 @@ from ..lora.hub_names import HubNames
 from ..lora.names import KEY, is_target_parameter, without_wrappers
 from .rules import NATIVE_ORDER, AdapterConfig
 
-PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+PARTS_BY_NAME = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it
 
 
-class Adapted(NamedTuple):
+class AdaptedWeight(NamedTuple):
     """A weight that one pair of factors in the file is for, or one expert's part of a weight that holds all experts.
 
-    weight: its name in the model. trained: in the model that was trained. part, expert: of PROJECTIONS, and the number.
+    weight: its name in the model. trained: in the model that was trained. part, expert: of PARTS_BY_NAME, and the number.
     """
 
     weight: str
@@ -121,13 +121,13 @@ class TrainedModel:
         here = {native: hub for hub, native in NATIVE_NAMES.items()} if self.is_native else NATIVE_NAMES
         return {name: here[name] for name in order if here[name] in own}
 
-    def target_parameters(self, module: str) -> list[Adapted]:
+    def target_parameters(self, module: str) -> list[AdaptedWeight]:
         """Return the parameters of a module that target_parameters names, the innermost wrapper's first."""
         trained, names = self.as_trained(module), self._parameters(module).items()
-        adapted = [Adapted(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
+        adapted = [AdaptedWeight(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
         return [weight for weight in adapted if is_target_parameter(weight.trained, self.config.entries)]
 
-    def adapted_by_config(self, has_single: bool) -> Iterator[Adapted]:
+    def adapted_by_config(self, has_single: bool) -> Iterator[AdaptedWeight]:
         """Yield what PEFT adapts under the config. has_single: experts as single linear layers."""
         for name in self.modules:
             if not self._is_trained(name):
@@ -139,7 +139,7 @@ class TrainedModel:
             yield from adapted
             is_layer = not adapted and name not in self.experts and f"{name}.weight" in self.state
             if is_layer and any(map(self.config.adapts_module, {trained, self._hub_names.get(name, trained)})):
-                yield Adapted(f"{name}.weight", f"{trained}.weight")
+                yield AdaptedWeight(f"{name}.weight", f"{trained}.weight")
 
     def replaced_by_config(self) -> Iterator[str]:
         """Yield the names of the weights that PEFT trains whole under the config."""
@@ -153,17 +153,17 @@ class TrainedModel:
         is_whole = self.decoder == self._own_decoder
         return is_whole or name.startswith(f"{self._own_decoder}.") or "." not in name
 
-    def _single_experts(self, name: str) -> Iterator[Adapted]:
+    def _single_experts(self, name: str) -> Iterator[AdaptedWeight]:
         """Yield the projections of single experts that target_modules names, by any name that they have."""
         module = self.modules[name]
         prefixes = {self.as_trained(name), *(hub for hub, own in self._by_hub_name.items() if own == name)}
         for part in ("gate", "up", "down") if has_gate(module) else ("up", "down"):
             parameter = weight_names(module)[part == "down"]
-            endings = [projection for projection, own in PROJECTIONS.items() if own == part]
+            endings = [projection for projection, own in PARTS_BY_NAME.items() if own == part]
             for expert in range(len(module._parameters[parameter])):
                 keys = (f"{prefix}.{expert}.{ending}" for prefix in prefixes for ending in endings)
                 if key := next(filter(self.config.adapts_module, keys), None):
-                    yield Adapted(f"{name}.{parameter}", f"{key}.weight", part, expert)
+                    yield AdaptedWeight(f"{name}.{parameter}", f"{key}.weight", part, expert)
 
 
 def decoder_name(model: PreTrainedModel) -> str:

@@ -11,7 +11,7 @@ from . import flash
 from .flash import MAX_HEAD, NO_WINDOW
 from .models import NAME, check_model
 from .positions import begins_of, starts_of
-from .sinks import Inputs, Options, Sequences, attention_with_sinks
+from .sinks import AttentionInputs, AttentionOptions, Sequences, attention_with_sinks
 
 EAGER = 'attn_implementation="eager"'
 _MISSING = object()
@@ -61,10 +61,12 @@ def sinks_attention_forward(
         raise ValueError(f"attention that is not causal needs as many keys as queries; load the model with {EAGER}")
     q, k, v = (x.transpose(1, 2) for x in _cast(query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = Options(scale, is_causal, NO_WINDOW if sliding_window is None else sliding_window)
+    options = AttentionOptions(scale, is_causal, NO_WINDOW if sliding_window is None else sliding_window)
     if cu_seq_lens_q is not None:
         starts = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        return _packed(Inputs(q, k, v, s_aux), attention_mask, starts, options, max_length_q, max_length_k), None
+        return _packed(
+            AttentionInputs(q, k, v, s_aux), attention_mask, starts, options, max_length_q, max_length_k
+        ), None
     if attention_mask is not None or not _tells_sequences(position_ids, q, k):
         position_ids = None
     if flash.uses_cuda_kernels(q.device):
@@ -73,7 +75,7 @@ def sinks_attention_forward(
         sequences = Sequences(mask=_additive(attention_mask, q, k))
     else:
         sequences = Sequences(mask=_causal_mask(q, k, options, position_ids))
-    return attention_with_sinks(Inputs(q, k, v, s_aux), sequences, options), None
+    return attention_with_sinks(AttentionInputs(q, k, v, s_aux), sequences, options), None
 
 
 def _check(module, query, value, dropout, s_aux, kwargs) -> None:
@@ -125,13 +127,13 @@ def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
     )
 
 
-def _packed(inputs: Inputs, attention_mask, starts, options: Options, max_q, max_k) -> torch.Tensor:
+def _packed(inputs: AttentionInputs, attention_mask, starts, options: AttentionOptions, max_q, max_k) -> torch.Tensor:
     """Compute all rows of the batch as one, in which the sequences lie that `starts` give."""
     if attention_mask is not None and attention_mask.dim() == 2:
         raise ValueError("cu_seq_lens_q and an attention_mask with padding contradict each other: pass one of them")
     shape = inputs.query.shape[:2]
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in inputs[:3])
-    rows = Inputs(q, k, v, inputs.sinks)
+    rows = AttentionInputs(q, k, v, inputs.sinks)
     if flash.uses_cuda_kernels(rows.query.device):
         sequences = Sequences(starts_q=starts[0], starts_k=starts[1])
         options = options._replace(max_q=int(max_q or 0), max_k=int(max_k or 0))
@@ -153,7 +155,7 @@ def _tells_sequences(position_ids, q, k) -> bool:
     return position_ids is not None and position_ids.dim() == 2 and length == k.shape[1] == position_ids.shape[1] > 1
 
 
-def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: Options) -> torch.Tensor:
+def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: AttentionOptions) -> torch.Tensor:
     """Make numbers to add to the scores, of `options`, of the keys that a query `sees` and how far before it they
     are; both broadcast to [B, 1, T, S]."""
     if options.causal:
@@ -164,7 +166,7 @@ def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: Options) -> to
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _causal_mask(q, k, options: Options, position_ids: torch.Tensor | None) -> torch.Tensor:
+def _causal_mask(q, k, options: AttentionOptions, position_ids: torch.Tensor | None) -> torch.Tensor:
     """Make the mask of queries of which the last has the last key's position."""
     queries, keys = (
         torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
@@ -178,7 +180,7 @@ def _causal_mask(q, k, options: Options, position_ids: torch.Tensor | None) -> t
     return _mask(sees, distance, q, options)
 
 
-def _mask_of_starts(q, k, options: Options, starts) -> torch.Tensor:
+def _mask_of_starts(q, k, options: AttentionOptions, starts) -> torch.Tensor:
     """Make the mask of packed sequences: the last query of each has its last key's position."""
     queries, keys = (
         torch.arange(q.shape[1], dtype=torch.int64, device=q.device),

@@ -21,7 +21,7 @@ from . import flash
 from .packing import Side, check_not_captured, ending_once, sides_of
 
 
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The tensors that have gradients: query [B, T, H, D]; key and value [B, S, H / G, D], of which a value's heads may
     have another size; sinks [H], or None for attention without."""
 
@@ -32,10 +32,10 @@ class Inputs(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences that a query sees, besides `Options`; at most one of three. mask, on a CPU, is added to the scores,
-    and says all. flags, for the CUDA kernels: of a padded batch, uint8 [B, S] (packing.py). starts_q and starts_k, for
-    them too: of packed sequences, which go on from one row of the batch to the next, int32 [sequences + 1]; starts_k
-    None where it is the same, and then starts_q on a CPU may go on with the number of tokens."""
+    """The sequences that a query sees, besides `AttentionOptions`; at most one of three. mask, on a CPU, is added to
+    scores, and says all. flags, for the CUDA kernels: of a padded batch, uint8 [B, S] (packing.py). starts_q and
+    starts_k, for them too: of packed sequences, which go on from one row of the batch to the next, int32 [sequences
+    + 1]; starts_k None where it is the same, and then starts_q on a CPU may go on with the number of tokens."""
 
     mask: torch.Tensor | None = None
     flags: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class Sequences(NamedTuple):
     starts_k: torch.Tensor | None = None
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """The options. scale of the scores; causal and window as flash.Visible has them; the lengths of the longest packed
     sequences, or 0 where they are to be read from the starts; torch_op.SOURCE."""
 
@@ -62,7 +62,9 @@ def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[t
     return starts.to(device=device, dtype=torch.int32, non_blocking=True), longest
 
 
-def _sides(inputs: Inputs, sequences: Sequences, options: Options) -> tuple[Side | None, Side | None, flash.Visible]:
+def _sides(
+    inputs: AttentionInputs, sequences: Sequences, options: AttentionOptions
+) -> tuple[Side | None, Side | None, flash.Visible]:
     """Return the packed queries and keys, or None where the batch stays as it is, and the keys that each query sees."""
     q, k = inputs.query, inputs.key
     visible = flash.Visible(options.causal, options.window, mask=sequences.mask)
@@ -92,7 +94,7 @@ def _unpack(side: Side | None, packed: torch.Tensor) -> torch.Tensor:
     return packed if side is None else side.unpack(side.clear_(packed))
 
 
-def _has_nothing(inputs: Inputs) -> bool:
+def _has_nothing(inputs: AttentionInputs) -> bool:
     return inputs.query.numel() == 0 or inputs.key.numel() == 0
 
 
@@ -111,7 +113,9 @@ def _sink_gradient(do, o, l, sinks) -> torch.Tensor:
     return each.sum([dim for dim in range(each.dim()) if dim != each.dim() - 2]).to(sinks.dtype)
 
 
-def _attention_with_sinks(inputs: Inputs, sequences: Sequences, options: Options) -> list[torch.Tensor]:
+def _attention_with_sinks(
+    inputs: AttentionInputs, sequences: Sequences, options: AttentionOptions
+) -> list[torch.Tensor]:
     """Compute o' [B, T, H, D], and L [B, H, T], or [H, B * T] where sequences were packed."""
     if _has_nothing(inputs):
         return [like.zero_() for like in _fake_forward(inputs, sequences, options)]
@@ -138,27 +142,27 @@ def _attention_with_sinks_backward(
     do: torch.Tensor,
     o: torch.Tensor,
     l: torch.Tensor,
-    inputs: Inputs,
+    inputs: AttentionInputs,
     sequences: Sequences,
-    options: Options,
+    options: AttentionOptions,
     needs: list[bool],
 ) -> list[torch.Tensor]:
     """Compute the gradients of inputs that `needs` asks for, in their order."""
     if _has_nothing(inputs):
         return [like.zero_() for like in _fake_backward(do, o, l, inputs, sequences, options, needs)]
     q, k, v, sinks = inputs
-    need = Inputs._make(needs)
+    need = AttentionInputs._make(needs)
     queries, keys, visible = _sides(inputs, sequences, options)
     do, o = _pack(queries, do), _pack(queries, o)
     gradients: dict[str, torch.Tensor] = {}
     if need.query or need.key or need.value:
         packed = flash.backward(do, _pack(queries, q), _pack(keys, k), _pack(keys, v), o, l, visible, options.scale)
-        for name, side, gradient in zip(Inputs._fields, (queries, keys, keys), packed):
+        for name, side, gradient in zip(AttentionInputs._fields, (queries, keys, keys), packed):
             if getattr(need, name):
                 gradients[name] = _unpack(side, gradient)
     if need.sinks:
         gradients["sinks"] = _sink_gradient(do, o, l, sinks)
-    return [gradients[name].contiguous() for name, needed in zip(Inputs._fields, need) if needed]
+    return [gradients[name].contiguous() for name, needed in zip(AttentionInputs._fields, need) if needed]
 
 
 def _fake_backward(do, o, l, inputs, sequences, options, needs):
@@ -173,11 +177,14 @@ def _setup_context(ctx, arguments, output):
 
 
 def _backward(ctx, do):
-    """Compute the gradients of Inputs, None where nobody asks for one."""
+    """Compute the gradients of AttentionInputs, None where nobody asks for one."""
     if do is None:
         return ()
     o, l, *tensors = ctx.saved_tensors
-    inputs, sequences = Inputs._make(tensors[: len(Inputs._fields)]), Sequences._make(tensors[len(Inputs._fields) :])
+    inputs, sequences = (
+        AttentionInputs._make(tensors[: len(AttentionInputs._fields)]),
+        Sequences._make(tensors[len(AttentionInputs._fields) :]),
+    )
     needs = list(ctx.needs_input_grad[: len(inputs)])
     computed = iter(_BACKWARD.gradients(do, o, l, inputs, sequences, ctx.options, needs))
     return [next(computed) if needed else None for needed in needs]
@@ -188,7 +195,7 @@ _FORWARD = torch_op.Op(_attention_with_sinks, _fake_forward, WHAT, _setup_contex
 _BACKWARD = torch_op.GradientOp(_attention_with_sinks_backward, _fake_backward, WHAT)
 
 
-def attention_with_sinks(inputs: Inputs, sequences: Sequences, options: Options) -> torch.Tensor:
+def attention_with_sinks(inputs: AttentionInputs, sequences: Sequences, options: AttentionOptions) -> torch.Tensor:
     """Compute attention [B, T, H, D]. A query that sees no key has zeros, and gives zero gradients."""
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return _FORWARD(needs_gradient, inputs, sequences, options)[0]

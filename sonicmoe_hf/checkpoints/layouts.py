@@ -29,7 +29,7 @@ UPSTREAM_NAMES = {  # of a SonicMoEExperts' parameters: their names in SonicMoE'
     "c_proj": "c_proj.weight",
     "c_proj_bias": "c_proj.bias",
 }
-PROJECTIONS = {  # of a weight of experts: the matrices of one expert in the hub's files
+HUB_MATRICES = {  # of a weight of experts: the matrices of one expert in the hub's files
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
@@ -107,7 +107,7 @@ def _parameter(family: NativeFamily, layout: str, block: str, name: str, sizes: 
     is_first, is_bias = name.startswith("gate_up_proj"), name.endswith("_bias")
     rows, columns = (2 * intermediate, hidden) if is_first else (hidden, intermediate)
     if layout == "per_expert":
-        names = tuple(f"{block}.experts.{{expert}}.{each}.weight" for each in PROJECTIONS[name])
+        names = tuple(f"{block}.experts.{{expert}}.{each}.weight" for each in HUB_MATRICES[name])
         return ExpertsParameter(names, num_experts, (rows // len(names), columns))
     stored = {"native": f"experts.{NATIVE_NAMES[name]}", "upstream": UPSTREAM_NAMES[NATIVE_NAMES[name]]}
     shape = (rows,) if is_bias else (rows, columns)

@@ -18,7 +18,7 @@ from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import build_from_config
 from .configs import family_of, hub_config
 from .files import CONFIG_FILE
-from .layouts import PROJECTIONS, detect_layout, experts_parameters, name_in_layout
+from .layouts import HUB_MATRICES, detect_layout, experts_parameters, name_in_layout
 from .stored import StoredWeights
 
 
@@ -81,7 +81,7 @@ class Source(StoredWeights):
 
     def is_experts(self, target: str) -> bool:
         """Say whether a parameter of the model is a weight of experts, not biases."""
-        return target in self.experts and target.rpartition(".")[2] in PROJECTIONS
+        return target in self.experts and target.rpartition(".")[2] in HUB_MATRICES
 
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
         state = self.model.state_dict()

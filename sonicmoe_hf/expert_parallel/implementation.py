@@ -49,7 +49,7 @@ def _leave_gradients(factor: float) -> None:
     """Do nothing: with_mean_gradient divides them."""
 
 
-class Adapted(NamedTuple):
+class IndicesWithAdapters(NamedTuple):
     """The router's top_k_index, and adapters: Transformers hands three arguments to an EPImplementation."""
 
     top_k_index: Any
@@ -66,7 +66,7 @@ def install_forward(self, module: Any, *args, **options):
     @functools.wraps(forward)
     def forward_with_adapters(hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters=None):
         if sonicmoe_hf_adapters is not None:
-            top_k_index = Adapted(top_k_index, sonicmoe_hf_adapters)
+            top_k_index = IndicesWithAdapters(top_k_index, sonicmoe_hf_adapters)
         return forward(hidden_states, top_k_index, top_k_weights)
 
     module.forward = forward_with_adapters
@@ -119,7 +119,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         """Compute the experts' output [T, H] for this rank's tokens [T, H].
 
         `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing, made by token
-        rounding, and `top_k_weights` its weights; either may come in an Adapted, with adapters.
+        rounding, and `top_k_weights` its weights; either may come in an IndicesWithAdapters, with adapters.
 
         Raises:
             ValueError: another implementation computes the experts.
@@ -150,7 +150,7 @@ class SonicMoEExpertParallelism(EPImplementation):
 
     def _compute(self, hidden_states, top_k_index, top_k_weights):
         experts: Experts = self.experts_forward
-        if isinstance(top_k_index, Adapted):
+        if isinstance(top_k_index, IndicesWithAdapters):
             top_k_index, adapters = top_k_index
             adapters.take()  # a rank without tokens does not call its experts
             experts = functools.partial(experts, sonicmoe_hf_adapters=adapters)

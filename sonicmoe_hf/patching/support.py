@@ -59,8 +59,8 @@ class LayerSupport(NamedTuple):
     reason: str
 
 
-class Layer(NamedTuple):
-    """Layer of a model with mixture of experts: its modules, `block`, `router` and `experts`. Outside our families
+class MoELayer(NamedTuple):
+    """One layer of a model with mixture of experts: its modules, `block`, `router` and `experts`. Outside our families
     `family`, `block` and `router` are None."""
 
     name: str
@@ -145,7 +145,7 @@ def experts_and_wrappers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if any(map(_is_or_was_experts, every_copy(module)))]
 
 
-def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
+def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[MoELayer]:
     """Yield every mixture-of-experts layer of the model: those of our families with their router, any other experts
     without.
 
@@ -160,9 +160,9 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
         if family is not None:
             router, experts = _unwrapped(getattr(module, family.router_attribute)), _unwrapped(module.experts)
             skipped.update(every_copy(module.experts))
-            yield Layer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
+            yield MoELayer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
         elif _is_or_was_experts(module):
-            yield Layer(WRAPPERS.sub("", name).rstrip("."), None, None, None, module)
+            yield MoELayer(WRAPPERS.sub("", name).rstrip("."), None, None, None, module)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -223,7 +223,9 @@ def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
     return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
 
 
-def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping[nn.Module, str | None]) -> str | None:
+def _why_not_accelerated(
+    model: nn.Module, layer: MoELayer, bound_by_liger: Mapping[nn.Module, str | None]
+) -> str | None:
     remedy = QUANTIZED.get(type(layer.experts).__name__)
     if remedy is not None:
         return f"its experts are quantized ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
@@ -258,7 +260,7 @@ def supports(model: nn.Module) -> list[LayerSupport]:
     ]
 
 
-def accelerated_layers(model: nn.Module, support: list[LayerSupport]) -> list[Layer]:
+def accelerated_layers(model: nn.Module, support: list[LayerSupport]) -> list[MoELayer]:
     """List the layers that are accelerated according to `support`, what `supports` says."""
     names = {layer.name for layer in support if layer.accelerated}
     return [layer for layer in find_layers(model) if layer.name in names]

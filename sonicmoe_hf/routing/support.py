@@ -7,10 +7,10 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
-from ..patching.support import Layer, LayerSupport, find_layers, undo_liger_and_check
+from ..patching.support import LayerSupport, MoELayer, find_layers, undo_liger_and_check
 
 
-def _why_no_rounding(layer: Layer) -> str | None:
+def _why_no_rounding(layer: MoELayer) -> str | None:
     if layer.family is None:
         return "token rounding does not know its router; docs/models.md lists the models it works in"
     holder = holding_of(layer.experts).by

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..errors import UnsupportedModelError
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
-from ..patching.support import Layer, find_layers, transformers_model
+from ..patching.support import MoELayer, find_layers, transformers_model
 from ..routing.balance import ScaleHook, update_bias
 from ..routing.calls import Balancing
 from ..routing.hooks import installed, routers
@@ -131,7 +131,7 @@ class LoadBalancing(StepCallback):
         loss.register_hook(ScaleHook([call], share))
         return loss
 
-    def _check(self, layer: Layer) -> None:
+    def _check(self, layer: MoELayer) -> None:
         if layer.router is None:
             reason = "its router is not known; docs/models.md lists the models that are"
         elif holding_of(layer.experts).by is Holder.THEIR_EXPERT_PARALLEL:
@@ -182,7 +182,7 @@ class LoadBalancing(StepCallback):
         self.step(model)
 
 
-def _check_saved(model: nn.Module, layers: list[Layer]) -> None:
+def _check_saved(model: nn.Module, layers: list[MoELayer]) -> None:
     """Raise ValueError where PEFT would save adapters without the routers' biases."""
     saved = {module for name, module in model.named_modules() if ".modules_to_save." in name}
     has_adapters = any(hasattr(module, "peft_config") for module in model.modules())

@@ -11,7 +11,7 @@ from sonicmoe_hf.attention.mask import sinks_mask
 from sonicmoe_hf.attention.models import NAME
 from sonicmoe_hf.attention.packing import sequence_starts, sides_of
 from sonicmoe_hf.attention.positions import starts_of
-from sonicmoe_hf.attention.sinks import Inputs, Options, Sequences, attention_with_sinks
+from sonicmoe_hf.attention.sinks import AttentionInputs, AttentionOptions, Sequences, attention_with_sinks
 
 CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
     "one_sequence": (1, 7, 7, 2, 2, 8, 8, None, True),
@@ -352,12 +352,12 @@ def test_the_stand_in_gives_what_torch_says_the_kernels_give(monkeypatch, is_pac
 @pytest.mark.pinned
 def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    inputs = Inputs(*(torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)), torch.randn(2))
+    inputs = AttentionInputs(*(torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)), torch.randn(2))
     hits = []
     for source in ("this", "this", "another"):
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(attention_with_sinks, fullgraph=True)
-        compiled(inputs, Sequences(), Options(1.0, True)._replace(source=source)).sum().backward()
+        compiled(inputs, Sequences(), AttentionOptions(1.0, True)._replace(source=source)).sum().backward()
         hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0]

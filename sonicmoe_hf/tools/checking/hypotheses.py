@@ -36,7 +36,7 @@ ROWS = "gate's and up's rows of lora_B read in the other order (halves, or in tu
 SCALES = "without its alpha_pattern and rsLoRA: scaled by lora_alpha / rank"
 
 
-class Layer(NamedTuple):
+class AdaptedLayer(NamedTuple):
     """A layer that the adapter is on. target: the last part of what is adapted, a layer's name or a parameter's.
 
     experts: the module, where it adapts a weight of experts. number: of the decoder layer; "" outside those."""
@@ -87,11 +87,11 @@ class Hypothesis(NamedTuple):
 
     kind: str
     name: str
-    change: Callable[[Layer], torch.Tensor | None]
+    change: Callable[[AdaptedLayer], torch.Tensor | None]
     left_out: Callable[[str], bool] = lambda name: False
 
     @contextmanager
-    def holds(self, layers: list[Layer], wholes: list[Whole]) -> Iterator[None]:
+    def holds(self, layers: list[AdaptedLayer], wholes: list[Whole]) -> Iterator[None]:
         """Change the adapter inside the block."""
         kept = [layer.b.data for layer in layers]
         switched = [whole for whole in wholes if self.left_out(whole.name)]
@@ -109,7 +109,7 @@ class Hypothesis(NamedTuple):
                 whole.switch(True)
 
 
-def layers_of(model: Any) -> list[Layer]:
+def layers_of(model: Any) -> list[AdaptedLayer]:
     """List the layers of a PEFT model that its active adapter is on."""
     layers = []
     for name, module in model.named_modules():
@@ -119,7 +119,7 @@ def layers_of(model: Any) -> list[Layer]:
         target = module.parameter_name if isinstance(module, ParamWrapper) else name.rpartition(".")[2]
         experts = inner if is_experts(inner) and target in weight_names(inner) else None
         number = re.search(r"\.(\d+)\.", name)
-        layers.append(Layer(module, model.active_adapter, target, experts, number[1] if number else ""))
+        layers.append(AdaptedLayer(module, model.active_adapter, target, experts, number[1] if number else ""))
     return layers
 
 
@@ -142,7 +142,7 @@ def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]])
     return wholes
 
 
-def hypotheses_for(model: Any, layers: list[Layer], wholes: list[Whole]) -> list[Hypothesis]:
+def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) -> list[Hypothesis]:
     """List the hypotheses of how a server may have misread a PEFT model's adapter, on these layers and whole weights."""
     experts = [layer for layer in layers if layer.experts is not None]
     groups = groups_of(layers)
@@ -178,9 +178,9 @@ def hypotheses_for(model: Any, layers: list[Layer], wholes: list[Whole]) -> list
     return hypotheses
 
 
-def groups_of(layers: list[Layer]) -> dict[str, Callable[[Layer], bool]]:
+def groups_of(layers: list[AdaptedLayer]) -> dict[str, Callable[[AdaptedLayer], bool]]:
     """Group the layers as engines treat them, alike: all, those of each target, the experts' and the rest."""
-    groups: dict[str, Callable[[Layer], bool]] = {ALL: lambda layer: True}
+    groups: dict[str, Callable[[AdaptedLayer], bool]] = {ALL: lambda layer: True}
     if any(layer.experts is not None for layer in layers) and any(layer.experts is None for layer in layers):
         groups[EXPERTS] = lambda layer: layer.experts is not None
         groups[REST] = lambda layer: layer.experts is None
@@ -189,34 +189,34 @@ def groups_of(layers: list[Layer]) -> dict[str, Callable[[Layer], bool]]:
     return groups
 
 
-def _has_target(target: str, layer: Layer) -> bool:
+def _has_target(target: str, layer: AdaptedLayer) -> bool:
     return layer.target == target
 
 
-def _has_number(number: str, layer: Layer) -> bool:
+def _has_number(number: str, layer: AdaptedLayer) -> bool:
     return layer.number == number
 
 
-def _has_experts_of(number: str, layer: Layer) -> bool:
+def _has_experts_of(number: str, layer: AdaptedLayer) -> bool:
     return layer.number == number and layer.experts is not None
 
 
-def scale_of(is_in: Callable[[Layer], bool], factor: float) -> Callable[[Layer], torch.Tensor | None]:
+def scale_of(is_in: Callable[[AdaptedLayer], bool], factor: float) -> Callable[[AdaptedLayer], torch.Tensor | None]:
     """Return the change that scales the layers of a group."""
     return lambda layer: layer.b.data * factor if is_in(layer) else None
 
 
-def _as_by_rank(layer: Layer) -> torch.Tensor | None:
+def _as_by_rank(layer: AdaptedLayer) -> torch.Tensor | None:
     """Take columns that were written expert by expert for PEFT's, which stand rank by rank."""
     return None if layer.experts is None else _turned(layer.b.data, 1, (layer.rank, -1))
 
 
-def _as_by_expert(layer: Layer) -> torch.Tensor | None:
+def _as_by_expert(layer: AdaptedLayer) -> torch.Tensor | None:
     """Invert `_as_by_rank`."""
     return None if layer.experts is None else _turned(layer.b.data, 1, (-1, layer.rank))
 
 
-def _in_other_rows(layer: Layer) -> torch.Tensor | None:
+def _in_other_rows(layer: AdaptedLayer) -> torch.Tensor | None:
     """Take gate's and up's rows, one half after the other, for rows in turn, or the reverse."""
     if not layer.is_gate_up:
         return None
