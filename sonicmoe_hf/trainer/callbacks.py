@@ -32,6 +32,7 @@ from .documents import check_documents
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
 from .methods import find_callback, wrap_method
+from .packed_steps import PackedSteps, collect, packed_step
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .resume import check_experts_restored, load_whole
@@ -308,7 +309,7 @@ def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
     return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
 
 
-def attach(trainer, compile: bool | None = None) -> ExpertLoadCallback:
+def attach(trainer, compile: bool | None = None, packed_tokens: int | None = None) -> ExpertLoadCallback:
     """Log the experts' load in a Trainer, restore its checkpoints whole and scale balancing. Call it before training,
     when the Trainer has its callbacks.
 
@@ -328,11 +329,18 @@ def attach(trainer, compile: bool | None = None) -> ExpertLoadCallback:
         compile: whether layers are compiled as by `compile_layers`, when training begins. By default where the arguments
             have `torch_compile=True`, with their backend and mode; the Trainer then compiles no model as a whole. False
             leaves `torch_compile` to the Trainer.
+        packed_tokens: compute the micro-batches of an accumulated step together, without padding, in rows of at most so
+            many tokens, whose activations must fit; for Transformers' own loss, on one GPU or by DDP. Loss and gradients
+            are those of micro-batches one by one.
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
         ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
-            of TRL's that would send vLLM experts with adapters, or packed ones.
+            of TRL's that would send vLLM experts with adapters, or packed ones. In the first step: packed_tokens where
+            the loss is no sum over tokens, where ranks share a model's parts, or where sequences of a row would see
+            each other.
+    Example:
+        sonicmoe_hf.attach(trainer, packed_tokens=8192)  # gradient_accumulation_steps=4, short texts
     """
     check_sampling(trainer)
     callbacks = trainer.callback_handler.callbacks
@@ -352,6 +360,8 @@ def attach(trainer, compile: bool | None = None) -> ExpertLoadCallback:
         callbacks.insert(0, small_steps)  # it compiles before the others look whether anything is compiled
     small_steps.compile = small_steps.compile if compile is None else compile
     small_steps.compile_options = compile_options(trainer, small_steps.compile)
+    if packed_tokens is not None:
+        callbacks[:] = [each for each in callbacks if not isinstance(each, PackedSteps)] + [PackedSteps(packed_tokens)]
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
@@ -359,6 +369,10 @@ def attach(trainer, compile: bool | None = None) -> ExpertLoadCallback:
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
     wrap_method(trainer, "train", _train_to_the_end)
-    wrap_method(trainer, "training_step", check_documents)
+    if find_callback(trainer, PackedSteps) is None:
+        wrap_method(trainer, "training_step", check_documents)
+    else:
+        wrap_method(trainer, "get_batch_samples", collect)
+        wrap_method(trainer, "training_step", packed_step)
     wrap_method(trainer, "compute_loss", _compute_loss)
     return callback
