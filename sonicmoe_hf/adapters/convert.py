@@ -17,10 +17,10 @@ from ..checkpoints.atomic_folder import (
     appearing_whole,
     copy_file,
     new_folder,
-    other_files,
     save_tensors,
     write_json,
 )
+from ..checkpoints.companions import companions
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import family_of, hub_config, native_config
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_config
@@ -126,13 +126,13 @@ def _text_model(path: Path, decoder: str) -> PreTrainedModel | None:
 
 def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:
     """Write the folder `dst`, with the other files of `src` beside tensors and config."""
-    files, _ = other_files(src, {ADAPTER_CONFIG, ADAPTER_WEIGHTS})
+    files = companions(src, {ADAPTER_CONFIG, ADAPTER_WEIGHTS}).sources
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    with appearing_whole(dst, nbytes, files, 1) as folder:
+    with appearing_whole(dst, nbytes, list(files), 1) as folder:
         save_tensors(folder / ADAPTER_WEIGHTS, weights, verify)
         write_json(folder / ADAPTER_CONFIG, config)
-        for file in files:
-            copy_file(src / file, folder / file)
+        for file, source in files.items():
+            copy_file(source, folder / file)
 
 
 def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:

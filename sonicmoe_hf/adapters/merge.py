@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoints.atomic_folder import new_folder
+from ..checkpoints.companions import OF_TRAINING
 from ..checkpoints.comparing import same_bytes
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.convert import Conversion, Target, own_target, target_of, write_checkpoint
@@ -79,7 +80,7 @@ def merge_adapter(
         verify: read back and compare every byte before the result appears.
         revision: of the base's hub id. on_progress: called with (bytes done, bytes in all).
     Returns:
-        What was done, as `convert_checkpoint` does.
+        What was done, as `convert_checkpoint` does. Tokenizer and chat template are the adapter's where it has them.
     Raises:
         CheckpointError: as `convert_checkpoint`; or the adapter is not plain LoRA, does not fit the base, changes one of
             two tied weights, or makes weights that are not finite. Nothing is written.
@@ -95,7 +96,7 @@ def merge_adapter(
     check_choice("rounding", rounding, ROUNDINGS)
     dst = new_folder(dst)
     stored = StoredWeights(local_folder(base, revision))
-    folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *OF_TRAINING])
     target = _target(stored, folder, layout, quantize, seed if rounding == DITHERED else None)
     return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
 
@@ -122,7 +123,7 @@ def _target(
         target = target_of(stored, layout or ("hub" if quantize else own), quantize=quantize)
     else:
         target = own_target(stored, (family, own, own), keeps)
-    return target._replace(notices=notices + target.notices)
+    return target._replace(notices=notices + target.notices, adapter=adapter)
 
 
 def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, seed: int | None = None) -> list[str]:

@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from ..errors import CheckpointError
 from ..kernels.packed.format import is_sound
 from .comparing import same_bytes
-from .files import WEIGHTS, expanded, opened
+from .files import expanded, opened
 
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
-COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 
 
 def new_folder(dst: str | os.PathLike) -> Path:
@@ -87,39 +86,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def other_files(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
-    """List files of a folder that go along with what is written anew (tokenizer, chat templates, code, ...), and names of
-    those that do not (other weights, unknown folders). own: the names of what is written anew.
-
-    Raises:
-        CheckpointError: one is a link to outside the folder.
-    """
-    files, skipped = [], []
-    for path in sorted(folder.iterdir()):
-        if path.name in own or path.name.startswith("."):
-            continue
-        if path.is_dir() and path.name in COPIED_FOLDERS:
-            files += [file.relative_to(folder) for file in sorted(path.rglob("*")) if file.is_file()]
-        elif path.is_file() and not WEIGHTS.search(path.name):
-            files.append(Path(path.name))
-        else:
-            skipped.append(path.name)
-    for file in files:
-        _refuse_link_outside(folder / file, folder)
-    return files, skipped
-
-
-def _refuse_link_outside(file: Path, folder: Path) -> None:
-    """Raise CheckpointError where `file`, in `folder`, is a link to a place that is neither in the folder nor, if this
-    is a snapshot in the hub's cache, among the blobs of its repository."""
-    target, folder = file.resolve(), folder.resolve()
-    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
-    if not any(target.is_relative_to(place) for place in (folder, *blobs)):
-        raise CheckpointError(
-            f"{file} is a link to {target}, outside of {folder}; put a copy in its place, or remove the link"
-        )
 
 
 def copy_file(source: Path, target: Path) -> None:

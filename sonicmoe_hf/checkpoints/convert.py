@@ -19,7 +19,8 @@ from ..errors import CheckpointError
 from ..formats.declared import EXPERT_DTYPE, MODELOPT_FILE
 from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
-from .atomic_folder import appearing_whole, copy_file, new_folder, other_files, save_tensors, write_json
+from .atomic_folder import appearing_whole, copy_file, new_folder, save_tensors, write_json
+from .companions import companions
 from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE
 from .hub import local_folder
@@ -107,7 +108,7 @@ class Target(NamedTuple):
     """A checkpoint to be written.
 
     family, source_layout, target_layout: as Conversion's. plan, config: the tensors, and config.json. notices: those that
-    are known before.
+    are known before. adapter: the folder of one that was added, whose tokenizer counts.
     """
 
     family: str
@@ -116,6 +117,7 @@ class Target(NamedTuple):
     plan: Plan
     config: dict
     notices: list[str]
+    adapter: Path | None = None
 
 
 def write_checkpoint(
@@ -131,17 +133,15 @@ def write_checkpoint(
     own = {header.file for header in stored.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
     if not plan.keeps_format:
         own.add(MODELOPT_FILE)
-    files, skipped = other_files(stored.folder, own)
-    if skipped:
-        notices.append(f"not carried over: {', '.join(skipped)}")
+    beside = companions(stored.folder, own, target.adapter)
     shards = _shards(planned, max_shard_size)
     nbytes = sum(each.nbytes for each in planned)
     progress = _Progress(nbytes * (1 + verify), on_progress)
-    with appearing_whole(dst, nbytes, files, len(shards)) as folder:
+    with appearing_whole(dst, nbytes, list(beside.sources), len(shards)) as folder:
         _write_shards(folder, shards, verify, progress)
         write_json(folder / CONFIG_FILE, target.config)
-        for file in files:
-            copy_file(stored.folder / file, folder / file)
+        for file, source in beside.sources.items():
+            copy_file(source, folder / file)
         stored.close()
     return Conversion(
         dst,
@@ -149,7 +149,7 @@ def write_checkpoint(
         sum(len(each.shells) for each in planned),
         nbytes,
         len(shards),
-        notices + plan.roundings.notices(),
+        notices + beside.notices + plan.roundings.notices(),
         plan.roundings.layers(),
     )
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 from functools import partial
 
@@ -13,8 +14,9 @@ from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
 from helpers.served import edit, merged_by_peft
 from helpers.small_families import adapted_names
+from helpers.trl_trainers import word_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Glm4MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
 from sonicmoe_hf.tools.cli.main import main
@@ -227,7 +229,7 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
     "changes, match",
     [
         ({DOWN_B: torch.zeros(16, 32)}, "PEFT up to 0.19.0"),
-        ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values in torch.float32"),
+        ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values"),
         ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "is neither lora_A nor lora_B of a layer"),
         ({Q_PROJ + "base_layer.lora_A.weight": torch.zeros(2, 32)}, "adapts nothing that the model has"),
         ({"base_model.model.lm_head.weight": torch.zeros(65, 32)}, "if the vocabulary was resized"),
@@ -286,3 +288,34 @@ def test_the_command_merges_and_says_what_it_did(folders, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert "exists; remove it" in error and "Traceback" not in error
+
+
+def test_a_tokenizer_and_a_template_of_the_adapter_come_before_those_of_the_base(tmp_path):
+    """The model was trained with them; what the adapter does not have stays the base's."""
+    (base, adapter, _), _ = base_and_adapter(tmp_path)
+    word_tokenizer().save_pretrained(base)
+    (base / "chat_template.jinja").write_text("of the base")
+    (base / "notes.txt").write_text("of the base")
+    (adapter / "notes.txt").write_text("of the adapter")
+
+    def merged(name):
+        done = merge_adapter(base, adapter, tmp_path / name)
+        said = [notice for notice in done.notices if "tokenizer" in notice]
+        return AutoTokenizer.from_pretrained(tmp_path / name), said, (tmp_path / name / "notes.txt").read_text()
+
+    tokenizer, said, notes = merged("none")
+    assert (tokenizer.chat_template, said, notes) == ("of the base", [], "of the base")
+    (adapter / "chat_template.jinja").write_text("of the adapter")
+    tokenizer, said, _ = merged("template")
+    assert tokenizer.chat_template == "of the adapter" and len(said) == 1 and "chat_template.jinja" in said[0]
+    trained = word_tokenizer()
+    trained.add_tokens(["<new>"])
+    trained.chat_template = "of the adapter, by its tokenizer"
+    trained.save_pretrained(adapter)
+    tokenizer, said, notes = merged("both")
+    assert tokenizer.chat_template == trained.chat_template and "<new>" in tokenizer.get_vocab()
+    assert len(said) == 1 and "the adapter's; the base's differ in" in said[0] and "tokenizer.json" in said[0]
+    assert notes == "of the base"
+    for file in (*adapter.glob("tokenizer*"), adapter / "chat_template.jinja"):
+        shutil.copy(file, base)
+    assert merged("alike")[1] == [], "the same files are worth no line"

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ...adapters.convert import is_adapter
+from ...checkpoints.companions import has_tokenizer
 from ...checkpoints.hub import local_folder
 from ...errors import CheckpointError
 from .hypotheses import SCALED, Hypothesis, groups_of, hypotheses_for, layers_of, scale_of, wholes_of
@@ -119,7 +120,7 @@ def _checked(
 ) -> Check:
     base_folder, adapter_folder = local_folder(base), local_folder(adapter)
     places = {folder: local_folder(folder) for folder in folders}
-    with_tokenizer = [folder for folder in (adapter_folder, base_folder) if any(folder.glob("tokenizer*"))]
+    with_tokenizer = [folder for folder in (adapter_folder, base_folder) if has_tokenizer(folder)]
     if not with_tokenizer:
         raise CheckpointError(f"neither {base} nor {adapter} has a tokenizer; save the model's into one of them")
     tokenizer = AutoTokenizer.from_pretrained(with_tokenizer[0])
