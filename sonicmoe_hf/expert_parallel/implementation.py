@@ -149,7 +149,7 @@ class SonicMoEExpertParallelism(EPImplementation):
             weights.update(given)
 
     def _compute(self, hidden_states, top_k_index, top_k_weights):
-        experts: Experts = self.experts_forward
+        experts: Any = self.experts_forward  # which takes adapters too
         if isinstance(top_k_index, IndicesWithAdapters):
             top_k_index, adapters = top_k_index
             adapters.take()  # a rank without tokens does not call its experts

@@ -34,7 +34,9 @@ def session():
     return session()
 
 
-REPLACED = []  # functions of others in whose place ours are, until the package that registers them is imported
+REPLACED: list[
+    tuple
+] = []  # functions of others in whose place ours are, until the package that registers them is imported
 
 
 def replace(owner, name, ours):
@@ -50,7 +52,7 @@ def enter():
     from sonicmoe_hf.private.replaced import REPLACED as REGISTER
     from sonicmoe_hf.private.replaced import RUN, Replaced
 
-    REGISTER.extend(Replaced(*each, RUN) for each in REPLACED)
+    REGISTER.extend(Replaced(owner, name, original, ours, RUN) for owner, name, original, ours in REPLACED)
     REPLACED.clear()
 
 
