@@ -33,12 +33,15 @@ def loaded(base, **options):
     return sonicmoe_hf.from_pretrained(base, **{"dtype": torch.float32, **options})
 
 
-def make(trainer_class, base, folder, config=None, lora=None, model=None, config_class=GRPOConfig, **options):
+def make(
+    trainer_class, base, folder, config=None, lora=None, model=None, config_class=GRPOConfig, rows=PROMPTS, words=None,
+    **options,
+):  # fmt: skip
     """Return a trainer whose engine serves `base`."""
     model = model or loaded(base)
     adapter = sonicmoe_hf.lora_config(model, **{"r": 4, "experts_r": 4, **(lora or {})})
     return trl_trainer(
-        trainer_class, config_class, model, PROMPTS, folder, sentence_tokenizer(), config={**SETTINGS, **(config or {})},
+        trainer_class, config_class, model, rows, folder, words or sentence_tokenizer(), config={**SETTINGS, **(config or {})},
         **{"peft_config": adapter, "reward_funcs": lengths, **options},
     )  # fmt: skip
 

@@ -110,9 +110,10 @@ class StandInLLM:
         yield
 
     @torch.no_grad()
-    def _complete(self, prompt, parameters):
-        ids = list(prompt)
-        while len(ids) - len(prompt) < parameters.max_tokens and (ids == prompt or ids[-1] != self.eos):
+    def _complete(self, prompt, parameters, forced=()):
+        """Sample a completion; or give it `forced`, with what the model says of it."""
+        ids = [*prompt, *forced]
+        while not forced and len(ids) - len(prompt) < parameters.max_tokens and (ids == prompt or ids[-1] != self.eos):
             logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1].float()
             ids.append(int((logits / parameters.temperature).softmax(-1).multinomial(1, generator=self.generator)))
         with sonicmoe_hf.record_routing(self.model) as routing:

@@ -6,8 +6,10 @@ import re
 import pytest
 import torch
 from helpers.rl import GAP, PROMPTS, logged, make, synced_once
+from helpers.trl_trainers import sentence_tokenizer
 from trl import GRPOTrainer as TRLsGRPOTrainer
 from trl import RLOOConfig
+from trl.chat_template_utils import qwen3_chat_template
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
@@ -47,6 +49,14 @@ def test_a_server_that_keeps_the_first_adapter_is_far_away(base, engine, tmp_pat
     trainer.train()
     first, second = logged(trainer)
     assert first < GAP and second > 1e-2
+
+
+def test_several_epochs_sample_every_prompt_again_with_the_adapter_as_it_is(base, engine, tmp_path):
+    config = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16, "max_completion_length": 3}
+    trainer = make(GRPOTrainer, base, tmp_path, config)
+    trainer.train()
+    assert trainer.state.epoch == 2 and trainer.state.global_step == len(engine.made[0].loaded) == 4
+    assert 0 < max(logged(trainer)) < GAP and set(logged(trainer, "serving/divergence")) == {0.0}
 
 
 def other_experts(complete):
@@ -210,4 +220,44 @@ def calling_a_tool(prompts, trainer):
 def test_a_rollout_of_several_turns_is_paired_with_the_experts_of_its_last_one(base, engine, tmp_path):
     trainer = make(GRPOTrainer, base, tmp_path, {"max_steps": 1}, rollout_func=calling_a_tool)
     trainer.train()
+    assert 0 < max(logged(trainer)) < GAP and logged(trainer, "serving/divergence") == [0.0]
+
+
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: the word.
+    """
+    return f"{word} is brown"
+
+
+def calling(complete):
+    """Have every other conversation begin with a call of the tool, and go on by sampling."""
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
+
+    def completed(self, prompt, parameters):
+        self.turns = getattr(self, "turns", 0) + 1
+        if "<tool_response>" in self.words.decode(prompt) or self.turns % 2:
+            return complete(self, prompt, parameters)
+        return complete(self, prompt, parameters, forced=[*self.words(call)["input_ids"], self.eos])
+
+    return completed
+
+
+def test_trls_own_loop_of_tools_is_paired_with_the_experts_of_its_last_turn(base, engine, tmp_path, monkeypatch):
+    words = sentence_tokenizer()
+    words.chat_template = qwen3_chat_template
+    monkeypatch.setattr(engine, "words", words, raising=False)
+    monkeypatch.setattr(engine, "_complete", calling(engine._complete))
+    rows = [{"prompt": [{"role": "user", "content": each["prompt"]}]} for each in PROMPTS]
+    config = {
+        "max_steps": 1,
+        "max_completion_length": 400,
+        "vllm_max_model_length": 2048,
+        "max_tool_calling_iterations": 1,
+    }
+    trainer = make(GRPOTrainer, base, tmp_path, config, rows=rows, words=words, tools=[look_up])
+    trainer.train()
+    assert logged(trainer, "tools/call_frequency")[0] > 0 and logged(trainer, "tools/failure_frequency") == [0.0]
     assert 0 < max(logged(trainer)) < GAP and logged(trainer, "serving/divergence") == [0.0]

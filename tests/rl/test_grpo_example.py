@@ -16,7 +16,7 @@ def test_the_reward_rises_in_a_minute_on_a_cpu(tmp_path):
     log = load_example("grpo").main(["--steps", "60", "--output", str(tmp_path)])
     rewards = values(log)
     first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
-    assert last > first + 0.15, f"{first:.2f} to {last:.2f}: 0.50 to 0.73 when this was written"
+    assert last > first + 0.15, f"{first:.2f} to {last:.2f}: 0.53 to 0.73 when this was written"
     assert (tmp_path / "checkpoint-60" / "adapter_model.safetensors").is_file()
 
 

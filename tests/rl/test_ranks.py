@@ -1,13 +1,18 @@
-"""Two gloo ranks: factors that they share are gathered and one of them writes, and each keeps the experts of its own share."""
+"""Two gloo ranks: factors that they share are gathered and one of them writes, each keeps the experts of its own share, and
+what is logged is of both."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from accelerate import Accelerator
+from helpers import vllm_stand_in
 from helpers.checkpoints import tensors_in
+from helpers.rl import GAP, logged, make
 from helpers.rl_models import adapted
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from sonicmoe_hf.trl import GRPOTrainer
 from sonicmoe_hf.trl.adapter_versions import AdapterVersions
 from sonicmoe_hf.trl.generation import AdapterGeneration
 from sonicmoe_hf.trl.rollouts import GeneratedSequences
@@ -52,3 +57,34 @@ def kept(rank):
 
 def test_each_rank_keeps_the_experts_of_its_own_share(ranks):
     assert ranks.run(kept) == [[0, 1], [2, 3]]
+
+
+def trained(rank, base, folder):
+    """Train with an engine on each rank; returns what was logged, what each rank measured, and what its engine loaded."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        vllm_stand_in.install(monkeypatch)
+        trainer = make(GRPOTrainer, base, folder, {"per_device_train_batch_size": 2})
+        gather, measured = trainer.accelerator.gather, []
+
+        def watched(values):
+            every = gather(values)
+            if getattr(values, "dtype", None) == torch.float64 and values.numel() == 4:
+                measured.append(every.view(-1, 4))
+            return every
+
+        monkeypatch.setattr(trainer.accelerator, "gather", watched)
+        trainer.train()
+        (llm,) = vllm_stand_in.StandInLLM.made
+        names = ("kl", "divergence", "sync_seconds", "largest_gap")
+        return [logged(trainer, f"serving/{name}") for name in names], measured, llm.loaded
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_an_engine_each_and_log_means_and_the_largest_gap_of_both(base, ranks, tmp_path):
+    (found, measured, loaded), (_, _, also_loaded) = ranks.run(trained, base, tmp_path)
+    assert loaded == also_loaded and len(loaded) == len(measured) == 2
+    for step, values in enumerate(measured):
+        assert values[0, 0] != values[1, 0], "the ranks sample other prompts"
+        expected = [*values.mean(0)[:3].tolist(), values[:, 3].max().item()]
+        assert [of_steps[step] for of_steps in found] == pytest.approx(expected, rel=1e-4)  # TRL rounds what it logs
+        assert found[1][step] == 0.0 and 0 < found[3][step] < GAP
