@@ -63,7 +63,8 @@ class PackedSteps(TrainerCallback):
                 f"sonicmoe_hf: micro-batches are computed one by one, as without packed_tokens: {reason}"
             )
             return
-        group, tokens = [], 0
+        group: list = []
+        tokens = 0
         for batch, (count, _) in zip(batches, facts):
             if group and tokens + count > self.max_tokens:
                 self._add(group)
@@ -145,7 +146,7 @@ def check_routing(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def check_rows_apart(model: nn.Module) -> None:
+def check_rows_apart(model: Any) -> None:
     """Check, by two forwards of a few random tokens, that a sequence's logits are the same whatever comes before it.
 
     Raises:
