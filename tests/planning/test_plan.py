@@ -236,7 +236,7 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     }  # DeepSeek-V4's, which --dequantize does not know
     ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
     assert {way.training.experts for way in ways} == {"mxfp4"}
-    assert "convert" not in left_out(sizes_of(config)), "which does not read it"
+    assert "convert" in left_out(sizes_of(config)), "which reads both"
     with pytest.raises(UnsupportedModelError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
         ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096, method="full")
 
