@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from ...expert_parallel.exchange import MANY_BYTES, choose_way
 from ...layer.pieces import MAX_ROWS
 from ...streaming.memory import packed_nbytes
-from .sizes import ModelSizes, Projection
+from .sizes import ModelSizes, Projection, of_eager
 
 GIB = 2**30
 METHODS = ("full", "lora", "qlora")
@@ -263,8 +263,8 @@ def _head(sizes: ModelSizes, training: Training) -> float:
 
 
 def stream_bytes(sizes: ModelSizes, training: Training) -> float:
-    """Count a token's hidden state between two layers."""
-    return (4.0 if training.fp32_stream else 2.0) * sizes.hidden
+    """Count a token's hidden states between two layers."""
+    return (4.0 if training.fp32_stream else 2.0) * sizes.hidden * sizes.streams
 
 
 def norm_bytes(features: int, training: Training) -> float:
@@ -290,8 +290,7 @@ def layer_bytes(sizes: ModelSizes, training: Training) -> float:
         kept += 2.0 * sizes.mixer_output  # the contiguous copy that o_proj reads
     read = sizes.projections if full else adapted
     kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
-    if is_eager(sizes, training):
-        kept += 2.0 * sizes.heads * training.sequence  # probabilities of every pair of tokens
+    kept += _of_pair(sizes, training)[0] * training.sequence
     rows = _rows(sizes, training)
     kept += 2.0 * sizes.up_rows * sizes.inner * rows if _keeps_h(sizes, training) else 0.0
     kept += 2 * 2.0 * max(training.experts_r, 16) * rows if training.experts_r and not full else 0.0
@@ -302,9 +301,11 @@ def layer_bytes(sizes: ModelSizes, training: Training) -> float:
     return kept + (0.0 if _gathers_tokens(sizes, training) else _exchanged(sizes, training))
 
 
-def is_eager(sizes: ModelSizes, training: Training) -> bool:
-    """Return whether attention keeps its probabilities."""
-    return (training.attention or sizes.attention) == "eager"
+def _of_pair(sizes: ModelSizes, training: Training) -> tuple[float, float]:
+    """Count the bytes of a pair of tokens in a layer's attention, (kept for backward, made beside that)."""
+    if training.attention in (None, sizes.attention):
+        return sizes.kept_of_pair, sizes.made_of_pair
+    return of_eager(sizes.heads) if training.attention == "eager" else (0.0, 0.0)
 
 
 def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]:
@@ -322,8 +323,7 @@ def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]
     before = max(dh + a + dh - h, dh + dx - h + (a if training.full else 0.0)) + around
     if _is_in_pieces(sizes, training):  # attention's: dq in fp32 too, dk and dv of every query head, and dout
         before = max(before, 12.0 * sizes.mixer_output)
-    if is_eager(sizes, training):  # gradients of scores and probabilities, of every pair of tokens
-        before = max(before, 3 * 2.0 * sizes.heads * training.sequence)
+    before = max(before, _of_pair(sizes, training)[1] * training.sequence)
     return before, (a - h + around) if training.full else 0.0
 
 

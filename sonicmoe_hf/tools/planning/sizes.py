@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...attention.models import UNSUPPORTED as FP32_SCORES  # their sinks stay in fp32, and so all scores are
 from ...attention.models import has_sinks
 from ...checkpoints.config_only import build_on_meta
 from ...checkpoints.configs import family_of, quantization_of
@@ -41,6 +42,9 @@ class Projection(NamedTuple):
     num_layers: int
 
 
+MASKED_BY_HEAD = "minimax_m3_sparse"  # a kind of layers, whose mask is [B, heads, S, S]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """Sizes of one model; counts of parameters are exact.
@@ -54,7 +58,9 @@ class ModelSizes:
     k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
     plain_inner: I of the dense and shared MLPs, summed over the layers. linear: parameters of all linear layers but the
     head. attention: "sdpa", or "eager" where a model has
-    nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
+    nothing else. streams: hidden states of a token between two layers (hyper-connections have several). kept_of_pair,
+    made_of_pair: bytes that a layer's own attention keeps of a pair of tokens for backward, and makes beside that.
+    has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
     checkpoint declares, by the names of kernels/packed where it is of these; is_packed: by this package;
     is_dequantized: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what
     is estimated, in words.
@@ -83,6 +89,9 @@ class ModelSizes:
     plain_inner: int
     linear: int
     attention: str
+    streams: int = 1
+    kept_of_pair: float = 0.0
+    made_of_pair: float = 0.0
     quantization: str | None = None
     is_packed: bool = False
     is_dequantized: bool = False
@@ -143,6 +152,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     parameters = list(model.parameters())
     ends = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
     embeddings = {id(parameter): parameter for module in ends for parameter in module.parameters()}
+    of_pair = _of_pair(config, _entry(config, "num_attention_heads"))
     return ModelSizes(
         name=name,
         model_type=config.model_type,
@@ -177,7 +187,10 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
             for module in model.modules()
             if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
         ),
-        attention="sdpa" if getattr(config, "_attn_implementation", None) == "sdpa" else "eager",
+        attention=_attention(config),
+        streams=getattr(config, "hc_mult", 1),
+        kept_of_pair=of_pair[0],
+        made_of_pair=of_pair[1],
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
         is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
@@ -185,6 +198,28 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         has_sinks=has_sinks(model),
         notes=_notes(model, support),
     )
+
+
+def _attention(config: Any) -> str:
+    return "sdpa" if getattr(config, "_attn_implementation", None) == "sdpa" else "eager"
+
+
+def _of_pair(config: Any, heads: int) -> tuple[float, float]:
+    """Count the bytes that a layer's attention keeps of a pair of tokens for backward, and those that it makes beside
+    that, by what layers take at real sizes on tensors without memory."""
+    if config.model_type in FP32_SCORES:  # and the compressed keys of DeepSeek-V4 beside the tokens'
+        keys = 1.0 + 1.0 / min((getattr(config, "compress_rates", None) or {"": float("inf")}).values())
+        return 4.0 * heads * keys, 8.5 * heads * keys
+    if _attention(config) == "eager":
+        return of_eager(heads)
+    if MASKED_BY_HEAD in (getattr(config, "layer_types", None) or ()):
+        return 2.0 * heads, 5.2 * heads  # the mask in bf16; in bool, before it is joined
+    return (2.0, 4.0) if getattr(config, "index_topk", None) else (0.0, 0.0)  # one mask for all heads
+
+
+def of_eager(heads: int) -> tuple[float, float]:
+    """Count the same of eager attention in bf16: probabilities; gradients of scores and probabilities."""
+    return 2.0 * heads, 3 * 2.0 * heads
 
 
 def _is_convertible(config: PreTrainedConfig) -> bool:
