@@ -184,7 +184,7 @@ def test_a_router_put_in_after_patching_rounds_and_is_counted(tmp_path):
         model(**batch())
         assert watch.rounded() == [True, True] and all(hook.load.counted.any() for hook in router_hooks(model))
     watch, callback = put_in(), sonicmoe_hf.ExpertLoadCallback()
-    trained(model, tmp_path, [TokenRoundingCallback(tile=TILE), callback], max_steps=1)
+    trained(model, tmp_path, [TokenRoundingCallback(tile=2), callback], max_steps=1)
     assert watch.rounded() == [True, True] and len(callback.history[0]["rows_per_expert"]) == 2
 
 
