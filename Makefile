@@ -95,10 +95,13 @@ dist: $(VENV)/.installed
 check-wheel:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/check_wheel.sh
 
+# the files with the repository's address
+OWNED := README.md CITATION.cff mkdocs.yml pyproject.toml examples/quickstart.ipynb examples/qwen3_30b_24gb.ipynb
+
 owner:
 	@test -n "$(NAME)" || { echo "name the owner: make owner NAME=acme"; exit 1; }
-	sed -i.bak -E 's#github\.com/[^/ ]+/sonicmoe-hf#github.com/$(NAME)/sonicmoe-hf#' README.md CITATION.cff mkdocs.yml pyproject.toml
-	rm README.md.bak CITATION.cff.bak mkdocs.yml.bak pyproject.toml.bak
+	sed -i.bak -E 's#(github(\.com)?)/[^/ ]+/sonicmoe-hf#\1/$(NAME)/sonicmoe-hf#g' $(OWNED)
+	rm $(addsuffix .bak,$(OWNED))
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(SERVING) build dist site outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,21 +1,21 @@
 """SonicMoE for Hugging Face Transformers: see README.md.
 
-Importing imports Transformers, and makes experts_implementation="sonicmoe_hf" and the native layout's model classes known
-to it (registration.py has all that it changes there, and in PEFT). It patches no model. What is exported here is imported
-on first use.
+Importing imports Transformers where it is installed, and makes experts_implementation="sonicmoe_hf" and the native
+layout's model classes known to it (registration.py has all that it changes there, and in PEFT). It patches no model. What
+is exported here is imported on first use.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
-
-from . import registration
 
 if TYPE_CHECKING:
     from . import routing
     from .adapters.convert import convert_adapter
     from .adapters.merge import merge_adapter
+    from .attention.function import torch_sinks
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.modeling import SonicMoEExperts
     from .compiling.layers import compile_layers
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .trl.factory import vllm_adapters
 
 _MODULES = {  # of this package: what of each is exported here
+    "attention.function": ("torch_sinks",),
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.modeling": ("SonicMoEExperts",),
     "errors": ("CheckpointError", "UnsupportedExpertsError", "UnsupportedModelError"),
@@ -99,6 +100,7 @@ __all__ = [
     "serving_divergence",
     "set_routing",
     "supports",
+    "torch_sinks",
     "unpatch",
     "unpatch_model",
     "vllm_adapters",
@@ -112,7 +114,7 @@ def __getattr__(name: str):
     if name in _HOME:
         value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
         if name == "lora_config":  # whose adapters PEFT then saves by names that it loads
-            registration.install_in_peft()
+            importlib.import_module(".registration", __name__).install_in_peft()
     elif name in _EXPORTED_MODULES:
         value = importlib.import_module(f".{_EXPORTED_MODULES[name]}", __name__)
     else:
@@ -125,4 +127,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-registration.install()
+if importlib.util.find_spec("transformers") is not None:  # tensors and their functions need none
+    from . import registration
+
+    registration.install()

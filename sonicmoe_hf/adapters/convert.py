@@ -26,6 +26,7 @@ from ..checkpoints.configs import family_of, hub_config, native_config
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_config
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
+from ..checkpoints.model_card import Origin, add_card, origin_of
 from ..checkpoints.plan import TARGETS
 from ..errors import CheckpointError
 from ..layer.config import check_choice
@@ -62,7 +63,8 @@ def convert_adapter(
             Names are those of the class that was trained, such as the text model of Qwen3.5-MoE.
         trained_on: folder or hub id of the model it was trained on, of which config.json is read; by default what the
             adapter says.
-        base_model: the model that the converted adapter will say it belongs to; by default it says none.
+        base_model: the model that the converted adapter will say it belongs to. By default that of `src`, or
+            `trained_on`, where that has the layout which the converted adapter is for, and else none.
         verify: read back and compare every byte that is written.
     Returns:
         The new folder.
@@ -88,7 +90,7 @@ def run_adapter_conversion(
     """Convert as `convert_adapter` does, and return how to serve the result in an engine, in sentences."""
     check_choice("layout", layout, (*TARGETS, *ENGINES))
     src, dst = expanded(src), new_folder(dst)
-    config = AdapterConfig(src).entries
+    given = config = AdapterConfig(src).entries
     if layout in ENGINES and (saved := config.get("modules_to_save")):
         raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
     base = _base_folder(src, config, trained_on) / CONFIG_FILE
@@ -101,8 +103,11 @@ def run_adapter_conversion(
             model = _text_model(base, adapter.decoder) or model
             adapter = Adapter.read(src, model)
         (tensors, config), hints = peft_form(adapter, model), []
-    config["base_model_name_or_path"] = base_model
-    _write(src, dst, tensors, config, verify)
+    if base_model is None and is_native(base) == (layout == "native"):
+        base_model = given.get("base_model_name_or_path") or os.fspath(trained_on or "")
+    config["base_model_name_or_path"] = base_model or None
+    card = origin_of("convert", given.get("base_model_name_or_path") or trained_on or "", src)
+    _write(src, dst, tensors, config, verify, card, f"{layout} layout")
     return hints
 
 
@@ -115,6 +120,11 @@ def _model(path: Path, native: bool) -> PreTrainedModel:
     return build_from_config(config, path)
 
 
+def is_native(config: Path) -> bool:
+    """Tell whether a config.json is that of a checkpoint in the native layout."""
+    return str(read_json(config).get("model_type")).startswith(NATIVE_PREFIX)
+
+
 def _text_model(path: Path, decoder: str) -> PreTrainedModel | None:
     """Build the text model inside the one that the config.json at `path` describes; None where its decoder has another
     name than `decoder`, that of the model that was trained."""
@@ -124,8 +134,10 @@ def _text_model(path: Path, decoder: str) -> PreTrainedModel | None:
     return text_model if decoder_name(text_model) == decoder else None
 
 
-def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:
-    """Write the folder `dst`, with the other files of `src` beside tensors and config."""
+def _write(
+    src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool, card: Origin, format: str
+) -> None:
+    """Write the folder `dst`, with the other files of `src` beside tensors and config, and a model card."""
     files = companions(src, {ADAPTER_CONFIG, ADAPTER_WEIGHTS}).sources
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, list(files), 1) as folder:
@@ -133,6 +145,7 @@ def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict,
         write_json(folder / ADAPTER_CONFIG, config)
         for file, source in files.items():
             copy_file(source, folder / file)
+        add_card(folder, dst.name, card, format, [])
 
 
 def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:

@@ -32,6 +32,7 @@ from ..checkpoints.converters import (
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
+from ..checkpoints.model_card import origin_of
 from ..checkpoints.plan import TARGETS, finite_bounds
 from ..checkpoints.source import Source
 from ..checkpoints.stored import HubMatrix, StoredWeights, Weight
@@ -98,7 +99,7 @@ def merge_adapter(
     stored = StoredWeights(local_folder(base, revision))
     folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *OF_TRAINING])
     target = _target(stored, folder, layout, quantize, seed if rounding == DITHERED else None)
-    return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
+    return write_checkpoint(target, dst, origin_of("merge", base, adapter), max_shard_size, verify, on_progress)
 
 
 def _target(

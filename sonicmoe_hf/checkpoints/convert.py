@@ -24,6 +24,7 @@ from .companions import companions
 from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE
 from .hub import local_folder
+from .model_card import Origin, add_card, origin_of
 from .packed_config import check_format, quantization_config
 from .plan import TARGETS, Plan, Planned, shell
 from .relayout import Relayout
@@ -101,7 +102,7 @@ def convert_checkpoint(
     dst = new_folder(dst)
     source = Source(local_folder(src, revision))
     target = target_of(source, layout, dtype, dequantize, quantize)
-    return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
+    return write_checkpoint(target, dst, origin_of("convert", src), max_shard_size, verify, on_progress)
 
 
 class Target(NamedTuple):
@@ -123,11 +124,13 @@ class Target(NamedTuple):
 def write_checkpoint(
     target: Target,
     dst: Path,
+    origin: Origin,
     max_shard_size: int | str,
     verify: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> Conversion:
-    """Write `target`, with the files that lie beside the weights it is made of; see `convert_checkpoint`."""
+    """Write `target`, with the files that lie beside the weights it is made of, and its model card; see
+    `convert_checkpoint`."""
     stored, plan, notices = target.plan.stored, target.plan, target.notices
     planned = plan.planned()
     own = {header.file for header in stored.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
@@ -143,15 +146,26 @@ def write_checkpoint(
         for file, source in beside.sources.items():
             copy_file(source, folder / file)
         stored.close()
+        notices = notices + beside.notices + plan.roundings.notices()
+        add_card(folder, dst.name, origin, _format_of(target), notices)
     return Conversion(
         dst,
         *target[:3],
         sum(len(each.shells) for each in planned),
         nbytes,
         len(shards),
-        notices + beside.notices + plan.roundings.notices(),
+        notices,
         plan.roundings.layers(),
     )
+
+
+def _format_of(target: Target) -> str:
+    """Describe a checkpoint that is written."""
+    layout = "Transformers' and the engines'" if target.target_layout != "native" else "sonicmoe_hf's native"
+    declared = target.config.get("quantization_config")
+    if declared is None:
+        return f"{layout} layout, dense"
+    return f"{layout} layout, experts in {declared.get('experts') or declared.get('quant_method')}"
 
 
 def target_of(

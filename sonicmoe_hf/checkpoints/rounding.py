@@ -24,6 +24,7 @@ from .converters import ALTERNATING, NOT_INVERTED, Tensors, WeightGroup, check_c
 from .files import CONFIG_FILE
 from .hub import local_folder
 from .layouts import NATIVE_PREFIX
+from .model_card import origin_of
 from .stored import StoredWeights, Weight
 
 
@@ -45,7 +46,7 @@ def round_checkpoint(
     check_choice("round", format, FORMATS)
     dst = new_folder(dst)
     target = rounded_target(StoredWeights(local_folder(src, revision)), format)
-    return write_checkpoint(target, dst, max_shard_size, verify, on_progress)
+    return write_checkpoint(target, dst, origin_of("convert --round", src), max_shard_size, verify, on_progress)
 
 
 def rounded_target(stored: StoredWeights, format: str) -> Target:

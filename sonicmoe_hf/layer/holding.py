@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 
 from ..private import attributes
@@ -148,6 +147,8 @@ def expert_parallel_remedy() -> str:
     """Say how to get our implementation of expert parallelism."""
     if has_expert_parallelism():
         return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
+    import transformers
+
     return (
         f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
         "installed"

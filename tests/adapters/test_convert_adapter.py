@@ -223,6 +223,20 @@ def test_the_model_that_it_was_trained_on_must_be_read(adapter):
     assert_refused(adapter, "names no base model")
 
 
+def test_the_base_models_name_stays_where_its_layout_does_and_another_can_be_given(adapter, tmp_path):
+    def named(source, folder, *options):
+        assert main(["convert", str(source), str(tmp_path / folder), *options]) == 0
+        return config_of(tmp_path / folder)["base_model_name_or_path"]
+
+    own = config_of(adapter)["base_model_name_or_path"]
+    assert own and named(adapter, "vllm", "--layout", "vllm") == own
+    assert named(tmp_path / "vllm", "back", "--layout", "hub") == own, "without --trained-on"
+    assert named(adapter, "published", "--layout", "hub", "--base-model", "org/name") == "org/name"
+    assert named(adapter, "to native", "--layout", "native") is None, "whose experts have other names"
+    edit(adapter, base_model_name_or_path=None)
+    assert named(adapter, "unnamed", "--layout", "hub", "--trained-on", own) == own
+
+
 def test_the_command_converts_adapters(adapter, tmp_path, capsys):
     template = adapter / "chat_templates" / "tools.jinja"  # as a tokenizer with several saves them
     template.parent.mkdir()

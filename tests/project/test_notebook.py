@@ -1,37 +1,73 @@
-"""The notebook runs, offline and with few steps."""
+"""The notebooks run, offline and with few steps."""
 
 import ast
+import json
 import os
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from helpers.examples import EXAMPLES
 from nbclient import NotebookClient
+from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
+from sonicmoe_hf.examples.shared import small_config, standard_library, train_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.pinned]
+ROOT = Path(sonicmoe_hf.__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
-@pytest.mark.pinned
-def test_the_notebook_runs_from_the_model_to_generated_text_and_learns(tmp_path, monkeypatch):
-    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    settings = next(cell for cell in notebook.cells if "MODEL = None" in cell.source)
-    settings.source = settings.source.replace("= 40, 128, 8", "= 16, 64, 8")
-    assert "= 16, 64, 8" in settings.source
-    notebook.cells.append(
-        nbformat.v4.new_code_cell("print([entry['eval_loss'] for entry in log if 'eval_loss' in entry])")
-    )
-    root = str(Path(sonicmoe_hf.__file__).parents[1])
-    paths = [root, str(EXAMPLES), os.environ.get("PYTHONPATH")]  # Jupyter starts a notebook in its own folder
+def run(name, folder, monkeypatch, **changes):
+    """Run a notebook in `folder`, with `changes` of its settings by name; return what its cells print, and its cells."""
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    settings = next(cell for cell in notebook.cells if cell.source.find("MODEL = ") >= 0)
+    for setting, value in changes.items():
+        settings.source, count = re.subn(
+            rf"^{re.escape(setting)} = .*$", f"{setting} = {value}", settings.source, flags=re.M
+        )
+        assert count == 1
+    paths = [str(ROOT), os.environ.get("PYTHONPATH")]  # Jupyter starts a notebook in its own folder
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    first, *_, last = ast.literal_eval(notebook.cells[-1].outputs[0].text)
-    assert last < first - 0.15  # random weights at the start: the loss of guessing, 6.9
-    *_, picture = [
-        output
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if "image/png" in output.get("data", {})
-    ]
-    assert picture["data"]["image/png"]
+    monkeypatch.setenv("COLUMNS", "120")
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def losses(printed):
+    return [ast.literal_eval(line)["eval_loss"] for line in printed.splitlines() if line.startswith("{'eval_loss'")]
+
+
+def test_the_quick_start_trains_merges_and_finds_the_adapter_applied(tmp_path, monkeypatch):
+    steps = {"STEPS, SEQUENCE_LENGTH, BATCH_SIZE": "16, 64, 8"}
+    printed = run("quickstart.ipynb", tmp_path, monkeypatch, **steps)
+    first, *_, last = losses(printed)
+    assert float(last) < float(first) - 0.15  # random weights at the start: the loss of guessing, 6.9
+    assert "experts: frozen, with LoRA of rank 8" in printed
+    (verdict,) = [line for line in printed.splitlines() if "merged " in line and "applied" in line]
+    assert verdict.split()[-1] == "applied" and "in part" not in verdict
+
+
+def test_the_notebook_for_24_gb_plans_and_trains_beside_packed_experts(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    texts, _ = standard_library()
+    tokenizer = train_tokenizer(texts[:10], 512)
+    tokenizer.save_pretrained(tmp_path / "small")
+    AutoModelForCausalLM.from_config(small_config(tokenizer)).save_pretrained(tmp_path / "small")
+    steps = {"STEPS, SEQUENCE_LENGTH, RANK": "2, 64, 2"}
+    printed = run("qwen3_30b_24gb.ipynb", tmp_path, monkeypatch, MODEL='"small"', **steps)
+    assert "QLoRA NF4 linear too, r=8, one GPU + checkpointing" in printed
+    assert "experts: frozen, packed as nf4, with LoRA of rank 2" in printed and losses(printed)
+    config = json.loads((tmp_path / "outputs" / "qwen3-24gb" / "lora" / "adapter_config.json").read_text())
+    assert len(config["target_parameters"]) == 2
+
+
+@pytest.mark.parametrize("name", ["quickstart.ipynb", "qwen3_30b_24gb.ipynb"])
+def test_a_notebook_is_kept_without_outputs_and_linked_from_the_readme(name):
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    assert f"/blob/main/examples/{name})" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -290,6 +290,7 @@ def test_every_address_of_the_project_is_the_one_of_pyproject():
     (address,) = re.findall(
         r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
     )
-    for name in ("README.md", "CITATION.cff", "mkdocs.yml", "pyproject.toml"):
+    notebooks = [f"examples/{path.name}" for path in (ROOT / "examples").glob("*.ipynb")]
+    for name in ("README.md", "CITATION.cff", "mkdocs.yml", "pyproject.toml", *notebooks):
         found = re.findall(r"https://github\.com/[\w-]+/sonicmoe-hf", (ROOT / name).read_text(encoding="utf-8"))
         assert found and set(found) == {address}, f"{name}: make owner NAME=... writes it"

@@ -12,7 +12,9 @@ from .bar import progress
 HUB_LAYOUTS = {family.hub_layout for family in NATIVE_FAMILIES.values()}  # which --layout calls hub
 
 
-def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: bool, **of_models) -> int:
+def convert(
+    src: str, dst: str, layout: str, trained_on: str | None, base_model: str | None, verify: bool, **of_models
+) -> int:
     """Run `sonicmoe-hf convert`."""
     from ...adapters.convert import is_adapter
     from ...checkpoints.convert import convert_checkpoint
@@ -22,9 +24,10 @@ def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: boo
     if is_adapter(src):
         for name in given:
             raise CheckpointError(f"--{name.replace('_', '-')} is for models, but {src} is an adapter")
-        return _convert_adapter(src, dst, layout, trained_on, verify)
-    if layout in ENGINES or trained_on is not None:
-        option = f"--layout {layout}" if layout in ENGINES else "--trained-on"
+        return _convert_adapter(src, dst, layout, trained_on, base_model, verify)
+    if layout in ENGINES or trained_on is not None or base_model is not None:
+        option = "--trained-on" if trained_on is not None else "--base-model"
+        option = f"--layout {layout}" if layout in ENGINES else option
         raise CheckpointError(
             f"{option} is for adapters, and {src} is no folder with adapter_config.json: download one of the hub first, "
             "hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's layout: --layout hub"
@@ -39,12 +42,14 @@ def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: boo
     return _write("converting", convert_checkpoint, src, dst, layout, verify=verify, **given)
 
 
-def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, verify: bool) -> int:
+def _convert_adapter(
+    src: str, dst: str, layout: str, trained_on: str | None, base_model: str | None, verify: bool
+) -> int:
     from rich.console import Console
 
     from ...adapters.convert import run_adapter_conversion
 
-    hints = run_adapter_conversion(src, dst, layout, trained_on=trained_on, verify=verify)
+    hints = run_adapter_conversion(src, dst, layout, trained_on=trained_on, base_model=base_model, verify=verify)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{dst}: the adapter in the {layout} layout{', verified' if verify else ''}", markup=False)
     for hint in hints:

@@ -169,6 +169,7 @@ COMMANDS = {
             ),
             _option("--revision", help="of a hub id"),
             _option("--trained-on", metavar="MODEL", help="for an adapter: its base (default: what it says)"),
+            _option("--base-model", metavar="MODEL", help="that a converted adapter names (default: its own)"),
         ),
     ),
     "merge": Command(

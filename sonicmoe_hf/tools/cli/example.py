@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-SHARED = re.compile(r'^(\s*"?)from (?:finetune|shared) import .*?(\\n",)?$', re.MULTILINE)  # also in a notebook
+SHARED = re.compile(r"^ *from (?:finetune|shared) import ", re.MULTILINE)
 FIND_SHARED = "import os, sys, sonicmoe_hf; sys.path.append(os.path.join(sonicmoe_hf.__path__[0], 'examples'))"
 OTHERS = {
     "context_parallel.yaml": "FSDP2 with context parallelism, a config for accelerate launch.",
     "fsdp2.yaml": "FSDP2, a config for accelerate launch.",
-    "quickstart.ipynb": "A notebook: patch a model, train adapters on its experts, merge, generate.",
+    "quickstart.ipynb": "A notebook: patch a model, train adapters on its experts, merge, check, generate.",
+    "qwen3_30b_24gb.ipynb": "A notebook: Qwen3-30B-A3B on 24 GB, with experts in NF4.",
     "zero3.json": "ZeRO-3, a config for DeepSpeed.",
 }
 
@@ -32,11 +33,7 @@ def _summary(name: str, path: Path) -> str:
 
 def _printed(path: Path) -> str:
     """Return an example's text, with a line that finds what examples share before its first import of that."""
-
-    def with_path(match: re.Match) -> str:
-        return f"{match[1]}{FIND_SHARED}{match[2] or ''}\n{match[0]}"
-
-    return SHARED.sub(with_path, path.read_text(encoding="utf-8"), count=1)
+    return SHARED.sub(lambda match: f"{FIND_SHARED}\n{match[0]}", path.read_text(encoding="utf-8"), count=1)
 
 
 def example(name: str | None) -> int:

@@ -1,0 +1,105 @@
+"""The model card of a folder that is written, README.md: its base, its adapter, versions, and what rounding lost."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from huggingface_hub import ModelCard
+
+from ..private.versions import versions
+
+CARD = "README.md"
+TAG = "sonicmoe_hf"
+NO_HEADER = "---\n{}\n---\n"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+VERSIONS = ("torch", "transformers", "peft")
+SECTION = """
+## How these files were made
+
+By `sonicmoe-hf {command}` of sonicmoe_hf {version} ({others}).
+
+{lines}
+{check}"""
+CHECK = """
+Whether they compute what was trained:
+
+    sonicmoe-hf check {base} {adapter} {name}
+"""
+
+
+class Origin(NamedTuple):
+    """The source of a folder: the command that writes it, and folders or hub ids of the base and the adapter."""
+
+    command: str
+    base: str
+    adapter: str | None = None
+
+    @property
+    def base_on_the_hub(self) -> str | None:
+        """The base's id, where it is no folder here."""
+        return self.base if HUB_ID.fullmatch(self.base) and not Path(self.base).exists() else None
+
+
+def shown(name: str) -> str:
+    """Return a hub id, or a folder's name without the path to it, which is nobody else's to know."""
+    return Path(name).absolute().name if Path(name).exists() else name
+
+
+def add_card(folder: Path, name: str, origin: Origin, format: str, notices: list[str]) -> None:
+    """Add a section to README.md of `folder`, or write one, and what it lacks of the hub's metadata. What stands there
+    stays.
+
+    Args:
+        folder: where the files are written. name: of the folder that they will be in. format: of the result, in words.
+        notices: what else there is to say of it, in sentences.
+    """
+    path = folder / CARD
+    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {name}\n"
+    path.write_text(
+        _with_metadata(text, origin).rstrip("\n") + "\n" + _section(name, origin, format, notices), "utf-8"
+    )
+
+
+def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
+    from .. import __version__
+
+    installed = versions()
+    lines = [f"base: {shown(origin.base)}", f"format: {format}"]
+    check = ""
+    if origin.adapter is not None:
+        lines.insert(1, f"adapter: {shown(origin.adapter)}")
+        check = CHECK.format(base=shown(origin.base), adapter=shown(origin.adapter), name=name)
+    paths = {str(Path(each).absolute()): shown(each) for each in (origin.base, origin.adapter) if each}
+    for notice in notices:
+        for place, short in paths.items():
+            notice = notice.replace(place, short)
+        lines.append(notice)
+    others = ", ".join(f"{package} {installed[package]}" for package in VERSIONS)
+    listed = "\n".join(f"- {line}" for line in lines)
+    return SECTION.format(command=origin.command, version=__version__, others=others, lines=listed, check=check)
+
+
+def _with_metadata(text: str, origin: Origin) -> str:
+    """Return a card with the tags and the base model that it lacks; a header that is no metadata stays as it is."""
+    has_header = text.lstrip().startswith("---")
+    try:
+        card = ModelCard(text if has_header else NO_HEADER + text)
+    except (ValueError, TypeError, yaml.YAMLError):
+        return text
+    tags = [card.data.tags] if isinstance(card.data.tags, str) else list(card.data.tags or [])
+    lacking = [tag for tag in ([TAG] if origin.adapter is None else [TAG, "peft"]) if tag not in tags]
+    base = None if card.data.base_model else origin.base_on_the_hub
+    if not lacking and base is None:
+        return text
+    card.data.tags = tags + lacking
+    card.data.base_model = base or card.data.base_model
+    return card.content
+
+
+def origin_of(command: str, base: str | os.PathLike, adapter: str | os.PathLike | None = None) -> Origin:
+    """Make an Origin of paths or hub ids."""
+    return Origin(command, os.fspath(base), None if adapter is None else os.fspath(adapter))

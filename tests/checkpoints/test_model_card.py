@@ -1,0 +1,57 @@
+"""README.md of what merge and convert write: a section and the hub's metadata, beside what a user wrote there."""
+
+import pytest
+import torch
+from helpers.adapters import adapt
+from helpers.checkpoints import make
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+import sonicmoe_hf
+from sonicmoe_hf import convert_adapter, convert_checkpoint, merge_adapter
+from sonicmoe_hf.checkpoints.model_card import CARD, Origin, add_card
+
+
+@pytest.fixture
+def folders(tmp_path):
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, hidden_size=128, moe_intermediate_size=128)
+    adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "lora", size=0.02)
+    return tmp_path
+
+
+def read(folder):
+    return (folder / CARD).read_text(encoding="utf-8")
+
+
+def test_a_merged_folder_says_what_it_was_made_of_and_how_to_check_it(folders):
+    merge_adapter(folders / "base", folders / "lora", folders / "merged", quantize="fp8")
+    text = read(folders / "merged")
+    assert ModelCard(text).data.tags == ["sonicmoe_hf", "peft"] and "# merged\n" in text
+    assert "- base: base\n- adapter: lora\n- format: Transformers' and the engines' layout, experts in fp8\n" in text
+    assert "is left by rounding to fp8" in text or "rounding" in text
+    assert (
+        "    sonicmoe-hf check base lora merged\n" in text and f"sonicmoe_hf {sonicmoe_hf.__version__} (torch" in text
+    )
+    assert str(folders) not in text, "whose paths are nobody else's to know"
+
+
+def test_converted_adapters_and_checkpoints_have_cards_and_keep_those_that_were_there(folders):
+    (folders / "lora" / CARD).write_text("---\nlicense: mit\ntags: [mine]\n---\n# My adapter\n\nMy words.\n")
+    (folders / "base" / CARD).write_text("---\nlicense: [not, closed\n---\nMy words.\n")
+    convert_adapter(folders / "lora", folders / "vllm", "vllm")
+    card = ModelCard(read(folders / "vllm"))
+    assert card.data.license == "mit" and card.data.tags == ["mine", "sonicmoe_hf", "peft"]
+    assert card.text.startswith("# My adapter\n\nMy words.\n") and "- format: vllm layout" in card.text
+    convert_checkpoint(folders / "base", folders / "native")
+    assert read(folders / "native").startswith(read(folders / "base")), "a header that is no YAML stays as it is"
+    assert "native layout, dense" in read(folders / "native") and "sonicmoe-hf check" not in read(folders / "native")
+
+
+def test_the_base_on_the_hub_is_named_in_the_metadata_unless_the_user_did(tmp_path):
+    for given, expected in (("", "org/base"), ("---\nbase_model: my/own\n---\n# Mine\n", "my/own")):
+        (tmp_path / CARD).unlink(missing_ok=True)
+        if given:
+            (tmp_path / CARD).write_text(given)
+        add_card(tmp_path, "name", Origin("merge", "org/base", "org/lora"), "dense", [])
+        assert ModelCard(read(tmp_path)).data.base_model == expected
+        assert "sonicmoe-hf check org/base org/lora name" in read(tmp_path)
