@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import ModelCard
@@ -87,7 +87,7 @@ def _with_metadata(text: str, origin: Origin) -> str:
     """Return a card with the tags and the base model that it lacks; a header that is no metadata stays as it is."""
     has_header = text.lstrip().startswith("---")
     try:
-        card = ModelCard(text if has_header else NO_HEADER + text)
+        card: Any = ModelCard(text if has_header else NO_HEADER + text)
     except (ValueError, TypeError, yaml.YAMLError):
         return text
     tags = [card.data.tags] if isinstance(card.data.tags, str) else list(card.data.tags or [])
