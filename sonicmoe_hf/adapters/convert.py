@@ -122,7 +122,7 @@ def _model(path: Path, native: bool) -> PreTrainedModel:
 
 def is_native(config: Path) -> bool:
     """Tell whether a config.json is that of a checkpoint in the native layout."""
-    return str(read_json(config).get("model_type")).startswith(NATIVE_PREFIX)
+    return str(read_config(config.parent).get("model_type")).startswith(NATIVE_PREFIX)
 
 
 def _text_model(path: Path, decoder: str) -> PreTrainedModel | None:
