@@ -257,7 +257,7 @@ def test_square_weights_are_merged_of_a_peft_that_takes_in_for_in_as_older_ones_
     folders, adapted = base_and_adapter(tmp_path, "olmoe", EXPERTS[:1])  # where 2I is H, as in OLMoE itself
     for version in ("0.19.0", None):
         edit(tmp_path / "adapter", peft_version=version)
-        assert_refused(folders, "which do not show what is in and what is out; PEFT up to 0.19.0")
+        assert_refused(folders, "which do not show which side is the input's and which the output's; PEFT up to 0.19.0")
     expected = logits_of(adapted)
     for version in ("0.19.1", "0.20.0", "1.0.dev0"):
         edit(tmp_path / "adapter", peft_version=version)

@@ -45,6 +45,7 @@ def test_the_quick_start_trains_merges_and_finds_the_adapter_applied(tmp_path, m
     printed = run("quickstart.ipynb", tmp_path, monkeypatch, **steps)
     first, last = losses(printed)
     assert last < first - 0.15  # random weights at the start: the loss of guessing, 6.9
+    assert "experts: frozen, with LoRA of rank 8" in printed
     assert re.search(r"\bapplied\b", printed) and not re.search(r"applied in part|not applied|cannot tell", printed)
 
 
@@ -57,7 +58,7 @@ def test_the_notebook_for_24_gb_plans_and_trains_beside_packed_experts(tmp_path,
     steps = {"STEPS, SEQUENCE_LENGTH, RANK": "2, 64, 2"}
     printed = run("qwen3_30b_24gb.ipynb", tmp_path, monkeypatch, MODEL='"small"', **steps)
     assert "QLoRA NF4 linear too, r=8, one GPU + checkpointing" in printed
-    assert losses(printed)
+    assert "experts: frozen, packed as nf4, with LoRA of rank 2" in printed and losses(printed)
     config = json.loads((tmp_path / "outputs" / "qwen3-24gb" / "lora" / "adapter_config.json").read_text())
     assert len(config["target_parameters"]) == 2
 
