@@ -106,6 +106,8 @@ class _Reader:
                 raise CheckpointError(
                     f"{path} has {name} and {other}, which are one name; keep the one that was trained"
                 )
+        base = config.entries.get("base_model_name_or_path") or "a model that it does not name"
+        self.whose = f"the adapter was trained on {base}, and this model is a {type(model).__name__}"
         self.trained = TrainedModel(model, config, self.stored)
         self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
         family = NATIVE_FAMILIES.get(self.family)
@@ -164,9 +166,9 @@ class _Reader:
         experts = self.trained.as_trained(next(iter(self.trained.experts), "model.layers.0.mlp.experts"))
         known = f"{PREFIX}{experts}.0.up_proj.lora_A.weight or, by target_parameters, {PREFIX}{experts}.lora_A.weight"
         return CheckpointError(
-            f"{self.path}: {name} adapts nothing that the model has, by its config.json; target_parameters: {targets}. "
-            "Give the model that it was trained on (merge: the base; convert: --trained-on, trained_on=), or rename its "
-            f"tensors: factors of experts, two-dimensional, are named {known}"
+            f"{self.path}: {name} adapts nothing that the model has, by its config.json: {self.whose}; "
+            f"target_parameters: {targets}. Give the model that it was trained on (merge: the base; convert: "
+            f"--trained-on), or rename its tensors: factors of experts, two-dimensional, are named {known}"
         )
 
     def _assign_replacement(self, name: str, weight: str) -> None:
@@ -228,7 +230,11 @@ class _Reader:
         may_be_swapped = num_experts is not None and num_experts > 1 and (self.trained.is_native or not is_transposed)
         shapes = tuple(self.headers[self.sides[adapted][side]].shape for side in "AB")
         rank = self.config.rank(self._in_patterns(adapted))
-        self.config.check_factors(adapted.trained, shapes, num_experts or 1, (size_out, size_in), rank, may_be_swapped)
+        sizes = size_out, size_in
+        try:
+            self.config.check_factors(adapted.trained, shapes, num_experts or 1, sizes, rank, may_be_swapped)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {self.whose[0].upper()}{self.whose[1:]}") from None
 
     def _in_patterns(self, adapted: AdaptedWeight) -> str:
         """Return the name that PEFT compares with rank_pattern and alpha_pattern: a linear layer's, or a parameter's."""

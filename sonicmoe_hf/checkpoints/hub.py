@@ -9,7 +9,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ..errors import CheckpointError
-from .files import expanded
+from .files import CONFIG_FILE, expanded
 
 SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
 DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken", "LICENSE*"]
@@ -37,4 +37,6 @@ def local_folder(src: str | os.PathLike, revision: str | None = None, only: list
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         remedy = "; unset HF_HUB_OFFLINE, or give a local folder" if constants.HF_HUB_OFFLINE else ""
+        if only is not None and CONFIG_FILE in only:
+            remedy = f"{remedy or '; give a local folder'}, of which {CONFIG_FILE} is enough"
         raise CheckpointError(f"there is no folder {name}, and the hub did not give it{remedy}: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass
 
@@ -20,9 +21,12 @@ DEFAULT_TILE = 128
 
 
 def check_choice(what: str, value, choices) -> None:
-    """Raise a ValueError that names `value` and the choices, unless `value` is one of them."""
+    """Raise a ValueError that names `value`, the choice that looks like it and all choices, unless `value` is one."""
     if value not in choices:
-        raise ValueError(f"{what} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+        words = [choice for choice in choices if isinstance(choice, str)]
+        similar = difflib.get_close_matches(str(value).lower(), words, 1, cutoff=0.8)  # not int4 for int3
+        meant = f" (did you mean {similar[0]!r}?)" if similar else ""
+        raise ValueError(f"{what} is {value!r}{meant}; choose one of {', '.join(map(repr, choices))}")
 
 
 def check_order(layout: str, activation: str) -> None:
@@ -90,5 +94,7 @@ def as_routing_policy(routing) -> TokenRounding | None:
     """Convert None or "top_k" -> None; "token_rounding" -> TokenRounding(); a TokenRounding stays itself."""
     if isinstance(routing, TokenRounding):
         return routing
+    if routing in ROUNDINGS:
+        raise ValueError(f"routing is {routing!r}, a kind of token rounding: give TokenRounding(rounding={routing!r})")
     check_choice("routing", routing, (None, "top_k", "token_rounding", TokenRounding()))
     return TokenRounding() if routing == "token_rounding" else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
-MODULES_ALONE = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
+MODULES_ALONE = ("use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
 INITS_OF_MODULES = ("pissa", "olora", "orthogonal", "corda", "loftq", "eva", "lora_ga")
 READ_PAST = {  # linear layers whose weight their module reads past them, so that an adapter would have no effect
     "GraniteMoeHybridMambaLayer": "out_proj",

@@ -31,8 +31,10 @@ OTHER = (
 )
 DENSE = (
     "the adapter was trained on experts in {trained}, and those of {place} are not packed: what it gives lacks the "
-    "rounding of training, so compare the losses"
+    "rounding of training, so compare the losses, or load the base with experts_quantization={name!r} "
+    "(sonicmoe-hf check: --experts-quantization {name})"
 )
+_said: set[str] = set()
 
 
 class PackedBase(NamedTuple):
@@ -90,15 +92,19 @@ class PackedBase(NamedTuple):
         """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
         if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
-        return (DENSE if here is None else OTHER).format(trained=self, place=place, here=here)
+        name = self.format.removeprefix("u")  # experts_quantization="int4" takes uint4
+        return (DENSE if here is None else OTHER).format(trained=self, place=place, here=here, name=name)
 
 
 def remember(config: Any, model: nn.Module) -> None:
-    """Note in the config of an adapter, which PEFT puts on `model`, what it is trained on; warn where that changes."""
+    """Note in the config of an adapter, which PEFT puts on `model`, what it is trained on; warn once where that
+    changes."""
     if dist.is_initialized() and dist.get_rank() != 0:  # who saves nothing, and has other experts
         return
     trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
-    if trained is not None and (sentence := trained.other_than(here, type(model).__name__)):
+    sentence = None if trained is None else trained.other_than(here, type(model).__name__)
+    if sentence is not None and sentence not in _said:
+        _said.add(sentence)
         logger.warning(f"sonicmoe_hf: {sentence}")
     if trained is not None and not config.inference_mode:
         config.auto_mapping = {key: value for key, value in config.auto_mapping.items() if key != ENTRY} or None

@@ -1,6 +1,6 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
-parts: ParamWrapper (its `forward`, `num_experts`), `_check_merge_allowed`, fsdp_auto_wrap_policy and
-get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
+parts: ParamWrapper (its `forward`, `num_experts`), `_check_merge_allowed`, `_inject_parameters`, fsdp_auto_wrap_policy
+and get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. registration.py puts that in PEFT's place. Adapters of experts that ranks share are another
@@ -31,10 +31,11 @@ from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, 
 from ..layer.packed_weight import PackedWeight
 from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
+from ..patching.support import every_experts
 from ..private import attributes
 from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once
-from . import packed_base, packed_merge, shared_experts
+from . import dropout, packed_base, packed_merge, shared_experts
 
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +49,7 @@ _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
 _PEFTS_CHECK = BaseTuner._check_merge_allowed
 _PEFTS_SAVE = PeftConfigMixin.save_pretrained
+_PEFTS_PARAMETERS = BaseTuner._inject_parameters
 _said: set[str] = set()
 
 
@@ -275,10 +277,18 @@ def _cast_input_dtype(self, x, dtype):
     return _PEFTS_CAST(self, x, dtype)
 
 
+def _inject_parameters(self, peft_config, model, **options):
+    """Adapt parameters as BaseTuner does, without the dropout of linear layers where some are of our experts."""
+    if any(_implementation(experts) == IMPLEMENTATION for experts in every_experts(model)):
+        peft_config = dropout.of_parameters(peft_config)
+    return _PEFTS_PARAMETERS(self, peft_config=peft_config, model=model, **options)
+
+
 def _save_pretrained(self, save_directory, **kwargs):
-    """Save an adapter's config as PEFT does, with what its packed base was."""
+    """Save an adapter's config as PEFT does, with what its packed base was, and a dropout that PEFT loads."""
     mapping = packed_base.remembered(self, kwargs.pop("auto_mapping_dict", None) or self.auto_mapping)
-    return _PEFTS_SAVE(self, save_directory, auto_mapping_dict=mapping, **kwargs)
+    config, mapping = dropout.as_saved(self, mapping)
+    return _PEFTS_SAVE(config, save_directory, auto_mapping_dict=mapping, **kwargs)
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -287,13 +297,14 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
     ParamWrapper then hands the factors to our experts, Linear casts no input twice, the policy for FSDP leaves them in
     their layer, the hooks for tensor parallelism leave them alone under expert parallelism, merging asks first whether it
-    can and rounds packed experts by their dither, a config is saved with its base's packing, and `shared_experts` shards
-    the factors there."""
+    can and rounds packed experts by their dither, dropout is of linear layers alone, a config is saved with its base's
+    packing, and `shared_experts` shards the factors there."""
     yield ParamWrapper, "forward", _forward
     yield Linear, "_cast_input_dtype", _cast_input_dtype
     yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
     yield ParamWrapper, "merge", packed_merge.merge
     yield ParamWrapper, "unmerge", packed_merge.unmerge
+    yield BaseTuner, "_inject_parameters", _inject_parameters
     yield PeftConfigMixin, "save_pretrained", _save_pretrained
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:

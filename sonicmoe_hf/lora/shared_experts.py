@@ -29,7 +29,7 @@ from ..layer.holding import Holder, expert_parallelism, holding_of
 from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
-from . import packed_base
+from . import dropout, packed_base
 from .config import without_false_alarms
 from .hub_names import names_that_are_loaded
 
@@ -127,6 +127,7 @@ def _inject_adapter(self, model, *args, **kwargs):
     config = self.peft_config.get(args[0] if args else kwargs.get("adapter_name"))
     if config is not None:
         packed_base.remember(config, model)
+        dropout.restore(config)
     is_shared = _shares_experts(model)
     for module in model.modules() if is_shared else ():
         if hasattr(

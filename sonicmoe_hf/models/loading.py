@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from typing import Any
 
@@ -20,6 +21,8 @@ from ..patching.quantize import check_not_packed, config_for, with_packed_expert
 from ..private.transformers import auto_class_of, loaded_one_by_one
 from ..streaming.placement import LoadingPlacement
 from .patch import patch_model
+
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 
 
 def from_pretrained(
@@ -58,13 +61,14 @@ def from_pretrained(
         The patched model; with output_loading_info=True, (model, what Transformers says of the names).
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise; or
-            experts_compute without experts in FP8.
+            experts_compute without experts in FP8; or a dtype that torch has not, or load_in_4bit, load_in_8bit.
         UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None.
         UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
         MemoryError: host memory does not hold the experts.
     """
     policy = as_routing_policy(routing)
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
+    _check_words(kwargs)
     if auto_class is None:
         auto_class = _auto_class(pretrained_model_name_or_path, kwargs)
     implementation = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
@@ -96,6 +100,22 @@ def from_pretrained(
         guard_streamed(model)
     patch_model(model, policy, save=save, experts_compute=experts_compute)
     return loaded
+
+
+def _check_words(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for words of other programs, of which Transformers' own errors name no remedy."""
+    for field in ("load_in_4bit", "load_in_8bit"):
+        if kwargs.get(field):
+            format = "nf4" if field == "load_in_4bit" else "fp8"
+            raise ValueError(
+                f"{field}={kwargs[field]!r} is no argument of Transformers 5: experts_quantization={format!r} packs the "
+                f"experts, and quantization_config=BitsAndBytesConfig({field}=True) beside it the linear layers"
+            )
+    dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+        name = SHORT_DTYPES.get(dtype, (difflib.get_close_matches(dtype, names, 1) or ["bfloat16"])[0])
+        raise ValueError(f"dtype is {dtype!r}, which torch does not know; give {name!r}")
 
 
 def _auto_class(name, kwargs: dict[str, Any]):

@@ -6,7 +6,7 @@ import torch
 
 from ..private.torch import mark_as_static
 
-TOTALS = ("calls", "top_k_fallbacks", "rows_added", "rows_dropped", "padded_rows_avoided")
+TOTALS = ("calls", "rounding_calls", "top_k_fallbacks", "rows_added", "rows_dropped", "padded_rows_avoided")
 
 
 def tokens_per_expert(
@@ -21,7 +21,8 @@ def tokens_per_expert(
 
 
 class ExpertLoad:
-    """Sums over training forwards of one layer, int64 on the router's device: rows per expert [E], then TOTALS."""
+    """Sums over training forwards of one layer, int64 on the router's device: rows per expert [E], then TOTALS.
+    "rounding_calls" are those that rounding was asked of, also where top-k stands."""
 
     def __init__(self) -> None:
         self.counted: torch.Tensor | None = None
@@ -54,7 +55,7 @@ class ExpertLoad:
         f_E = tokens_per_expert(top_k_index_TK, num_experts, valid_T, torch.int64)
         if rows_E is None:
             counted[:num_experts].add_(f_E)
-            counted[num_experts : num_experts + 1 + bool(fell_back)].add_(1)
+            counted[num_experts : num_experts + (3 if fell_back else 1)].add_(1)
             return
         fell_back = f_E.new_zeros(()) + fell_back
         # where padding made rounding fall back, top-k routes padding too, which is not counted
@@ -62,7 +63,8 @@ class ExpertLoad:
         change_E = n_E - f_E
         avoided_E = (-f_E) % tile - (-n_E) % tile
         added, dropped = change_E.clamp(min=0).sum(), (-change_E).clamp(min=0).sum()
-        counted.add_(torch.cat([n_E, torch.stack([f_E.new_ones(()), fell_back, added, dropped, avoided_E.sum()])]))
+        one = f_E.new_ones(())
+        counted.add_(torch.cat([n_E, torch.stack([one, one, fell_back, added, dropped, avoided_E.sum()])]))
 
     def take(self) -> torch.Tensor | None:
         """Return the counts [E + len(TOTALS)] since the last call, None where counting never started, and start from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,11 +36,13 @@ from .methods import find_callback, wrap_method
 from .packed_steps import PackedSteps, collect, packed_step
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
+from .report import FirstStepReport
 from .resume import check_experts_restored, load_whole
 from .sampling import check_sampling
 from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
 
 logger = logging.get_logger(__name__)
+OF_ROUNDING = ("rows_added", "rows_dropped", "padded_rows_avoided", "top_k_fallbacks")
 
 
 def _check_moment(name: str, value) -> None:
@@ -95,12 +98,13 @@ class TokenRoundingCallback(StepCallback):
     Several of them take turns; where stretches overlap, the last one counts.
 
     Args:
-        rounding, tile, min_tiles_per_expert: the policy, see `sonicmoe_hf.routing.TokenRounding`.
+        rounding, tile, min_tiles_per_expert: the policy, see `sonicmoe_hf.routing.TokenRounding`. Without a tile that of
+            the model's own policy (from_pretrained(routing=...)) counts, or else 128.
         start, end: from when and until when; an int is an optimiser step, a float a fraction of training.
         allow_policy_optimization: train with GRPO, DPO and the like all the same. They compare log-probabilities of calls
             of which only one is rounded.
     Raises, from the Trainer:
-        ValueError: it is a trainer of reinforcement learning or preference optimization.
+        ValueError: it is a trainer of reinforcement learning or preference optimization; or the model has another tile.
         RuntimeError: training resumes from a checkpoint, and needs `attach` to restore its experts.
     Example:
         Trainer(..., callbacks=[sonicmoe_hf.TokenRoundingCallback(rounding="nearest", end=0.9)])
@@ -120,6 +124,7 @@ class TokenRoundingCallback(StepCallback):
         _check_moment("end", end)
         if type(start) is type(end) and start >= end:
             raise ValueError(f"start {start!r} must come before end {end!r}")
+        self._of_model = self.policy  # in this training
         self.start = start
         self.end = end
         self.allow_policy_optimization = allow_policy_optimization
@@ -147,14 +152,26 @@ class TokenRoundingCallback(StepCallback):
         """Patch the model if it is not patched, and check that it can round."""
         self._check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
-        use_routers(model, self.policy, remedy="leave TokenRoundingCallback out")
+        self._of_model = self._with_tile_of(routing_policy(model))
+        use_routers(model, self._of_model, remedy="leave TokenRoundingCallback out")
+
+    def _with_tile_of(self, given: TokenRounding | None) -> TokenRounding:
+        """Return the policy, with the tile that the model's own has, where this callback was given none."""
+        if given is None or given.tile is None or given.tile == self.policy.tile:
+            return self.policy
+        if self.policy.tile is not None:
+            raise ValueError(
+                f"TokenRoundingCallback has tile={self.policy.tile}, and the model has tile={given.tile}, of "
+                "from_pretrained or patch_model(routing=...): give one of them"
+            )
+        return replace(self.policy, tile=given.tile)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step, unless it is another TokenRoundingCallback's turn."""
         routing = routing_state(model)
         if self.is_active(state.global_step, state.max_steps):
-            self.begin_step(model, policy=self.policy)
-        elif routing.policy is self.policy or "policy" not in routing.before_step:
+            self.begin_step(model, policy=self._of_model)
+        elif routing.policy is self._of_model or "policy" not in routing.before_step:
             self.begin_step(model, policy=None)
 
 
@@ -169,6 +186,9 @@ class ExpertLoadCallback(StepCallback):
         moe/load_max_over_mean  rows of the busiest expert over the mean, in the worst layer
         moe/load_cv             standard deviation of rows per expert over the mean, averaged over layers
         moe/dead_experts        experts without rows, over all layers
+
+    and where token rounding was on:
+
         moe/rows_added, moe/rows_dropped   by token rounding, compared with top-k
         moe/padded_rows_avoided rows of padding to full tiles that top-k would have needed and rounding did not
         moe/top_k_fallbacks     layer forwards that fell back to top-k for want of rows
@@ -176,8 +196,7 @@ class ExpertLoadCallback(StepCallback):
     history: one dict a log, with "step", "rows_per_expert" ({layer: [rows]}) and the metrics.
 
     Args:
-        plot: file for a picture (PNG, PDF, SVG, ...) of what `history` has of this training; the first rank draws it at
-            the end.
+        plot: file for the picture that `draw` makes; the first rank draws it at the end of training.
         histograms: after `attach`, give TensorBoard and W&B a histogram of each layer's rows per expert at every log.
     Raises:
         ImportError: plot without matplotlib. ValueError: plot has no ending of a picture's file.
@@ -233,19 +252,25 @@ class ExpertLoadCallback(StepCallback):
         """Draw the picture."""
         super().on_train_end(args, state, control, model, **kwargs)
         if self.plot is not None and is_first_rank():
-            self._draw(self.plot)
+            try:  # what is wrong with a picture must not end the program before its model is saved
+                self.draw(self.plot)
+            except (OSError, ValueError) as error:
+                logger.warning(f"ExpertLoadCallback: no picture in {self.plot}: {error}")
 
-    def _draw(self, path: Path) -> None:
-        """Draw once training is over: what is wrong with a picture must not end the program before its model is
-        saved."""
+    def draw(self, path: str | os.PathLike) -> None:
+        """Draw what `history` has of the last training: the load of every expert over its steps, and of the busiest.
+
+        Args:
+            path: of the picture (PNG, PDF, SVG, ...); its folder is made.
+        Raises:
+            ImportError: without matplotlib. ValueError: the name has no ending of a picture's file, or nothing was
+            counted up to a log. OSError: the file cannot be written.
+        """
+        check_drawable(Path(path))
         history = self.history[self._begin :]
         if not history:
-            logger.warning(f"ExpertLoadCallback: no picture in {path}, because nothing was counted up to a log")
-            return
-        try:
-            draw_history(path, history)
-        except OSError as error:
-            logger.warning(f"ExpertLoadCallback: no picture in {path}: {error}")
+            raise ValueError("nothing was counted up to a log: train at least logging_steps steps first")
+        draw_history(Path(path), history)
 
     def collect(self, model, step: int) -> dict[str, float]:
         """Sum the counts over layers and ranks, append them to `history`, start again; {} where nothing was counted."""
@@ -267,16 +292,13 @@ class ExpertLoadCallback(StepCallback):
 
 def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:
     means = [row.double().mean().clamp(min=1e-9) for row in rows]
-    return {
+    load = {
         "moe/load_max_over_mean": max((row.max() / mean).item() for row, mean in zip(rows, means)),
         "moe/load_cv": sum((row.double().std(correction=0) / mean).item() for row, mean in zip(rows, means))
         / len(rows),
         "moe/dead_experts": sum(int((row == 0).sum()) for row in rows),
-        "moe/rows_added": totals["rows_added"],
-        "moe/rows_dropped": totals["rows_dropped"],
-        "moe/padded_rows_avoided": totals["padded_rows_avoided"],
-        "moe/top_k_fallbacks": totals["top_k_fallbacks"],
     }
+    return load | ({f"moe/{name}": totals[name] for name in OF_ROUNDING} if totals["rounding_calls"] else {})
 
 
 def _log_with_load(trainer, log, logs, *args, **kwargs):
@@ -321,7 +343,8 @@ def attach(trainer, compile: bool | None = None, packed_tokens: int | None = Non
     LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model, as by TRL's trainers. A step
     of packed documents raises ValueError where ranks share sequences by attention without masks (`cp_size`, `sp_size`).
 
-    On a GPU, the tenth step says how busy it is (where nvidia-ml-py is installed), and what would help. Where most of the
+    The first step prints what is in force: layers, routing, backend, dtype, and which experts' weights are trained. On a
+    GPU, the tenth step says how busy it is (where nvidia-ml-py is installed), and what would help. Where most of the
     first micro-batches have few tokens and new lengths, cuDNN's attention, which plans 80 ms for each new length, is off
     until training ends. Liger's fused loss has larger chunks meanwhile: half a GiB of logits.
 
@@ -338,10 +361,15 @@ def attach(trainer, compile: bool | None = None, packed_tokens: int | None = Non
         ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
             of TRL's that would send vLLM experts with adapters, or packed ones. In the first step: packed_tokens where
             the loss is no sum over tokens, where ranks share a model's parts, or where sequences of a row would see
-            each other.
+            each other. TypeError: `trainer` is no Trainer.
     Example:
         sonicmoe_hf.attach(trainer, packed_tokens=8192)  # gradient_accumulation_steps=4, short texts
     """
+    if not hasattr(trainer, "callback_handler"):
+        raise TypeError(
+            f"attach takes a Trainer and got a {type(trainer).__name__}: attach(trainer) before trainer.train(); a model "
+            "in a loop of your own needs patch_model(model) alone"
+        )
     check_sampling(trainer)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
@@ -358,6 +386,7 @@ def attach(trainer, compile: bool | None = None, packed_tokens: int | None = Non
     if small_steps is None:
         small_steps = SmallSteps()
         callbacks.insert(0, small_steps)  # it compiles before the others look whether anything is compiled
+        trainer.add_callback(FirstStepReport())
     small_steps.compile = small_steps.compile if compile is None else compile
     small_steps.compile_options = compile_options(trainer, small_steps.compile)
     if packed_tokens is not None:

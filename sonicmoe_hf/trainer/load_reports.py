@@ -27,7 +27,7 @@ def check_drawable(path: Path) -> None:
 
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"plot={str(path)!r} is no picture; name a file with one of the endings {', '.join(known)}")
+        raise ValueError(f"{str(path)!r} is no picture; name a file with one of the endings {', '.join(known)}")
 
 
 def draw_history(path: Path, history: list[dict]) -> None:
@@ -78,7 +78,7 @@ def draw_experts(figure, axes, rows_of_layers: dict[str, np.ndarray], steps: lis
     axes.invert_yaxis()
     for end in ends[:-1]:
         axes.axhline(end, color="white", linewidth=4 if len(shares) <= 8 else 1)
-    axes.set(xlabel="optimiser step", ylabel="experts, the busiest of the last quarter on top")
+    axes.set(xlabel="optimiser step", ylabel="experts, busiest on top")
     axes.set_yticks(ends - np.diff(ends, prepend=0) / 2, labels_of(list(rows_of_layers)))
     axes.set_title(
         "Load of every expert over training (red: more rows than its layer's mean)", loc="left", fontsize=12

@@ -187,8 +187,9 @@ def test_trls_dpo_has_the_losses_of_the_same_run_by_hand(trained_by_hand):
 def test_trls_lora_of_attention_gets_experts_when_asked(folder):
     options = [word for name, value in {**TRAINING, "max_steps": 1}.items() for word in (f"--{name}", value)]
     options += ["--dataset_name", folder / "texts", "--model_name_or_path", "small-qwen3-moe"]
-    options += ["--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "v_proj", "--lora_r", "8"]
+    options += ["--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_r", "8"]  # TRL's dropout is 0.05
     program = ("-m", "trl.scripts.sft", *options, "--output_dir", "experts")
     done = run("--adapt-experts", "4", "--", *program, cwd=folder)
     assert len(json.loads((folder / "experts" / "adapter_config.json").read_text())["target_parameters"]) == 2
     assert "experts: frozen, with LoRA of rank 4" in done.stderr
+    assert done.stderr.count("lora_dropout=0.05 is of the linear layers alone") == 1

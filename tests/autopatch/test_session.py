@@ -212,7 +212,7 @@ def test_experts_are_looked_for_where_the_program_loads_from(tmp_path):
 def test_experts_are_added_to_a_lora_of_the_program_at_its_own_scale(rank, capsys, recwarn):
     session, model = make_session(adapt_experts=rank), build()
     session.built(model)
-    config = peft.LoraConfig(**LORA)
+    config = peft.LoraConfig(**LORA, lora_dropout=0.05)
     session.adapt(config, model)
     adapted = peft.get_peft_model(model, config)
     scales = {
@@ -231,7 +231,7 @@ def test_a_lora_that_cannot_take_experts_is_refused_with_the_remedy():
     session, model = make_session(adapt_experts=4), build()
     session.built(model)
     for config, message in (
-        (peft.LoraConfig(**LORA, lora_dropout=0.05), "lora_dropout is 0.05.*leave out --adapt-experts"),
+        (peft.LoraConfig(**LORA, use_dora=True), "use_dora is True.*leave out --adapt-experts"),
         (sonicmoe_hf.lora_config(model), "adapts experts already .*leave out --adapt-experts"),
         (peft.AdaLoraConfig(total_step=9), "not to a AdaLoraConfig"),
     ):

@@ -288,6 +288,8 @@ def test_rounding_applies_from_the_mean_number_of_tiles_on():
             lambda: as_routing_policy("random"),
             "routing is 'random'; choose one of None, 'top_k', 'token_rounding', Token",
         ),
+        (lambda: as_routing_policy("tokenrounding"), r"'tokenrounding' \(did you mean 'token_rounding'\?\); choose"),
+        (lambda: as_routing_policy("balanced"), r"give TokenRounding\(rounding='balanced'\)"),
         (
             lambda: round_tokens(torch.rand(4, 3), torch.zeros(4, 1, dtype=torch.long), tile=2, rounding="sideways"),
             "rounding is 'sideways'",

@@ -1,6 +1,7 @@
 """lora_config: the right names for every family and layout, what is given wins, contradictions are refused."""
 
 import inspect
+import json
 import warnings
 
 import peft
@@ -160,13 +161,40 @@ def test_names_that_something_else_shares_are_written_out():
 
 
 @pytest.mark.parametrize(
-    "options", [{"lora_dropout": 0.1}, {"use_dora": True}, {"init_lora_weights": "pissa_niter_4"}], ids=str
+    "options", [{"lora_bias": True}, {"use_dora": True}, {"init_lora_weights": "pissa_niter_4"}], ids=str
 )
 def test_what_peft_cannot_do_with_experts_is_refused_unless_none_are_adapted(options):
     model = build("qwen3_moe")
     with pytest.raises(ValueError, match=rf"{next(iter(options))} is .*target_parameters=\[\]"):
         sonicmoe_hf.lora_config(model, **options)
     assert sonicmoe_hf.lora_config(model, target_parameters=[], **options).target_modules == GROUPED
+
+
+def test_dropout_stays_with_linear_layers_and_outlives_a_save_that_peft_loads_by_itself(tmp_path, caplog):
+    def rates(model):
+        layers = [module for module in model.modules() if "default" in getattr(module, "lora_dropout", {})]
+        is_expert = [type(layer).__name__ == "ParamWrapper" for layer in layers]
+        assert len(layers) == 12 and sum(is_expert) == 4
+        return {getattr(layer.lora_dropout["default"], "p", 0) for layer, no in zip(layers, is_expert) if not no}, {
+            type(layer.lora_dropout["default"]) for layer, yes in zip(layers, is_expert) if yes
+        }
+
+    config = sonicmoe_hf.lora_config(build("qwen3_moe"), r=2, lora_dropout=0.0625)
+    model = get_peft_model(patched("qwen3_moe"), config)
+    get_peft_model(patched("qwen3_moe"), config)
+    assert rates(model) == ({0.0625}, {nn.Identity}) and config.lora_dropout == 0.0625
+    assert caplog.text.count("lora_dropout=0.0625 is of the linear layers alone: experts have none") == 1
+    with pytest.raises(ValueError, match="does not work with lora_dropout"):
+        get_peft_model(build("qwen3_moe"), config)  # PEFT's own, of a model that is not patched
+    model.save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0
+    PeftModel.from_pretrained(build("qwen3_moe"), tmp_path / "adapter")
+    served = PeftModel.from_pretrained(patched("qwen3_moe"), tmp_path / "adapter")
+    assert rates(served)[0] == {0}
+    served.save_pretrained(tmp_path / "again")
+    for folder in ("adapter", "again"):
+        again = PeftModel.from_pretrained(patched("qwen3_moe"), tmp_path / folder, is_trainable=True)
+        assert rates(again) == ({0.0625}, {nn.Identity})
 
 
 def test_a_model_without_experts_is_refused():

@@ -144,6 +144,9 @@ def test_from_pretrained_loads_patches_and_hands_on_what_transformers_says_of_th
     for options, words in (
         ({"experts_implementation": "eager"}, "experts_implementation='eager' contradicts"),
         ({"routing": "rounded"}, "routing is 'rounded'"),
+        ({"dtype": "bf16"}, "dtype is 'bf16', which torch does not know; give 'bfloat16'"),
+        ({"torch_dtype": "float23"}, "'float23'.* give 'float"),
+        ({"load_in_4bit": True}, "load_in_4bit=True is no argument .* experts_quantization='nf4' packs the experts"),
     ):
         with pytest.raises(ValueError, match=words):
             sonicmoe_hf.from_pretrained(tmp_path, **options)

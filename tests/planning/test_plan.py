@@ -69,6 +69,30 @@ def test_only_qlora_fits_qwen3_on_a_card_of_24_gib(hub, capsys):
     assert main(["plan", *map(str, arguments)]) == 0
     printed = capsys.readouterr().out
     assert way["command"] in printed and "does not fit: full fp32, one GPU" in printed
+    assert max(map(len, printed.splitlines())) > 160, "no line is cut where it is piped"
+    assert "To fine-tune, begin with 1: adapters of all experts, beside weights in NF4." in printed
+
+
+def test_ways_stand_by_what_trains_and_by_nearness_to_bf16_and_seldom_formats_where_all_are_asked_for(hub, capsys):
+    arguments = ["plan", str(hub / "Qwen" / "Qwen3-30B-A3B"), "--gpus", "4"]
+    assert main(arguments) == 0
+    few = capsys.readouterr().out
+    rows = [line.split(None, 1)[1] for line in few.splitlines() if line[:3].strip().isdigit() and ", " in line[:40]]
+    kinds = [row.partition(",")[0] for row in rows]
+    assert list(dict.fromkeys(kinds)) == ["full bf16", "LoRA", "QLoRA FP8", "QLoRA NF4"]
+    number = kinds.index("LoRA") + 1
+    assert (
+        f"begin with {number}: adapters of all experts, beside weights in bf16, nothing rounded; 1 trains all" in few
+    )
+    assert main([*arguments, "--all"]) == 0
+    every = capsys.readouterr().out
+    assert "other formats too: --all" in few and "MXFP4" not in few
+    assert every.index("QLoRA NF4") < every.index("QLoRA NVFP4") < every.index("QLoRA MXFP4") and "--all" not in every
+
+
+def test_a_model_that_is_not_there_is_told_that_its_config_is_enough(capsys):
+    code, plan = plan_json(capsys, "org/no-such-model")
+    assert code == 2 and "give a local folder, of which config.json is enough" in plan["error"]
 
 
 def test_a_card_that_the_experts_do_not_fit_has_as_many_of_them_as_it_holds(hub, capsys):

@@ -81,7 +81,7 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(finet
     assert changed == {"gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
     log = log_of(tmp_path / "lora")
     assert log[0]["moe/rows_added"] + log[0]["moe/rows_dropped"] > 0  # steps 1 and 2 round, 3 and 4 do not
-    assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
+    assert "moe/rows_added" not in log[1]
 
 
 @pytest.mark.slow

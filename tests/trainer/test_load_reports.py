@@ -28,8 +28,12 @@ def train_with(callback, folder, **options):
 
 def test_the_picture_is_there_at_the_end_of_training(tmp_path):
     picture = tmp_path / "new" / "load.png"
-    train_with(ExpertLoadCallback(plot=picture), tmp_path)
-    assert picture.read_bytes().startswith(PNG)
+    callback = ExpertLoadCallback(plot=picture)
+    with pytest.raises(ValueError, match="nothing was counted"):
+        callback.draw(tmp_path / "early.png")
+    train_with(callback, tmp_path)
+    callback.draw(tmp_path / "again.png")
+    assert picture.read_bytes().startswith(PNG) and (tmp_path / "again.png").read_bytes().startswith(PNG)
 
 
 def test_the_picture_is_of_this_training_alone_and_by_the_first_rank(tmp_path, monkeypatch):

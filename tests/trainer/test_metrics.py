@@ -3,26 +3,17 @@
 import json
 
 import pytest
-from helpers.models import build
+from helpers.models import build, patched
 from helpers.training import CHECKPOINTED_TRAINING, TILE, Routers, Watch, logs_of, rounded_rows, trained, trainer_for
+from peft import LoraConfig, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
 
-METRICS = {
-    f"moe/{name}"
-    for name in (
-        "load_max_over_mean",
-        "load_cv",
-        "dead_experts",
-        "rows_added",
-        "rows_dropped",
-        "padded_rows_avoided",
-        "top_k_fallbacks",
-    )
-}
+LOAD = {f"moe/{name}" for name in ("load_max_over_mean", "load_cv", "dead_experts")}
+METRICS = LOAD | {f"moe/{name}" for name in ("rows_added", "rows_dropped", "padded_rows_avoided", "top_k_fallbacks")}
 
 
 class Reporter(TrainerCallback):
@@ -97,12 +88,13 @@ def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(ki
     assert len(events.Scalars("train/moe/load_cv")) == 2
 
 
-def test_the_number_of_metrics_does_not_grow_with_the_model(tmp_path):
+def test_metrics_of_rounding_are_there_where_it_is_on_and_none_grows_with_the_model(tmp_path):
     keys = []
     for changes in ({}, {"num_hidden_layers": 4, "num_experts": 4}):
-        trainer = trained(build("qwen3_moe", **changes), tmp_path, max_steps=1)
-        keys.append({key for log in trainer.state.log_history for key in log if key.startswith("moe/")})
-    assert keys == [METRICS, METRICS]
+        callback = TokenRoundingCallback(tile=TILE, end=1)
+        trainer = trained(build("qwen3_moe", **changes), tmp_path, [callback], max_steps=2)
+        keys.append([{key for key in log if key.startswith("moe/")} for log in logs_of(trainer)])
+    assert keys == [[METRICS, LOAD]] * 2
 
 
 def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
@@ -125,23 +117,35 @@ def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tm
 def test_without_attach_the_metrics_stay_in_history(tmp_path):
     callback, reporter = ExpertLoadCallback(), Reporter()
     trained(build("qwen3_moe"), tmp_path, [callback, reporter], attach=False, max_steps=3)
-    assert [log["step"] for log in callback.history] == [1, 2, 3] and set(callback.history[0]) > METRICS
+    assert [log["step"] for log in callback.history] == [1, 2, 3] and set(callback.history[0]) > LOAD
     assert not any(key.startswith("moe/") for log in reporter.logs for key in log)
     assert all(sum(rows) == 96 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
 
 
-def test_attaching_twice_counts_once_and_takes_the_callback_that_is_there(tmp_path):
-    callback = ExpertLoadCallback()
-    trainer = trainer_for(build("qwen3_moe"), tmp_path, [callback], max_steps=2)
+def test_attaching_twice_counts_once_takes_the_callback_that_is_there_and_reports_once(tmp_path, capsys):
+    callback, model = ExpertLoadCallback(), build("qwen3_moe", num_hidden_layers=1)
+    trainer = trainer_for(model, tmp_path, [callback], max_steps=2)
     assert sonicmoe_hf.attach(trainer) is callback is sonicmoe_hf.attach(trainer)
     trainer.train()
     assert len(callback.history) == 2
+    said = capsys.readouterr().err
+    assert said.count("sonicmoe-hf: Qwen3MoeForCausalLM: 1 mixture-of-experts layers patched; routing: top-k") == 1
+    assert "\nsonicmoe-hf:   backend: eager (" in said and said.endswith("experts: trained\n")
+    with pytest.raises(TypeError, match=r"takes a Trainer and got a Qwen3MoeForCausalLM: attach\(trainer\) before"):
+        sonicmoe_hf.attach(model)
+
+
+def test_experts_that_a_lora_leaves_out_are_told_with_the_remedy(tmp_path, capsys):
+    model = get_peft_model(patched("qwen3_moe", num_hidden_layers=1), LoraConfig(target_modules=["q_proj"]))
+    trained(model, tmp_path, max_steps=1)
+    expected = "frozen, beside LoRA that leaves them out; sonicmoe_hf.lora_config(model) adapts them too"
+    assert f"experts: {expected}\n" in capsys.readouterr().err
 
 
 def test_a_callback_is_attached_to_every_trainer_that_it_is_given_to(tmp_path):
     callback, model = ExpertLoadCallback(), build("qwen3_moe")
     for _ in range(2):
-        assert set(trained(model, tmp_path, [callback], max_steps=1).state.log_history[0]) > METRICS
+        assert set(trained(model, tmp_path, [callback], max_steps=1).state.log_history[0]) > LOAD
 
 
 def test_a_second_training_starts_counting_from_zero(tmp_path):

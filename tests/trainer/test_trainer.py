@@ -116,6 +116,15 @@ def test_bad_arguments_are_refused_at_once_with_their_value(options, says):
         TokenRoundingCallback(**options)
 
 
+def test_the_models_own_tile_is_kept_and_another_is_refused(tmp_path):
+    model = patched("qwen3_moe", TokenRounding(tile=TILE), num_hidden_layers=1)
+    watch, callback = Watch(model), TokenRoundingCallback(end=1)
+    trained(model, tmp_path, [callback], max_steps=2)
+    assert watch.rounded() == [True, False] and callback.policy.tile is None, "with 128 rows both would be top-k"
+    with pytest.raises(ValueError, match=r"TokenRoundingCallback has tile=8, and the model has tile=4"):
+        trained(model, tmp_path, [TokenRoundingCallback(tile=8)], max_steps=1)
+
+
 def test_every_micro_batch_of_an_accumulated_step_is_rounded_and_the_update_is_their_mean(tmp_path):
     model, by_hand = build("qwen3_moe"), patched("qwen3_moe", POLICY)
     watch = Watch(model)

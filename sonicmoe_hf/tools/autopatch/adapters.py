@@ -16,7 +16,7 @@ def add_experts(config: Any, model: nn.Module, rank: int) -> None:
 
     Raises:
         ValueError: it is a config of another kind, it adapts experts already, or it asks what PEFT cannot do with
-            parameters, such as dropout.
+            parameters, such as DoRA.
     """
     if type(config).__name__ != "LoraConfig":
         raise ValueError(

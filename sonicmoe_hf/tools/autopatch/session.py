@@ -6,7 +6,6 @@ import atexit
 import copy
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from typing import Any
@@ -14,21 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedModelError
-from ...kernels.announce import is_first_rank
 from ...models.patch import patch_model, unpatch_model
 from ...patching.quantize import FOR_FILE, with_packed_experts
 from ...patching.support import every_experts, is_patched
 from ...private.replaced import RUN, replace
 from ...registration import install_in_peft
 from ...routing.model import set_routing, use_routers
-from .report import describe
+from ...trainer.report import FirstStepReport, Remedies, describe, write
 from .settings import RunSettings, from_environment
 
 COMMAND = "sonicmoe-hf run"
+REMEDIES = Remedies("--adapt-experts RANK", "--experts-quantization nf4")
 
 
 class Session:
@@ -142,6 +140,7 @@ class Session:
         if self.policy is not None:
             check_no_policy_trainer(trainer, trainer.args, remedy=f"leave out --routing of {COMMAND}")
         attach(trainer, compile=True if self.settings.compile else None)
+        trainer.remove_callback(FirstStepReport)  # `report` says it
         self.has_compiled = True
 
     def make_grpo(self, trainer: Any, make: Any, args: tuple, kwargs: dict) -> None:
@@ -214,23 +213,17 @@ class Session:
     def _print(self) -> None:
         for model in self._outermost():
             if model not in self.reported:
-                text = describe(model, self.reasons[model], self.has_trained)
+                text = describe(model, self.reasons[model], self.has_trained, REMEDIES)
                 if text not in self.printed:
-                    _write(text)
+                    write(text)
                 self.printed.add(text)
         self.reported.update(self.reasons)
 
     def at_exit(self) -> None:
         """Say what was patched when a program ends that trained nothing."""
         if not self.has_trained and self._outermost():
-            _write("the program ended before a training step")
+            write("the program ended before a training step")
             self._print()
-
-
-def _write(text: str) -> None:
-    """Write to standard error, from the first rank, between the lines of progress bars."""
-    if is_first_rank():
-        tqdm.write("\n".join(f"sonicmoe-hf: {line}" for line in text.splitlines()), file=sys.stderr)
 
 
 @functools.cache

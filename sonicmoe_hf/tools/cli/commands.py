@@ -136,6 +136,7 @@ COMMANDS = {
             _option("--tokens", type=_at_least(1), help="of a step on each GPU (default: 4096, or one sequence)"),
             _option("--sequence-length", type=_at_least(1), default=4096, help="at most (default %(default)s)"),
             _option("--method", choices=("full", "lora", "qlora"), help="default: all"),
+            _option("--all", action="store_true", help="also experts packed in formats that are seldom chosen"),
             _json(", with what does not fit"),
         ),
     ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
 
 from ..planning.memory import GIB
 from ..planning.sizes import ModelSizes, sizes_of_checkpoint
-from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, left_out, shown, ways_of
+from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, advice, left_out, shown, usual, ways_of
 from .example import FOLDER
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
@@ -22,6 +23,7 @@ PARTS = {  # fields of planning.memory.Memory, and their headings
     "logits": "logits",
     "communication": "comm.",
 }
+PIPED = 1000  # columns
 EXAMPLE = re.compile(r"(?<!\S)examples/(?=\w+\.(?:py|yaml|json)(?!\S))")
 
 
@@ -32,6 +34,7 @@ def plan(
     tokens: int | None,
     sequence_length: int,
     method: str | None,
+    all: bool,
     as_json: bool,
 ) -> int:
     """Run `sonicmoe-hf plan`."""
@@ -52,7 +55,13 @@ def plan(
         }
         print(json.dumps(facts, indent=2))
     else:
-        _print(sizes, ways, notes, f"{gpus} GPU{'s' * (gpus > 1)} of {gpu_memory:g} GiB")
+        _print(
+            sizes,
+            ways if all else usual(sizes, ways),
+            notes,
+            f"{gpus} GPU{'s' * (gpus > 1)} of {gpu_memory:g} GiB",
+            len(ways),
+        )
     return 0 if any(way.fits for way in ways) else 1
 
 
@@ -76,14 +85,16 @@ def runnable(command: str) -> str:
     return EXAMPLE.sub(lambda match: shlex.quote(f"{FOLDER}/"), command)
 
 
-def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str) -> None:
-    """Print the ways that fit as a table, their commands, and what does not fit."""
+def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, known: int) -> None:
+    """Print the ways that fit as a table, their commands, and what does not fit. known: ways, with those left out."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED  # as wide as it is, since no line of a file or of grep's ends at a screen's edge
     fitting, too_large = shown(ways)
     console.print(
         f"{escape(sizes.name)}: {sizes.total / 1e9:.1f}e9 parameters, {sizes.experts / sizes.total:.0%} of them in "
@@ -104,12 +115,15 @@ def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str) -> N
         console.print(table, soft_wrap=False)
         for number, way in enumerate(fitting, 1):
             console.print(f"[bold]{number}[/]  {escape(runnable(way.command))}")
-        console.print()
+        console.print(f"\n{advice(fitting)}")
     for way in too_large:
         console.print(
             f"does not fit: {escape(way.name)}: {way.needed:.0f} GiB (at the {way.memory.moment} "
             f"{way.memory.total / GIB:.0f})"
         )
+    if len(ways) < known:
+        console.print("Experts can be packed in other formats too: --all")
     console.print(
-        f"A way fits if its peak, {GAPS - 1:.0%} more for gaps between blocks, and {CONTEXT:g} GiB for CUDA's context do."
+        f"A way fits if its peak, {GAPS - 1:.0%} more for gaps between blocks, and {CONTEXT:g} GiB for CUDA's context "
+        "do. Ways stand in the order of what trains, and of how near to bf16 experts are."
     )

@@ -338,7 +338,7 @@ def _numbers(demo: Demo) -> list[tuple[str, str]]:
     added, dropped, avoided = (
         f"{total:,} ({total / rows:.1%})"
         for name in ("rows_added", "rows_dropped", "padded_rows_avoided")
-        for total in [sum(entry[f"moe/{name}"] for entry in demo.load.history)]
+        for total in [sum(entry.get(f"moe/{name}", 0) for entry in demo.load.history)]
     )
     tokens, held_out = demo.settings.steps * BATCH_SIZE * SEQUENCE_LENGTH, demo.logged("eval_loss").values
     speed = f"{tokens:,} in {demo.seconds:.0f} s ({tokens / demo.seconds:,.0f} a second, evaluations included)"

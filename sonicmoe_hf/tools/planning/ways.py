@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import UnsupportedModelError
 from ...kernels.packed import FORMATS
-from .memory import GIB, Memory, Training, memory, stored_bytes
+from .memory import GIB, METHODS, Memory, Training, memory, stored_bytes
 from .sizes import ModelSizes
 
 SEQUENCE = 4096  # the longest, unless asked otherwise
@@ -36,6 +36,8 @@ LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger
         "qwen3_vl_moe_text",
     )
 )
+NEAREST = ("bf16", "fp8", "nf4", "nvfp4", "int4", "uint4", "mxfp4")  # formats by the error of rounding to them
+USUAL = ("fp8", "nf4")  # of those that plain experts can be packed in: the nearest, and the smallest
 PACKED_HERE = tuple(name for name in FORMATS if name != "uint4")  # which comes of checkpoints alone
 KEPT = (  # what is kept for backward, the fastest first
     {"checkpointing": False},
@@ -167,14 +169,44 @@ def left_out(sizes: ModelSizes) -> str | None:
     return f"its checkpoint is quantized ({stored}), so {ways} left out; {remedy}"
 
 
+def usual(sizes: ModelSizes, ways: list[Way]) -> list[Way]:
+    """Leave out ways that pack experts in another format than the checkpoint's, or in one of plain experts beside USUAL;
+    but not where those alone fit."""
+    formats = {"bf16", *(USUAL if sizes.quantization is None else [sizes.quantization])}
+    kept = [way for way in ways if way.training.experts in formats]
+    packed = [way for way in ways if way.training.experts != "bf16"]
+    return kept if any(way.fits for way in packed if way in kept) or not any(way.fits for way in packed) else ways
+
+
 def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
-    """Choose what is shown: (of each kind the first way that fits; of kinds of which none fits, the smallest way)."""
+    """Choose what is shown, from all weights in fp32 to experts rounded the most: (of each kind the first way that fits;
+    of kinds of which none fits, the smallest way)."""
+    ways = sorted(ways, key=_distance)
     kinds: dict[str, list[Way]] = {}
     for way in ways:
         kinds.setdefault(way.kind, []).append(way)
     fitting = [next((way for way in kind if way.fits), None) for kind in kinds.values()]
     too_large = [min(kind, key=lambda way: way.needed) for kind in kinds.values() if not any(w.fits for w in kind)]
     return [way for way in fitting if way is not None], too_large
+
+
+def _distance(way: Way) -> tuple:
+    """Order ways by what they train, and by how near to bf16 what they hold is."""
+    training = way.training
+    is_small = training.optimizer != "adam", training.linear != "bf16", training.r < Training.r
+    return METHODS.index(training.method), NEAREST.index(training.experts), training.weights != "fp32", is_small
+
+
+def advice(fitting: list[Way]) -> str:
+    """Say which of the ways that fit, as `shown` orders them, to begin with."""
+    number = next((n for n, way in enumerate(fitting, 1) if not way.training.full), 1)
+    training = fitting[number - 1].training
+    what = "all weights train"
+    if not training.full:
+        held = "in bf16, nothing rounded" if training.experts == "bf16" else f"in {training.experts.upper()}"
+        what = f"adapters of all experts, beside weights {held}"
+    rest = "; 1 trains all weights" if number > 1 else ""
+    return f"To fine-tune, begin with {number}: {what}{rest}."
 
 
 def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iterator[Training]:

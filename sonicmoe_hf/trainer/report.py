@@ -1,0 +1,96 @@
+"""Report of what is in force in a model that begins to train: layers, backend, routing, and which experts' weights are
+trained. `attach` and `sonicmoe-hf run` print it at the first step."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedModel, TrainerCallback
+
+from ..kernels.announce import is_first_rank
+from ..layer import backends
+from ..layer.packed_weight import PackedWeight
+from ..models.patch import PatchReport
+from ..patching.support import every_experts, is_patched, supports, transformers_model
+from ..patching.unpacked import dense_beside_bitsandbytes
+from ..private.torch import has_compiled_parts
+from ..routing.model import routing_policy
+from ..routing.support import with_rounding
+
+
+class Remedies(NamedTuple):
+    """The words that adapt experts which a LoRA leaves out, and that pack experts which bitsandbytes leaves dense."""
+
+    adapt: str
+    pack: str
+
+
+OF_A_SCRIPT = Remedies("sonicmoe_hf.lora_config(model)", 'experts_quantization="nf4"')
+
+
+def _dtype(weight: torch.Tensor) -> torch.dtype:
+    """Name the dtype that experts with this weight are computed in: its own, but for accelerate's mixed precision."""
+    state: Any = sys.modules.get("accelerate.state")
+    is_mixed = state is not None and state.is_initialized()
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return mixed.get(state.AcceleratorState().mixed_precision, weight.dtype) if is_mixed else weight.dtype
+
+
+def _training(model: nn.Module, remedies: Remedies) -> str:
+    """Say which of the experts' weights are trained, and what would change it."""
+    modules: list[Any] = list(model.modules())
+    every: set[Any] = set(every_experts(model))
+    wrappers = [module for module in modules if type(module).__name__ == "ParamWrapper"]
+    ranks = sorted({rank for wrapper in wrappers if wrapper.get_base_layer() in every for rank in wrapper.r.values()})
+    weights: list[Any] = [weight for experts in every for weight in experts.parameters()]
+    formats = (weight.format for weight in weights if isinstance(weight, PackedWeight))
+    packed = next(filter(None, formats), None)  # dense weights on the host have the format ""
+    held = "frozen" if packed is None else f"frozen, packed as {packed}"
+    dense = dense_beside_bitsandbytes(model)
+    if dense is not None:
+        held = f"frozen, in {dense} beside bitsandbytes' linear layers ({remedies.pack} packs them)"
+    if ranks:
+        return f"{held}, with LoRA of rank {' and '.join(map(str, ranks))}"
+    if any(weight.requires_grad for weight in weights):
+        return "trained"
+    has_lora = any(len(getattr(module, "lora_A", ())) for module in modules)
+    return f"{held}, beside LoRA that leaves them out; {remedies.adapt} adapts them too" if has_lora else held
+
+
+def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies: Remedies) -> str:
+    """Write lines that say what was patched, what computes it and, once the program `trains`, what is trained; or why
+    nothing was patched."""
+    name = type(model).__name__
+    if reason is not None:
+        return f"{name} is not patched: {reason}"
+    report = PatchReport(with_rounding(supports(model), model), routing_policy(model))
+    weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
+    dtype = _dtype(weight)
+    choice = backends.choose(weight.device, dtype)
+    compiled = ", layers compiled" if has_compiled_parts(list(model.modules())) else ""
+    lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}{compiled}"]
+    return "\n".join([*lines, f"  experts: {_training(model, remedies)}"] if trains else lines)
+
+
+def write(text: str) -> None:
+    """Write to standard error, from the first rank, between the lines of progress bars."""
+    if is_first_rank():
+        tqdm.write("\n".join(f"sonicmoe-hf: {line}" for line in text.splitlines()), file=sys.stderr)
+
+
+class FirstStepReport(TrainerCallback):
+    """Says at a Trainer's first step what is in force. `attach` adds it; `sonicmoe-hf run` takes it away, and says it of
+    all models of a program."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Print it, once."""
+        if not self.is_done and isinstance(model, nn.Module) and is_patched(model):
+            write(describe(transformers_model(model), None, True, OF_A_SCRIPT))
+        self.is_done = True
