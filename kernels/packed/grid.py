@@ -111,7 +111,11 @@ class Grid(NamedTuple):
         """Round to what codes under these factors stand for."""
         if uniform is None:
             values = self.values(self.codes(scaled(weight, factors)))
-            return _Candidate(values, torch.ones((), dtype=torch.bool), lambda: (values * factors - weight).square_())
+            return _Candidate(
+                values,
+                torch.ones((), dtype=torch.bool, device=weight.device),
+                lambda: (values * factors - weight).square_(),
+            )
         factors = factors.float()
         exact = scaled(weight, factors)
         low, high = self.neighbours(exact)

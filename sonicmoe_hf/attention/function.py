@@ -46,8 +46,8 @@ def _mask(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | No
     if not causal:
         return None
     num_queries, num_keys = query.shape[1], key.shape[1]
-    queries = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
-    distance = queries - torch.arange(num_keys, device=query.device)
+    queries = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int64, device=query.device)[:, None]
+    distance = queries - torch.arange(num_keys, dtype=torch.int64, device=query.device)
     sees = (distance >= 0) & (distance < (num_keys if window is None else window))
     mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device)
     return mask.masked_fill_(~sees, -torch.inf)[None, None]

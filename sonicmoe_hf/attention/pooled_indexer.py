@@ -87,11 +87,11 @@ def _of_piece(self: Any, q: torch.Tensor, blocks: torch.Tensor, counts: torch.Te
     ratio, num_blocks = self.compress_ratio, len(blocks)
     complete = (counts // ratio).unsqueeze(1)
     scores = torch.matmul(q.float(), blocks.float().t()).relu_().sum(1) / math.sqrt(self.index_head_dim)
-    whole = torch.arange(num_blocks, device=q.device) < complete
+    whole = torch.arange(num_blocks, dtype=torch.int64, device=q.device) < complete
     picks = scores.masked_fill_(~whole, -math.inf).topk(min(self.block_topk, num_blocks), dim=-1).indices
     picked = torch.zeros_like(whole).scatter_(1, picks, True) & whole
     of_places = F.pad(picked.repeat_interleave(ratio, dim=1), (0, len(places) - num_blocks * ratio))
-    place = torch.arange(len(places), device=q.device)
+    place = torch.arange(len(places), dtype=torch.int64, device=q.device)
     of_places |= (place >= complete * ratio) & (place < counts.unsqueeze(1))
     return of_places[:, places.clamp(min=0)]
 

@@ -65,8 +65,6 @@ def add_card(folder: Path, name: str, origin: Origin, format: str, notices: list
 
 
 def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
-    from .. import __version__
-
     installed = versions()
     lines = [f"base: {shown(origin.base)}", f"format: {format}"]
     check = ""
@@ -80,7 +78,9 @@ def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
         lines.append(notice)
     others = ", ".join(f"{package} {installed[package]}" for package in VERSIONS)
     listed = "\n".join(f"- {line}" for line in lines)
-    return SECTION.format(command=origin.command, version=__version__, others=others, lines=listed, check=check)
+    return SECTION.format(
+        command=origin.command, version=installed["sonicmoe-hf"], others=others, lines=listed, check=check
+    )
 
 
 def _with_metadata(text: str, origin: Origin) -> str:
