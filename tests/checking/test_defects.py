@@ -23,7 +23,7 @@ CASES = [  # and the words of the reason in fp32
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_what_is_missing_is_told_and_named(dtype, tmp_path):
     text = write_text(tmp_path / "text", 1100, random.Random(0))
     cases = [(NONE, ""), *CASES]
