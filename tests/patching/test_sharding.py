@@ -140,7 +140,12 @@ def trained(rank, folder, checkpoint, options, wrapper):
         trainer.model_wrapped.destroy()
         unset_hf_deepspeed_config()  # else every model built from now on is sharded
     return [
-        [log[key] for key in ("loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped")] for log in logs_of(trainer)
+        [
+            log["loss"],
+            log["moe/load_cv"],
+            *(log.get(f"moe/rows_{key}", 0) for key in ("added", "dropped")),
+        ]  # of rounding
+        for log in logs_of(trainer)
     ]
 
 
