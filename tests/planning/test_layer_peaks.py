@@ -36,6 +36,7 @@ def peak_of_one_layer(kind):
     return peak.most
 
 
+@pytest.mark.pinned  # torch 2.15's FakeTensors give no fp32 to a bf16 parameter
 def test_a_layers_scores_in_fp32_with_compressed_keys_are_counted_within_15_percent(tmp_path):
     config = CONFIG_MAPPING["deepseek_v4"](architectures=["DeepseekV4ForCausalLM"])
     config.save_pretrained(tmp_path)
