@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -140,6 +141,14 @@ def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
 
 
+# torch 2.11 computes wrong gradients of what a compiled layer records inside a checkpoint
+RECORDS = Version(torch.__version__) >= Version("2.13")
+UNCOMPILED = (
+    f"torch {torch.__version__} does not compile layers that record outputs such as router_logits, so they run "
+    "uncompiled; install torch 2.13 or newer, or leave the auxiliary loss out (router_aux_loss_coef=0.0)"
+)
+
+
 @contextmanager
 def _traceable_records() -> Iterator[None]:
     """Let a compiled layer record outputs, such as router_logits for the auxiliary loss, which TRL's trainers ask for.
@@ -170,6 +179,7 @@ class _Call:
         self.part, self.layer, self.is_captured = part, layer, is_captured
         self.compiled, self.is_new = compiled_call(part), True
         self.reasons: set[str] = set()
+        self.is_uncompiled = False
         self.num_graphs, self.kept = -1, WeakTensorKeyDictionary()
 
     def __call__(self, *args, **kwargs):
@@ -178,6 +188,13 @@ class _Call:
             return eager_call(self.part)(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
+        if not (RECORDS or self.is_uncompiled) and recorded_outputs():
+            self.is_uncompiled = (
+                True  # from now on, since a checkpoint's backward does not see what its forward recorded
+            )
+            warnings.warn(UNCOMPILED, stacklevel=2)
+        if self.is_uncompiled:
+            return eager_call(self.part)(*args, **kwargs)
         before = None
         if self.is_new:
             trace_without_liger()
