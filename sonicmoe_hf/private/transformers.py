@@ -191,15 +191,19 @@ def forget_dequantization(module) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     for model in module.modules():
-        conversions = weight_conversions(model) if isinstance(model, PreTrainedModel) else None
-        if getattr(model, "hf_quantizer", None) is not None or not any(map(_reads_quantized, conversions or ())):
+        if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
             continue
-        plain = {_targets(each): each for each in get_model_conversion_mapping(model, add_legacy=False)}
-        kept = [plain.get(_targets(each)) if _reads_quantized(each) else each for each in conversions or ()]
-        vars(model)["_weight_conversions"] = [each for each in kept if each is not None]
-        for owner in model.modules():
-            for config in [each for each in vars(owner).values() if isinstance(each, PreTrainedConfig)]:
-                _forget_quantization(config)
+        conversions = weight_conversions(model) or ()
+        was_quantized = any(map(_reads_quantized, conversions))
+        if was_quantized:
+            plain = {_targets(each): each for each in get_model_conversion_mapping(model, add_legacy=False)}
+            kept = [plain.get(_targets(each)) if _reads_quantized(each) else each for each in conversions]
+            vars(model)["_weight_conversions"] = [each for each in kept if each is not None]
+        # Transformers 5.24 leaves such conversions out itself, and clears the outer config alone
+        if was_quantized or not hasattr(model.config, "quantization_config"):
+            for owner in model.modules():
+                for config in [each for each in vars(owner).values() if isinstance(each, PreTrainedConfig)]:
+                    _forget_quantization(config)
 
 
 def _reads_quantized(conversion) -> bool:

@@ -92,6 +92,7 @@ def test_a_dequantized_model_resumes_and_finds_its_best(family, attach, tmp_path
     assert_equal(weights(resumed.model), snapshots.at[4])
 
 
+@pytest.mark.pinned  # Transformers 5.24 writes no such files
 def test_files_that_hold_plain_weights_under_packed_names_are_refused_with_a_remedy_that_works(tmp_path):
     model = dequantized(quantized("gpt_oss", tmp_path / "quantized"))
     model.save_pretrained(tmp_path / "written")  # as without sonicmoe_hf
