@@ -42,7 +42,7 @@ def torch_sinks(
 
 
 def _mask(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor | None:
-    """Return what is added to the scores [1, 1, T, S]: 0 where a query sees a key; None where all see all."""
+    """Make the mask to be added to scores [1, 1, T, S]: 0 where a query sees a key, else -inf; None where all see all."""
     if not causal:
         return None
     num_queries, num_keys = query.shape[1], key.shape[1]

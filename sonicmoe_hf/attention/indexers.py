@@ -7,7 +7,6 @@ forward runs for some queries at a time, so that the same keys are picked. B seq
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from ..model_patches.family import modeling_module
 from ..private import attributes
 from ..private.replaced import replace
-from .pieces import CACHES, fits, piece_of
+from .pieces import arguments_of, fits, piece_of
 from .pooled_indexer import without_loop
 
 PICKING = {  # DeepSeek's sparse attention: classes whose forward picks keys by the mask that it is given
@@ -63,12 +62,11 @@ def _classes() -> Iterator[tuple[type, Callable]]:
 
 def _picking(original: Callable) -> Callable:
     """Wrap a forward that returns the indices [B, S, k] of the keys with the highest scores."""
-    parameters = list(inspect.signature(original).parameters)[1:]
-    cache = next(name for name in CACHES if name in parameters)
+    named, cache = arguments_of(original)
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        given = {**dict(zip(parameters, args)), **kwargs}
+        given = named(args, kwargs)
         mask, (size, num_queries, _) = given["attention_mask"], given["hidden_states"].shape
         if not vars(self).get(attributes.IN_PIECES) or mask.shape[1:-1] != (num_queries,):
             return original(self, **given)

@@ -6,7 +6,6 @@ Letters: B sequences, S queries, T keys, P blocks of r keys in a row, D size of 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -16,17 +15,16 @@ import torch
 from torch.nn import functional as F
 
 from ..private import attributes
-from .pieces import CACHES, piece_of
+from .pieces import arguments_of, piece_of
 
 
 def without_loop(original: Callable) -> Callable:
     """Wrap Qwen4ExpTextQSAIndexer.forward, which returns the mask [B, 1, S, T] of the keys that each query sees."""
-    parameters = list(inspect.signature(original).parameters)[1:]
-    cache = next(name for name in CACHES if name in parameters)
+    named, cache = arguments_of(original)
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        given = {**dict(zip(parameters, args)), **kwargs}
+        given = named(args, kwargs)
         if not vars(self).get(attributes.IN_PIECES):
             return original(self, **given)
         mask = given["attention_mask"]

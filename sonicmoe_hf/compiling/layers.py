@@ -151,7 +151,7 @@ UNCOMPILED = (
 
 @contextmanager
 def _traceable_records() -> Iterator[None]:
-    """Let a compiled layer record outputs, such as router_logits for the auxiliary loss, which TRL's trainers ask for.
+    """Make a compiled layer's records of outputs traceable, such as router_logits, which TRL's trainers ask for.
 
     The layer's own lists are empty at each call, so that layers are alike, and are added to those of the model's call. A
     record of hidden states depends on how many there are already: torch then leaves the layer to Python.
@@ -189,9 +189,8 @@ class _Call:
         if torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
         if not (RECORDS or self.is_uncompiled) and recorded_outputs():
-            self.is_uncompiled = (
-                True  # from now on, since a checkpoint's backward does not see what its forward recorded
-            )
+            # from now on: a checkpoint's backward does not see what its forward recorded
+            self.is_uncompiled = True
             warnings.warn(UNCOMPILED, stacklevel=2)
         if self.is_uncompiled:
             return eager_call(self.part)(*args, **kwargs)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 from torch import nn
 
 from ..layer.config import TokenRounding, as_routing_policy
+from ..patching.guard import remove_installed
 from ..patching.layer_ranges import collapse
 from ..patching.patch import patch_experts, unpatch_experts
 from ..patching.support import LayerSupport, transformers_model
-from ..routing.hooks import remove_hooks
+from ..private import attributes
 from ..routing.model import set_policy
 from ..routing.support import check_routing, with_rounding
 
@@ -79,5 +80,5 @@ def unpatch_model(model: nn.Module) -> None:
     """Undo patch_model: hooks gone, the experts implementation as it was; the model keeps configs of its own, and experts
     that Liger had bound its forward to keep Transformers'. Does nothing to a model not patched."""
     root = transformers_model(model)
-    remove_hooks(root)
+    remove_installed(root, attributes.HOOK)
     unpatch_experts(root)

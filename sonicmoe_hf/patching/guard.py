@@ -99,9 +99,9 @@ def install_guards(model: nn.Module, own_configs: dict[int, Any]) -> None:
         guard.watch(module)
 
 
-def remove_guards(model: nn.Module) -> None:
-    """Remove the guards of a model, and of those in it."""
+def remove_installed(model: nn.Module, attribute: str) -> None:
+    """Remove GUARD's or HOOK's objects (private/attributes.py) from a model and all modules in it."""
     for module in model.modules():
-        _, *handles = vars(module).pop(attributes.GUARD, (None,))
+        _, *handles = vars(module).pop(attribute, (None,))
         for handle in handles:
             handle.remove()

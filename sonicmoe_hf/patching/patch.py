@@ -21,7 +21,7 @@ from ..private import attributes
 from ..private.transformers import experts_implementation, forget_dequantization, set_experts_implementation
 from ..streaming.placement import place_experts
 from .experts import check_fp8_products, known_facts
-from .guard import guard_of, install_guards, remove_guards
+from .guard import guard_of, install_guards, remove_installed
 from .own_configs import use_own_configs
 from .support import (
     LayerSupport,
@@ -87,7 +87,7 @@ def patch_experts(
 
 def unpatch_experts(root: PreTrainedModel) -> None:
     """Undo patch_experts."""
-    remove_guards(root)
+    remove_installed(root, attributes.GUARD)
     use_whole(root)
     experts: Any
     for experts in every_experts(root):

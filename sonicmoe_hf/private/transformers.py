@@ -150,7 +150,7 @@ def recorded_outputs() -> dict[str, list] | None:
 
 @contextmanager
 def recording_into(records: dict[str, list]) -> Iterator[None]:
-    """Let modules record their outputs in these lists, by hooks that torch.compile can trace: outside compiled models
+    """Record modules' outputs in these lists, by hooks that torch.compile can trace: outside compiled models
     Transformers' read a ContextVar."""
     from transformers.utils.output_capturing import _active_collector as collector
 

@@ -119,14 +119,6 @@ class RouterHook:
         return run.output()
 
 
-def remove_hooks(model: nn.Module) -> None:
-    """Remove the hooks of a model's routers, of the model, and of those in it."""
-    for module in model.modules():
-        _, *handles = vars(module).pop(attributes.HOOK, (None,))
-        for handle in handles:
-            handle.remove()
-
-
 class ModelHook:
     """Forward pre-hook (with kwargs) of a model, `enter`, and forward hook, called after errors too, `leave`: they note
     whether gradients are on, and which tokens are padding.

@@ -33,7 +33,7 @@ from .documents import check_documents
 from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import loss_with_scale
 from .methods import find_callback, wrap_method
-from .packed_steps import PackedSteps, collect, packed_step
+from .packed_steps import has_packed_steps
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .report import FirstStepReport
@@ -352,16 +352,14 @@ def attach(trainer, compile: bool | None = None, packed_tokens: int | None = Non
         compile: whether layers are compiled as by `compile_layers`, when training begins. By default where the arguments
             have `torch_compile=True`, with their backend and mode; the Trainer then compiles no model as a whole. False
             leaves `torch_compile` to the Trainer.
-        packed_tokens: compute the micro-batches of an accumulated step together, without padding, in rows of at most so
-            many tokens, whose activations must fit; for Transformers' own loss, on one GPU or by DDP. Loss and gradients
-            are those of micro-batches one by one.
+        packed_tokens: compute an accumulated step without padding, in rows of at most so many tokens, with the loss and
+            the gradients of its micro-batches. It is for Transformers' own loss, on one GPU or by DDP.
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
         ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
-            of TRL's that would send vLLM experts with adapters, or packed ones. In the first step: packed_tokens where
-            the loss is no sum over tokens, where ranks share a model's parts, or where sequences of a row would see
-            each other. TypeError: `trainer` is no Trainer.
+            of TRL's that would send vLLM experts with adapters, or packed ones. In the first step: packed_tokens where a
+            row's loss, ranks or sequences are not apart. TypeError: `trainer` is no Trainer.
     Example:
         sonicmoe_hf.attach(trainer, packed_tokens=8192)  # gradient_accumulation_steps=4, short texts
     """
@@ -389,8 +387,6 @@ def attach(trainer, compile: bool | None = None, packed_tokens: int | None = Non
         trainer.add_callback(FirstStepReport())
     small_steps.compile = small_steps.compile if compile is None else compile
     small_steps.compile_options = compile_options(trainer, small_steps.compile)
-    if packed_tokens is not None:
-        callbacks[:] = [each for each in callbacks if not isinstance(each, PackedSteps)] + [PackedSteps(packed_tokens)]
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
@@ -398,10 +394,7 @@ def attach(trainer, compile: bool | None = None, packed_tokens: int | None = Non
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
     wrap_method(trainer, "train", _train_to_the_end)
-    if find_callback(trainer, PackedSteps) is None:
+    if not has_packed_steps(trainer, packed_tokens):
         wrap_method(trainer, "training_step", check_documents)
-    else:
-        wrap_method(trainer, "get_batch_samples", collect)
-        wrap_method(trainer, "training_step", packed_step)
     wrap_method(trainer, "compute_loss", _compute_loss)
     return callback

@@ -14,15 +14,13 @@ from transformers.utils import logging
 from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts
 from ..routing.model import find_state
-from .methods import find_callback
+from .methods import find_callback, wrap_method
 
 logger = logging.get_logger(__name__)
 
 KEPT_APART = {"input_ids", "labels", "attention_mask"}  # of each sequence in a row; position_ids are made
 PROBE_TOKENS = 8
-LEAK = (
-    2e-2  # of logits' norm: bf16 rounds to 0.4%, and other tokens in the same attention move logits by tens of percent
-)
+LEAK = 2e-2  # of logits' norm: bf16 rounds to 0.4%, and other tokens in the same attention move it by tens of percent
 REMEDY = "leave packed_tokens of attach(trainer) out"
 
 
@@ -85,6 +83,18 @@ class PackedSteps(TrainerCallback):
         if len(group) > 1:
             self.later |= {id(batch) for batch in group[:-1]}
             self.rows[id(group[-1])] = packed(group)
+
+
+def has_packed_steps(trainer: Any, max_tokens: int | None) -> bool:
+    """Pack a Trainer's steps in rows of at most `max_tokens` tokens, if given, and tell whether they are packed."""
+    callbacks = trainer.callback_handler.callbacks
+    if max_tokens is not None:
+        callbacks[:] = [each for each in callbacks if not isinstance(each, PackedSteps)] + [PackedSteps(max_tokens)]
+    if find_callback(trainer, PackedSteps) is None:
+        return False
+    wrap_method(trainer, "get_batch_samples", collect)
+    wrap_method(trainer, "training_step", packed_step)
+    return True
 
 
 def packed(batches: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:

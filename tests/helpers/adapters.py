@@ -4,11 +4,15 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from helpers.models import batch, build, loss_and_gradients
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import sonicmoe_hf
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NATIVE_EXPERTS = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
+ONE_LAYER = {"num_hidden_layers": 1}
 UNGATED_EXPERTS = ["mixer.experts.up_proj", "mixer.experts.down_proj"]  # of nemotron_h
 
 
@@ -62,3 +66,27 @@ def fused():
     """Forbid to form W + BA inside, as PEFT does."""
     with mock.patch.object(nn.utils.parametrize, "register_parametrization", side_effect=AssertionError("W + BA")):
         yield
+
+
+def small(family):
+    """Build a model with one layer that has experts."""
+    layers = {"deepseek_v3": {}, "nemotron_h": {"layers_block_type": ["full_attention", "moe"]}}
+    return build(family, **layers.get(family, ONE_LAYER))
+
+
+def patched(model, **options):
+    sonicmoe_hf.patch_model(model, **options)
+    return model
+
+
+def fused_gradients(model, inputs=None):
+    with fused():
+        return loss_and_gradients(model, batch() if inputs is None else inputs)
+
+
+def learning_besides(model):
+    """Train the router and the embedding too: their gradients pass through every product of the experts."""
+    for name, parameter in model.named_parameters():
+        if name.endswith((".gate.weight", "router.weight", "embed_tokens.weight", "embeddings.weight")):
+            parameter.requires_grad_(True)
+    return model

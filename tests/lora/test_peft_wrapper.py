@@ -1,14 +1,24 @@
 """PEFT's LoRA on experts' parameters, computed on the rows: everything PEFT offers there, against PEFT on eager experts."""
 
 import functools
-import itertools
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.adapters import EXPERTS, NATIVE_EXPERTS, fused, random_factors, with_lora
+from helpers.adapters import (
+    EXPERTS,
+    NATIVE_EXPERTS,
+    ONE_LAYER,
+    fused,
+    fused_gradients,
+    learning_besides,
+    patched,
+    random_factors,
+    small,
+    with_lora,
+)
 from helpers.models import (
     CONFIGS,
     ORDER_OF_SUMS,
@@ -33,31 +43,6 @@ from sonicmoe_hf.lora import peft_wrapper as peft_adapters
 from sonicmoe_hf.patching.support import find_layers
 
 GATE_UP, DOWN = EXPERTS
-ONE_LAYER = {"num_hidden_layers": 1}
-
-
-def small(family):
-    """Build a model with one layer that has experts."""
-    layers = {"deepseek_v3": {}, "nemotron_h": {"layers_block_type": ["full_attention", "moe"]}}
-    return build(family, **layers.get(family, ONE_LAYER))
-
-
-def patched(model, **options):
-    sonicmoe_hf.patch_model(model, **options)
-    return model
-
-
-def fused_gradients(model, inputs=None):
-    with fused():
-        return loss_and_gradients(model, batch() if inputs is None else inputs)
-
-
-def learning_besides(model):
-    """Train the router and the embedding too: their gradients pass through every product of the experts."""
-    for name, parameter in model.named_parameters():
-        if name.endswith((".gate.weight", "router.weight", "embed_tokens.weight", "embeddings.weight")):
-            parameter.requires_grad_(True)
-    return model
 
 
 @pytest.mark.parametrize("order", ["patched, then PEFT", "PEFT, then patched"])
@@ -278,67 +263,6 @@ def test_threads_that_share_a_model_each_have_their_adapters():
     with fused(), ThreadPoolExecutor(len(inputs)) as pool:
         found = list(pool.map(work, inputs))
     assert all(torch.equal(logits, wanted) for each, wanted in zip(found, expected) for logits in each)
-
-
-class Steering:
-    """Hooks of experts and of PEFT's inner wrapper that note what they get, and change it."""
-
-    def __init__(self, model):
-        self.got = []
-        wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
-        wrapper.base_layer.register_forward_pre_hook(self.note)
-        experts = wrapper.get_base_layer()
-        experts.register_forward_pre_hook(self.before)
-        experts.register_forward_pre_hook(self.with_keywords, with_kwargs=True)
-        experts.register_forward_hook(self.after)
-
-    def note(self, module, args):
-        self.got.append([one.clone() for one in args])
-
-    def before(self, experts, args):
-        self.note(experts, args)
-        x, top_k_index, top_k_weights = args
-        return 1.5 * x, (top_k_index + 1) % experts.num_experts, top_k_weights.flip(-1)
-
-    def with_keywords(self, experts, args, kwargs):
-        return (0.5 * args[0], *args[1:]), kwargs
-
-    def after(self, experts, args, output):
-        self.note(experts, (*args, output))
-        return 2 * output
-
-
-@pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
-def test_hooks_of_experts_see_what_transformers_experts_get_and_what_they_change_counts(kind):
-    results, steering = [], []
-    for prepare in (lambda model: model, patched):
-        model = learning_besides(with_lora(prepare(small("qwen3_moe"))))
-        steering.append(Steering(model))
-        results.append(loss_and_gradients(checkpointed(model, kind), batch()))
-    assert_all_close(results[1], results[0], 1e-5, ORDER_OF_SUMS)
-    theirs, ours = (one.got for one in steering)
-    assert min(len(ours), len(theirs)) >= (3 if kind is None else 5), "torch ends recomputation early"
-    for one, other in zip(itertools.chain(*ours), itertools.chain(*theirs)):
-        assert one.dtype == other.dtype and relative_error(one.double(), other.double()) < 1e-5, ORDER_OF_SUMS
-
-
-def test_compiled_whole_it_gives_the_same_with_hooks_of_the_experts():
-    torch._dynamo.reset()
-    model = with_lora(patched(small("qwen3_moe")))
-    Steering(model)
-    expected = fused_gradients(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_all_close(fused_gradients(compiled), expected, 1e-5, ORDER_OF_SUMS)
-
-
-def test_a_hook_that_takes_the_adapters_away_is_told_so():
-    model = with_lora(patched(small("qwen3_moe")))
-    experts = next(find_layers(model)).experts
-    handle = experts.register_forward_pre_hook(lambda experts, args, kwargs: (args, {}), with_kwargs=True)
-    with pytest.raises(RuntimeError, match="have it return the keyword arguments"):
-        model(**batch())
-    handle.remove()
-    model(**batch())
 
 
 @pytest.mark.pinned

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import config_in, make, to_fp8
+from helpers.marks import loads_hub_formats
 from helpers.models import batch, build
 from peft import get_peft_model
 from transformers import (
@@ -34,7 +35,7 @@ def in_fp8(tmp_path):
     return tmp_path / "fp8"
 
 
-@pytest.mark.pinned  # packed checkpoints load from Transformers 5.19 on
+@loads_hub_formats
 def test_a_config_that_is_given_stays_as_it_is(in_fp8):
     config = AutoConfig.from_pretrained(in_fp8)
     before = copy.deepcopy(config.to_dict())
@@ -42,7 +43,7 @@ def test_a_config_that_is_given_stays_as_it_is(in_fp8):
     assert config.to_dict() == before
 
 
-@pytest.mark.pinned  # packed checkpoints load from Transformers 5.19 on
+@loads_hub_formats
 def test_overrides_by_keyword_reach_the_config_of_a_quantized_checkpoint(in_fp8):
     model = from_pretrained(in_fp8, experts_quantization="fp8", num_hidden_layers=1, dtype=torch.bfloat16)
     assert len(model.model.layers) == model.config.num_hidden_layers == 1 < config_in(in_fp8)["num_hidden_layers"]

@@ -20,7 +20,7 @@ from .hypotheses import SCALED, Hypothesis, groups_of, hypotheses_for, layers_of
 from .models import Loading, Scores, adapted, rounded, scores_of, stored_dtype
 from .server import Server
 from .texts import NUM_TEXTS, Text, texts_for
-from .verdict import APPLIED, CANNOT_TELL, IN_PART, OTHER, ROUNDED, Reference, Verdict, judge, limit_of, rms
+from .verdict import APPLIED, CANNOT_TELL, IN_PART, Reference, Verdict, judge, limit_of, rms
 
 MORE = 4  # times as many texts, where those of the first time do not tell
 STEPS = 8  # by which a scale is found between two of the coarse ones
@@ -176,10 +176,7 @@ def _checked(
                 rounding = noises.get(observation.dtype)
                 noise = None if rounding is None else rms(observation.of(rounding) - of_base)
                 verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
-                is_scaled = verdict.kind == OTHER or (
-                    verdict.kind == IN_PART and "%" in verdict.reason and ROUNDED not in verdict.reason
-                )
-                if is_scaled and not observation.is_base:
+                if verdict.may_be_scaled and not observation.is_base:
                     values += _scaled(observation, found, reference, noise)
                     verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
                 return Checked(observation.place, verdict, observation.is_base)

@@ -69,6 +69,12 @@ class Verdict(NamedTuple):
     from_base: float
     shares: dict[str, float | None]
 
+    @property
+    def may_be_scaled(self) -> bool:
+        """Whether the adapter's change by another scale might explain what was found, which no rounding gives."""
+        is_share = self.kind == IN_PART and "%" in self.reason and ROUNDED not in self.reason
+        return self.kind == OTHER or is_share
+
 
 def rms(x: torch.Tensor) -> float:
     """Return the root of the mean square."""

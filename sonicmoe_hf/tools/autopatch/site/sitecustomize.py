@@ -34,9 +34,8 @@ def session():
     return session()
 
 
-REPLACED: list[
-    tuple
-] = []  # functions of others in whose place ours are, until the package that registers them is imported
+# functions of others in whose place ours are, until the package that registers them is imported
+REPLACED: list[tuple] = []
 
 
 def replace(owner, name, ours):
@@ -48,7 +47,7 @@ def replace(owner, name, ours):
 
 
 def enter():
-    """Have the package know what was replaced before it was imported: `uninstall` puts that back too."""
+    """Enter in the package's register the functions replaced before it was imported: `uninstall` restores them."""
     from sonicmoe_hf.private.replaced import REPLACED as REGISTER
     from sonicmoe_hf.private.replaced import RUN, Replaced
 
