@@ -1,22 +1,29 @@
 """What the switches that people set give in Transformers' Trainer after `sonicmoe_hf.attach`: milliseconds of a step.
 
-    python -m benchmarks.step.switches CASE [--settings 2048 field] [--layers 12]      # one case a process
+    python -m benchmarks.step.switches CASE [--settings 2048 field] [--layers 12] [--profile]    # one case a process
     python -m benchmarks.step.switches liger+torch_compile --device cpu --tiny --csv /tmp/switches.csv
 
 Layers of Qwen3-30B-A3B with random weights, experts in NF4, adapters of rank 16, gradient checkpointing, bf16. A case
-names what is set: `plain` nothing, `liger` use_liger_kernel=True, `torch_compile` the argument of that name, `layers`
-compile_layers before the Trainer is made. Liger's patches of one case would meet the next, hence the processes. A setting
-is the tokens of a step, or `field`: four micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
+names what is set: `plain` nothing, `liger` use_liger_kernel=True, `loss` Liger's fused loss alone, `torch_compile` the
+argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192). Liger's
+patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or `field`: four
+micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
+
+ms: from the end of a step to the end of the next one. graphs: what torch compiled, and cached: how much of it came from
+its cache on disk. `--profile` trains six more steps, whose Python is printed, and as many of a loop without Trainer.
 """
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import statistics
 import tempfile
 import time
 
 import torch
 from peft import get_peft_model
+from torch._dynamo.utils import counters
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sonicmoe_hf
@@ -28,22 +35,59 @@ from benchmarks.step.everyday import FIELD, MICRO_BATCHES, ROWS
 from sonicmoe_hf.tools.random_models import random_packed_model
 
 STEPS = 24  # of which the last half counts
-CASES = ("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers")
+PROFILED = 6
+CASES = (
+    *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
+    *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+layers+packed"),
+)
+UNFUSED = "aot_eager"  # compiles in seconds: a run on a CPU checks the script
+LOSS_ALONE = {"swiglu": False, "rms_norm": False, "rope": False}
 
 
 class Times(TrainerCallback):
-    """Times each step of a Trainer, in ms."""
+    """Times each step of a Trainer, in ms, the fetching of its batches included."""
 
     def __init__(self):
         self.ms: list[float] = []
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        synchronize()
-        self.began = time.perf_counter()
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.last = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         synchronize()
-        self.ms.append(1e3 * (time.perf_counter() - self.began))
+        now = time.perf_counter()
+        self.ms.append(1e3 * (now - self.last))
+        self.last = now
+
+
+class Profile(TrainerCallback):
+    """Profiles the Python of a Trainer's last steps. Backward runs in the thread of the step meanwhile."""
+
+    def __init__(self, first_step: int):
+        self.first_step, self.profiler = first_step, cProfile.Profile()
+        self.threads = torch.autograd.set_multithreading_enabled(True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.first_step:
+            self.threads = torch.autograd.set_multithreading_enabled(False)
+            self.profiler.enable()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.profiler.disable()
+        torch.autograd.set_multithreading_enabled(True)
+        show(self.profiler, "the Trainer's steps")
+
+
+def show(profiler: cProfile.Profile, name: str) -> None:
+    """Print a profile: the costliest functions by their own time and by all that they call."""
+    for order, count in (("tottime", 25), ("cumulative", 70)):
+        print(f"\n{name}, by {order}", flush=True)
+        pstats.Stats(profiler).sort_stats(order).print_stats(count)
+
+
+def compiled() -> dict[str, int]:
+    """Count the graphs that torch compiled in this process, and those of them that its cache on disk had."""
+    return {"graphs": counters["stats"]["unique_graphs"], "cached": counters["inductor"]["fxgraph_cache_hit"]}
 
 
 def rows_of(setting: str, steps: int, vocabulary: int, tiny: bool) -> tuple[list[dict], int, int]:
@@ -73,12 +117,14 @@ def padded(rows: list[dict]) -> dict:
     return batch if bool(mask.all()) else batch | {"attention_mask": mask}
 
 
-def measure(model, case: str, setting: str, options) -> dict[str, float]:
-    """Train one setting; return its metrics."""
-    on_gpu = options.device == "cuda"
-    steps = STEPS if on_gpu else 2
-    rows, batch, accumulation = rows_of(setting, steps, model.config.vocab_size, options.tiny)
-    arguments = TrainingArguments(
+def arguments_of(case: str, batch: int, accumulation: int, steps: int, on_gpu: bool, **settings) -> TrainingArguments:
+    """Return what a user sets, of this case."""
+    switches = case.split("+")
+    if "loss" in switches and on_gpu:
+        settings |= {"use_liger_kernel": True, "liger_kernel_config": LOSS_ALONE}
+    else:
+        settings["use_liger_kernel"] = "liger" in switches and on_gpu
+    return TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
@@ -89,26 +135,84 @@ def measure(model, case: str, setting: str, options) -> dict[str, float]:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
         use_cpu=not on_gpu,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
-        torch_compile="torch_compile" in case,
-        use_liger_kernel="liger" in case and on_gpu,
+        torch_compile="torch_compile" in switches,
+        torch_compile_backend=None if on_gpu or "torch_compile" not in switches else UNFUSED,
+        **{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, **settings},
     )
+
+
+def trained(trainer: Trainer, times: Times, counted: int) -> dict[str, float]:
+    """Train; return the metrics, of which the last `counted` steps give ms."""
+    before, began = compiled(), time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - began
+    ms = times.ms[-counted:]
+    on_gpu = trainer.args.device.type == "cuda"
+    return {
+        "ms": statistics.median(ms),
+        "mean_ms": statistics.mean(ms),
+        "least_ms": min(ms),
+        "first_step_s": times.ms[0] / 1e3,
+        "all_s": seconds,
+        **{name: float(count - before[name]) for name, count in compiled().items()},
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan"),
+    }
+
+
+def measure(model, case: str, setting: str, options) -> dict[str, float]:
+    """Train one setting; return its metrics."""
+    on_gpu = options.device == "cuda"
+    steps = STEPS if on_gpu else 2
+    extra = PROFILED if options.profile else 0
+    rows, batch, accumulation = rows_of(setting, steps + extra, model.config.vocab_size, options.tiny)
+    arguments = arguments_of(case, batch, accumulation, steps, on_gpu)
     times = Times()
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded, callbacks=[times])
-    sonicmoe_hf.attach(trainer)
-    trainer.train()
-    counted = times.ms[steps // 2 :]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-    return {
-        "ms": statistics.median(counted),
-        "least_ms": min(counted),
-        "first_step_s": times.ms[0] / 1e3,
-        "peak_GiB": peak,
-    }
+    sonicmoe_hf.attach(trainer, packed_tokens=8192 if "packed" in case else None)
+    metrics = trained(trainer, times, steps // 2)
+    if options.profile:
+        arguments = arguments_of(case, batch, accumulation, steps + extra, on_gpu)
+        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded, callbacks=[Profile(steps)])
+        sonicmoe_hf.attach(trainer, packed_tokens=8192 if "packed" in case else None)
+        trainer.train()
+        metrics["bare_ms"] = loop_without_trainer(model, rows, batch, accumulation, steps, options.device)
+    return metrics
+
+
+def loop_without_trainer(model, rows: list[dict], batch: int, accumulation: int, steps: int, device: str) -> float:
+    """Train in a plain loop, and print its Python's profile; return ms of a step."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    starts = range(0, len(rows), batch)
+    micro_batches = [
+        {name: value.to(device) for name, value in padded(rows[start : start + batch]).items()} for start in starts
+    ]
+
+    def step(number: int) -> None:
+        for each in micro_batches[number * accumulation : (number + 1) * accumulation]:
+            with torch.autocast(device, torch.bfloat16):
+                loss = model(**each, use_cache=False).loss / accumulation
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize()
+
+    ms = []
+    for number in range(steps):
+        began = time.perf_counter()
+        step(number)
+        ms.append(1e3 * (time.perf_counter() - began))
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        profiler.enable()
+        for number in range(steps, len(micro_batches) // accumulation):
+            step(number)
+        profiler.disable()
+    show(profiler, "a loop without Trainer")
+    return statistics.median(ms[steps // 2 :])
 
 
 def main() -> None:
@@ -116,6 +220,7 @@ def main() -> None:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--settings", nargs="+", default=["2048", "field"])
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--profile", action="store_true", help="print what Python does in a step")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     options = parser.parse_args()
     config = models.config_of("Qwen3-30B-A3B", options.layers, options.tiny)
@@ -124,8 +229,8 @@ def main() -> None:
         config, experts="nf4", linear=None, device=options.device, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=16))
-    if "layers" in options.case:
-        sonicmoe_hf.compile_layers(model)
+    if "layers" in options.case.split("+"):
+        sonicmoe_hf.compile_layers(model, **({} if options.device == "cuda" else {"backend": UNFUSED}))
     table = Rows(options.csv, ("case", "setting", "metric"))
     for setting in options.settings:
         for metric, value in measure(model, options.case, setting, options).items():
