@@ -18,7 +18,6 @@ adapter's rows at a time, and what it has already is not trained again.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from functools import cache
@@ -188,6 +187,7 @@ def trained_base(name: str, options):
     """Train a base in full, as "gpt_oss:8" names it; returns it and its tokenizer."""
     architecture, num_experts = name.split(":")
     sizes, batch, steps, _ = SIZES[options.device]
+    batch = options.rows or batch
     texts, _, tokenizer = corpora()
     set_seed(0)
     config = config_of(architecture, int(num_experts), sizes, tokenizer)
@@ -239,13 +239,13 @@ class Trial:
     """A base, the texts of its adapters, and the table."""
 
     def __init__(self, name: str, options):
-        self.name, self.options, self.batch = name, options, SIZES[options.device][1]
+        self.name, self.options, self.batch = name, options, options.rows or SIZES[options.device][1]
         model, tokenizer = pretrained_base(options.model, options) if options.model else trained_base(name, options)
         self.model = model.requires_grad_(False)
         sonicmoe_hf.patch_model(self.model)
         texts, held_out = held_out_apart(corpora()[1])
         self.rows, held_out = (blocks(part, tokenizer, LENGTH) for part in (texts, held_out))
-        self.held_out = held_out[:: max(1, len(held_out) // SIZES[options.device][3])]
+        self.held_out = held_out[:: max(1, len(held_out) // (options.held_out or SIZES[options.device][3]))]
         self.table = Rows(options.csv, CELL)
         loss, _ = evaluate(self.model, self.held_out, self.batch)
         print(f"{name}: held-out loss {loss:.4f} of headers before packing", flush=True)
@@ -253,7 +253,7 @@ class Trial:
     def run(self, name: str, rate: float, seed: int) -> None:
         """Train adapters over a format, plain and merge-aware, and add what each way of merging keeps."""
         weights = packed_weights(self.model, FORMATS[name])
-        plain = Adapted(copy.deepcopy(self.model), weights, seed, rounds=False)
+        plain = Adapted(self.model, weights, seed, rounds=False)
         base, _ = evaluate(plain, self.held_out, self.batch)
         self._train(plain, rate, seed)
         unmerged, reference = evaluate(plain, self.held_out, self.batch)
@@ -274,7 +274,7 @@ class Trial:
             plain.fixed = plain.merged(make)
             loss, found = evaluate(plain, self.held_out, self.batch)
             add(way, loss, kl(reference, found))
-        aware = Adapted(copy.deepcopy(self.model), weights, seed, rounds=True)
+        aware = Adapted(self.model, weights, seed, rounds=True)
         self._train(aware, rate, seed)
         aware.fixed = aware.merged(WAYS["dithered"])  # what forward computed with
         merged, found = evaluate(aware, self.held_out, self.batch)
@@ -296,6 +296,8 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-4, 3e-3])
     parser.add_argument("--start-steps", type=int, help="that train a base; default: 1000 on a CPU, 2000 on a GPU")
     parser.add_argument("--steps", type=int, default=200, help="of the adapters")
+    parser.add_argument("--held-out", type=int, help="rows to evaluate; default: 48 on a CPU, 256 on a GPU")
+    parser.add_argument("--rows", type=int, help="of 128 tokens in a step; default: 4 on a CPU, 32 on a GPU")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     done = {tuple(row[key] for key in CELL) for row in read_rows(options.csv)}
