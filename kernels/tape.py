@@ -3,7 +3,20 @@
 One layer's forward and backward take some 15 launches. Between them the host chooses kernels, tiles and grids and
 describes operands: all of that follows from sizes, and takes longer than the launches do. `Taped` calls a function
 whose sizes come again under a `Recorder`, which writes a Python function that allocates, launches and frees the same in
-that order. Later calls with tensors of these sizes run that.
+that order. Later calls with tensors of these sizes run that:
+
+    def scaled_sum(given):                          def tape(leaves, ...):
+        x, y = given                                    t0, t1, *_ = leaves
+        given.clear()
+        scaled = torch.empty_like(x)                    b1 = t0.new_empty((4, 8, ))
+        torch.mul(x, 2.0, out=scaled)                   c3(t0, c2, out=b1)
+        del x                                           del t0
+        out = torch.empty_like(y)                       b4 = t1.new_empty((2, 8, ))
+        torch.add(scaled[:2], y, out=out)               v5 = b1.as_strided((2, 8), (8, 1), 0)
+                                                        c6(v5, t1, out=b4)
+        return [out]                                    return [b4]
+
+t: given; b: made; v: a view; c: a constant of the tape, here 2.0 and the two operations.
 
 A function can be recorded if it allocates, takes views, calls torch ops, and launches in ways that tell `recording()`, on
 tensors that it was given or has made. Where it does something else (reads a value on the host, uses a tensor that came

@@ -71,7 +71,7 @@ class Format:
         return num_experts, size_out, groups * self.block
 
     def group(self, packed: Quantized) -> int:
-        """Return how many values of a row share a scale."""
+        """Return the number of values of a row that share a scale."""
         return self.block
 
     def parts_and_kinds(self, packed: Quantized) -> tuple[int, int]:
@@ -251,7 +251,7 @@ class Format:
         return {stored: (part, self.dtypes(field)) for stored, field, part in fields if part is not None}
 
     def rows(self, packed: Quantized) -> list[torch.Tensor]:
-        """Return what stores a weight, each tensor as [E, rows, ...] with rows in the weight's order, so that whatever
+        """List the tensors that store a weight, each [E, rows, ...] with its rows in the weight's order, so that whatever
         moves the rows of a dense weight moves these."""
         return [part for part in packed if part is not None]
 

@@ -134,7 +134,7 @@ class Grid(NamedTuple):
         return _Candidate(torch.where(uniform < place, high, low), may_move, errors)
 
     def spread(self, scales: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
-        """Return what each value's code is multiplied by."""
+        """Expand the scales to the factor of each value, by which its code is multiplied."""
         return self._by_value(self.factors(scales), shape, first_row)
 
     def _by_value(self, by_block: torch.Tensor, shape: torch.Size, first_row: int = 0) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Grid(NamedTuple):
 
 
 def scaled(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return what codes stand for in a weight, by its factors and in their dtype; where these are 0, its values."""
+    """Divide a weight by its factors, in their dtype, for the values that codes stand for; where a factor is 0, by 1."""
     return weight.to(factors.dtype) / torch.where(factors == 0, 1.0, factors)
 
 

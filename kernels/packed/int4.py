@@ -29,7 +29,7 @@ def to_bytes(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def group_of(size_in: int, group: int) -> int:
-    """Return how many values of a row of `size_in` share a scale here, where groups of a checkpoint have so many: the
+    """Return the length of groups here, of a row of `size_in` values whose groups in a checkpoint have this length: the
     last of those may be short, and longer ones are stored as several. Less than GROUP where no format here takes it."""
     return math.gcd(size_in, group, GROUPS[0])
 

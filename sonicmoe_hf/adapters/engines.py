@@ -230,7 +230,7 @@ def _modules_of_the_hub(model: PreTrainedModel, hub: HubNames) -> set[str]:
 
 
 def _hints(engine: str, rank: int, has_experts: bool, is_3d: bool) -> list[str]:
-    """Return how to serve the adapter, in sentences."""
+    """List the sentences that tell a user how to serve the adapter with this engine."""
     if engine == "sglang":
         return [
             f"python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths NAME=ADAPTER "

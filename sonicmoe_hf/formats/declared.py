@@ -1,5 +1,5 @@
-"""The quantization that a checkpoint declares, for all that want to know: quantization_config of its config, or the file
-that older exports of ModelOpt have beside config.json."""
+"""The quantization that a checkpoint declares, in the quantization_config of its config.json, or in the file that older
+exports of ModelOpt write beside config.json. Loading, converting and planning all ask here."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from .state import local_part
 def pack_share(
     format: str, pack: Callable[..., PackedWeight], shape: torch.Size, device: torch.device, holding: Holding
 ) -> PackedWeight:
-    """Return what `pack` makes of a rank's experts, whose weight has this shape, with the values that it has in the whole
-    weight: NF4's scales are stored as differences from the mean of all. All ranks of the group call it. Raises
+    """Pack a rank's experts, whose weight has this shape, by `pack`, so that they have the values that they have in the
+    whole weight: NF4's scales are stored as differences from the mean of all. All ranks of the group call it. Raises
     an error on every rank where `pack` raises ValueError or RuntimeError on one."""
     if not FORMATS[format].is_whole:
         return pack()
@@ -51,9 +51,9 @@ def pack_share(
 
 
 def stored_share(format: Format, tensors: list[torch.Tensor], holding: Holding) -> list[torch.Tensor]:
-    """Return what stores a rank's experts, from what Transformers read for them: each tensor cut along its first
-    dimension. NF4's state belongs to the whole weight, and is gathered from these pieces. All ranks of the group call
-    it."""
+    """Assemble the tensors that store a rank's experts from those that Transformers read for it, each a stretch of a
+    tensor's first dimension. NF4's state belongs to the whole weight, and is gathered from the ranks' stretches. All
+    ranks of the group call it."""
     if not isinstance(format, NF4):
         return tensors
     codes, scales, piece = tensors

@@ -1,9 +1,13 @@
 """Packed weights that a layer expands while gradient checkpointing computes it again, kept for the backward that
 follows: a step expands each weight twice, not three times.
 
-They are an attribute of the storage of what is saved for backward. torch keeps it for as long as the memory, whichever
-tensor has that, so backward finds it there; and where none comes (after an error, in a checkpoint inside another), it
-goes with what was saved.
+    forward              expand | products | free
+    the same, again      expand | products | keep:  saved[0] --> its storage --> {"gate_up": ..., "down": ...}
+    backward                                 take them from that storage | products | free
+
+Kept weights are an attribute of the storage of the first tensor that is saved for backward. torch keeps one Python object
+for a storage as long as its memory lives, so backward finds them through whichever tensor views that memory. Where no
+backward comes (after an error, or in a checkpoint inside another), they are freed together with the saved tensors.
 """
 
 from __future__ import annotations

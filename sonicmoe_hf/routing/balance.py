@@ -85,9 +85,9 @@ def count_labels(model: nn.Module, inputs) -> torch.Tensor | None:
 
 
 def share_of_batch(model: nn.Module, kwargs: dict) -> torch.Tensor | float:
-    """Compute which part of the optimiser step's tokens a model call with these arguments has, where the model divides
-    its loss by their number, num_items_in_batch (as the Trainer has it do); otherwise 1.0: the loss is scaled as a
-    whole.
+    """Compute the fraction of the optimiser step's tokens that a model call with these arguments has, where the model
+    divides its loss by their number, num_items_in_batch (as the Trainer has it do); 1.0 otherwise, where the loss is
+    scaled as a whole.
 
     Of the models with experts only causal language models divide by it: classification heads return a mean.
     """

@@ -16,8 +16,8 @@ from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from ..private.transformers import mark_initialized
 from .copies import REMEDY
+from .host_memory import HostMemory, digest_of
 from .memory import AUTO, as_bytes, free_on_host, on_the_card, packed_nbytes, spread
-from .shared import HostMemory, digest_of
 from .stream import ExpertsStream, HostLayer, room_for
 from .weight import HostWeight, stored
 

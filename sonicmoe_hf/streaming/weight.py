@@ -9,7 +9,7 @@ from torch import nn
 
 from ..kernels.packed import Quantized
 from ..layer.packed_weight import PackedWeight
-from .shared import digest_of
+from .host_memory import digest_of
 from .stream import HostLayer
 
 FROZEN = (

@@ -34,8 +34,8 @@ def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwa
 
 
 def _share(trainer: Any, inputs, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
-    """Compute which part of an optimiser step this micro-batch is, where the loss is divided for the whole step; 1.0
-    where the Trainer divides it afterwards. As in Trainer.training_step and compute_loss."""
+    """Compute the fraction of an optimiser step that this micro-batch is, where the loss is divided for the whole step;
+    1.0 where the Trainer divides it afterwards. As in Trainer.training_step and compute_loss."""
     is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)  # since 5.19
     if is_divided is None:
         by_items = trainer.model_accepts_loss_kwargs and num_items is not None

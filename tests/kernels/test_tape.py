@@ -2,6 +2,7 @@
 is."""
 
 import itertools
+import textwrap
 import threading
 import weakref
 from unittest import mock
@@ -140,6 +141,18 @@ def test_operations_that_write_and_that_make_are_recorded():
         return [(low + high).to(torch.float64), zeros.narrow(1, 1, 2), x.amax(0)]
 
     assert is_recorded(Taped(function), lambda: [torch.randn(3, 4)])
+
+
+def test_the_example_of_the_module_is_a_function_and_its_tape():
+    rows = [(line[:52], line[52:].strip()) for line in tape.__doc__.splitlines() if line.startswith("    ")]
+    scope = {"torch": torch}
+    exec(textwrap.dedent("\n".join(left for left, _ in rows)), scope)
+    taped = Taped(scope["scaled_sum"])
+    taped([torch.randn(4, 8), torch.randn(2, 8)])
+    (written,) = taped.tapes.values()
+    _, *shown = (right for _, right in rows if right)
+    lines = [line.strip() for line in written.source.splitlines()]
+    assert [line for line in lines if line in shown] == shown
 
 
 CONSTANT = torch.randn(4)

@@ -28,8 +28,8 @@ from sonicmoe_hf import UnsupportedExpertsError, UnsupportedModelError, from_pre
 from sonicmoe_hf.models import loading
 from sonicmoe_hf.streaming import placement, shared
 from sonicmoe_hf.streaming.copies import Copies, page_aligned
+from sonicmoe_hf.streaming.host_memory import FILE
 from sonicmoe_hf.streaming.placement import expert_layers
-from sonicmoe_hf.streaming.shared import FILE
 from sonicmoe_hf.streaming.stream import room_for
 from sonicmoe_hf.streaming.weight import HostWeight
 

@@ -97,7 +97,7 @@ class Session:
         return loaded
 
     def _has_experts(self, cls: Any, name: Any, kwargs: dict) -> bool:
-        """Return whether models of this class and config have experts that can be packed."""
+        """Tell whether models of this class and config have experts that can be packed."""
         config = kwargs.get("config")
         if not hasattr(config, "model_type"):
             where = {key: kwargs[key] for key in FOR_FILE if key in kwargs}

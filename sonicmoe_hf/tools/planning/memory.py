@@ -24,9 +24,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from ...expert_parallel.exchange import MANY_BYTES, choose_way
-from ...layer.pieces import MAX_ROWS
-from ...streaming.memory import packed_nbytes
+from .run_time import MAX_ROWS, gathers_tokens, is_in_pieces, makes_room_for_all_ranks, packed_nbytes
 from .sizes import ModelSizes, Projection, of_eager
 
 GIB = 2**30
@@ -328,9 +326,9 @@ def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]
 
 
 def _is_in_pieces(sizes: ModelSizes, training: Training) -> bool:
-    """Return whether experts are computed in pieces of the tokens (layer/pieces.py)."""
+    """Tell whether experts are computed in pieces of the tokens."""
     is_top_k = not training.extra_rows and not training.splits_experts
-    return is_top_k and training.tokens * sizes.top_k > MAX_ROWS
+    return is_top_k and is_in_pieces(training.tokens, training.tokens * sizes.top_k)
 
 
 def _keeps_h(sizes: ModelSizes, training: Training) -> bool:
@@ -340,7 +338,7 @@ def _keeps_h(sizes: ModelSizes, training: Training) -> bool:
 def _rows(sizes: ModelSizes, training: Training) -> float:
     """Count the routed rows that there is memory for."""
     rows = sizes.top_k + sizes.num_experts * training.extra_rows / training.tokens
-    has_room_for_all = _gathers_tokens(sizes, training) and _gathered_bytes(sizes, training) < MANY_BYTES
+    has_room_for_all = _gathers_tokens(sizes, training) and makes_room_for_all_ranks(_gathered_bytes(sizes, training))
     return rows * (training.gpus if has_room_for_all else 1)
 
 
@@ -349,8 +347,8 @@ def _gathered_bytes(sizes: ModelSizes, training: Training) -> int:
 
 
 def _gathers_tokens(sizes: ModelSizes, training: Training) -> bool:
-    """Return whether expert parallelism gathers the tokens of all ranks."""
-    return training.splits_experts and choose_way(training.gpus, _gathered_bytes(sizes, training)) == "gathering"
+    """Tell whether expert parallelism gathers the tokens of all ranks."""
+    return training.splits_experts and gathers_tokens(training.gpus, _gathered_bytes(sizes, training))
 
 
 def _exchanged(sizes: ModelSizes, training: Training) -> float:

@@ -147,12 +147,12 @@ def _from_host_memory(sizes: ModelSizes, training: Training, gpu_memory: float) 
 
 
 def _is_of_qlora_example(training: Training) -> bool:
-    """Return whether examples/qlora.py does it, which has a rank of its own."""
+    """Tell whether examples/qlora.py is the example of this training; it has a rank of its own."""
     return training.method == "qlora" and training.r != Training.r
 
 
 def _is_loaded_in_bf16(training: Training) -> bool:
-    """Return whether the example loads the model in bf16."""
+    """Tell whether the example loads the model in bf16."""
     return training.weights == "bf16" and training.parallel != "ZeRO-3"
 
 
