@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from .routing.model import set_routing
     from .routing.recorded import RecordedRouting
     from .routing.replay import record_routing, replay_routing
+    from .trainer.attach import attach
     from .trainer.balancing import LoadBalancing
-    from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
+    from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback
     from .trl.factory import vllm_adapters
 
 _MODULES = {  # of this package: what of each is exported here
@@ -61,7 +62,8 @@ _MODULES = {  # of this package: what of each is exported here
     "layer.packed_weight": ("PackedWeight",),
     "patching.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
-    "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
+    "trainer.attach": ("attach",),
+    "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback"),
     "trl.factory": ("vllm_adapters",),
 }
 _EXPORTED_MODULES = {"backends": "layer.backends", "functional": "layer.moe_experts", "routing": "routing"}

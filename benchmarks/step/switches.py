@@ -5,11 +5,13 @@
 
 Layers of Qwen3-30B-A3B with random weights, experts in NF4, adapters of rank 16, gradient checkpointing, bf16. A case
 names what is set: `plain` nothing, `liger` use_liger_kernel=True, `loss` Liger's fused loss alone, `torch_compile` the
-argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192). Liger's
+argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192), `lengths`
+attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss. Liger's
 patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or `field`: four
 micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
 
-ms: from the end of a step to the end of the next one. graphs: what torch compiled, and cached: how much of it came from
+ms: from the end of a step to the end of the next one; mean_ms: of the last half of the steps together, between which the
+host waits for the GPU only where the Trainer does. graphs: what torch compiled, and cached: how much of it came from
 its cache on disk. `--profile` trains six more steps, whose Python is printed, and as many of a loop without Trainer.
 """
 
@@ -38,6 +40,7 @@ STEPS = 24  # of which the last half counts
 PROFILED = 6
 CASES = (
     *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
+    *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered"),
     *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+layers+packed"),
 )
 UNFUSED = "aot_eager"  # compiles in seconds: a run on a CPU checks the script
@@ -45,7 +48,10 @@ LOSS_ALONE = {"swiglu": False, "rms_norm": False, "rope": False}
 
 
 class Times(TrainerCallback):
-    """Times each step of a Trainer, in ms, the fetching of its batches included."""
+    """Times each step of a Trainer, in ms, the fetching of its batches included.
+
+    It waits for the GPU after the first half of the steps and after the last.
+    """
 
     def __init__(self):
         self.ms: list[float] = []
@@ -54,7 +60,8 @@ class Times(TrainerCallback):
         self.last = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        synchronize()
+        if state.global_step in (1, state.max_steps // 2, state.max_steps):
+            synchronize()
         now = time.perf_counter()
         self.ms.append(1e3 * (now - self.last))
         self.last = now
@@ -138,6 +145,7 @@ def arguments_of(case: str, batch: int, accumulation: int, steps: int, on_gpu: b
         use_cpu=not on_gpu,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
+        logging_nan_inf_filter="unfiltered" not in switches,
         torch_compile="torch_compile" in switches,
         torch_compile_backend=None if on_gpu or "torch_compile" not in switches else UNFUSED,
         **{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, **settings},
@@ -162,6 +170,14 @@ def trained(trainer: Trainer, times: Times, counted: int) -> dict[str, float]:
     }
 
 
+def attach(trainer: Trainer, case: str) -> None:
+    """Attach what this case names."""
+    switches = case.split("+")
+    sonicmoe_hf.attach(
+        trainer, packed_tokens=8192 if "packed" in switches else None, few_lengths="lengths" in switches or None
+    )
+
+
 def measure(model, case: str, setting: str, options) -> dict[str, float]:
     """Train one setting; return its metrics."""
     on_gpu = options.device == "cuda"
@@ -171,12 +187,12 @@ def measure(model, case: str, setting: str, options) -> dict[str, float]:
     arguments = arguments_of(case, batch, accumulation, steps, on_gpu)
     times = Times()
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded, callbacks=[times])
-    sonicmoe_hf.attach(trainer, packed_tokens=8192 if "packed" in case else None)
+    attach(trainer, case)
     metrics = trained(trainer, times, steps // 2)
     if options.profile:
         arguments = arguments_of(case, batch, accumulation, steps + extra, on_gpu)
         trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded, callbacks=[Profile(steps)])
-        sonicmoe_hf.attach(trainer, packed_tokens=8192 if "packed" in case else None)
+        attach(trainer, case)
         trainer.train()
         metrics["bare_ms"] = loop_without_trainer(model, rows, batch, accumulation, steps, options.device)
     return metrics

@@ -46,6 +46,7 @@ class SmallSteps(TrainerCallback):
 
     def __init__(self) -> None:
         self.compile: bool | None = None  # what `attach` was given
+        self.few_lengths = False
         self.compile_options: dict[str, Any] | None = None
         self._begin(0)
 
@@ -54,6 +55,7 @@ class SmallSteps(TrainerCallback):
         self.shapes: set[tuple[int, ...]] = set()
         self.count = self.tokens = 0
         self.samples: list[int] = []
+        self.flops_per_token: float | None = None
         self.is_compiled = self.has_disabled_cudnn = False
         self.hooks: list[Any] = []
 

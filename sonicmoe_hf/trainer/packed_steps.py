@@ -51,7 +51,7 @@ class PackedSteps(TrainerCallback):
         self.later, self.rows = set(), {}
         if len(batches) < 2 or num_items is None:
             return
-        reason = next((why for batch in batches if (why := _why_apart(batch)) is not None), None)
+        reason = next((why for batch in batches if (why := why_not_plain(batch)) is not None), None)
         if reason is None:
             facts = torch.stack([_facts(batch) for batch in batches]).tolist()
             if not all(is_packable for _, is_packable in facts):
@@ -185,6 +185,19 @@ def check_rows_apart(model: Any) -> None:
         )
 
 
+def why_not_plain(batch: Any) -> str | None:
+    """Say what a micro-batch has beside input_ids, labels and attention_mask of [sequences, tokens]; None of nothing."""
+    names = set(batch) if isinstance(batch, Mapping) else set()
+    if not {"input_ids", "labels"} <= names:
+        return "they have no input_ids and labels"
+    if others := names - KEPT_APART:
+        return f"they have {', '.join(sorted(others))} too"
+    shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch.values()}
+    if len(shapes) > 1 or any(shape is None or len(shape) != 2 for shape in shapes):
+        return "input_ids, labels and attention_mask have other shapes than [sequences, tokens]"
+    return None
+
+
 def collect(trainer: Any, get_batch_samples, *args, **kwargs):
     """Call `trainer.get_batch_samples`, and arrange the micro-batches in rows."""
     batches, num_items = get_batch_samples(*args, **kwargs)
@@ -209,18 +222,6 @@ def _refuse(reasons: dict[str, bool]) -> None:
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
         raise ValueError(f"micro-batches cannot be packed: {reason}; {REMEDY}")
-
-
-def _why_apart(batch: Any) -> str | None:
-    names = set(batch) if isinstance(batch, Mapping) else set()
-    if not {"input_ids", "labels"} <= names:
-        return "they have no input_ids and labels"
-    if others := names - KEPT_APART:
-        return f"they have {', '.join(sorted(others))} too"
-    shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch.values()}
-    if len(shapes) > 1 or any(shape is None or len(shape) != 2 for shape in shapes):
-        return "input_ids, labels and attention_mask have other shapes than [sequences, tokens]"
-    return None
 
 
 def _is_token(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -128,7 +128,7 @@ class Session:
         Raises:
             ValueError: token rounding in a trainer of reinforcement learning or preference optimization.
         """
-        from ...trainer.callbacks import attach
+        from ...trainer.attach import attach
         from ...trainer.policy_trainers import check_no_policy_trainer
 
         try:

@@ -1,0 +1,144 @@
+"""attach: what a Trainer needs of us beside callbacks, in its methods."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import Trainer
+
+from ..compiling.small_steps import SmallSteps
+from ..patching.support import is_patched
+from ..private.transformers import LOADING_METHODS, forget_dequantization
+from .callbacks import ExpertLoadCallback, StepCallback, TokenRoundingCallback
+from .compiled import compile_options
+from .documents import check_documents
+from .few_lengths import with_few_lengths
+from .load_reports import send_histograms
+from .loss_scale import loss_with_scale
+from .methods import find_callback, wrap_method
+from .packed_steps import has_packed_steps
+from .rank_states import save_rank_states
+from .report import FirstStepReport
+from .resume import load_whole
+from .sampling import check_sampling
+from .steps import drop_step
+
+
+def _log_with_load(trainer, log, logs, *args, **kwargs):
+    """Call `trainer.log` with the experts' load added to training logs."""
+    callback = find_callback(trainer, ExpertLoadCallback)
+    if "loss" in logs and callback is not None:
+        metrics = callback.collect(trainer.model, trainer.state.global_step)
+        if metrics and callback.histograms:
+            send_histograms(trainer, callback.history[-1])
+        logs = {**logs, **metrics}
+    return log(logs, *args, **kwargs)
+
+
+def _train_to_the_end(trainer, train, *args, **kwargs):
+    """Call `trainer.train`, after which the routers are as before, also where an error or Ctrl-C ended it inside a
+    step."""
+    try:
+        return train(*args, **kwargs)
+    finally:
+        if (callback := find_callback(trainer, SmallSteps)) is not None:
+            callback.end()
+        if is_patched(trainer.model):
+            drop_step(trainer.model)
+
+
+def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
+    """Call `trainer.compute_loss`, of which small steps choose and note the sizes and balancing needs the scale."""
+    if model.training and (callback := find_callback(trainer, SmallSteps)) is not None:
+        if callback.few_lengths:
+            inputs = with_few_lengths(trainer, inputs)
+        callback.note(inputs)
+    return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
+
+
+def _floating_point_ops(trainer, floating_point_ops, inputs):
+    """Call `trainer.floating_point_ops` once a run, and else compute it from the tokens of a micro-batch: it counts the
+    parameters of all modules each time, which takes longer than Python has while a GPU computes a small step."""
+    callback = find_callback(trainer, SmallSteps)
+    ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+    if callback is None or ids is None or getattr(trainer.model, "main_input_name", "input_ids") != "input_ids":
+        return floating_point_ops(inputs)
+    if callback.flops_per_token is None:
+        callback.flops_per_token = floating_point_ops(inputs) / max(ids.numel(), 1)
+    return callback.flops_per_token * ids.numel()
+
+
+def attach(
+    trainer, compile: bool | None = None, packed_tokens: int | None = None, few_lengths: bool | None = None
+) -> ExpertLoadCallback:
+    """Log the experts' load in a Trainer, restore its checkpoints whole and scale balancing. Call it before training,
+    when the Trainer has its callbacks.
+
+    The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
+    load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
+    leaves out, so that fused experts are restored too. Adapters of a model that Transformers loaded sharded
+    (`DistributedConfig`) are resumed with their optimiser, which each rank writes beside the checkpoint. Callbacks
+    end with `trainer.train`, after an error or Ctrl-C too. `trainer.compute_loss` gives
+    LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model, as by TRL's trainers. A step
+    of packed documents raises ValueError where ranks share sequences by attention without masks (`cp_size`, `sp_size`).
+
+    The first step prints what is in force: layers, routing, backend, dtype, and which experts' weights are trained. On a
+    GPU, the tenth step says how busy it is (where nvidia-ml-py is installed), and what would help. Where most of the
+    first micro-batches have few tokens and new lengths, cuDNN's attention, which plans 80 ms for each new length, is off
+    until training ends. Liger's fused loss has larger chunks meanwhile: half a GiB of logits.
+
+    Args:
+        compile: whether layers are compiled as by `compile_layers`, when training begins. By default where the arguments
+            have `torch_compile=True`, with their backend and mode; the Trainer then compiles no model as a whole. False
+            leaves `torch_compile` to the Trainer.
+        packed_tokens: compute an accumulated step without padding, in rows of at most so many tokens, with the loss and
+            the gradients of its micro-batches. It is for Transformers' own loss, on one GPU or by DDP.
+        few_lengths: whether training micro-batches are padded at the end to a few lengths, by less than a tenth, where
+            lengths vary: sizes come again, and with them what was prepared for them. Losses and gradients stay the same.
+            Batches with more than input_ids, labels and attention_mask [B, L] stay as they are, packed ones among them.
+    Returns:
+        The callback, whose `history` keeps rows per expert.
+    Raises:
+        ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
+            of TRL's that would send vLLM experts with adapters, or packed ones. In the first step: packed_tokens where a
+            row's loss, ranks or sequences are not apart. TypeError: `trainer` is no Trainer.
+    Example:
+        sonicmoe_hf.attach(trainer, packed_tokens=8192)  # gradient_accumulation_steps=4, short texts
+    """
+    if not hasattr(trainer, "callback_handler"):
+        raise TypeError(
+            f"attach takes a Trainer and got a {type(trainer).__name__}: attach(trainer) before trainer.train(); a model "
+            "in a loop of your own needs patch_model(model) alone"
+        )
+    check_sampling(trainer)
+    callbacks = trainer.callback_handler.callbacks
+    for callback in callbacks:
+        if isinstance(callback, TokenRoundingCallback):
+            callback._check_trainer(trainer, trainer.args)
+    if isinstance(trainer.model, nn.Module):
+        forget_dequantization(trainer.model)
+    save_rank_states(trainer)
+    callback = find_callback(trainer, ExpertLoadCallback)
+    if callback is None:
+        callback = ExpertLoadCallback()
+        trainer.add_callback(callback)
+    small_steps = find_callback(trainer, SmallSteps)
+    if small_steps is None:
+        small_steps = SmallSteps()
+        callbacks.insert(0, small_steps)  # it compiles before the others look whether anything is compiled
+        trainer.add_callback(FirstStepReport())
+    small_steps.few_lengths = small_steps.few_lengths if few_lengths is None else few_lengths
+    small_steps.compile = small_steps.compile if compile is None else compile
+    small_steps.compile_options = compile_options(trainer, small_steps.compile)
+    for ours in callbacks:
+        if isinstance(ours, StepCallback):
+            ours.attached = True
+    for name in LOADING_METHODS:
+        wrap_method(trainer, name, load_whole)
+    wrap_method(trainer, "log", _log_with_load)
+    wrap_method(trainer, "train", _train_to_the_end)
+    if not has_packed_steps(trainer, packed_tokens):
+        wrap_method(trainer, "training_step", check_documents)
+    wrap_method(trainer, "compute_loss", _compute_loss)
+    if type(trainer).floating_point_ops is Trainer.floating_point_ops:
+        wrap_method(trainer, "floating_point_ops", _floating_point_ops)
+    return callback

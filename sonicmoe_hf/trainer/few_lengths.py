@@ -1,0 +1,51 @@
+"""Micro-batches padded to a few lengths, so that sizes come again where those of a data set all differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers.utils import logging
+
+from .packed_steps import why_not_plain
+
+logger = logging.get_logger(__name__)
+
+SHARE = 10  # of the tokens, padding adds less than one in so many
+
+
+def few_length(length: int) -> int:
+    """Round a length up to the next multiple of the largest power of two that is at most a tenth of it.
+
+    Between a length and its double lie ten such multiples at most.
+    """
+    multiple = 1 << max((length // SHARE).bit_length() - 1, 0)
+    return -(-length // multiple) * multiple
+
+
+def with_few_lengths(trainer: Any, inputs: Any) -> Any:
+    """Return a micro-batch [B, L] with padding after its tokens, without labels and outside attention_mask.
+
+    Tokens keep their positions and attend to no padding. Batches with anything else in them, and sequences that ranks
+    share, are returned as they are.
+    """
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    is_shared = config is not None and (config.cp_enabled or config.sp_enabled)
+    reason = "ranks share sequences" if is_shared else why_not_plain(inputs)
+    if reason is not None:
+        logger.warning_once(f"sonicmoe_hf: micro-batches keep their lengths, as without few_lengths: {reason}")
+        return inputs
+    ids = inputs["input_ids"]
+    more = few_length(ids.shape[1]) - ids.shape[1]
+    if not more:
+        return inputs
+    mask = inputs.get("attention_mask")
+    fills = {"input_ids": _padding_token(trainer.model), "labels": -100, "attention_mask": 0}
+    columns = {**inputs, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+    return {name: pad(column, (0, more), value=fills[name]) for name, column in columns.items()}
+
+
+def _padding_token(model: Any) -> int:
+    token = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return token if isinstance(token, int) and token >= 0 else 0
