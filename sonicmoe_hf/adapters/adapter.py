@@ -42,6 +42,7 @@ from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel
 
 SHOWN = 4  # of the names in an error
 EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+SAVED_TWICE = re.compile(r"\.(modules_to_save|original_module)(?=\.\w+$)")  # of a model whose vocabulary was resized
 NOT_FINITE = (
     "{path}: {name} has NaN or infinite values, so the training that saved it had diverged; take an earlier checkpoint"
 )
@@ -172,6 +173,8 @@ class _Reader:
         )
 
     def _assign_replacement(self, name: str, weight: str) -> None:
+        if (own := SAVED_TWICE.sub("", weight)) != weight and own in self.stored:
+            return
         module, _, parameter = weight.rpartition(".")
         module = self.trained.in_model(module)
         weight = f"{module}.{parameter}"
@@ -184,7 +187,7 @@ class _Reader:
         if shape != expected:
             raise CheckpointError(
                 f"{self.path}: {name} has shape {shape}, the base's {expected}; if the vocabulary was resized, resize "
-                "the base's and save it first"
+                f"the base's too, by model.resize_token_embeddings({shape[0]}), save it and give that folder for the base"
             )
         self.replaced[weight] = partial(self._read, partial(self._tensor, name))
 

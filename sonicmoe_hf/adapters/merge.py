@@ -8,7 +8,7 @@ Transformers' conversions, by which the model is saved, cut the product of the w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -35,12 +35,13 @@ from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.model_card import origin_of
 from ..checkpoints.plan import TARGETS, finite_bounds
 from ..checkpoints.source import Source
-from ..checkpoints.stored import HubMatrix, StoredWeights, Weight
+from ..checkpoints.stored import TIED, HubMatrix, StoredWeights, Weight
 from ..errors import CheckpointError
 from ..kernels.packed.dither import Dither
 from ..layer.config import check_choice
 from ..layer.experts_module import packable
 from ..lora.dithering import ROUNDINGS, dither_of
+from ..lora.hub_names import HubNames
 from ..lora.packed_base import PackedBase
 from ..model_patches import NATIVE_FAMILIES
 from .adapter import Adapter
@@ -81,10 +82,11 @@ def merge_adapter(
         verify: read back and compare every byte before the result appears.
         revision: of the base's hub id. on_progress: called with (bytes done, bytes in all).
     Returns:
-        What was done, as `convert_checkpoint` does. Tokenizer and chat template are the adapter's where it has them.
+        What was done, as `convert_checkpoint` does. Tokenizer and chat template are the adapter's where it has them. Head
+        and embeddings that the base ties are two weights in the result, if the adapter changes one of them.
     Raises:
-        CheckpointError: as `convert_checkpoint`; or the adapter is not plain LoRA, does not fit the base, changes one of
-            two tied weights, or makes weights that are not finite. Nothing is written.
+        CheckpointError: as `convert_checkpoint`; or the adapter is not plain LoRA, does not fit the base, or makes
+            weights that are not finite. Nothing is written.
     Example:
         sonicmoe_hf.merge_adapter("Qwen/Qwen3-30B-A3B", "outputs/lora", "merged")
     """
@@ -143,15 +145,22 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     check_complete(model, found, stored.folder)
     groups = {target: group for group in found for target in group.targets}
     adapter = Adapter.read(folder, model)
+    tied = model.all_tied_weights_keys
+    other = {**tied, **{source: target for target, source in tied.items()}}
+    stored_in = {name: groups.get(name) or groups.get(other.get(name, "")) for name in model.state_dict()}
     for name in sorted({*adapter.factors, *adapter.replaced}):
-        if name not in groups or stored.weights.keys().isdisjoint(groups[name].shapes):
+        group = stored_in[name]
+        if group is None or stored.weights.keys().isdisjoint(group.shapes):
             raise CheckpointError(
                 f"{name}, which the adapter changes, comes from no weight in {stored.folder}; {WITH_PEFT}"
             )
-    replaced = {name for name, tensor in adapter.replaced.items() if not _is_the_bases(stored, groups[name], tensor)}
-    _check_replaced(adapter, replaced, model, groups)
-    delta = lru_cache(ALTERNATING)(lambda target: _GroupDelta(adapter, groups[target], target in replaced))
-    for target in {groups[name].targets[0] for name in {*adapter.factors, *replaced}}:
+    replaced = {
+        name for name, tensor in adapter.replaced.items() if not _is_the_bases(stored, stored_in[name], tensor)
+    }
+    changed = {*adapter.factors, *replaced}
+    notices = _untie(stored, model, groups, changed)
+    delta = lru_cache(ALTERNATING)(lambda target: _GroupDelta(stored, adapter, groups[target], replaced))
+    for target in {groups[name].targets[0] for name in changed}:
         for name, place in groups[target].places.items():
             if (weight := stored.weights.get(name)) is not None:
                 weight.delta = partial(delta, target)
@@ -160,10 +169,9 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
                     module = model.get_submodule(target.rpartition(".")[0])
                     weight.dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
-    if trained is None:
-        return []
-    sentence = trained.other_than(packed_base_of(stored, model, groups), str(stored.folder))
-    return [] if sentence is None else [sentence]
+    if trained is not None and (said := trained.other_than(packed_base_of(stored, model, groups), str(stored.folder))):
+        notices.append(said)
+    return notices
 
 
 def packed_base_of(
@@ -214,30 +222,39 @@ def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.
     return weight.shape == replacement.shape and torch.equal(replacement.to(weight.dtype), weight)
 
 
-def _check_replaced(
-    adapter: Adapter, replaced: set[str], model: PreTrainedModel, groups: Mapping[str, WeightGroup]
-) -> None:
+def _untie(
+    stored: StoredWeights, model: PreTrainedModel, groups: dict[str, WeightGroup], changed: Collection[str]
+) -> list[str]:
+    """Give weights that the base ties entries of their own, if the adapter changes one of them: PEFT adapts each alone.
+
+    groups: gets those that the files do not hold. Returns what a user should know of it, in sentences.
+    """
     tied = model.all_tied_weights_keys
-    obstacles = {
-        "the base ties it to another (tie_word_embeddings)": {*adapter.factors, *replaced} & {*tied, *tied.values()},
-        "it has lora_A and lora_B of it, and a whole one that is not the base's": replaced & adapter.factors.keys(),
-        "the base stores it in one weight with others, which the adapter does not hold whole": {
-            name for name in replaced if not replaced.issuperset(groups[name].targets)
-        },
-    }
-    for reason, names in obstacles.items():
-        for name in sorted(names):
-            raise CheckpointError(f"the adapter changes {name}, but {reason}; {WITH_PEFT}")
+    ours = sorted({*tied, *tied.values()}.intersection(changed))
+    if not ours:
+        return []
+    state, hub, names = model.state_dict(), HubNames(model), {}
+    for pair in tied.items():
+        for name, other in (pair, pair[::-1]):
+            if name not in groups:
+                held, (own, shape) = hub.parameter(name), next(iter(groups[other].shapes.items()))
+                names[held], groups[name] = own, WeightGroup(None, name, state, model.config)
+                groups[name].add(name, held, shape)
+    stored.untie(names)
+    return [
+        f"{TIED} is false in the result, whose head and embeddings are two weights: the base ties them, and the adapter "
+        f"changes {' and '.join(ours)}"
+    ]
 
 
 class _GroupDelta:
-    """An adapter's part of weights that become parameters of a model together: a product, or other values."""
+    """An adapter's part of weights that become parameters of a model together: a product, or other values of them all."""
 
-    def __init__(self, adapter: Adapter, group: WeightGroup, replaces: bool):
-        self._group, self._is_checked = group, False
+    def __init__(self, stored: StoredWeights, adapter: Adapter, group: WeightGroup, replaced: set[str]):
+        self._stored, self._group, self._is_checked = stored, group, False
         given = {name: adapter.factors[name] for name in group.targets if name in adapter.factors}
         self._factors = {name: own._replace(a=own.a.float(), b=own.b.float()) for name, own in given.items()}
-        self._replaced = {name: adapter.replaced[name] for name in group.targets if replaces}
+        self._replaced = {name: adapter.replaced[name].float() for name in group.targets if name in replaced}
         self._expert: int | None = None
         self._made: Tensors = {}
 
@@ -262,7 +279,12 @@ class _GroupDelta:
         return total
 
     def _convert(self, expert: int | None) -> Tensors:
-        parameters = {name: self._of_parameter(name, expert) for name in self._group.targets}
+        parameters = {name: self._product(name, expert) for name in self._group.targets}
+        if self._replaced:
+            rows = slice(None) if expert is None else slice(expert, expert + 1)
+            replaced = {name: whole[rows] for name, whole in self._replaced.items()}
+            for name, values in (self._of_the_base(expert) | replaced).items():
+                parameters[name] += values
         try:
             weights = self._group.weights(parameters, expert)
             if not self._is_checked:
@@ -278,11 +300,17 @@ class _GroupDelta:
         self._is_checked = True
         return weights
 
-    def _of_parameter(self, name: str, expert: int | None) -> torch.Tensor:
-        """Compute scale * B A of a parameter, or of one expert's [1, ...] of it; or take the adapter's own."""
-        if self._replaced:
-            whole = self._replaced[name].float()
-            return whole if expert is None else whole[expert : expert + 1]
+    def _of_the_base(self, expert: int | None) -> Tensors:
+        """Read the parameters as they are in the base, in fp32."""
+        weights = {
+            name: self._stored.weights[name].read(expert if place is None else None, torch.float32).float()
+            for name, place in self._group.places.items()
+            if expert is None or place in (None, expert)
+        }
+        return self._group.parameters(weights, expert)
+
+    def _product(self, name: str, expert: int | None) -> torch.Tensor:
+        """Compute scale * B A of a parameter, or of one expert's [1, ...] of it; zeros where it is not adapted."""
         if name not in self._factors:
             return torch.zeros(self._group.parameter_shape(name, expert), dtype=torch.float32, device="cpu")
         factors = self._factors[name]

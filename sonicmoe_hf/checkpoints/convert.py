@@ -17,6 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from ..errors import CheckpointError
 from ..formats.declared import EXPERT_DTYPE, MODELOPT_FILE
+from ..formats.hub import HubFormat
 from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
 from .atomic_folder import appearing_whole, copy_file, new_folder, save_tensors, write_json
@@ -30,7 +31,7 @@ from .plan import TARGETS, Plan, Planned, shell
 from .relayout import Relayout
 from .roundings import LayerRounding
 from .source import Source
-from .stored import DTYPES, StoredWeights
+from .stored import DTYPES, StoredWeights, UntiedWeight
 
 ALIGNED = 64  # bytes
 OF_QUANTIZED = ("quantization_config", EXPERT_DTYPE)  # entries of config.json that dense checkpoints do not have
@@ -207,7 +208,7 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
     Target's first.
 
     Raises:
-        CheckpointError: the format is to be kept of weights that are not quantized.
+        CheckpointError: the format is to be kept of weights that are not quantized, or of a head that was tied.
     """
     plan = Plan(stored, keeps_format=keeps_format)
     if not keeps_format:
@@ -217,6 +218,12 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
         raise CheckpointError(
             f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, and convert the "
             "result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
+        )
+    untied = next((name for name, weight in stored.weights.items() if isinstance(weight, UntiedWeight)), None)
+    if untied is not None and isinstance(stored.format, HubFormat):  # whose config lists what is dense, in many forms
+        raise CheckpointError(
+            f"{untied} has no weight of its own in {stored.folder}, and gets one, which loading would take to be in "
+            f"{stored.quantization}; leave quantize='keep' (--quantize keep) out, so that all weights become bf16"
         )
     notices = [f"what nothing changed is as in {stored.folder} bit by bit, in {stored.quantization}"]
     if stored.packed_here:

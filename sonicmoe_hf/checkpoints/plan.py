@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from .roundings import Roundings
-from .stored import StoredWeights, Weight
+from .stored import StoredWeights, UntiedWeight, Weight
 
 TARGETS = ("native", "hub")
 
@@ -86,7 +86,7 @@ class Plan:
         """Plan one weight under its own name; dense, none of what is for inference in the format alone."""
         if not self.keeps_format:
             return [] if self.stored.is_unused(weight.name) else [self._plan_dense(weight)]
-        if weight.delta and weight.format is None:
+        if weight.format is None and (weight.delta or isinstance(weight, UntiedWeight)):
             return [self._plan_dense(weight)]
         headers = {part: self.stored.tensors[part] for part in weight.parts}
         shells = {part: shell(header.shape, header.dtype) for part, header in headers.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ class Source(StoredWeights):
         others = [name for name in self.model.state_dict() if name not in self.experts]
         self.own_names = {name_in_layout(name, self.layout, self.family, self.blocks): name for name in others}
         self._check_names_and_shapes(_ignored_patterns(self.model, path))
+
+    def untie(self, names: Mapping[str, str]) -> None:
+        """See StoredWeights."""
+        super().untie(names)
+        self.hub_config = hub_config(self.config, self.family)
 
     def _find_layout(self) -> str:
         """Detect the layout of the first block's experts; names of others are unknown."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Header, opened, read_config, read_headers
 
 TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
+TIED = "tie_word_embeddings"  # of config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,12 +57,12 @@ class Weight:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weight once it is read."""
-        return self._stored.tensors[self.name].dtype
+        return self._stored.tensors[self.parts[0]].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight once it is read."""
-        return self._stored.tensors[self.name].shape
+        return self._stored.tensors[self.parts[0]].shape
 
     def by_expert(self, parts: list[torch.Tensor]) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
         """Yield each expert's number with its slices of `parts`; of a weight without experts None, and them whole."""
@@ -118,6 +119,14 @@ class Weight:
         """Read what stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
         all. rounded: codes and scales to take in place of its own."""
         return self.raw(expert)
+
+
+class UntiedWeight(Weight):
+    """A weight that the files hold under the name of another, `part`, to which the model ties it."""
+
+    def __init__(self, stored: StoredWeights, name: str, part: str):
+        super().__init__(stored, name)
+        self.parts = [part]
 
 
 class PackedExperts(Weight):
@@ -297,6 +306,14 @@ class StoredWeights:
             weights[found.name] = found
             beside.update(found.parts[1:])
         return {name: weight for name, weight in weights.items() if name not in beside}
+
+    def untie(self, names: Mapping[str, str]) -> None:
+        """Give each of these weights an entry of its own, with the values of the one that the model ties it to, by whose
+        name the files hold it; config says that none is tied."""
+        self.weights.update({name: UntiedWeight(self, name, other) for name, other in names.items()})
+        self.config = {**self.config, TIED: False}
+        if isinstance(text := self.config.get("text_config"), dict):
+            self.config["text_config"] = {**text, TIED: False}
 
     def is_unused(self, name: str) -> bool:
         """Say whether the tensor is for inference in the format alone."""

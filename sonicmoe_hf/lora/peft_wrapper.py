@@ -35,7 +35,7 @@ from ..patching.support import every_experts
 from ..private import attributes
 from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once
-from . import dropout, packed_base, packed_merge, shared_experts
+from . import dropout, packed_base, packed_merge, shared_experts, tied_head
 
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -243,7 +243,7 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
 
 def _check_merge_allowed(self) -> None:
     """Refuse a merge in memory before it begins, as BaseTuner's method does: else all but the experts would be merged by
-    the time that their error comes."""
+    the time that their error comes. What merging needs to know of the whole model is done here, too."""
     has_shares = any(expert_parallelism(module) is not None for module in self.model.modules())
     for module in self.model.modules():
         if isinstance(module, LoraLayer) and not set(module.lora_A).isdisjoint(module.active_adapters):
@@ -253,6 +253,7 @@ def _check_merge_allowed(self) -> None:
             if reason is not None:
                 raise UnsupportedModelError(shared_experts.NOT_MERGED.format(kind=reason))
     packed_merge.name_weights(self.model)
+    tied_head.untie_adapted_head(self.model)
     _PEFTS_CHECK(self)
 
 
@@ -297,8 +298,8 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
     ParamWrapper then hands the factors to our experts, Linear casts no input twice, the policy for FSDP leaves them in
     their layer, the hooks for tensor parallelism leave them alone under expert parallelism, merging asks first whether it
-    can and rounds packed experts by their dither, dropout is of linear layers alone, a config is saved with its base's
-    packing, and `shared_experts` shards the factors there."""
+    can, unties a head that is adapted and rounds packed experts by their dither, dropout is of linear layers alone, a
+    config is saved with its base's packing, and `shared_experts` shards the factors there."""
     yield ParamWrapper, "forward", _forward
     yield Linear, "_cast_input_dtype", _cast_input_dtype
     yield BaseTuner, "_check_merge_allowed", _check_merge_allowed

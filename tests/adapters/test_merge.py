@@ -13,7 +13,7 @@ from helpers.checkpoints import FAMILIES, SHARDS, config_in, edit_tensors, load_
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
 from helpers.served import edit, merged_by_peft
-from helpers.small_families import adapted_names
+from helpers.small_families import adapted_names, small_model
 from helpers.trl_trainers import word_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
@@ -91,10 +91,9 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
     merge_adapter(tmp_path / "fp32", tmp_path / "adapter", tmp_path / "merged")
     assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
     edit_tensors(tmp_path / "adapter", lambda tensors: tensors[copy].mul_(2))
-    assert_refused(
-        (tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"),
-        "changes lm_head.weight, but it has lora_A and lora_B of it, and a whole one that is not the base's; merge it with",
-    )
+    expected = logits_of(PeftModel.from_pretrained(load_whole(tmp_path / "base"), tmp_path / "adapter"))
+    merge_adapter(tmp_path / "fp32", tmp_path / "adapter", tmp_path / "of another base")
+    assert relative_error(logits_of(load_whole(tmp_path / "of another base")), expected) < 1e-5, ORDER_OF_SUMS
 
 
 def test_a_bf16_base_is_rounded_once(tmp_path):
@@ -267,10 +266,31 @@ def test_square_weights_are_merged_of_a_peft_that_takes_in_for_in_as_older_ones_
         assert relative_error(logits_of(load_whole(tmp_path / version)), expected) < 1e-5, ORDER_OF_SUMS
 
 
-def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
-    make(tmp_path / "base", "qwen3_moe", tie_word_embeddings=True)
-    adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", modules_to_save=["embed_tokens"])
-    assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), "tie_word_embeddings")
+@pytest.mark.parametrize("layout", ["hub", "native"])
+@pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}],
+    ids=lambda options: f"{next(iter(options))} {next(iter(options.values()))[0]}",
+)
+def test_head_and_embeddings_that_are_tied_become_two_where_one_is_adapted(options, layout, tmp_path):
+    changes = {"tie_word_embeddings": True, "num_hidden_layers": 1}
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, **changes)
+    expected = logits_of(adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", **options))
+    done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", layout)
+    assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
+    assert config_in(tmp_path / "merged")["tie_word_embeddings"] is False
+    assert "whose head and embeddings are two weights" in done.notices[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gemma4"])
+def test_the_same_of_models_with_images_under_the_files_names(family, tmp_path):
+    model = small_model(family, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    expected = logits_of(adapt(model, tmp_path / "adapter", None, target_modules=["lm_head"]))
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged, info = type(model).from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not merged.all_tied_weights_keys
+    assert relative_error(logits_of(merged), expected) < 1e-5, ORDER_OF_SUMS
 
 
 def test_a_damaged_adapter_and_one_of_another_model_are_refused(folders, tmp_path):

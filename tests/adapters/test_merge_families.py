@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from helpers.adapters import save_with_factors
 from helpers.checkpoints import config_in, edit_tensors, rewrite, same_bits, tensors_in, to_fp8
 from helpers.models import build, relative_error
 from helpers.served import edit
 from helpers.small_families import families_here, small_model
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
 
@@ -115,6 +116,21 @@ def test_experts_that_a_file_has_transposed_stay_transposed(tmp_path):
     expected = logits(adapt_and_merge(tmp_path, type(model)))
     assert {n: t.shape for n, t in tensors_in(tmp_path / "merged").items()} == {n: t.shape for n, t in stored.items()}
     assert relative_error(logits(load(tmp_path / "merged", type(model))), expected) < TOLERANCE
+
+
+@pytest.mark.pinned
+def test_whole_layers_that_the_files_hold_in_one_weight_with_others_are_merged(tmp_path):
+    model = saved("unlimited_ocr", tmp_path)  # q, k and v of its vision tower are one weight
+    config = LoraConfig(r=2, target_modules=["o_proj", "q_proj"], modules_to_save=["k_proj"])
+    adapted = save_with_factors(get_peft_model(model, config), tmp_path / "adapter")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = load(tmp_path / "merged", type(model))
+    assert relative_error(logits(merged), logits(adapted)) < TOLERANCE
+    tower, expected = (
+        merged.model.vision_tower.state_dict(),
+        adapted.merge_and_unload().model.vision_tower.state_dict(),
+    )
+    assert all(relative_error(tower[name], expected[name]) < TOLERANCE for name in expected)
 
 
 @pytest.mark.parametrize("layout", ["as it is", "native"])

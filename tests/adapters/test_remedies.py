@@ -1,0 +1,145 @@
+"""The remedies that errors about adapters name: each is carried out, and gives the model that was trained."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers.adapters import EXPERTS, adapt
+from helpers.checkpoints import make
+from helpers.models import ORDER_OF_SUMS, logits_of, relative_error
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import sonicmoe_hf
+from sonicmoe_hf import CheckpointError, convert_adapter, merge_adapter
+from sonicmoe_hf.tools.cli.main import main
+
+TOLERANCE = 1e-5  # relative error of logits in fp32: sums in another order
+LONGER = 66  # tokens of a resized vocabulary
+
+
+class Folder:
+    """A folder with base, adapter, and the logits of the model that was trained."""
+
+    def __init__(self, folder, family="qwen3_moe", parameters=EXPERTS, *, of=None, resized=None, **adapter):
+        self.path, self.base, self.adapter = folder, folder / "base", folder / "adapter"
+        make(self.base, family, dtype=torch.float32, **{"num_hidden_layers": 1, **(of or {})})
+        trained = self.load()
+        if resized:
+            trained.resize_token_embeddings(resized)
+        self.model = adapt(trained, self.adapter, parameters, **adapter)
+        self.trained = logits_of(self.model)
+
+    def load(self, folder=None):
+        return AutoModelForCausalLM.from_pretrained(folder or self.base, dtype=torch.float32)
+
+    def merge(self, *, base=None, adapter=None, to="merged", **options):
+        merge_adapter(base or self.base, adapter or self.adapter, self.path / to, **options)
+        return logits_of(self.load(self.path / to))
+
+    def convert(self, layout="vllm", to="converted", **options):
+        return convert_adapter(self.adapter, self.path / to, layout, **options)
+
+
+def merge(folder):
+    return folder.merge()
+
+
+def with_peft(folder):
+    """Merge as WITH_PEFT says, and save."""
+    adapted = PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(folder.base), folder.adapter)
+    adapted.merge_and_unload().save_pretrained(folder.path / "by peft")
+    return logits_of(folder.load(folder.path / "by peft"))
+
+
+def by_the_command(folder):
+    assert main(["merge", str(folder.base), str(folder.adapter), str(folder.path / "by command")]) == 0
+    return logits_of(folder.load(folder.path / "by command"))
+
+
+class Case(NamedTuple):
+    """An error's words, what raises it, and what each remedy in it gives."""
+
+    words: str
+    folder: Callable[..., Folder]
+    raises: Callable[[Folder], object]
+    remedies: list[Callable[[Folder], torch.Tensor]]
+
+
+def trained(family="qwen3_moe", parameters=EXPERTS, **options):
+    return lambda path: Folder(path, family, parameters, **options)
+
+
+def of_peft(words, *arguments, **options):
+    return Case(
+        rf"{words}.*merge it with PEFT: .*merge_and_unload", trained(*arguments, **options), merge, [with_peft]
+    )
+
+
+def of_engines(words, *arguments, **options):
+    remedies = [by_the_command, with_peft]
+    return Case(rf"{words}.* sonicmoe-hf merge BASE", trained(*arguments, **options), Folder.convert, remedies)
+
+
+TIED = {"tie_word_embeddings": True}
+ATTENTION_BIAS = {"attention_bias": True}
+
+
+def resize(folder):
+    """Merge into the base with a vocabulary of the adapter's size."""
+    base = folder.load()
+    base.resize_token_embeddings(LONGER)
+    base.save_pretrained(folder.path / "resized")
+    return folder.merge(base=folder.path / "resized")
+
+
+def of_a_resized(name, tied, **options):
+    words = rf"resize the base's too, by model.resize_token_embeddings\({LONGER}\), save it and give that folder"
+    own = {"of": TIED if tied else None, "resized": LONGER, **options}
+    return pytest.param(Case(words, trained(**own), merge, [resize]), id=f"{name}, {'tied' if tied else 'untied'}")
+
+
+MERGED_BY_PEFT = {
+    "DoRA": of_peft("use_dora is True", parameters=None, use_dora=True),
+    "trained biases": of_peft("bias is 'lora_only'", of=ATTENTION_BIAS, bias="lora_only"),
+    "adapted embeddings": of_peft("lora_embedding_A is neither", target_modules=["embed_tokens"]),
+    "adapted embeddings, tied": of_peft("lora_embedding_A is neither", target_modules=["embed_tokens"], of=TIED),
+    "tied adapters": of_peft(
+        "ensure_weight_tying is True", of=TIED, target_modules=["lm_head"], ensure_weight_tying=True
+    ),
+    "tied copies": of_peft(
+        "ensure_weight_tying is True", of=TIED, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+}
+FOR_ENGINES = {
+    "head": of_engines("of the embeddings or the head", target_modules=["lm_head"]),
+    "tied head": of_engines("of the embeddings or the head", target_modules=["lm_head"], of=TIED),
+    "whole head": of_engines("modules_to_save is .'lm_head'.", modules_to_save=["lm_head"]),
+    "whole tied embeddings": of_engines("modules_to_save is", modules_to_save=["embed_tokens"], of=TIED),
+    "router": of_engines("adapts a router", "qwen3_moe", [*EXPERTS, "mlp.gate.weight"]),
+    "biases": of_engines("down_proj_bias, and engines take", "gpt_oss", [*EXPERTS, "mlp.experts.down_proj_bias"]),
+    "rank": of_engines("largest rank is 513", rank_pattern={"q_proj": 513}),
+    "absorbed": of_engines(
+        "kv_b_proj, and vLLM decodes", "deepseek_v3", of={"first_k_dense_replace": 0}, target_modules=["kv_b_proj"]
+    ),
+    "unknown class": of_engines("not known to take adapters of DbrxForCausalLM", "qwen3_moe"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in MERGED_BY_PEFT.items()),
+        *(pytest.param(case, id=f"for engines: {name}") for name, case in FOR_ENGINES.items() if "class" not in name),
+        *(of_a_resized("head adapted", tied, target_modules=["lm_head"]) for tied in (False, True)),
+        *(of_a_resized("whole", tied, modules_to_save=["embed_tokens", "lm_head"]) for tied in (False, True)),
+    ],
+)
+def test_what_a_message_names_gives_the_model_that_was_trained(case, tmp_path):
+    folder = case.folder(tmp_path)
+    assert relative_error(logits_of(folder.load())[..., :64], folder.trained[..., :64]) > 0.02, "it changes something"
+    with pytest.raises(CheckpointError, match=case.words):
+        case.raises(folder)
+    for remedy in case.remedies:
+        assert relative_error(remedy(folder), folder.trained) < TOLERANCE, ORDER_OF_SUMS
