@@ -21,7 +21,7 @@ from ...layer.experts_module import is_experts
 from ...models.loading import from_pretrained
 from ...private.transformers import auto_class_of
 from ...registration import install_in_peft
-from .texts import Text
+from .texts import NUM_TEXTS, Text
 
 Biases = list[tuple[torch.nn.Parameter, torch.Tensor]]  # a parameter, and the base's values of it
 Scores = dict[Text, torch.Tensor]  # [2, tokens] on the CPU: log p, and log p less that of the likeliest token
@@ -65,7 +65,8 @@ def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
             )
         by_length.setdefault(len(text.ids), []).append(text)
     scores = {}
-    for alike in by_length.values():  # without padding
+    lengths = by_length.values()  # without padding
+    for alike in (texts[at : at + NUM_TEXTS] for texts in lengths for at in range(0, len(texts), NUM_TEXTS)):
         ids = torch.tensor([text.ids for text in alike], dtype=torch.int64, device=model.device)
         for text, row, logits in zip(alike, ids, model(input_ids=ids, use_cache=False).logits):
             expected = logits[text.start - 1 : -1].float().log_softmax(-1)

@@ -60,7 +60,8 @@ class Verdict(NamedTuple):
     """The verdict on a place.
 
     kind: one of the five. reason: a sentence, or "". from_adapter, from_base: mean |difference| of a token. shares: of
-    each part of the adapter's change how much is there, 1 for all of it; None where the texts do not tell.
+    each part of the adapter's change how much is there, 1 for all of it; None where the texts do not tell. may_be_scaled:
+    whether the change by another scale might explain what was found, which no rounding gives.
     """
 
     kind: str
@@ -68,12 +69,15 @@ class Verdict(NamedTuple):
     from_adapter: float
     from_base: float
     shares: dict[str, float | None]
+    may_be_scaled: bool
 
-    @property
-    def may_be_scaled(self) -> bool:
-        """Whether the adapter's change by another scale might explain what was found, which no rounding gives."""
-        is_share = self.kind == IN_PART and "%" in self.reason and ROUNDED not in self.reason
-        return self.kind == OTHER or is_share
+
+class _Judgement(NamedTuple):
+    """Kind and reason of a verdict. is_share: whether the reason is how much of the change is there, and no name."""
+
+    kind: str
+    reason: str = ""
+    is_share: bool = False
 
 
 def rms(x: torch.Tensor) -> float:
@@ -101,9 +105,9 @@ def judge(
         noise = rms(own_base - reference.base)
     measured = found if own_base is None else found - own_base + reference.base
     shares = _shares(measured - reference.base, reference.parts)
-    kind, reason = _judged(measured, reference, noise, shares, is_rounded)
+    kind, reason, is_share = _judged(measured, reference, noise, shares, is_rounded)
     from_adapter, from_base = ((found - other).abs().mean().item() for other in (reference.adapter, reference.base))
-    return Verdict(kind, reason, from_adapter, from_base, shares)
+    return Verdict(kind, reason, from_adapter, from_base, shares, kind == OTHER or is_share)
 
 
 def limit_of(reference: Reference, noise: float | None) -> float:
@@ -172,10 +176,10 @@ def _judged(
     noise: float | None,
     shares: dict[str, float | None],
     is_rounded: bool,
-) -> tuple[str, str]:
+) -> _Judgement:
     effect = rms(reference.adapter - reference.base)
     if not effect or len(found) < ENOUGH:
-        return CANNOT_TELL, TOO_FEW.format(len(found)) if effect else NO_CHANGE
+        return _Judgement(CANNOT_TELL, TOO_FEW.format(len(found)) if effect else NO_CHANGE)
     limit, beside = limit_of(reference, noise), rms(found - reference.adapter)
     tests = _told(found, reference)
     nearest = min(tests, key=lambda each: rms(found - each.value), default=None)
@@ -193,18 +197,18 @@ def _judged(
     if beside > limit:
         missing = {part: share for part, share in known.items() if share < 1 - PARTLY}
         if missing and rms(_rest(found - reference.base, reference.parts)) < UNEXPLAINED * effect:
-            return IN_PART, _listed(missing)
-        return OTHER, _unexplained(known, beside / effect)
+            return _Judgement(IN_PART, _listed(missing), is_share=True)
+        return _Judgement(OTHER, _unexplained(known, beside / effect))
     (share,), (error,) = _fit(found - reference.base, [reference.adapter - reference.base])
     if abs(share - 1) - CERTAIN * error > NEAR:
-        return (IN_PART if share < 1 else OTHER), f"{share:.0%} of the change"
+        return _Judgement(IN_PART if share < 1 else OTHER, f"{share:.0%} of the change", is_share=True)
     if missing := {part: share for part, share in known.items() if share < 1 - PARTLY}:
-        return IN_PART, _listed(missing)
+        return _Judgement(IN_PART, _listed(missing), is_share=True)
     partly = [each for each in tests if each.hypothesis and each.is_partly_true and each.size >= SMALL * effect]
     if partly:
         most = max(partly, key=lambda each: each.factor * each.size)
-        kind, reason = _named(most.hypothesis)
-        return kind, f"about {min(most.factor, 1):.0%} of this: {reason}"
+        kind, reason, _ = _named(most.hypothesis)
+        return _Judgement(kind, f"about {min(most.factor, 1):.0%} of this: {reason}", is_share=True)
     unclear = [part for part in shares if part not in known]
     unclear += [
         "all" if each.hypothesis is None else each.hypothesis.name
@@ -212,22 +216,22 @@ def _judged(
         if not each.is_false and each.size >= SMALL * effect
     ]
     if unclear:
-        return CANNOT_TELL, TOO_LITTLE.format(", ".join(unclear[:4]))
-    return APPLIED, ""
+        return _Judgement(CANNOT_TELL, TOO_LITTLE.format(", ".join(unclear[:4])))
+    return _Judgement(APPLIED)
 
 
-def _named(hypothesis: Hypothesis | None) -> tuple[str, str]:
+def _named(hypothesis: Hypothesis | None) -> _Judgement:
     if hypothesis is None:
-        return NOT_APPLIED, "equals the base"
+        return _Judgement(NOT_APPLIED, "equals the base")
     hint = KNOWN.get(hypothesis.name)
     left_out = hypothesis.kind == LEFT_OUT
     reason = f"without {hypothesis.name}" if left_out else hypothesis.name
-    return IN_PART if left_out else OTHER, f"{reason}: {hint}" if hint else reason
+    return _Judgement(IN_PART if left_out else OTHER, f"{reason}: {hint}" if hint else reason)
 
 
 def _rounded(
     change: torch.Tensor, parts: dict[str, torch.Tensor], shares: dict[str, float | None], effect: float
-) -> tuple[str, str] | None:
+) -> _Judgement | None:
     """Say how much of the adapter's change is in packed weights; None where the texts do not tell, or it is more or so
     little that something else may be there."""
     known = {part: share for part, share in shares.items() if share is not None}
@@ -239,8 +243,8 @@ def _rounded(
     there = f"{max(least, 0.0):.0%} of the change" + ("" if len(parts) == 1 else f" ({part})")
     reason = f"{ROUNDED}: {there} is there, beside noise {noise / effect:.1f} times as large as it"
     if least >= 1 - PARTLY:
-        return APPLIED, reason
-    return NOT_APPLIED if max(known.values()) < NEAR else IN_PART, f"{reason}; {LOST}"
+        return _Judgement(APPLIED, reason)
+    return _Judgement(NOT_APPLIED if max(known.values()) < NEAR else IN_PART, f"{reason}; {LOST}")
 
 
 def _rest(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,138 @@
+"""TrainedAdapter: the model that was trained, in memory, and its log-probabilities under each hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .hypotheses import LEFT_OUT, SCALED, Hypothesis, groups_of, hypotheses_for, layers_of, scale_of, wholes_of
+from .models import Biases, Scores, scores_of
+from .places import Observation
+from .texts import Text
+from .verdict import APPLIED, CANNOT_TELL, IN_PART, Reference, Verdict, judge, limit_of, rms
+
+STEPS = 8  # by which a scale is found between two of the coarse ones
+COARSE = (0.0, 0.5, 0.75, 1.25, 2.0, 4.0)
+EXACT = 1e-5  # of a scale: less is no step
+AS_TRAINED = Hypothesis("", "the adapter", lambda layer: None)
+THE_BASE = Hypothesis(LEFT_OUT, "the base", lambda layer: torch.zeros_like(layer.b.data), lambda name: True)
+
+
+class Checked(NamedTuple):
+    """A place, the verdict on it, and whether the base was asked there."""
+
+    place: str
+    verdict: Verdict
+    is_base: bool
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the adapter is where it should be, and nowhere else."""
+        return self.verdict.kind not in (APPLIED, IN_PART) if self.is_base else self.verdict.kind == APPLIED
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it cannot be told."""
+        return not self.is_base and self.verdict.kind == CANNOT_TELL
+
+
+class TrainedAdapter:
+    """The base with its adapter in PEFT, while it is in memory.
+
+    Args:
+        model: PEFT's. biases: of the base that the adapter changes. noises: scores of the base rounded at random, by
+            dtype, of the texts that places of this dtype were given.
+    """
+
+    def __init__(self, model: Any, biases: Biases, noises: Mapping[torch.dtype | None, Scores]):
+        self._model, self._noises = model, noises
+        self._layers, self._wholes = layers_of(model), wholes_of(model, biases)
+        self._groups = groups_of(self._layers)
+        self._hypotheses = hypotheses_for(model, self._layers, self._wholes)
+        self._scores: dict[Hypothesis, Scores] = {}
+        self._scaled: dict[tuple[str, float], Hypothesis] = {}
+
+    def values(self, observation: Observation, hypothesis: Hypothesis = AS_TRAINED) -> torch.Tensor:
+        """Return the log-probabilities [T] under a hypothesis; texts that were computed before are not again."""
+        scores = self._scores.setdefault(hypothesis, {})
+        if missing := [text for text in observation.texts if text not in scores]:
+            with hypothesis.holds(self._layers, self._wholes):
+                scores.update(scores_of(self._model, missing, hypothesis.name))
+        return observation.of(scores)
+
+    def check(self, observation: Observation) -> Checked:
+        """Judge what a place gives."""
+        alternatives = [(each, self.values(observation, each)) for each in self._hypotheses]
+        base = self.values(observation, THE_BASE)
+        reference = Reference(base, self.values(observation), alternatives)
+        found = torch.zeros_like(base) if observation.found is None else observation.found
+        rounding = self._noises.get(observation.dtype)
+        noise = None if rounding is None else rms(observation.of(rounding) - base)
+        verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
+        if verdict.may_be_scaled and not observation.is_base:
+            alternatives += self._nearest_scaled(observation, found, reference, noise)
+            verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
+        return Checked(observation.place, verdict, observation.is_base)
+
+    def change(self, texts: list[Text]) -> torch.Tensor:
+        """Return how much the adapter changes the log-probabilities [T] of texts' tokens."""
+        observation = Observation("", texts, torch.empty(0))
+        return self.values(observation) - self.values(observation, THE_BASE)
+
+    def _nearest_scaled(
+        self, observation: Observation, found: torch.Tensor, reference: Reference, noise: float | None
+    ) -> list[tuple[Hypothesis, torch.Tensor]]:
+        """Find the scale of a group of layers, one that engines treat alike, that explains a place best."""
+        if observation.own_base is not None:
+            noise = rms(observation.own_base - reference.base)
+            found = found - observation.own_base + reference.base
+
+        def value_at(name: str, scale: float) -> torch.Tensor:
+            return self.values(observation, self._at_scale(name, scale))
+
+        coarse, fits = {}, []
+        for name in self._groups:
+            coarse[name] = {1.0: reference.adapter, **{scale: value_at(name, scale) for scale in COARSE}}
+            fits.append((min(distance(found, value) for value in coarse[name].values()), name))
+        _, name = min(fits)
+        scale, value = nearest_scale(found, coarse[name], lambda scale: value_at(name, scale))
+        limit = max(limit_of(reference, noise), rms(found - reference.adapter) / 4)
+        return [(self._at_scale(name, scale), value)] if rms(found - value) <= limit else []
+
+    def _at_scale(self, name: str, scale: float) -> Hypothesis:
+        """Return the hypothesis that a group of layers is scaled; the coarse ones are the same for every place."""
+        if (name, scale) not in self._scaled:
+            change = scale_of(self._groups[name], scale)
+            self._scaled[name, scale] = Hypothesis(SCALED, f"{name} scaled by {scale:.2g}", change)
+        return self._scaled[name, scale]
+
+
+def distance(found: torch.Tensor, value: torch.Tensor) -> float:
+    """Return the median |difference| of a token. Routers choose other experts where a scale moves, for a few tokens."""
+    return (found - value).abs().median().item()
+
+
+def nearest_scale(
+    found: torch.Tensor, coarse: dict[float, torch.Tensor], value_at: Callable[[float], torch.Tensor]
+) -> tuple[float, torch.Tensor]:
+    """Find the scale whose value [T] is nearest to `found`; returns both. coarse: values by scale.
+
+    Each step goes between the nearest scale and a neighbour, by their distances.
+    """
+    values = dict(coarse)
+    distances = {scale: distance(found, value) for scale, value in values.items()}
+    for _ in range(STEPS):
+        scales = sorted(values)
+        best = min(scales, key=distances.__getitem__)
+        at = scales.index(best)
+        beside = min((scales[i] for i in (at - 1, at + 1) if 0 <= i < len(scales)), key=distances.__getitem__)
+        total = distances[best] + distances[beside]
+        step = (beside - best) * distances[best] / total if total else 0.0
+        if abs(step) < EXACT:
+            break
+        values[best + step] = value_at(best + step)
+        distances[best + step] = distance(found, values[best + step])
+    best = min(values, key=distances.__getitem__)
+    return best, values[best]
