@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ..layer.holding import mesh_of
+
 
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[dict[str, list[torch.Tensor]]]:
     """Group parameters for an optimiser by their device mesh, those on none together. Torch updates lists of tensors of
@@ -19,7 +21,7 @@ def by_mesh(parameters: Iterable[torch.Tensor]) -> list[dict[str, list[torch.Ten
     """
     groups = collections.defaultdict(list)
     for parameter in parameters:
-        groups[getattr(parameter, "device_mesh", None)].append(parameter)
+        groups[mesh_of(parameter)].append(parameter)
     return [{"params": group} for group in groups.values()]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
@@ -21,17 +21,15 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
-from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order, why_replaced_by_liger
-from ..layer.holding import Holder, holding_of
-from ..layer.packed_weight import PackedWeight, as_parameter
-from .apart import Apart, leave_apart
+from ..layer.experts_module import matrix_shape, packable, row_order, why_replaced_by_liger
+from ..layer.holding import Holder, holding_of, is_partitioned
+from ..layer.packed_weight import PackedWeight
+from .conversions import PackExperts, of_packed_experts, with_experts_apart, with_hub_format
 from .declared import QUANT_METHOD, DeclaredQuantization, check_stored, check_undeclared
 from .declared_integers import METHODS
-from .hub_conversions import with_hub_converters
-from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
-from .shares import gathered_for_saving, is_split, keep_from_fsdp, pack_share, restore_parameters, stored_share
-from .state import check_shape, local_shape, use_stored_names
+from .shares import gathered_for_saving, is_split, keep_from_fsdp, restore_parameters
+from .state import use_stored_names
 
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",
@@ -39,7 +37,6 @@ OF_PACKED = (  # attributes of a model with packed experts
     "gather_sharded_state_dict_for_save",
 )
 MAX_PARAMETERS = 4  # of experts: two weights and two biases, each with a wrapper of PEFT's around those before it
-WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 
 
 class ExpertsQuantizationConfig(QuantizationConfigMixin):
@@ -79,7 +76,7 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
     for prefix, module in model.named_modules():
         for name in packable(module):
             weight, full_name = getattr(module, name), f"{prefix}.{name}"
-            if type(weight) not in (nn.Parameter, torch.Tensor, PackedWeight) or hasattr(weight, "ds_id"):
+            if type(weight) not in (nn.Parameter, torch.Tensor, PackedWeight) or is_partitioned(weight):
                 raise UnsupportedExpertsError(
                     f"{full_name} is sharded ({type(weight).__name__}); quantize experts before the model is sharded"
                 )
@@ -96,63 +93,6 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
             "experts_quantization"
         )
     return found
-
-
-class _Pack(ConversionOps):
-    """Packs an experts' weight, or hands a linear layer's to its quantizer."""
-
-    def __init__(self, hf_quantizer: ExpertsQuantizer):
-        self.hf_quantizer = hf_quantizer
-
-    @keeping_errors
-    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
-        if not self.hf_quantizer.packs(model, full_layer_name):
-            operation = self.hf_quantizer.linear.get_quantize_ops()
-            return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
-        (value,) = input_dict.values()
-        value = value if isinstance(value, Apart) else value[0] if isinstance(value, list) else value
-        module, name = get_module_from_name(model, full_layer_name)
-        format, order = self.hf_quantizer.quantization_config.experts, row_order(module, name)
-        dense, holding = getattr(module, name), holding_of(module)
-
-        def pack(mean=torch.mean):
-            check_shape(full_layer_name, value.shape, dense)
-            if isinstance(value, Apart):
-                return value.packed(format, value.dtype, order, mean)
-            return PackedWeight.quantize(value, format, is_transposed(module), order, mean)
-
-        is_whole = holding.group is None
-        packed = pack() if is_whole else pack_share(format, pack, local_shape(dense), value.device, holding)
-        return {full_layer_name: as_parameter(packed)}
-
-
-class _TakePacked(ConversionOps):
-    """A packed weight of what a checkpoint stores."""
-
-    def __init__(self, hf_quantizer: ExpertsQuantizer):
-        self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
-
-    @keeping_errors
-    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
-        module, name = get_module_from_name(model, full_layer_name)
-        tensors = {
-            pattern.rstrip("$").rpartition(".")[2]: value[0] if isinstance(value, list) else value
-            for pattern, value in input_dict.items()
-        }
-        format, holding = FORMATS[self.hf_quantizer.quantization_config.experts], holding_of(module)
-        dense, names = getattr(module, name), format.names(name)
-        missing = [stored for stored in names if stored not in tensors]
-        if missing:
-            raise CheckpointError(f"{full_layer_name}: {missing[0]} is missing, a part of this {format.name} weight")
-        if holding.group is not None:
-            tensors = dict(zip(names, stored_share(format, [tensors[stored] for stored in names], holding)))
-        try:
-            packed = format.read(name, tensors, holding.experts.start)
-        except ValueError as error:
-            raise CheckpointError(f"{full_layer_name.rpartition('.')[0]}, {error}") from error
-        weight = PackedWeight.of(packed, format.name, dense.dtype, is_transposed(module))
-        check_shape(full_layer_name, weight.shape, dense)
-        return {full_layer_name: as_parameter(weight)}
 
 
 class ExpertsQuantizer(HfQuantizer):
@@ -200,18 +140,13 @@ class ExpertsQuantizer(HfQuantizer):
         return self.linear is not None and self.linear.param_needs_quantization(model, param_name, **kwargs)
 
     def get_quantize_ops(self):
-        return _Pack(self)
+        return PackExperts(self)
 
     def get_weight_conversions(self):
         conversions = [] if self.linear is None else self.linear.get_weight_conversions()
         if not self.pre_quantized:
             return conversions
-        format = FORMATS[self.quantization_config.experts]
-        ours = []
-        for name in WEIGHTS:
-            patterns = [f"experts.{stored}$" for stored in format.names(name)]
-            ours.append(WeightConverter(patterns, f"experts.{name}", [_TakePacked(self)]))
-        return [*ours, *conversions]
+        return [*of_packed_experts(self), *conversions]
 
     def update_weight_conversions(self, weight_conversions, *model):
         hub = self.quantization_config.hub
@@ -219,8 +154,8 @@ class ExpertsQuantizer(HfQuantizer):
             if self.pre_quantized:
                 weight_conversions = [each for each in weight_conversions if not _renames(each, self.stored)]
             conversions = super().update_weight_conversions(weight_conversions, *model)
-            return conversions if self.pre_quantized else list(map(leave_apart, conversions))
-        return with_hub_converters(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub())
+            return conversions if self.pre_quantized else with_experts_apart(conversions)
+        return with_hub_format(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub())
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.packed import FORMATS, Format
 from ..kernels.packed.nf4 import NF4, NF4_BLOCK, SCALE_SCALES, SCALES_PER_SCALE
-from ..layer.holding import Holder, Holding, holding_of
+from ..layer.holding import Holder, Holding, holding_of, local_part, mesh_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
-from .state import local_part
 
 
 def pack_share(
@@ -109,7 +108,7 @@ def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
     Raises:
         CheckpointError: the parameter is sharded otherwise than by its rows over one group of ranks.
     """
-    mesh, sharded = parameter.device_mesh, []
+    mesh, sharded = mesh_of(parameter), []
     for dim, placement in enumerate(parameter.placements):
         if not placement.is_replicate() and mesh.size(dim) > 1:
             sharded.append((dim, placement))

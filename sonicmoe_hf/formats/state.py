@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..kernels.packed import FORMATS
+from ..layer.holding import local_shape
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
@@ -19,16 +18,6 @@ def check_shape(name: str, found: tuple[int, ...], dense: torch.Tensor) -> None:
     shape = local_shape(dense)
     if found != shape:
         raise ValueError(f"{name} has shape {tuple(found)} in the checkpoint; the model's is {tuple(shape)}")
-
-
-def local_part(weight: Any) -> Any:
-    """Return a weight, or this rank's part where ranks share it as a DTensor."""
-    return weight.to_local() if hasattr(weight, "device_mesh") else weight
-
-
-def local_shape(weight: Any) -> torch.Size:
-    """Return the shape of `local_part`."""
-    return local_part(weight).shape
 
 
 def stored_names(module: nn.Module) -> set[str]:

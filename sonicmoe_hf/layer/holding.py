@@ -107,6 +107,26 @@ def has_part(experts: Any, num_experts: int | None) -> bool:
     return is_marked or (num_experts is not None and experts.num_experts < num_experts)
 
 
+def mesh_of(tensor: Any) -> Any:
+    """Find the DeviceMesh of the ranks that share a tensor as a DTensor; None of a tensor that is this rank's alone."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Tell whether DeepSpeed's ZeRO-3 has cut a parameter, which is empty then until it is gathered."""
+    return hasattr(parameter, "ds_id")
+
+
+def local_part(tensor: Any) -> Any:
+    """Take this rank's part of a tensor that ranks share as a DTensor; the tensor itself where they do not."""
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+
+
+def local_shape(tensor: Any) -> torch.Size:
+    """Read the shape of `local_part`."""
+    return local_part(tensor).shape
+
+
 def holding_of(experts: Any) -> Holding:
     """Find who holds the experts of a module, and which are here. PEFT wraps modules without experts too: who holds their
     parameters."""

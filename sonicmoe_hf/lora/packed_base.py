@@ -16,8 +16,8 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..formats.json_files import check_type
-from ..formats.state import local_part
 from ..layer.experts_module import packable
+from ..layer.holding import local_part
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
 

@@ -15,13 +15,12 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..formats.state import local_part
 from ..kernels.low_rank import by_expert
 from ..kernels.packed import FORMATS
 from ..kernels.packed.dither import Dither
 from ..kernels.packed.format import in_fp32
 from ..layer.experts_module import is_transposed
-from ..layer.holding import Holder, holding_of
+from ..layer.holding import Holder, holding_of, local_part
 from ..layer.packed_weight import PackedWeight
 from .dithering import dither_of
 from .factors import Factors

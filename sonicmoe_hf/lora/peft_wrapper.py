@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedModelError
 from ..layer.adapted import KEYWORD, Adapters
 from ..layer.experts_module import IMPLEMENTATION, weight_names
-from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, holding_of
+from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, holding_of, mesh_of
 from ..layer.packed_weight import PackedWeight
 from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
@@ -248,7 +248,7 @@ def _check_merge_allowed(self) -> None:
     for module in self.model.modules():
         if isinstance(module, LoraLayer) and not set(module.lora_A).isdisjoint(module.active_adapters):
             reason = _why_not_merged(module) if isinstance(module, ParamWrapper) else None
-            if hasattr(getattr(module.get_base_layer(), "weight", None), "device_mesh") and has_shares:
+            if has_shares and mesh_of(getattr(module.get_base_layer(), "weight", None)) is not None:
                 reason = "that ranks share, and of layers that they shard beside them,"
             if reason is not None:
                 raise UnsupportedModelError(shared_experts.NOT_MERGED.format(kind=reason))

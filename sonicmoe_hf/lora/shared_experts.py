@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..kernels.low_rank import a_as_peft, a_of_experts, b_as_peft, b_of_experts
-from ..layer.holding import Holder, expert_parallelism, holding_of
+from ..layer.holding import Holder, expert_parallelism, holding_of, mesh_of
 from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
@@ -88,7 +88,7 @@ def _take_own_part(wrapper, state_dict, prefix, *_):
     parallelism = expert_parallelism(wrapper.get_base_layer())
     for name, side, factor in _factors(wrapper, prefix):
         given = state_dict.get(name)
-        if given is not None and given.shape == factor.shape and not hasattr(given, "device_mesh"):
+        if given is not None and given.shape == factor.shape and mesh_of(given) is None:
             state_dict[name] = own_part(given.to(factor.device), side, parallelism)
 
 
@@ -148,7 +148,7 @@ def _average_replicated(model: nn.Module, args: Any) -> None:
     if not torch.is_grad_enabled():
         return
     for parameter in model.parameters():
-        is_replicated = parameter.requires_grad and not hasattr(parameter, "device_mesh")
+        is_replicated = parameter.requires_grad and mesh_of(parameter) is None
         if is_replicated and not hasattr(parameter, REPLICATED_HOOK):  # the Trainer's hook does the same
             dist.broadcast(parameter.data, src=0)
             parameter.register_post_accumulate_grad_hook(_average_gradient)
@@ -170,7 +170,7 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
     sharded = {name: (side, parallelism) for name, side, parallelism in _sharded_factors(model)}
     given = _of_adapters(model, model.state_dict() if state_dict is None else state_dict)
     for name, (side, parallelism) in sharded.items():
-        if hasattr(given.get(name), "device_mesh"):
+        if mesh_of(given.get(name)) is not None:
             given[name] = whole_factor(given[name], side, parallelism)
     return names_that_are_loaded(base, _PEFTS_STATE(model, given, *args, **kwargs))
 
@@ -182,7 +182,7 @@ def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]
     frozen = {
         name
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and hasattr(parameter, "device_mesh") and ".layers." in f".{name}"
+        if not parameter.requires_grad and mesh_of(parameter) is not None and ".layers." in f".{name}"
     }
     return {
         name: tensor

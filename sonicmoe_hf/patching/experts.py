@@ -20,7 +20,6 @@ from transformers.activations import (
 )
 
 from ..errors import UnsupportedExpertsError
-from ..formats.state import local_part
 from ..layer.adapted import Adapters
 from ..layer.experts_module import (
     Sizes,
@@ -33,7 +32,7 @@ from ..layer.experts_module import (
     weight_names,
     whole_shape,
 )
-from ..layer.holding import has_part
+from ..layer.holding import has_part, local_part
 from ..layer.moe_experts import Activation, check_fp8, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..model_patches.family import modeling_module

@@ -13,6 +13,7 @@ from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from ..errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
+from ..formats.conversions import LOADS_HUB_FORMATS
 from ..formats.declared import (
     MODELOPT_FILE,
     QUANT_METHOD,
@@ -21,7 +22,6 @@ from ..formats.declared import (
     check_undeclared,
     declared_quantization,
 )
-from ..formats.hub_conversions import LOADS_HUB_FORMATS
 from ..formats.json_files import read_json
 from ..formats.quantizer import (
     ExpertsQuantizationConfig,

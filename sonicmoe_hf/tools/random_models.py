@@ -17,9 +17,10 @@ from transformers.utils import logging
 from ..attention.models import use_sinks_attention
 from ..formats.quantizer import mark_model_packed
 from ..formats.shares import keep_from_fsdp, restore_parameters
-from ..formats.state import hold_packed, local_part
+from ..formats.state import hold_packed
 from ..kernels.packed import FORMATS
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
+from ..layer.holding import local_part
 from ..layer.packed_weight import PackedWeight
 from ..private.transformers import auto_class_of
 from ..streaming.placement import Placement

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..formats.state import local_part
+from ..layer.holding import local_part, mesh_of
 from ..private.transformers import OPTIMIZER_LOADING_METHOD, save_random_state
 from .methods import find_callback, wrap_method
 
@@ -21,13 +21,13 @@ FILE = "rank{rank}-of-{world}.pt"
 
 def _sharded_as(parameter: Any, value: Any) -> Any:
     """Make a tensor that is sharded as its parameter, from this rank's part of it."""
-    if not hasattr(parameter, "device_mesh") or not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if mesh_of(parameter) is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
         value.to(parameter.device),
-        parameter.device_mesh,
+        mesh_of(parameter),
         parameter.placements,
         run_check=False,
         shape=parameter.shape,

@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..formats.declared import check_undeclared
+from ..layer.holding import is_partitioned, mesh_of
 from ..patching.support import find_layers
 from ..private.transformers import load_converted, warn_after_load, weight_conversions
 
@@ -35,7 +36,7 @@ def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
     model = getattr(model, "_orig_mod", model)  # torch.compile
     if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         return None
-    if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
+    if any(mesh_of(p) is not None or is_partitioned(p) or p.is_meta for p in model.parameters()):
         return None  # DTensors, ZeRO-3, offloaded
     return model
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layer.holding import is_partitioned
+
 # what wrappers put into parameters' names: checkpointing's, torch.compile's
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 FSDP1 = "_fsdp_wrapped_module."
@@ -45,7 +47,7 @@ def _gathered(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Paramete
     own = [(name, each) for name, each in model.named_parameters() if "lora_" in name and f".{adapter}." in f"{name}."]
     for start in range(0, len(own), AT_ONCE):
         some = own[start : start + AT_ONCE]
-        partitioned = [parameter for _, parameter in some if hasattr(parameter, "ds_id")]
+        partitioned = [parameter for _, parameter in some if is_partitioned(parameter)]
         context: Any = nullcontext()
         if partitioned:
             from deepspeed.zero import GatheredParameters

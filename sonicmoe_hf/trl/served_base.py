@@ -16,8 +16,8 @@ from ..checkpoints.files import CONFIG_FILE
 from ..checkpoints.hub import local_folder
 from ..checkpoints.stored import StoredWeights
 from ..errors import CheckpointError
-from ..formats.state import local_part
 from ..layer.experts_module import is_experts, is_native, weight_names
+from ..layer.holding import local_part
 from ..layer.packed_weight import PackedWeight
 from ..streaming.weight import HostWeight
 

@@ -9,7 +9,7 @@ import torch
 from helpers import served
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, lora, random_factors
 from helpers.checkpoints import FAMILIES, edit_tensors, same_bits, tensors_in
-from helpers.marks import rest_pinned
+from helpers.marks import crossed, rest_pinned
 from helpers.models import assert_all_close, batch, build, logits_of, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
 from helpers.served import config_of, edit
@@ -48,22 +48,15 @@ def assert_serves_and_merges(adapted, tmp_path):
 
 
 PARTS = {"both": EXPERTS, "gate and up": EXPERTS[:1], "down": EXPERTS[1:], "attention only": []}
-BY_LAYER = ["layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+BY_LAYER = {"each layer another": ["layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]}
 
 
 @pytest.mark.parametrize(
-    "family, parameters",
-    [
-        *(
-            pytest.param(family, PARTS[part], id=f"{family} {part}", marks=[pytest.mark.pinned] * (part != "both"))
-            for family in FAMILIES
-            for part in PARTS
-        ),
-        pytest.param("qwen3_moe", BY_LAYER, id="each layer another"),
-    ],
+    "family, part",
+    [*crossed(FAMILIES, PARTS, everywhere=1), *(("qwen3_moe", part) for part in BY_LAYER)],
 )
-def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, parameters, tmp_path):
-    adapted, native = adapted_in("hub", family, tmp_path, parameters), tmp_path / "native"
+def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, part, tmp_path):
+    adapted, native = adapted_in("hub", family, tmp_path, {**PARTS, **BY_LAYER}[part]), tmp_path / "native"
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", base_model=str(native))
     assert_serves_and_merges(adapted, tmp_path)
     assert relative_error(logits_of(adapted), logits_of(load(native))) > 0.05, "it does something"

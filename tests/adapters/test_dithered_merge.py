@@ -15,6 +15,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_nvfp4,
 )
+from helpers.marks import crossed
 from helpers.models import logits_of
 from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -127,9 +128,9 @@ def test_one_base_in_two_layouts_is_merged_to_the_same_values(family, sizes, nam
     assert not same_bits(tensors_in(tmp_path / "hub"), merged)
 
 
-@pytest.mark.parametrize("layout", ["native", "hub"])
-@pytest.mark.parametrize("family, sizes, name", IN_MEMORY)
-def test_a_base_that_was_packed_here_keeps_its_format_in_files_and_in_memory(family, sizes, name, layout, tmp_path):
+@pytest.mark.parametrize("base, layout", crossed(IN_MEMORY, ["native", "hub"], everywhere=2))
+def test_a_base_that_was_packed_here_keeps_its_format_in_files_and_in_memory(base, layout, tmp_path):
+    family, sizes, name = base
     base, adapter = packed_base(tmp_path, family, sizes, name, layout)
     done = merge_adapter(base, adapter, tmp_path / "merged", quantize="keep", verify=True)
     assert all(0.85 < each.survived < 1.15 for each in done.roundings)

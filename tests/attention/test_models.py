@@ -11,7 +11,7 @@ import transformers
 from helpers.adapters import with_lora
 from helpers.attention import CHANGES, apart, build, inputs, packed, results
 from helpers.flash_kernels import as_on_cuda
-from helpers.marks import rest_pinned
+from helpers.marks import crossed
 from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -112,7 +112,9 @@ def test_gradient_checkpointing(kernels, use_reentrant):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("use_reentrant", rest_pinned([False, True]))
+@pytest.mark.parametrize(
+    "kernels, use_reentrant", crossed(["cpu", "cuda_path"], [False, True], everywhere=1), indirect=["kernels"]
+)
 def test_layers_compiled_under_gradient_checkpointing(kernels, use_reentrant):
     torch._dynamo.reset()
     model, batch = with_lora(build(experts="sonicmoe_hf"), target_modules=["q_proj"]), inputs("both")

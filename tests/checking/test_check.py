@@ -10,7 +10,7 @@ import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import edit_tensors, make, tensors_in
 from helpers.completions import ADAPTER, Served, serving
-from helpers.marks import rest_pinned
+from helpers.marks import crossed, rest_pinned
 from helpers.served import edit
 from helpers.trl_trainers import word_tokenizer
 from peft import PeftModel
@@ -129,8 +129,7 @@ def test_servers_that_lie(lie, noise, place, capsys):
     assert adapter["kind"] == kind and words in adapter["reason"] and code == (kind != "applied")
 
 
-@pytest.mark.parametrize("form", ["generated", "text"])
-@pytest.mark.parametrize("lie", ["honest", "no experts"])
+@pytest.mark.parametrize("form, lie", crossed(["generated", "text"], ["honest", "no experts"], everywhere=1))
 def test_servers_that_tell_what_they_generate_alone(form, lie, place, capsys):
     """vLLM on a CPU gives no log-probabilities of a prompt under an adapter, `transformers serve` none at all."""
     change, kind, words = LIES[lie]

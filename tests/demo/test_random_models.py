@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from helpers.examples import TINY_SIZES
+from helpers.marks import crossed
 from helpers.memory import LiveBytes
 from helpers.models import CONFIGS, batch
 from helpers.small_families import small_config
@@ -27,8 +28,7 @@ SIZES = {  # NF4 needs multiples of 64
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family, name", crossed(SIZES, FORMATS, everywhere=3))
 def test_random_packed_models_run_and_one_expert_at_a_time_was_dense(family, name):
     config = CONFIGS[family](**{**SIZES[family], "num_hidden_layers": 2})
     with LiveBytes() as memory:

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sonicmoe_hf
 from sonicmoe_hf.errors import UnsupportedModelError
-from sonicmoe_hf.formats.state import local_part
+from sonicmoe_hf.layer.holding import local_part
 from sonicmoe_hf.tools.demo.corpus import train_tokenizer
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}

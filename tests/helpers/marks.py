@@ -1,8 +1,10 @@
 """Markers on some of a test's parameters."""
 
+import itertools
+
 import pytest
 
-from sonicmoe_hf.formats.hub_conversions import LOADS_HUB_FORMATS
+from sonicmoe_hf.formats.conversions import LOADS_HUB_FORMATS
 
 loads_hub_formats = pytest.mark.skipif(
     not LOADS_HUB_FORMATS, reason="Transformers casts what FP8 checkpoints hold before 5.19"
@@ -17,6 +19,18 @@ def rest_slow(cases, fast=1):
 def rest_pinned(cases, everywhere=1):
     """Return the same with the marker `pinned`: with other versions the first show what they all do."""
     return _rest(cases, everywhere, pytest.mark.pinned)
+
+
+def crossed(*axes, everywhere=None):
+    """Return the combinations of values of the axes: first some in which each value comes once at least, then the others,
+    which carry the marker `slow`: they show the same on more. everywhere: so many of the first lack the marker `pinned`."""
+    axes = [list(axis) for axis in axes]
+    diagonal = [tuple(axis[number % len(axis)] for axis in axes) for number in range(max(map(len, axes)))]
+    others = [case for case in itertools.product(*axes) if case not in diagonal]
+    return [
+        *_rest(diagonal, len(diagonal) if everywhere is None else everywhere, pytest.mark.pinned),
+        *rest_slow(others, 0),
+    ]
 
 
 def _rest(cases, first, mark):

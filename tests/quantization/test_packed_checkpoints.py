@@ -7,7 +7,7 @@ import torch
 from helpers.adapters import NATIVE_EXPERTS, adapt
 from helpers.checkpoints import assert_conversion_refused as refused
 from helpers.checkpoints import config_in, edit_tensors, make, packed_in, same_bits, tensors_in
-from helpers.marks import rest_pinned
+from helpers.marks import crossed
 from helpers.models import OF_64, batch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
@@ -35,8 +35,7 @@ def convert(source, target, *options):
     return main(["convert", str(source), str(target), "--max-shard-size", "30KB", "--verify", *options])
 
 
-@pytest.mark.parametrize("name", rest_pinned(FORMATS, 2))
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family, name", crossed(SIZES, FORMATS, everywhere=2))
 def test_a_checkpoint_is_packed_by_conversion_and_dense_again(family, name, tmp_path, capsys):
     make(tmp_path / "hub", family, **SIZES[family])
     assert convert(tmp_path / "hub", tmp_path / "native", "--layout", "native") == 0
@@ -90,8 +89,7 @@ def test_mxfp4_blocks_are_moved_and_never_rounded_again(tmp_path):
     assert torch.equal(c_fc[:, 0::2], gate) and torch.equal(c_fc[:, 1::2], up)
 
 
-@pytest.mark.parametrize("name", rest_pinned(FORMATS))
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family, name", crossed(SIZES, FORMATS, everywhere=1))
 def test_an_adapter_is_merged_into_what_it_was_trained_on(family, name, tmp_path):
     sizes = SIZES[family]
     if name in ("fp8", "nvfp4"):  # blocks that are cut off

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, with_lora
 from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import crossed, rest_slow
 from helpers.memory import LiveBytes
 from helpers.models import CONFIGS, OF_64, ON_DISK, batch, build, loss_and_gradients
 from helpers.native import save_both
@@ -54,8 +54,7 @@ def logits(model):
     return model.train()(**BATCH).logits
 
 
-@pytest.mark.parametrize("name", rest_pinned(FORMATS))
-@pytest.mark.parametrize("family", OF_64)
+@pytest.mark.parametrize("family, name", crossed(OF_64, FORMATS, everywhere=2))
 def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, name, tmp_path):
     model = small(family).bfloat16()
     model.save_pretrained(tmp_path / "hub")

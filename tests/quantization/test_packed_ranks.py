@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonicmoe_hf
+from sonicmoe_hf.formats.conversions import dense_rows
 from sonicmoe_hf.formats.hub import HubFP8
-from sonicmoe_hf.formats.hub_conversions import dense_rows
 
 
 def packed_with_adapters(format, family="qwen3_moe", **changes):

@@ -51,6 +51,7 @@ def test_a_server_that_keeps_the_first_adapter_is_far_away(base, engine, tmp_pat
     assert first < GAP and second > 1e-2
 
 
+@pytest.mark.pinned
 def test_several_epochs_sample_every_prompt_again_with_the_adapter_as_it_is(base, engine, tmp_path):
     config = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16, "max_completion_length": 3}
     trainer = make(GRPOTrainer, base, tmp_path, config)
@@ -233,11 +234,12 @@ def look_up(word: str) -> str:
 
 
 def calling(complete):
-    """Have every other conversation begin with a call of the tool, and go on by sampling."""
+    """Have every other conversation begin with a call of the tool, and sample a few tokens in each turn."""
     call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
 
     def completed(self, prompt, parameters):
         self.turns = getattr(self, "turns", 0) + 1
+        parameters.max_tokens = 6  # the call alone needs more
         if "<tool_response>" in self.words.decode(prompt) or self.turns % 2:
             return complete(self, prompt, parameters)
         return complete(self, prompt, parameters, forced=[*self.words(call)["input_ids"], self.eos])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS
 from helpers.late_copies import Hazard
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import crossed, rest_pinned, rest_slow
 from helpers.models import batch, loss_and_gradients
 from helpers.streamed import adapted, engine_of, host_weights, layers_of
 from helpers.streamed import streamed as streamed_of
@@ -55,8 +55,7 @@ def assert_equal(given, expected):
     assert not different, f"{len(different)} of {len(expected)} tensors differ, the first is number {different[0]}"
 
 
-@pytest.mark.parametrize("checkpointing", rest_pinned([True, None, False]), ids=["reentrant", "kept", "recomputed"])
-@pytest.mark.parametrize("format", rest_pinned(["nf4", None]))
+@pytest.mark.parametrize("checkpointing, format", crossed([True, None, False], ["nf4", None], everywhere=1))
 def test_training_evaluation_and_generation_are_equal_to_the_bit(late_copies, format, checkpointing):
     expected = lived(adapted(streamed(None, format), checkpointing))
     for experts_memory, layers in ((0, LAYERS), ("half", (LAYERS + 1) // 2)):
@@ -217,7 +216,9 @@ def test_a_trainer_in_mixed_precision_resumes(late_copies, tmp_path):
     assert_equal(resumed, expected)
 
 
-@pytest.mark.parametrize("format, checkpointing", rest_pinned([("nf4", False), ("nf4", True), (None, None)]))
+@pytest.mark.parametrize(
+    "format, checkpointing", [*rest_pinned([("nf4", False), ("nf4", True)]), *rest_slow([(None, None)], 0)]
+)
 def test_compiled_layers_train_evaluate_and_generate_the_same(late_copies, format, checkpointing):
     torch._dynamo.reset()
     expected = lived(adapted(streamed(None, format, layers=2), checkpointing))
@@ -246,10 +247,11 @@ def borrow(layers):
     return [layers[1], streamed(None, layers=1, seed=1, moe_intermediate_size=128).model.layers[0], layers[0]]
 
 
-@pytest.mark.parametrize(
-    "change", [list, insert, lambda layers: layers[1:], borrow], ids=["keep", "insert", "drop", "borrow"]
-)
-@pytest.mark.parametrize("experts_memory", [0, "half"])
+def drop(layers):
+    return layers[1:]
+
+
+@pytest.mark.parametrize("experts_memory, change", crossed([0, "half"], [list, insert, drop, borrow], everywhere=2))
 def test_a_model_whose_layers_change_computes_them_as_on_the_device(late_copies, experts_memory, change):
     model = streamed(experts_memory)
     model(**BATCH)

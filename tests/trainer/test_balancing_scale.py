@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.marks import crossed
 from helpers.models import CONFIGS, assert_all_close, build, twin
 from helpers.training import Examples, arguments
 from helpers.trl_trainers import SENTENCE, model_of, sentence_tokenizer, trl_trainer
@@ -122,8 +123,9 @@ class Classified(Examples):
         self.columns["labels"] = torch.where(kept == -100, kept, kept % 3) if of_tokens else torch.arange(count) % 3
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("head", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize(
+    "head, rows", crossed([AutoModelForSequenceClassification, AutoModelForTokenClassification], [1, 2], everywhere=1)
+)
 def test_a_classification_heads_loss_is_a_mean_and_counts_whole(head, rows, tmp_path):
     model = head.from_config(CONFIGS["qwen3_moe"](num_labels=3, classifier_dropout=0.0))
     model.model.load_state_dict(build("qwen3_moe").model.state_dict())

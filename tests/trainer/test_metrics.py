@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.marks import crossed
 from helpers.models import build, patched
 from helpers.training import CHECKPOINTED_TRAINING, TILE, Routers, Watch, logs_of, rounded_rows, trained, trainer_for
 from peft import LoraConfig, get_peft_model
@@ -49,8 +50,7 @@ def by_hand(logits, masks, tile):
     }
 
 
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("kind", CHECKPOINTED_TRAINING)
+@pytest.mark.parametrize("kind, padding", crossed(CHECKPOINTED_TRAINING, [True, False], everywhere=2))
 def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(kind, padding, tmp_path):
     model = build("qwen3_moe")
     logits, reporter = Routers(model), Reporter()

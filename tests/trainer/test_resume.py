@@ -199,9 +199,10 @@ def shard_on_a_rank(rank, folder):
 @pytest.mark.parametrize(
     "family, callback",
     [
-        *((family, rounding) for family in CONFIGS),
-        ("qwen3_moe", ExpertLoadCallback),
-        ("qwen3_moe", lambda: LoadBalancing(per_layer_loss=0.1)),
+        *rest_pinned([("gpt_oss", rounding), ("qwen3_moe", lambda: LoadBalancing(per_layer_loss=0.1))], 2),
+        *rest_slow(
+            [("deepseek_v3", ExpertLoadCallback), *((family, rounding) for family in CONFIGS if family != "gpt_oss")]
+        ),
     ],
 )
 def test_a_callback_alone_stops_a_run_that_would_lose_the_experts(family, callback, tmp_path):

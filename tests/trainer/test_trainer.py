@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
+from helpers.marks import crossed
 from helpers.models import (
     CONFIGS,
     OF_64,
@@ -233,8 +234,7 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: self.shapes.append(tensor.shape) or tensor.clone(), lambda tensor: tensor)
 
 
-@pytest.mark.parametrize("experts", ["dense", "nf4"])
-@pytest.mark.parametrize("kind", CHECKPOINTING)
+@pytest.mark.parametrize("kind, experts", crossed(CHECKPOINTING, ["dense", "nf4"], everywhere=1))
 def test_checkpoints_of_layers_in_host_memory_change_no_bit(kind, experts, tmp_path, monkeypatch):
     """Transformers' option beside accumulation, balancing, evaluation and resuming. It copies the layers' inputs alone:
     neither frozen nor packed weights."""
