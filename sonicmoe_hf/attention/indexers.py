@@ -17,6 +17,7 @@ from torch import nn
 from ..model_patches.family import modeling_module
 from ..private import attributes
 from ..private.replaced import replace
+from .deepseek_v4 import attention_of
 from .pieces import arguments_of, fits, piece_of
 from .pooled_indexer import without_loop
 
@@ -54,6 +55,7 @@ def _classes() -> Iterator[tuple[type, Callable]]:
     """Yield the classes of indexers whose modules were imported, and what makes our forward of theirs."""
     every = [(module, name, _picking) for module, name in PICKING.items()]
     every += [(V4, "DeepseekV4Indexer", _untrained), (V4, "DeepseekV4IndexerScorer", _scoring)]
+    every += [(V4, "DeepseekV4Attention", attention_of)]
     every += [(QWEN4, "Qwen4ExpTextQSAIndexer", without_loop)]
     for module, name, wrap in every:
         if (cls := getattr(sys.modules.get(module), name, None)) is not None:

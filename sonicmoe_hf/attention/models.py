@@ -1,13 +1,15 @@
-"""The models that have attention with sinks, those that torch's flash kernels can compute, and what else would."""
+"""The models whose attention Transformers computes eagerly alone, and which of our implementations computes it."""
 
 from __future__ import annotations
 
 import torch
 from transformers import PreTrainedModel
 
+from .piecewise import NAME as PIECEWISE
+
 NAME = "torch_sinks"  # not "sdpa_...": Transformers refuses names with "sdpa" for models that have no SDPA, as these
 SUPPORTED = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter")
-UNSUPPORTED = {
+IN_PIECES = {  # by "torch_pieces", and why not by flash kernels
     "deepseek_v4": "its compressed keys are chosen by a mask, which flash kernels do not take",
     **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), "its keys are chosen for each query, which flash kernels do not do"),
 }
@@ -19,11 +21,11 @@ OLDEST_GPU = (8, 0)  # compute capability
 
 def check_model(config) -> None:
     """Raise ValueError for a model whose attention is more than sinks and a window."""
-    reason = UNSUPPORTED.get(config.model_type)
+    reason = IN_PIECES.get(config.model_type)
     if reason is not None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not compute {config.model_type}: {reason}; load it with '
-            'attn_implementation="eager"'
+            f'attn_implementation="{PIECEWISE}"'
         )
 
 
@@ -48,17 +50,23 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return f"config.attention_dropout is {dropout}" if dropout else None
 
 
-def use_sinks_attention(model: PreTrainedModel) -> None:
-    """Compute a model's attention by the kernels with sinks, if it has sinks and this machine's GPU runs them."""
+def choose_attention(model: PreTrainedModel) -> None:
+    """Compute a model's attention by the kernels with sinks, if it has sinks and this machine's GPU runs them, or in
+    pieces, if its keys are chosen for each query."""
     if has_sinks(model) and _obstacle(model) is None:
         model.set_attn_implementation(NAME)
+    if _model_type(model) in IN_PIECES:
+        text = model.config.get_text_config()
+        inner = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
+        model.set_attn_implementation(dict.fromkeys(inner, PIECEWISE) if inner else PIECEWISE)
 
 
 def describe_attention(model: PreTrainedModel) -> list[str]:
     """Describe what computes the attention of a model with sinks; no sentences for other models."""
     model_type = _model_type(model)
-    if model_type in UNSUPPORTED:
-        return [f'attention with sinks: attn_implementation="eager"; not "{NAME}": {UNSUPPORTED[model_type]}']
+    if model_type in IN_PIECES:
+        reason = f'not "{NAME}", as {IN_PIECES[model_type]}'
+        return [f'attention with sinks: sonicmoe_hf.from_pretrained takes attn_implementation="{PIECEWISE}"; {reason}']
     if model_type not in SUPPORTED:
         return []
     obstacle = _obstacle(model)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..attention.models import use_sinks_attention
+from ..attention.models import choose_attention
 from ..errors import UnsupportedModelError
 from ..formats.loading_errors import named_errors
 from ..layer.config import COMPUTE_CHOICES, as_routing_policy, check_choice
@@ -94,7 +94,7 @@ def from_pretrained(
         check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here
     named_by_config = getattr(kwargs.get("config"), "_attn_implementation", None)
     if kwargs.get("attn_implementation") is None and named_by_config is None:
-        use_sinks_attention(model)
+        choose_attention(model)
     if loading is not None:
         loading.finish(model)
         guard_streamed(model)

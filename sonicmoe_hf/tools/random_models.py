@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..attention.models import use_sinks_attention
+from ..attention.models import choose_attention
 from ..formats.quantizer import mark_model_packed
 from ..formats.shares import keep_from_fsdp, restore_parameters
 from ..formats.state import hold_packed
@@ -157,7 +157,7 @@ def _made(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
     """Build the model of a config, with the attention that from_pretrained would choose unless the options name one."""
     model = (auto_class_of(config) or AutoModelForCausalLM).from_config(config, **options)
     if options.get("attn_implementation") is None:
-        use_sinks_attention(model)
+        choose_attention(model)
     return model
 
 

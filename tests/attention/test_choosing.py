@@ -95,8 +95,8 @@ def test_doctor_says_nothing_of_models_without_sinks(tmp_path):
     assert examine(str(tmp_path))["attention"] == []
 
 
-@pytest.mark.parametrize("model_type", models.UNSUPPORTED)
+@pytest.mark.parametrize("model_type", models.IN_PIECES)
 def test_of_models_that_choose_keys_the_reason_is_said(model_type):
     config = SimpleNamespace(model_type=model_type, get_text_config=lambda: config)
     (sentence,) = models.describe_attention(SimpleNamespace(config=config))
-    assert models.UNSUPPORTED[model_type] in sentence
+    assert models.IN_PIECES[model_type] in sentence

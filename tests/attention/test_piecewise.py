@@ -1,0 +1,152 @@
+"""attn_implementation="torch_pieces" is eager attention of models that choose keys for each query."""
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.models import gradients_of, relative_error
+from helpers.peaks import peak_bytes
+from helpers.small_families import CHANGES, families_here, small_model
+from transformers import CONFIG_MAPPING
+
+import sonicmoe_hf
+from sonicmoe_hf.attention import deepseek_v4, indexers, pieces
+from sonicmoe_hf.attention.models import choose_attention
+from sonicmoe_hf.attention.piecewise import NAME
+from sonicmoe_hf.private.replaced import put_back
+
+KINDS = ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"]
+V4 = {
+    "num_hidden_layers": 3,
+    "layer_types": KINDS,
+    "mlp_layer_types": ["moe"] * 3,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "compress_rates": {KINDS[1]: 6, KINDS[2]: 2},
+}
+HERE = [family for family in ("deepseek_v4", "hy_v4", "hy_v4_vl") if family in families_here()]
+CASES = [("deepseek_v4", kind) for kind in ("full", "left", "right", "packed")]
+CASES += [("hy_v4", "left"), ("hy_v4", "packed"), ("hy_v4_vl", "right")]
+pytestmark = pytest.mark.skipif(not HERE, reason="of Transformers 5.23")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def three_kinds_of_layers(monkeypatch):
+    monkeypatch.setitem(CHANGES, "deepseek_v4", V4)
+
+
+def model_of(family):
+    model = small_model(family).train()
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(parameter)
+    sonicmoe_hf.patch_model(model)
+    return model
+
+
+def batch_of(kind, length=37):
+    ids = torch.randint(3, 50, (2, length), generator=torch.Generator().manual_seed(1))
+    mask, positions = torch.ones_like(ids), None
+    if kind == "left":
+        mask[1, :9] = 0
+    if kind == "right":
+        mask[1, 20:] = 0
+    if kind == "packed":
+        positions = torch.cat([torch.arange(15), torch.arange(length - 15)]).expand(2, -1)
+        mask = None
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def step(model, batch):
+    model.zero_grad()
+    out = model(**batch, use_cache=False)
+    seen = batch["attention_mask"] if batch["attention_mask"] is not None else torch.ones_like(batch["input_ids"])
+    (out.logits * seen[..., None]).square().mean().backward()
+    return {"logits": (out.logits * seen[..., None]).detach(), **gradients_of(model)}
+
+
+@pytest.mark.parametrize("family, kind", [case for case in CASES if case[0] in HERE])
+def test_logits_and_gradients_are_those_of_eager_attention(family, kind, monkeypatch):
+    """fp32; pieces sum gradients in another order: 2e-5, or 1e-7 of the largest gradient, since some nearly cancel."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 4 * 20 * 11)
+    model, batch = model_of(family), batch_of(kind)
+    expected = step(model, batch)
+    choose_attention(model)
+    assert model.config.get_text_config()._attn_implementation == NAME
+    for gathered_from in (2, 100):
+        monkeypatch.setattr(deepseek_v4, "GATHERED_FROM", gathered_from)
+        found = step(model, batch)
+        assert found.keys() == expected.keys()
+        assert relative_error(found.pop("logits"), expected["logits"]) < 1e-6
+        largest = max(tensor.norm() for name, tensor in expected.items() if name != "logits")
+        for name, tensor in found.items():
+            assert (tensor - expected[name]).norm() < 2e-5 * expected[name].norm() + 1e-7 * largest, name
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_generation_in_chunks_and_token_for_token_with_a_cache(family, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 4 * 20 * 11)
+    model, ids = model_of(family).eval(), batch_of("full", 21)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "attention_mask": mask}
+    expected = model.generate(ids, **options)
+    choose_attention(model)
+    found = model.generate(ids, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert relative_error(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
+
+
+def test_adapters_checkpointed_layers_and_autocast(monkeypatch):
+    """Layers that are checkpointed make the same; under autocast in bf16, whose error eager attention has too."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 4 * 20 * 11)
+    model, batch = model_of("deepseek_v4"), batch_of("left")
+    with_lora(model, target_modules=["q_b_proj", "kv_proj", "o_b_proj"])
+    expected = step(model, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        eager = step(model, batch)
+    model.set_attn_implementation(NAME)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    found = step(model, batch)
+    assert all(relative_error(found[name], tensor) < 2e-5 for name, tensor in expected.items())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = step(model, batch)
+    assert relative_error(ours["logits"], expected["logits"]) < 1.2 * relative_error(
+        eager["logits"], expected["logits"]
+    )
+
+
+def test_what_it_does_not_compute_is_said():
+    model, batch = model_of("deepseek_v4"), batch_of("full")
+    model.set_attn_implementation(NAME)
+    four = torch.ones(2, 1, 37, 37, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="no 4-D masks of one's own"):
+        model(input_ids=batch["input_ids"], attention_mask=four)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        model(**batch, output_attentions=True)
+    put_back(type(model.model.layers[0].self_attn), "forward")
+    with pytest.raises(ValueError, match=r"sonicmoe_hf\.patch_model patched"):
+        model(**batch)
+
+
+def test_a_layer_of_deepseek_v4_at_2048_tokens():
+    """Eager attention takes 4.9 GiB. docs/attention.md has the figures of longer sequences, which take this test's time
+    per token."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention
+
+    config, num_tokens = CONFIG_MAPPING["deepseek_v4"](num_hidden_layers=1, layer_types=KINDS[2:]), 2048
+    config._attn_implementation = NAME
+    attention = DeepseekV4Attention(config, 0).bfloat16().requires_grad_(False)
+    indexers.use_pieces(attention)
+
+    def inputs():
+        hidden = torch.zeros(1, num_tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        angles = torch.zeros(1, num_tokens, config.qk_rope_head_dim // 2, dtype=torch.bfloat16)
+        band = torch.ones(1, 1, num_tokens, config.sliding_window, dtype=torch.uint8)
+        return hidden, {"main": (angles, angles), "compress": (angles, angles)}, torch.arange(num_tokens)[None], band
+
+    assert peak_bytes(inputs, lambda *given: attention(*given)[0].sum().backward()) < 1.2 * GIB
