@@ -20,7 +20,10 @@ from .pieces import arguments_of, piece_of
 from .piecewise import EAGER, NAME, check_call, in_pieces, probabilities
 
 MODULE = modeling_module("deepseek_v4")
-GATHERED_FROM = 4  # times as many compressed keys as a query picks: from there on picked keys are gathered
+GATHERED_FROM = (
+    16  # times as many compressed keys as a query picks: from there on picked keys are gathered. At 8 times
+)
+# (16k tokens) an H200 takes 454 ms a layer without and 849 ms with it (benchmarks/results/heads_512.csv)
 
 
 class Keys(NamedTuple):
@@ -28,7 +31,8 @@ class Keys(NamedTuple):
 
     near: [B, N, D] in fp32, of the tokens; the last is the last query's own. band: uint8 [B, S, W], which of the W keys
     up to its own a query sees. far: [B, T, D] in fp32, compressed. seen: bool [B, S, T], which of these, or None.
-    picked: [B, S, K], which of these, -1 for none; or None. In fp32, since each piece adds to their gradients.
+    picked: [B, S, K], which of these, -1 for none; or None. rate: tokens of a compressed key. Keys are in fp32, since
+    each piece adds to their gradients.
     """
 
     near: torch.Tensor
@@ -36,6 +40,12 @@ class Keys(NamedTuple):
     far: torch.Tensor
     seen: torch.Tensor | None
     picked: torch.Tensor | None
+    rate: int
+
+    def num_before(self, last: int) -> int:
+        """Bound how many compressed keys queries up to `last` see: those of tokens before them."""
+        after = self.band.shape[1] - last
+        return max(0, self.far.shape[1] + (self.rate - 1 - after) // self.rate)
 
 
 def attention_of(original: Callable) -> Callable:
@@ -97,7 +107,7 @@ def _keys(self, given: dict[str, Any], cache, residual: torch.Tensor, angles) ->
         near = cache.update(near, near, self.layer_idx)[0]
     near, band = near[:, 0].float(), band[:, 0].expand(hidden.shape[0], -1, -1)
     if self.compressor is None:
-        return Keys(near, band, near[:, :0], None, None)
+        return Keys(near, band, near[:, :0], None, None, 1)
     found: list[torch.Tensor] = []
     indexer = getattr(self.compressor, "indexer", None)
     handle = None if indexer is None else indexer.register_forward_hook(lambda *call: found.append(call[-1]))
@@ -107,21 +117,22 @@ def _keys(self, given: dict[str, Any], cache, residual: torch.Tensor, angles) ->
         if handle is not None:
             handle.remove()
     seen = None if bias is None or found else bias[:, 0] == 0
-    return Keys(near, band, far[:, 0].float(), seen, found[0] if found else None)
+    return Keys(near, band, far[:, 0].float(), seen, found[0] if found else None, self.compressor.compress_rate)
 
 
 def _piece(self, q: torch.Tensor, keys: Keys, place: tuple[int, int, int], gathers: bool) -> torch.Tensor:
     """Compute attention of some queries [H, C, D] of one row: [H, C, D]."""
     row, first, last = place
     near, sees_near = _window(keys, place)
-    near, far = near.to(q.dtype), keys.far[row].to(q.dtype)
+    far = keys.far[row] if gathers else keys.far[row, : keys.num_before(last)]
+    near, far = near.to(q.dtype), far.to(q.dtype)
     picked = None if keys.picked is None else keys.picked[row, first:last]
     if gathers:
         own = F.embedding(picked.clamp(min=0), far)  # [C, K, D]; its backward adds in fp32 and in one order
         scores = torch.matmul(q.transpose(0, 1), own.transpose(1, 2)).transpose(0, 1)
         sees_far = picked >= 0
     else:
-        scores, sees_far = torch.matmul(q, far.t()), _seen(keys, picked, place)
+        scores, sees_far = torch.matmul(q, far.t()), _seen(keys, picked, place, far.shape[0])
     of_near, of_far = probabilities(
         [torch.matmul(q, near.t()).float() * self.scaling, scores.float() * self.scaling],
         [sees_near, sees_far],
@@ -138,18 +149,18 @@ def _window(keys: Keys, place: tuple[int, int, int]) -> tuple[torch.Tensor, torc
     """Cut the keys of tokens that some queries may see [N, D], and find which of them each sees, bool [C, N]."""
     row, first, last = place
     (num_queries, window), num_keys = keys.band.shape[1:], keys.near.shape[1]
-    own = torch.arange(first, last, device=keys.band.device)[:, None] + (num_keys - num_queries)
+    own = torch.arange(first, last, dtype=torch.int64, device=keys.band.device)[:, None] + (num_keys - num_queries)
     begin, end = max(0, first + num_keys - num_queries - window + 1), last + num_keys - num_queries
-    column = torch.arange(begin, end, device=keys.band.device) - own + window - 1
+    column = torch.arange(begin, end, dtype=torch.int64, device=keys.band.device) - own + window - 1
     seen = keys.band[row, first:last].gather(1, column.clamp(0, window - 1)).bool()
     return keys.near[row, begin:end], seen & (column >= 0) & (column < window)
 
 
-def _seen(keys: Keys, picked: torch.Tensor | None, place: tuple[int, int, int]) -> torch.Tensor | None:
-    """Find which compressed keys some queries see, bool [C, T], or None for all."""
+def _seen(keys: Keys, picked: torch.Tensor | None, place: tuple[int, int, int], num: int) -> torch.Tensor | None:
+    """Find which of the first `num` compressed keys some queries see, bool [C, num], or None for all."""
     row, first, last = place
     if picked is None:
-        return None if keys.seen is None else keys.seen[row, first:last]
+        return None if keys.seen is None else keys.seen[row, first:last, :num]
     num_keys = keys.far.shape[1]
     seen = torch.zeros(last - first, num_keys + 1, dtype=torch.bool, device=picked.device)
-    return seen.scatter(1, torch.where(picked < 0, num_keys, picked), True)[:, :num_keys]
+    return seen.scatter(1, torch.where(picked < 0, num_keys, picked), True)[:, :num]

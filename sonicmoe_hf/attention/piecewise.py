@@ -155,8 +155,8 @@ def mask_in_pieces(
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         mask_function = and_masks(mask_function, padding_mask_function(padding))
-    batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
-    queries = torch.arange(q_length, device=device).view(1, 1, -1, 1) + q_offset
-    keys = queries + torch.arange(1 - local_size, 1, device=device)
+    batch = torch.arange(batch_size, dtype=torch.int64, device=device).view(-1, 1, 1, 1)
+    queries = torch.arange(q_length, dtype=torch.int64, device=device).view(1, 1, -1, 1) + q_offset
+    keys = queries + torch.arange(1 - local_size, 1, dtype=torch.int64, device=device)
     seen = mask_function(batch, torch.zeros_like(batch[:1]), queries, keys.clamp(min=kv_offset)) & (keys >= kv_offset)
     return seen.expand(batch_size, 1, q_length, local_size).to(torch.uint8)

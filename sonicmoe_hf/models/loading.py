@@ -38,8 +38,8 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a model by `auto_class.from_pretrained(...)`, then `patch_model(model, routing, save=save)`.
 
-    A model with attention sinks gets attn_implementation="torch_sinks" where it runs (docs/attention.md), unless
-    attn_implementation is given.
+    A model with attention sinks gets attn_implementation="torch_sinks" where it runs, or "torch_pieces"
+    (docs/attention.md), unless attn_implementation is given.
 
     Args:
         pretrained_model_name_or_path, args, kwargs: as `auto_class.from_pretrained` takes them.

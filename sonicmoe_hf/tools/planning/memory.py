@@ -259,6 +259,8 @@ def _head(sizes: ModelSizes, training: Training) -> float:
 
 # activations, for each token
 
+STREAM_COPIES = 5.5  # of the streams in fp32, that a layer's two hyper-connections keep, by tensors without memory
+
 
 def stream_bytes(sizes: ModelSizes, training: Training) -> float:
     """Count a token's hidden states between two layers."""
@@ -289,6 +291,8 @@ def layer_bytes(sizes: ModelSizes, training: Training) -> float:
     read = sizes.projections if full else adapted
     kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
     kept += _of_pair(sizes, training)[0] * training.sequence
+    if sizes.streams > 1:
+        kept += STREAM_COPIES * 4.0 * sizes.hidden * sizes.streams
     rows = _rows(sizes, training)
     kept += 2.0 * sizes.up_rows * sizes.inner * rows if _keeps_h(sizes, training) else 0.0
     kept += 2 * 2.0 * max(training.experts_r, 16) * rows if training.experts_r and not full else 0.0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...attention.models import UNSUPPORTED as FP32_SCORES  # their sinks stay in fp32, and so all scores are
+from ...attention.models import IN_PIECES as FP32_SCORES  # their sinks stay in fp32, and so all scores are
 from ...attention.models import has_sinks
 from ...checkpoints.config_only import build_on_meta
 from ...checkpoints.configs import family_of, quantization_of
@@ -60,8 +60,9 @@ class ModelSizes:
     head. attention: "sdpa", or "eager" where a model has
     nothing else. streams: hidden states of a token between two layers (hyper-connections have several). kept_of_pair,
     made_of_pair: bytes that a layer's own attention keeps of a pair of tokens for backward, and makes beside that.
-    has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
-    checkpoint declares, by the names of kernels/packed where it is of these; is_packed: by this package;
+    has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU; in_pieces: by "torch_pieces".
+    quantization: what its checkpoint declares, by the names of kernels/packed where it is of these; is_packed: by this
+    package;
     is_dequantized: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what
     is estimated, in words.
     """
@@ -97,6 +98,7 @@ class ModelSizes:
     is_dequantized: bool = False
     is_convertible: bool = False
     has_sinks: bool = False
+    in_pieces: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -196,6 +198,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
         is_convertible=_is_convertible(model.config),
         has_sinks=has_sinks(model),
+        in_pieces=config.model_type in FP32_SCORES,
         notes=_notes(model, support),
     )
 

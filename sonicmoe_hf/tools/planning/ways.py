@@ -16,6 +16,7 @@ SEQUENCE = 4096  # the longest, unless asked otherwise
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
 CONTEXT = 1.0  # GiB of CUDA's context and of NCCL's buffers
 GAPS = 1.05  # of what the allocator reserves for what is allocated: 1.01 to 1.05 on one GPU in results/recipes.csv
+IN_PIECES = "torch_pieces"  # what from_pretrained takes for models whose keys are chosen for each query
 ATTENTION_WITH_SINKS = "torch_sinks"  # what from_pretrained takes for bf16 weights on a GPU
 LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger 0.8 has kernels
     (
@@ -114,7 +115,9 @@ def ways_of(
     planned = []
     for training in _trainings(sizes, gpus, *in_sequences(tokens, sequence)):
         if method in (None, training.method):
-            if sizes.has_sinks and _is_loaded_in_bf16(training):
+            if sizes.in_pieces:
+                training = replace(training, attention=IN_PIECES)
+            elif sizes.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=ATTENTION_WITH_SINKS)
             planned.append(_way(sizes, training, gpu_memory))
     packed = [way for way in planned if way.training.method == "qlora"]
