@@ -141,17 +141,17 @@ def of_streaming(row):
 
 def of_deepseek(row):
     layers, tokens, gpus = (int(words.split()[0]) for words in row["shape"].split(", "))
-    return sizes_of("DeepSeek-V3", layers), Training(
+    return sizes_of(row["config"], layers), Training(
         method="qlora",
         tokens=tokens,
         parallel="one GPU" if gpus == 1 else "DDP",
         gpus=gpus,
         r=8,
         experts_r=8,
-        experts="nf4",
+        experts=models.MODELS[row["config"]].packed,
         linear="nf4" if "NF4 linear" in row["contender"] else "bf16",
         optimizer="adam8bit" if row["contender"].endswith("8bit") else "adam",
-        experts_memory=0,
+        experts_memory=0 if "in host memory" in row["contender"] else None,
     )
 
 
@@ -246,6 +246,7 @@ READERS = {  # by file
     "lora_step.csv": of_lora_step,
     "qlora_step.csv": of_qlora_step,
     "deepseek_host_memory.csv": of_deepseek,
+    "kimi_host_memory.csv": of_deepseek,
     "everyday.csv": of_everyday,
     "long.csv": of_long,
     "expert_parallel.csv": of_expert_parallel,
@@ -256,10 +257,19 @@ READERS = {  # by file
 }
 
 
+OURS = (
+    "deepseek_host_memory.csv",
+    "kimi_host_memory.csv",
+    "qlora_step.csv",
+    "recipes.csv",
+    "streaming.csv",
+    "switches.csv",
+)
+
+
 def is_of_ours(name, row):
     contender = row.get("case") or row.get("contender", "")
-    all_are = name in ("deepseek_host_memory.csv", "qlora_step.csv", "recipes.csv", "streaming.csv", "switches.csv")
-    return all_are or contender.split(",")[0] in PLANNED or contender.endswith("sonicmoe-hf")
+    return name in OURS or contender.split(",")[0] in PLANNED or contender.endswith("sonicmoe-hf")
 
 
 def measured():
