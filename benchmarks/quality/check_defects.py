@@ -181,8 +181,9 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<0>")
 
 
-def write_text(path: Path, num_words: int, draws: random.Random) -> str:
-    path.write_text(" ".join(f"<{draws.randrange(1, VOCABULARY)}>" for _ in range(num_words)))
+def write_text(path: Path, num_words: int, draws: random.Random, last: int = VOCABULARY - 1) -> str:
+    """Write words that are drawn at random, of those up to `last`."""
+    path.write_text(" ".join(f"<{draws.randint(1, last)}>" for _ in range(num_words)))
     return str(path)
 
 

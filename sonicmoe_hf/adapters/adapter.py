@@ -37,7 +37,7 @@ from ..lora.factors import Factors, fused_gate_up, interchanged, stacked
 from ..lora.names import KEY, PREFIX, is_target_parameter, without_wrappers
 from ..model_patches import NATIVE_FAMILIES
 from ..patching.experts import experts_facts
-from .rules import ADAPTER_WEIGHTS, AdapterConfig, name_in_trained_model
+from .rules import ADAPTER_WEIGHTS, AdapterConfig, NotPlainLoRAError, name_in_trained_model
 from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel
 
 SHOWN = 4  # of the names in an error
@@ -89,8 +89,11 @@ class Adapter(NamedTuple):
 
 def is_in_pefts_form(folder: Path, model: PreTrainedModel) -> bool:
     """Tell whether PEFT itself loads the adapter in `folder` into `model`, each factor in its place. Raises as
-    `Adapter.read`."""
-    reader = _Reader(folder / ADAPTER_WEIGHTS, AdapterConfig(folder), model)
+    `Adapter.read`, except for what is not plain LoRA, which PEFT alone loads."""
+    try:
+        reader = _Reader(folder / ADAPTER_WEIGHTS, AdapterConfig(folder), model)
+    except NotPlainLoRAError:
+        return True
     as_named = all(name == f"{PREFIX}{key}" for key, name in reader.stored.items())
     in_layout = reader.trained.is_native == any(map(is_native, reader.trained.experts.values()))
     return as_named and in_layout and not any(each.part or reader.is_grouped_by_expert(each) for each in reader.sides)
@@ -179,7 +182,7 @@ class _Reader:
         module = self.trained.in_model(module)
         weight = f"{module}.{parameter}"
         if "lora_" in name or weight not in self.trained.state or module in self.trained.experts:
-            raise CheckpointError(
+            raise NotPlainLoRAError(
                 f"{self.path}: {name} is neither lora_A nor lora_B of a layer, nor the weight of a single layer; where "
                 f"PEFT saved it, {WITH_PEFT}"
             )

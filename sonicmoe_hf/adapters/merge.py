@@ -147,10 +147,10 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     adapter = Adapter.read(folder, model)
     tied = model.all_tied_weights_keys
     other = {**tied, **{source: target for target, source in tied.items()}}
-    stored_in = {name: groups.get(name) or groups.get(other.get(name, "")) for name in model.state_dict()}
-    for name in sorted({*adapter.factors, *adapter.replaced}):
-        group = stored_in[name]
-        if group is None or stored.weights.keys().isdisjoint(group.shapes):
+    changed = {*adapter.factors, *adapter.replaced}
+    stored_in = {name: groups[held] for name in changed for held in (other.get(name), name) if held in groups}
+    for name in sorted(changed):
+        if name not in stored_in or stored.weights.keys().isdisjoint(stored_in[name].shapes):
             raise CheckpointError(
                 f"{name}, which the adapter changes, comes from no weight in {stored.folder}; {WITH_PEFT}"
             )

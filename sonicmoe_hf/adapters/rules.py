@@ -93,6 +93,10 @@ def name_in_trained_model(name: str) -> str:
     return WRAPPED.sub("", name).removeprefix("module.").removeprefix(PREFIX).removeprefix("module.")
 
 
+class NotPlainLoRAError(CheckpointError):
+    """An adapter has more than lora_A and lora_B of layers, and whole ones; PEFT itself may load it."""
+
+
 class AdapterConfig:
     """The adapter_config.json of plain LoRA in a folder, by the rules that PEFT reads it by.
 
@@ -122,7 +126,7 @@ class AdapterConfig:
         if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
             set_otherwise["init_lora_weights"] = init
         for key, value in set_otherwise.items():
-            raise CheckpointError(
+            raise NotPlainLoRAError(
                 f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}, or with the "
                 "trainer that wrote it, where PEFT has no such field"
             )

@@ -20,7 +20,12 @@ def untie_adapted_head(model: nn.Module) -> None:
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers]
     embeddings, head = (getattr(base, "weight", None) for base in bases)
-    if head is None or head is not embeddings or head.is_meta or not any(map(_is_adapted, layers)):
+    if (
+        not isinstance(head, nn.Parameter)
+        or head is not embeddings
+        or head.is_meta
+        or not any(map(_is_adapted, layers))
+    ):
         return
     bases[1].weight = nn.Parameter(head.detach().clone(), head.requires_grad)
     for config in (model.config, model.config.get_text_config()):

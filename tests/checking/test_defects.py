@@ -1,10 +1,16 @@
 """`check` says "applied" of no adapter that a merge has damaged: the cases that it once believed, and defects drawn at random."""
 
 import random
+import shutil
 
 import pytest
+import torch
+from helpers.adapters import adapt
+from helpers.checkpoints import make, rewrite, tensors_in
+from transformers import AutoModelForCausalLM
 
 from benchmarks.quality.check_defects import KINDS, NONE, SIZES, Defect, draw, measure, word_tokenizer, write_text
+from sonicmoe_hf.tools.checking.check import check_adapter
 
 pytestmark = pytest.mark.pinned
 
@@ -51,3 +57,33 @@ def test_no_defect_drawn_at_random_is_applied_in_fp32(tmp_path):
     text = write_text(tmp_path / "text", 500, draws)
     defects = [draw(kind, draws.choice(SIZES), draws) for kind in draws.sample(KINDS, 4)]
     assert all(kind != "applied" for kind, _ in measure(tmp_path, word_tokenizer(), text, "float32", defects))
+
+
+WHOLE = {  # what an adapter may train whole: PEFT's options, the tensors, and their name
+    "biases": ({"bias": "lora_only"}, ".bias", "its biases"),
+    "tokens": ({"trainable_token_indices": list(range(4, 20))}, "embed_tokens.weight", "embed_tokens"),
+    "norms": ({"modules_to_save": ["input_layernorm"]}, "input_layernorm.weight", "input_layernorm"),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_biases_tokens_and_norms_that_are_missing_are_named(kind, tmp_path):
+    options, ending, name = WHOLE[kind]
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, num_hidden_layers=1, attention_bias=True)
+    word_tokenizer().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = adapt(model, tmp_path / "adapter", size=0.1, target_modules=["q_proj", "o_proj"], **options)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    base, merged = tensors_in(tmp_path / "base"), tensors_in(tmp_path / "merged")
+    whole = {each: tensor for each, tensor in base.items() if each.endswith(ending)}
+    for place, lacking in (("without what is whole", whole), ("without LoRA", base.keys() - whole.keys())):
+        shutil.copytree(tmp_path / "merged", tmp_path / place)
+        rewrite(tmp_path / place, merged | {each: base[each] for each in lacking})
+    text = write_text(tmp_path / "text", 380, random.Random(0), last=63)
+    places = [str(tmp_path / place) for place in ("merged", "without what is whole", "without LoRA")]
+    result = check_adapter(str(tmp_path / "base"), str(tmp_path / "adapter"), places, text=text)
+    assert [(each.verdict.kind, each.verdict.reason) for each in result.places] == [
+        ("applied", ""),
+        ("applied in part", f"without {name}"),
+        ("applied in part", "without its LoRA"),
+    ]

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from transformers import AutoTokenizer
 
 from ...adapters.convert import is_adapter
 from ...checkpoints.companions import has_tokenizer
 from ...checkpoints.hub import local_folder
 from ...errors import CheckpointError
-from .models import Loading, adapted, rounded, scores_of
+from .models import Loading, Scores, adapted, rounded, scores_of
 from .places import Observation, coarser, observed_adapted, observed_by_server, observed_merged
 from .server import Server
 from .texts import NUM_TEXTS, Text, texts_for
@@ -76,7 +77,7 @@ def check_adapter(
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
         places += observed_adapted(trained, base_folder, in_other_forms, texts, new, say)
-        noises = {}
+        noises: dict[torch.dtype | None, Scores] = {}
         for dtype in {each.dtype for each in places if each.dtype is not None}:
             say(f"measuring what rounding to {dtype} changes")
             with rounded(trained, coarser(dtype, trained.dtype)):

@@ -155,7 +155,7 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
         if name == ALL:
             continue
         members = [is_in(layer) for layer in layers]
-        if (all(members) and not wholes) or members in seen:  # which is the base, or said by another name
+        if all(members) or members in seen:  # which is the base or all LoRA, or said by another name
             continue
         seen.append(members)
         hypotheses.append(Hypothesis(LEFT_OUT, name, scale_of(is_in, 0)))

@@ -57,7 +57,7 @@ def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
         CheckpointError: the model of `place` has no such token, or its scores are not finite.
     """
     by_length: dict[int, list[Text]] = {}
-    last = model.get_input_embeddings().num_embeddings - 1
+    last = len(model.get_input_embeddings().weight) - 1
     for text in texts:
         if max(text.ids) > last:
             raise CheckpointError(
