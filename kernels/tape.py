@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
         return self._beginning.setdefault(source, _Expression(self._new_name("a")))
 
     def finish(self, result) -> Tape:
-        """Compile the tape. It takes leaves of the same sizes, and the list of arguments that has them, empties both, and
+        """Compile the tape. It takes leaves of the same sizes, and the list that has those to be freed, empties both, and
         gives the function's results; or None, having done nothing, where it is not for these.
 
         Raises:
@@ -204,12 +204,12 @@ class Recorder(TorchDispatchMode):
             guards += f" or {self.constant(torch.cuda.current_device)}() != {self._device.index}"
         source = "\n    ".join(
             [
-                "def tape(leaves, arguments):",
+                "def tape(leaves, given):",
                 f"{names}, *_ = leaves",
                 f"if ({addresses}) % {ALIGNMENT}{guards}: return None",
                 "del _",
                 "leaves.clear()",
-                "arguments.clear()",
+                "given.clear()",
                 *(f"{name} = {source}" for source, name in self._beginning.items()),
                 *self.lines,
                 f"return [{results}]",
@@ -328,40 +328,42 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
     return any(start + size > following for (start, size), (following, _) in itertools.pairwise(places))
 
 
-def _never(leaves, arguments):
+def _never(leaves, given):
     return None
 
 
 class Taped:
-    """`function(arguments)`, which empties the list of arguments and gives a list of tensors, by its tape.
+    """`function(given, *others)`, which empties the list `given` and gives a list of tensors, by its tape.
 
-    The arguments are tensors, constants, and tuples of such and of tuples; the first leaf is a tensor, and all tensors
-    are on one device. What the function does follows from the tensors' sizes and the constants alone.
-    num_derived: so many arguments, the last ones, hold tensors without gaps whose sizes follow from the other arguments.
+    The arguments, and what is in the list, are tensors, constants, and tuples of such and of tuples; the first leaf is a
+    tensor, and all tensors are on one device. What the function does follows from the tensors' sizes and the constants
+    alone.
+    derived: the places of leaves that are tensors without gaps whose sizes follow from the other leaves.
     """
 
-    def __init__(self, function: Callable[[list[Any]], list[torch.Tensor]], num_derived: int = 0):
-        self.function, self.num_derived = function, num_derived
+    def __init__(self, function: Callable[..., list[torch.Tensor]], derived: slice = slice(0, 0)):
+        self.function, self.derived = function, derived
         self.tapes: dict[Any, Tape] = {}
         self._counts: dict[Any, int] = {}  # of calls with sizes that have no tape
 
-    def __call__(self, arguments: list[Any]) -> list[torch.Tensor]:
+    def __call__(self, given: list[Any], *others: Any) -> list[torch.Tensor]:
         if recording() is not None:  # the other function's tape has this one's lines
-            return self.function(arguments)
-        end = len(arguments) - self.num_derived
-        leaves = leaves_of(arguments[:end])
-        sizes = [(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in leaves]
+            return self.function(given, *others)
+        leaves = leaves_of((*given, *others))
+        sizes = [
+            (x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x
+            for x in leaves[: self.derived.start] + leaves[self.derived.stop :]
+        ]
         key = (leaves[0].get_device(), *sizes)
-        leaves += leaves_of(arguments[end:])
         tape = self.tapes.get(key)
         if tape is not None:
-            result = tape(leaves, arguments)
+            result = tape(leaves, given)
             if result is not None:
                 return result
         elif self._is_due(key) and _can_be_recorded(leaves):
-            return self._record(key, leaves, arguments)
+            return self._record(key, leaves, given, others)
         leaves.clear()
-        return self.function(arguments)
+        return self.function(given, *others)
 
     def _is_due(self, key) -> bool:
         if len(self._counts) >= TAPES:
@@ -369,13 +371,13 @@ class Taped:
         self._counts[key] = self._counts.get(key, 0) + 1
         return self._counts[key] >= RECORDED_CALL
 
-    def _record(self, key, leaves: Leaves, arguments: list[Any]) -> list[torch.Tensor]:
+    def _record(self, key, leaves: Leaves, given: list[Any], others: tuple) -> list[torch.Tensor]:
         recorder = Recorder(leaves)
         leaves.clear()
         _thread.recorder = recorder
         try:
             with recorder:
-                result = self.function(arguments)
+                result = self.function(given, *others)
         finally:
             _thread.recorder = None
         if len(self.tapes) >= TAPES:

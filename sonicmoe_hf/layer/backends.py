@@ -6,10 +6,11 @@ import functools
 import importlib
 import importlib.util
 import os
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
+from ..kernels.interface import Backend
 from .config import check_choice
 
 KERNELS = ("hopper", "triton")
@@ -114,6 +115,6 @@ def choose(device: torch.device, dtype: torch.dtype | None, backend: str | None 
 
 
 @functools.cache
-def load(name: str):
-    """Return the module of a backend, imported when first used; its functions are listed in kernels/interface.py."""
-    return importlib.import_module(f"sonicmoe_hf.kernels.{name}")
+def load(name: str) -> Backend:
+    """Return the module of a backend, imported when first used."""
+    return cast(Backend, importlib.import_module(f"sonicmoe_hf.kernels.{name}"))

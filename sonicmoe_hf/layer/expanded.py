@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ..kernels.interface import Rows
-from ..kernels.packed import FORMATS, Quantized
 from ..private.attributes import EXPANDED
 from ..private.torch import current_graph_task_id, is_traced_in_checkpoint
 from . import backends
+from .call import LayerCall
 from .pieces import MAX_ROWS
 
 Weights = dict[str, torch.Tensor]  # [E, out, in], by "gate_up" and "down"
@@ -39,23 +37,24 @@ def may_keep() -> bool:
     return config is None or not config.triton.cudagraphs or is_traced_in_checkpoint()
 
 
-def expand(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype, names: Sequence[str]) -> Weights:
+def expand(call: LayerCall, dtype: torch.dtype, names: Sequence[str]) -> Weights:
     """Expand those of a layer's weights that are packed, where they serve several products and there is room: in what
     backward computes again, until it has used them, and for a layer in pieces."""
+    options, rows = call.options, call.rows
     if options.fp8 or not (options.piece or _is_backward()):
         return {}
     kernels = backends.load(options.backend)
-    packed = {name: projection for name in names if (projection := getattr(inputs, name)).format}
+    packed = {name: projection for name in names if (projection := call.projection(name)).format}
     packed = {name: each for name, each in packed.items() if not kernels.reads_packed(each.format, dtype, rows, True)}
-    shapes = [FORMATS[each.format].shape(Quantized(*each[:3])) for each in packed.values()]
+    shapes = [each.logical_shape() for each in packed.values()]
     num_rows = min(rows.token.numel(), MAX_ROWS)
     elements = sum(size_out * (num * size_in + FREE_ROWS * num_rows) for num, size_out, size_in in shapes)
-    if not packed or not _has_room(inputs.weight.device, dtype.itemsize * elements):
+    if not packed or not _has_room(call.weight.device, dtype.itemsize * elements):
         return {}
     if options.piece:  # whose offsets are each piece's
         every = torch.arange(shapes[0][0] + 1, dtype=rows.offsets.dtype, device=rows.offsets.device)
         rows = rows._replace(offsets=every)
-    return {name: kernels.dequantize(*each[:4], dtype, rows) for name, each in packed.items()}
+    return {name: each.dequantize(kernels, dtype, rows) for name, each in packed.items()}
 
 
 def _is_backward() -> bool:
@@ -83,17 +82,16 @@ def keep(weights: Weights, saved: Sequence[torch.Tensor]) -> None:
         vars(saved[0].untyped_storage())[EXPANDED] = weights
 
 
-def take(saved: Sequence[torch.Tensor | None]) -> Weights:
+def take(saved: Sequence[torch.Tensor]) -> Weights:
     """Take the weights that were kept with what was saved."""
-    first = next((tensor for tensor in saved if tensor is not None), None)
-    return {} if first is None else vars(first.untyped_storage()).pop(EXPANDED, {})
+    return vars(saved[0].untyped_storage()).pop(EXPANDED, {}) if saved else {}
 
 
-def use(weights: Weights, inputs: Any, transposed: bool) -> Any:
+def use(weights: Weights, call: LayerCall) -> LayerCall:
     """Put the weights, which are taken out of `weights`, into the places of the packed ones."""
     while weights:
         name, weight = weights.popitem()
-        dense = weight.transpose(1, 2) if transposed else weight
-        expanded = getattr(inputs, name)._replace(weight=dense, scales=None, state=None, format="")
-        inputs = inputs._replace(**{name: expanded})
-    return inputs
+        dense = weight.transpose(1, 2) if call.options.transposed else weight
+        expanded = call.projection(name)._replace(weight=dense, scales=None, state=None, format="")
+        call = call._replace(gate_up=expanded) if name == "gate_up" else call._replace(down=expanded)
+    return call

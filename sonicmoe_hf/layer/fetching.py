@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from ..kernels.interface import Rows
 from ..kernels.packed import Quantized
+from .call import LayerCall
 from .projection import Projection
 
 # Up to so many rows for each expert, kernels read packed weights where they are, over the bus: they read the routed
@@ -40,56 +40,62 @@ class StreamedLayer(Protocol):
 STREAMED: weakref.WeakValueDictionary[int, StreamedLayer] = weakref.WeakValueDictionary()
 
 
-def on_device(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Give, inside `with`, the op's inputs as the backend's kernels read them, with weights in this dtype."""
+def on_device(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[LayerCall]:
+    """Give, inside `with`, the call as the backend's kernels read it, with weights in this dtype."""
     # eager products are PyTorch's; kernels know no autocast, and the switch takes time
-    is_cast = options.backend == "eager" and torch.is_autocast_enabled(inputs.weight.device.type)
+    device = call.weight.device.type
+    is_cast = call.options.backend == "eager" and torch.is_autocast_enabled(device)
     if is_cast or STREAMED:
-        return _without_autocast(inputs, rows, options, dtype)
-    return contextlib.nullcontext(inputs)
+        return _without_autocast(call, dtype)
+    return contextlib.nullcontext(call)
 
 
 @contextlib.contextmanager
-def _without_autocast(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype):
-    with torch.autocast(inputs.weight.device.type, enabled=False), fetched(inputs, rows, options, dtype) as inputs:
-        yield inputs
+def _without_autocast(call: LayerCall, dtype: torch.dtype) -> Iterator[LayerCall]:
+    with torch.autocast(call.weight.device.type, enabled=False), fetched(call, dtype) as call:
+        yield call
 
 
-def fetched(inputs: Any, rows: Rows, options: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Give the op's inputs with weights that kernels of the device read inside `with`, dense ones in `dtype`; the
-    inputs themselves where none are in host memory."""
-    gate_up, down = inputs.gate_up, inputs.down
+def fetched(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[LayerCall]:
+    """Give the call with weights that kernels of the device read inside `with`, dense ones in `dtype`; the call itself
+    where none are in host memory."""
+    gate_up, down = call.gate_up, call.down
     layer = STREAMED.get(gate_up.weight.data_ptr())
     if layer is None or not layer.holds(gate_up.weight, down.weight):
         # copy what no layer holds: one weight of two was replaced, or a hook copied what autograd saved
-        copies = {"gate_up": _copied(gate_up, inputs.weight.device), "down": _copied(down, inputs.weight.device)}
-        return contextlib.nullcontext(_replace(inputs, copies, dtype))
+        copies = {"gate_up": _copied(gate_up, call.weight.device), "down": _copied(down, call.weight.device)}
+        return contextlib.nullcontext(_with_stored(call, copies, dtype))
     # Dense weights, and packed ones of FP8 products, go through TMA, which has not been tried over the bus.
-    is_packed = gate_up.format and down.format and not options.fp8
+    is_packed = gate_up.format and down.format and not call.options.fp8
+    rows = call.rows
     has_few_rows = rows.token.numel() <= ROWS_OVER_THE_BUS * (rows.offsets.numel() - 1)
     if is_packed and has_few_rows and (mapped := layer.mapped()) is not None:
-        return contextlib.nullcontext(_replace(inputs, mapped, dtype))
-    return _replaced(inputs, layer.fetched(), dtype)
+        return contextlib.nullcontext(_with_stored(call, mapped, dtype))
+    return _replaced(call, layer.fetched(), dtype)
 
 
 def _copied(projection: Projection, device: torch.device) -> Quantized:
     """Copy the weight to the device where it is not there."""
-    weight, scales, state, *_ = projection
-    return Quantized(*(part if part is None else part.to(device) for part in (weight, scales, state)))  # type: ignore[arg-type]
+    stored = projection.stored()
+    return Quantized(*(part if part is None else part.to(device) for part in stored))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
-def _replaced(inputs: Any, weights: AbstractContextManager[Mapping[str, Quantized]], dtype: torch.dtype):
+def _replaced(
+    call: LayerCall, weights: AbstractContextManager[Mapping[str, Quantized]], dtype: torch.dtype
+) -> Iterator[LayerCall]:
     with weights as on_device:
-        yield _replace(inputs, on_device, dtype)
+        yield _with_stored(call, on_device, dtype)
 
 
-def _replace(inputs: Any, weights: Mapping[str, Quantized], dtype: torch.dtype) -> Any:
+def _with_stored(call: LayerCall, weights: Mapping[str, Quantized], dtype: torch.dtype) -> LayerCall:
     """Exchange the stored tensors of the projections, and cast dense ones, as autocast casts those on the device before
     the op."""
-    for name, stored in weights.items():
-        projection = getattr(inputs, name)
-        if not projection.format:
-            stored = Quantized(stored.codes.to(dtype), *stored[1:])
-        inputs = inputs._replace(**{name: Projection(*stored, *projection[len(stored) :])})
-    return inputs
+
+    def exchanged(projection: Projection, stored: Quantized) -> Projection:
+        codes = stored.codes if projection.format else stored.codes.to(dtype)
+        return projection._replace(weight=codes, scales=stored.scales, state=stored.state)
+
+    return call._replace(
+        gate_up=exchanged(call.gate_up, weights["gate_up"]), down=exchanged(call.down, weights["down"])
+    )

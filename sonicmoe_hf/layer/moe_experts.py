@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
+from ..kernels.interface import ACTIVATIONS, Activation, Rows, accumulation_dtype, is_gated
 from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends, expanded
+from .call import LayerCall, Options, SaveFlags
 from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import FORWARD, run_exchanged
+from .experts_op import FORWARD, Exchange, run_exchanged
 from .packed_weight import PackedWeight
 from .pieces import tokens_of_piece
-from .products import Inputs, Options, SaveFlags
 from .projection import LowRank, Projection, projection
 from .routing import Routing
 from .torch_op import SOURCE
@@ -82,43 +83,62 @@ def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> No
     raise ValueError(f"compute='fp8' takes {obstacle}; leave compute out")
 
 
+class Pairs(NamedTuple):
+    """A routing of T tokens to E experts, as `dispatch` takes it; rows: what that gives, where it is known."""
+
+    expert_index: torch.Tensor
+    token_index: torch.Tensor | None
+    weights: torch.Tensor
+    sentinels: bool
+    num_tokens: int
+    num_experts: int
+    rows: Rows | None
+
+
 @torch.compiler.allow_in_graph
 def _run(
-    x,
+    x: torch.Tensor,
     gate_up: Projection,
     down: Projection,
-    pairs,
-    rows,
-    options,
+    pairs: Pairs,
+    options: Options,
     save: str,
-    sizes: tuple[int, int],
-    exchange,
+    exchange: Exchange | None,
     source: str,
 ) -> torch.Tensor:
     """Compute `moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
-    pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: the first
-    fields of Options. sizes: T, of the routing, and E. exchange: the routing's.
-    source: torch_op.SOURCE.
+    options: without what is decided here. source: torch_op.SOURCE.
     """
-    expert_index, token_index, weight, sentinels = pairs
-    is_top_k = rows is None and token_index is None and exchange is None
-    piece = tokens_of_piece(sizes[0], expert_index.numel()) if is_top_k else 0
-    keeps_expanded = bool(gate_up.format or down.format) and expanded.may_keep()
-    options = Options._make((*options, keeps_expanded, piece))
+    is_top_k = pairs.rows is None and pairs.token_index is None and exchange is None
+    piece = tokens_of_piece(pairs.num_tokens, pairs.expert_index.numel()) if is_top_k else 0
+    rows = pairs.rows
     if rows is None:
-        rows = dispatch(expert_index, *sizes, token_index, sentinels=sentinels, backend=options.backend, piece=piece)
-    accumulated = accumulation_dtype(x.dtype)
+        rows = dispatch(
+            pairs.expert_index,
+            pairs.num_tokens,
+            pairs.num_experts,
+            pairs.token_index,
+            sentinels=pairs.sentinels,
+            backend=options.backend,
+            piece=piece,
+        )
+    accumulated, weight = accumulation_dtype(x.dtype), pairs.weights
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
     has_gradient = x.requires_grad or weight.requires_grad or gate_up.requires_grad() or down.requires_grad()
     differentiable = has_gradient and torch.is_grad_enabled()
-    keep_h = differentiable and save == "preactivation" and not options.piece
-    keep_u = differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h)
-    keep_v = differentiable and down.b is not None and down.b.requires_grad
-    arguments = Inputs(x.contiguous(), gate_up, down, weight), rows, options, SaveFlags(keep_h, keep_u, keep_v)
-    if exchange is None:
-        return FORWARD(differentiable, *arguments)[0]
-    return run_exchanged(differentiable, *arguments, exchange)
+    keep_h = differentiable and save == "preactivation" and not piece
+    options = options._replace(
+        saves=SaveFlags(
+            h=keep_h,
+            u=differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h),
+            v=differentiable and down.b is not None and down.b.requires_grad,
+        ),
+        keeps_expanded=bool(gate_up.format or down.format) and expanded.may_keep(),
+        piece=piece,
+    )
+    call = LayerCall(weight=weight, x=x.contiguous(), gate_up=gate_up, down=down, rows=rows, options=options)
+    return FORWARD(differentiable, call)[0] if exchange is None else run_exchanged(differentiable, call, exchange)
 
 
 def moe_experts(
@@ -192,16 +212,25 @@ def moe_experts(
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, act.name)
-    exchange = routing.exchange
-    sizes = x.shape[0] if exchange is None else exchange.num_tokens, gate_up.shape[0]
     first = projection("gate_up", gate_up, gate_up_bias, gate_up_adapter, transposed)
     second = projection("down", down, down_bias, down_adapter, transposed)
 
     backend = backends.choose(x.device, x.dtype, backend).name
     if compute == "fp8":
         check_fp8(gate_up, down, gate_up_bias is not None or down_bias is not None, layout, act.name)
-    rows = routing.rows_for(backend, *sizes)
-    pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
-    options = act, transposed, interleaved, backend, compute == "fp8"
-    out = _run(x, first, second, pairs, rows, options, save, sizes, exchange, SOURCE)
+    exchange, num_experts = routing.exchange, gate_up.shape[0]
+    num_tokens = x.shape[0] if exchange is None else exchange.num_tokens
+    pairs = Pairs(
+        expert_index=routing.expert_index,
+        token_index=routing.token_index,
+        weights=routing.weights,
+        sentinels=routing.sentinels,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        rows=routing.rows_for(backend, num_tokens, num_experts),
+    )
+    options = Options(
+        activation=act, transposed=transposed, interleaved=interleaved, backend=backend, fp8=compute == "fp8"
+    )
+    out = _run(x, first, second, pairs, options, save, exchange, SOURCE)
     return out if out.dtype == dtype_out else out.to(dtype_out)

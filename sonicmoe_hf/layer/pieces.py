@@ -8,12 +8,12 @@ Letters: T tokens, E experts, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from ..kernels.interface import Rows, accumulation_dtype
 from . import backends
+from .call import LayerCall, Saved
 
 MAX_ROWS = 2**18  # of a piece: 32,768 tokens of 8 experts, with which kernels are at full speed
 MULTIPLE = 128  # of tokens, so that pieces of [T, K] begin at multiples of 16 bytes
@@ -27,43 +27,49 @@ def tokens_of_piece(num_tokens: int, num_rows: int) -> int:
     return -(-num_tokens // (count * MULTIPLE)) * MULTIPLE
 
 
-def _pieces(inputs: Any, rows: Rows, options: Any) -> Iterator[tuple[Any, Rows]]:
-    """Yield (inputs, Rows) of each piece; Rows that `dispatch` joined, in memory of their own, which kernels want
+def _pieces(call: LayerCall) -> Iterator[LayerCall]:
+    """Yield the call of each piece; of Rows that `dispatch` joined, in memory of their own, which kernels want
     aligned."""
-    xs, weights = inputs.x.split(options.piece), inputs.weight.split(options.piece)
+    assert call.x is not None
+    size, rows, saved = call.options.piece, call.rows, call.saved
+    xs, weights = call.x.split(size), call.weight.split(size)
     pairs = [weight.numel() for weight in weights]
-    offsets = rows.offsets.shape[0] // len(xs)
-    tiles = [backends.load(options.backend).tile_table_length(count, offsets - 1) for count in pairs]
-    sizes = [offsets] * len(xs), pairs, pairs, [len(x) + 1 for x in xs], pairs, tiles
-    split = zip(*(field.split(size) for field, size in zip(rows, sizes)))
-    for x, weight, fields in zip(xs, weights, split):
-        yield inputs._replace(x=x, weight=weight), Rows(*(field.clone() for field in fields))
+    num_offsets = rows.offsets.shape[0] // len(xs)
+    kernels = backends.load(call.options.backend)
+    sizes = {
+        "offsets": [num_offsets] * len(xs),
+        "token": pairs,
+        "pair": pairs,
+        "token_offsets": [len(x) + 1 for x in xs],
+        "token_rows": pairs,
+        "tiles": [kernels.tile_table_length(count, num_offsets - 1) for count in pairs],
+    }
+    split = {name: getattr(rows, name).split(sizes[name]) for name in Rows._fields}
+    us, vs = ([None] * len(xs) if each is None else each.split(pairs) for each in (saved.u, saved.v))
+    for i, (x, weight, u, v) in enumerate(zip(xs, weights, us, vs)):
+        of_piece = Rows(**{name: parts[i].clone() for name, parts in split.items()})
+        yield call._replace(x=x, weight=weight, rows=of_piece, saved=Saved(u=u, v=v))
 
 
-def forward(run: Callable, inputs: Any, options: Any, flags: Any, rows: Rows) -> list[torch.Tensor]:
-    """Compute a layer's results by `run` of each piece, whose arguments these are."""
-    results = [run([each, options, flags, of_piece]) for each, of_piece in _pieces(inputs, rows, options)]
+def forward(run: Callable[[list[LayerCall]], list[torch.Tensor]], call: LayerCall) -> list[torch.Tensor]:
+    """Compute a layer's results by `run` of each piece."""
+    results = [run([piece]) for piece in _pieces(call)]
     return [torch.cat(parts) for parts in zip(*results)]
 
 
-def backward(run: Callable, dout, h, u, v, inputs: Any, options: Any, needs: tuple, rows: Rows) -> list[torch.Tensor]:
-    """Compute a layer's gradients by `run` of each piece, whose arguments these are: those of x and the routing weights
-    one after the other, all others summed in fp32. h: None."""
-    count = -(-dout.shape[0] // options.piece)
-    rows_of_piece = options.piece * inputs.weight.shape[1]
-    shrunk = ([None] * count if rank is None else rank.split(rows_of_piece) for rank in (u, v))
-    is_of_tokens = [place in (0, len(needs) - 1) for place, needed in enumerate(needs) if needed]
-    joined: list[Any] = [[] if of_tokens else None for of_tokens in is_of_tokens]
-    dtypes = [dout.dtype] * len(joined)
-    for (each, of_piece), dout_piece, *ranks in zip(
-        _pieces(inputs, rows, options), dout.split(options.piece), *shrunk
-    ):
-        for place, gradient in enumerate(run([dout_piece, h, *ranks, each, options, needs, of_piece])):
-            if is_of_tokens[place]:
-                joined[place].append(gradient)
-            elif joined[place] is None:
-                dtypes[place] = gradient.dtype
-                joined[place] = gradient.to(accumulation_dtype(gradient.dtype))
+def backward(run: Callable, call: LayerCall, dout_TH: torch.Tensor, needs: tuple[str, ...]) -> list[torch.Tensor]:
+    """Compute a layer's gradients by `run` of each piece, as products.backward: those of x and the routing weights one
+    after the other, all others summed in fp32. h is computed again."""
+    joined: dict[str, list[torch.Tensor]] = {name: [] for name in ("x", "weight")}
+    summed: dict[str, torch.Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for piece, dout in zip(_pieces(call), dout_TH.split(call.options.piece)):
+        for name, gradient in zip(needs, run([piece], dout, needs), strict=True):
+            if name in joined:
+                joined[name].append(gradient)
+            elif name in summed:
+                summed[name].add_(gradient)
             else:
-                joined[place].add_(gradient)
-    return [torch.cat(each) if isinstance(each, list) else each.to(dtype) for each, dtype in zip(joined, dtypes)]
+                dtypes[name] = gradient.dtype
+                summed[name] = gradient.to(accumulation_dtype(gradient.dtype))
+    return [torch.cat(joined[name]) if name in joined else summed[name].to(dtypes[name]) for name in needs]

@@ -11,50 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.interface import Activation, LoraTerm, PackedOperand, Rows
+from ..kernels.interface import Backend, LoraTerm, PackedOperand
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
-from ..kernels.tape import leaves_of
 from . import backends
+from .call import CALL, LayerCall, Saved
 from .projection import Projection, pack
-from .torch_op import Form
 
-
-class Inputs(NamedTuple):
-    """The tensors that a layer can be differentiated by, and how they are stored: x, which backward has only where it
-    needs it, the two projections, the routing weights. `needs` and the gradients stand in the order of its leaves."""
-
-    x: torch.Tensor | None
-    gate_up: Projection
-    down: Projection
-    weight: torch.Tensor
-
-
-class Options(NamedTuple):
-    """The other constants that decide the function of a layer, and the backend."""
-
-    activation: Activation
-    transposed: bool
-    interleaved: bool
-    backend: str
-    fp8: bool = False
-    keeps_expanded: bool = False  # of packed weights: expanded.may_keep
-    piece: int = 0  # the tokens of a piece, where a layer is cut (pieces.py)
-
-
-class SaveFlags(NamedTuple):
-    """Flags of the results of forward that backward is given: h, u = scale x A1^T, v = scale a A2^T."""
-
-    h: bool
-    u: bool
-    v: bool
-
-
-class Saved(NamedTuple):
-    """The results of forward that backward is given; None for what is computed again, or not needed."""
-
-    h: torch.Tensor | None
-    u: torch.Tensor | None
-    v: torch.Tensor | None
+_OF_GATE_UP = frozenset(name for name in CALL.leaves if name.startswith("gate_up_"))
+_RELEASED = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Arriving(NamedTuple):
@@ -69,15 +33,11 @@ class Arriving(NamedTuple):
         return self.tensor
 
 
-INPUTS = Form({"inputs": Inputs})
-_NO_GRADIENTS = Projection(None)  # type: ignore[arg-type]
-
-
 class ScaledProducts:
     """FP8 products of packed FP8 weights, called as the backend's own are. What one gives the next, a or dh, stays here
     in FP8; in full it is given where the other weight has an adapter, which needs it."""
 
-    def __init__(self, kernels: Any, dtype: torch.dtype, gate_up: Projection, down: Projection):
+    def __init__(self, kernels: Backend, dtype: torch.dtype, gate_up: Projection, down: Projection):
         self.kernels, self.dtype = kernels, dtype
         self.needs_a, self.needs_dh = down.a is not None, gate_up.a is not None
         self.between: ScaledRows | None = None
@@ -99,6 +59,7 @@ class ScaledProducts:
 
     def down(self, a_RI, down, bias, rows, lora):
         """Compute y of the a that `up` gave."""
+        assert self.between is not None
         return self.kernels.scaled_down(self.between, down, rows, self.dtype, lora=lora)
 
     def down_backward(
@@ -122,6 +83,7 @@ class ScaledProducts:
 
     def up_backward_input(self, dh_R2I, gate_up, rows, lora):
         """Compute the gradient of gathered x from the dh that `down_backward` gave."""
+        assert self.between is not None
         return self.kernels.scaled_down(self.between, gate_up, rows, self.dtype, lora=_with_out_contiguous(lora))
 
 
@@ -134,34 +96,43 @@ class Layer:
     """A layer's projections with their adapters as the kernels take them, their weights as logical views, and its first
     half, which backward computes again where h was not kept. dtype: what is computed in."""
 
-    def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
-        self.kernels = backends.load(options.backend)
-        self.inputs, self.rows, self.dtype = inputs, rows, dtype
-        self.activation, self.transposed, self.interleaved, _, self.fp8, *_ = options
-        projections = self.gate_up, self.down = pack(inputs[1:3], options.transposed, dtype, self.kernels)
-        self.products: Any = ScaledProducts(self.kernels, dtype, *projections) if self.fp8 else self.kernels
+    def __init__(self, call: LayerCall, dtype: torch.dtype, x: Arriving | None = None):
+        self.call, self.dtype, self._arriving = call, dtype, x
+        self.options, self.rows = call.options, call.rows
+        self.kernels = backends.load(self.options.backend)
+        self.gate_up, self.down = pack((call.gate_up, call.down), self.options.transposed, dtype, self.kernels)
+        self.products: Backend | ScaledProducts = self.kernels
+        if self.options.fp8:
+            self.products = ScaledProducts(self.kernels, dtype, self.gate_up, self.down)
 
     @property
-    def x(self) -> Any:
+    def x(self) -> torch.Tensor:
         """The tokens, for which a stream may have to wait."""
-        x = self.inputs.x
-        return x.wait() if isinstance(x, Arriving) else x
+        x = self.call.x if self._arriving is None else self._arriving.wait()
+        assert x is not None
+        return x
 
     def weight(self, projection: Projection) -> torch.Tensor | ScaledWeight:
         """Give [E, out, in], or for FP8 products its transpose in FP8, which backward's take. A packed weight is expanded
         or transposed at every use and kept by none: one block is reused."""
-        if self.fp8:
+        if self.options.fp8:
             return self.kernels.transposed(projection.weight, projection.scales)
         if projection.format:
-            return self.kernels.dequantize(*projection[:4], self.dtype, self.rows)
-        return projection.weight.transpose(1, 2) if self.transposed else projection.weight
+            return projection.dequantize(self.kernels, self.dtype, self.rows)
+        return projection.weight.transpose(1, 2) if self.options.transposed else projection.weight
 
-    def operand(self, projection: Projection) -> Any:
+    def operand(self, projection: Projection) -> torch.Tensor | ScaledWeight | PackedOperand:
         """Give what forward's products take: `weight`, or the packed one itself where they read that."""
-        weight, scales, state, format, *_ = projection
-        if format and (self.fp8 or self.kernels.reads_packed(format, self.dtype, self.rows)):
-            return PackedOperand(weight, scales, state, format)  # type: ignore[arg-type]
+        format = projection.format
+        if format and (self.options.fp8 or self.kernels.reads_packed(format, self.dtype, self.rows)):
+            stored = projection.stored()
+            return PackedOperand(codes=stored.codes, scales=stored.scales, state=stored.state, format=format)
         return self.weight(projection)
+
+    def release_down(self) -> None:
+        """Let go of the second product's weight, which is not used again and may be an expanded one."""
+        self.down = self.down._replace(weight=_RELEASED)
+        self.call = self.call._replace(down=self.down)
 
     def shrink(self, projection: Projection, source, gathered: bool) -> torch.Tensor:
         """Compute scale * source @ A^T: u or v."""
@@ -179,8 +150,8 @@ class Layer:
             self.operand(gate_up),
             gate_up.bias,
             self.rows,
-            self.activation,
-            self.interleaved,
+            self.options.activation,
+            self.options.interleaved,
             want_h=want_h,
             want_a=want_a,
             lora=lora,
@@ -196,123 +167,140 @@ class Layer:
         return v_PJ, self.products.down(a_RI, self.operand(down), down.bias, self.rows, lora=lora)
 
 
-def forward(arguments: list[Any]) -> list[torch.Tensor]:
-    """Compute [out_TH] of (inputs, options, flags, rows), and after it what `flags` name."""
-    inputs, options, flags, rows = arguments
-    arguments.clear()
-    layer = Layer(inputs, rows, options, inputs.x.dtype)
-    u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
+def forward(given: list[LayerCall]) -> list[torch.Tensor]:
+    """Compute [out_TH], and after it what the flags of the options name."""
+    call = given.pop()
+    assert call.x is not None
+    layer = Layer(call, call.x.dtype)
+    saves = call.options.saves
+    u_PJ, h_R2I, a_RI = layer.up(None, want_h=saves.h, want_a=True)
     v_PJ, y_RH = layer.y(a_RI)
-    out_TH = layer.kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])
-    return [out_TH, *[tensor for tensor, is_saved in zip((h_R2I, u_PJ, v_PJ), flags) if is_saved]]
+    out_TH = layer.kernels.combine(y_RH, call.weight.reshape(-1), call.rows, call.x.shape[0])
+    return [out_TH, *saves.choose(Saved(h=h_R2I, u=u_PJ, v=v_PJ))]
 
 
-def first_half(arguments: list[Any]) -> list[torch.Tensor]:
-    """Compute what `flags` name of (inputs, options, flags, rows), and after it a_RI."""
-    inputs, options, flags, rows = arguments
-    arguments.clear()
-    layer = Layer(inputs, rows, options, inputs.x.dtype)
-    u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
-    v_PJ = layer.shrink(layer.down, a_RI, gathered=False) if flags.v else None
-    return [tensor for tensor, is_given in zip((h_R2I, u_PJ, v_PJ, a_RI), (*flags, True)) if is_given]
+def first_half(given: list[LayerCall]) -> list[torch.Tensor]:
+    """Compute what the flags of the options name, and after it a_RI."""
+    call = given.pop()
+    assert call.x is not None
+    layer = Layer(call, call.x.dtype)
+    saves = call.options.saves
+    u_PJ, h_R2I, a_RI = layer.up(None, want_h=saves.h, want_a=True)
+    v_PJ = layer.shrink(layer.down, a_RI, gathered=False) if saves.v else None
+    return [*saves.choose(Saved(h=h_R2I, u=u_PJ, v=v_PJ)), a_RI]
 
 
-def second_half(arguments: list[Any]) -> list[torch.Tensor]:
-    """Compute [out_TH] of (inputs, v_PJ or None, options, a_RI, rows)."""
-    inputs, v_PJ, options, a_RI, rows = arguments
-    arguments.clear()
-    layer = Layer(inputs, rows, options, inputs.x.dtype)
-    _, y_RH = layer.y(a_RI, v_PJ)
-    return [layer.kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])]
+def second_half(given: list[LayerCall], a_RI: torch.Tensor) -> list[torch.Tensor]:
+    """Compute [out_TH]."""
+    call = given.pop()
+    assert call.x is not None
+    layer = Layer(call, call.x.dtype)
+    _, y_RH = layer.y(a_RI, call.saved.v)
+    return [layer.kernels.combine(y_RH, call.weight.reshape(-1), call.rows, call.x.shape[0])]
 
 
-def backward(arguments: list[Any], send_dx: Callable[[torch.Tensor], Arriving] | None = None) -> list[torch.Tensor]:
-    """Compute the gradients that are needed, in the order of Inputs' leaves, of (dout, h, u, v, inputs, options, needs,
-    rows). dx comes first, whose rows are the largest; weights' gradients stay, and come last. send_dx: begins to exchange
-    the gradient of x for another."""
-    dout, h, u, v, inputs, options, needs, rows = arguments
-    arguments.clear()
-    saved, (need,) = [Saved(h, u, v)], INPUTS.nest(needs)
-    del h, u, v
-    layer = Layer(inputs, rows, options, dout.dtype)
-    kernels = layer.kernels
-    dw, down, dh, a, u = _down_backward(layer, need, dout, saved)
-    if not need.down.weight:  # not used again, and it may be an expanded one
-        inputs = layer.inputs = inputs._replace(down=inputs.down._replace(weight=None))
-        layer.down = inputs.down
-    dx, du, gate_up = _up_backward(layer, need, dh, u, dout.shape[0])
-    sent = None if dx is None or send_dx is None else send_dx(dx)
-    if need.gate_up.a:
-        gate_up["a"] = kernels.lora_a_gradient(du, layer.x, rows, gathered=True, like_EjK=inputs.gate_up.a)
-    if need.gate_up.weight:
-        gate_up["weight"] = kernels.gate_up_gradient(dh, layer.x, rows, layer.weight(layer.gate_up))
-    if need.gate_up.bias:
-        gate_up["bias"] = kernels.gate_up_bias_gradient(dh, rows, inputs.gate_up.bias)
+def backward(
+    given: list[LayerCall],
+    dout_TH: torch.Tensor,
+    needs: tuple[str, ...],
+    x: Arriving | None = None,
+    send_dx: Callable[[torch.Tensor], Arriving] | None = None,
+) -> list[torch.Tensor]:
+    """Compute the gradients that are needed, in the order of their names. dx comes first, whose rows are the largest;
+    weights' gradients stay, and come last.
+
+    x: tokens that other ranks send, in the place of the call's. send_dx: begins to exchange the gradient of x for
+        another.
+    """
+    call = given.pop()
+    layer, saved = Layer(call._replace(saved=Saved()), dout_TH.dtype, x), [call.saved]
+    del call
+    kernels, rows = layer.kernels, layer.rows
+    gradients, dh, a, u = _down_backward(layer, needs, dout_TH, saved)
+    if "down_weight" not in needs:
+        layer.release_down()
+    du = _up_backward(layer, needs, dh, u, dout_TH.shape[0], gradients)
+    sent = send_dx(gradients.pop("x")) if "x" in needs and send_dx is not None else None
+    if "gate_up_a" in needs:
+        like = layer.call.gate_up.a
+        gradients["gate_up_a"] = kernels.lora_a_gradient(du, layer.x, rows, gathered=True, like_EjK=like)
+    if "gate_up_weight" in needs:
+        gradients["gate_up_weight"] = kernels.gate_up_gradient(dh, layer.x, rows, layer.weight(layer.gate_up))
+    if "gate_up_bias" in needs:
+        gradients["gate_up_bias"] = kernels.gate_up_bias_gradient(dh, rows, layer.gate_up.bias)
     del dh
-    if need.down.weight:
-        down["weight"] = kernels.down_gradient(dout, a, rows, layer.weight(layer.down))
-    if need.down.bias:
-        down["bias"] = kernels.down_bias_gradient(dout, inputs.weight.reshape(-1), rows, inputs.down.bias)
-    if options.transposed:
-        for of_projection in (gate_up, down):
-            if "weight" in of_projection:
-                of_projection["weight"] = of_projection["weight"].transpose(1, 2)
-    dx = dx if sent is None else sent.wait()
-    gradients = Inputs(dx, _NO_GRADIENTS._replace(**gate_up), _NO_GRADIENTS._replace(**down), dw)
-    return [gradient for gradient in leaves_of(gradients) if isinstance(gradient, torch.Tensor)]
+    if "down_weight" in needs:
+        gradients["down_weight"] = kernels.down_gradient(dout_TH, a, rows, layer.weight(layer.down))
+    if "down_bias" in needs:
+        weight_P = layer.call.weight.reshape(-1)
+        gradients["down_bias"] = kernels.down_bias_gradient(dout_TH, weight_P, rows, layer.down.bias)
+    if layer.options.transposed:
+        for name in gradients.keys() & {"gate_up_weight", "down_weight"}:
+            gradients[name] = gradients[name].transpose(1, 2)
+    if sent is not None:
+        gradients["x"] = sent.wait()
+    return list(map(gradients.pop, needs))
 
 
-def _down_backward(layer: Layer, need: Any, dout, saved: list[Saved]):
-    """Compute the routing weights' gradient, those of the second adapter by name, dh, a' and u; None for what is not
-    needed. need: Inputs of bools."""
-    kernels, inputs, rows, down = layer.kernels, layer.inputs, layer.rows, layer.down
-    h, u, v = saved.pop()
-    weight_P, gradients, dv, lora, dh, a, dw = inputs.weight.reshape(-1), {}, None, None, None, None, None
-    want_dh = need.x or need.gate_up.weight or need.gate_up.bias or need.gate_up.a or need.gate_up.b
-    want_a = need.down.weight or need.down.a
-    want_da = want_dh or need.weight
-    if down.b is not None and (want_da or need.down.a or need.down.b):
-        dv, gradients["b"] = kernels.lora_b_backward(
-            dout,
+def _down_backward(layer: Layer, needs: tuple[str, ...], dout_TH: torch.Tensor, saved: list[Saved]):
+    """Compute the gradients of the routing weights and of the second adapter, by name; and dh, a' and u, None for what is
+    not needed."""
+    kernels, call, rows, down = layer.kernels, layer.call, layer.rows, layer.down
+    kept = saved.pop()
+    h, u, v = kept.h, kept.u, kept.v
+    del kept
+    gradients: dict[str, torch.Tensor] = {}
+    weight_P, dv, lora, dh, a = call.weight.reshape(-1), None, None, None, None
+    want_dh = "x" in needs or not _OF_GATE_UP.isdisjoint(needs)
+    want_a = "down_weight" in needs or "down_a" in needs
+    want_da = want_dh or "weight" in needs
+    if down.b is not None and (want_da or "down_a" in needs or "down_b" in needs):
+        dv, db = kernels.lora_b_backward(
+            dout_TH,
             down.b,
             v,
             weight_P,
             rows,
             down.scale,
             gathered=True,
-            want_dshrunk=want_da or need.down.a,
-            like_ENj=inputs.down.b if need.down.b else None,
+            want_dshrunk=want_da or "down_a" in needs,
+            like_ENj=call.down.b if "down_b" in needs else None,
         )
+        if db is not None:
+            gradients["down_b"] = db
         lora = down.transposed_term(dv) if want_da else None
     if want_da or want_a:
         if h is None:
             u, h, _ = layer.up(u, want_h=True, want_a=False)
         dh, a, dw_P = layer.products.down_backward(
-            dout,
+            dout_TH,
             layer.weight(down),
             down.bias,
             h,
             weight_P,
             rows,
-            layer.activation,
-            layer.interleaved,
+            layer.options.activation,
+            layer.options.interleaved,
             want_dh=want_dh,
             want_a=want_a,
-            want_dw=need.weight,
+            want_dw="weight" in needs,
             lora=lora,
         )
-        dw = dw_P.view(inputs.weight.shape) if need.weight else None
-    if need.down.a:
-        gradients["a"] = kernels.lora_a_gradient(dv, a, rows, gathered=False, like_EjK=inputs.down.a)
-    return dw, gradients, dh, a if need.down.weight else None, u
+        if dw_P is not None:
+            gradients["weight"] = dw_P.view(call.weight.shape)
+    if "down_a" in needs:
+        gradients["down_a"] = kernels.lora_a_gradient(dv, a, rows, gathered=False, like_EjK=call.down.a)
+    return gradients, dh, a if "down_weight" in needs else None, u
 
 
-def _up_backward(layer: Layer, need: Any, dh, u, num_tokens: int):
-    """Compute the gradients of x and of the first adapter's product, and that of its B by name. need: Inputs of bools."""
-    kernels, inputs, rows, gate_up = layer.kernels, layer.inputs, layer.rows, layer.gate_up
-    gradients, du, dx, lora = {}, None, None, None
-    if gate_up.b is not None and (need.x or need.gate_up.a or need.gate_up.b):
-        du, gradients["b"] = kernels.lora_b_backward(
+def _up_backward(
+    layer: Layer, needs: tuple[str, ...], dh, u, num_tokens: int, gradients: dict[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """Compute the gradient of the first adapter's product, and add those of x and of its B to `gradients`."""
+    kernels, rows, gate_up = layer.kernels, layer.rows, layer.gate_up
+    du, lora = None, None
+    if gate_up.b is not None and ("x" in needs or "gate_up_a" in needs or "gate_up_b" in needs):
+        du, db = kernels.lora_b_backward(
             dh,
             gate_up.b,
             u,
@@ -320,11 +308,13 @@ def _up_backward(layer: Layer, need: Any, dh, u, num_tokens: int):
             rows,
             gate_up.scale,
             gathered=False,
-            want_dshrunk=need.x or need.gate_up.a,
-            like_ENj=inputs.gate_up.b if need.gate_up.b else None,
+            want_dshrunk="x" in needs or "gate_up_a" in needs,
+            like_ENj=layer.call.gate_up.b if "gate_up_b" in needs else None,
         )
-        lora = gate_up.transposed_term(du) if need.x else None
-    if need.x:
+        if db is not None:
+            gradients["gate_up_b"] = db
+        lora = gate_up.transposed_term(du) if "x" in needs else None
+    if "x" in needs:
         dx_RH = layer.products.up_backward_input(dh, layer.weight(gate_up), rows, lora=lora)
-        dx = kernels.combine(dx_RH, None, rows, num_tokens)
-    return dx, du, gradients
+        gradients["x"] = kernels.combine(dx_RH, None, rows, num_tokens)
+    return du

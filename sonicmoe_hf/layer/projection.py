@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..kernels.interface import LoraTerm
+from ..kernels.interface import Backend, LoraTerm, Rows
 from ..kernels.low_rank import a_by_expert, b_by_expert, by_expert, swapped
+from ..kernels.packed import FORMATS, Quantized
 from .packed_weight import PackedWeight
 
 RANK_MULTIPLE = 8
@@ -53,37 +54,56 @@ class Projection(NamedTuple):
         """Tell whether one of its tensors does."""
         return any(t is not None and t.requires_grad for t in (self.weight, self.bias, self.a, self.b))
 
+    def stored(self) -> Quantized:
+        """Give the tensors of the packed weight."""
+        return Quantized(self.weight, self.scales, self.state)  # type: ignore[arg-type]
+
+    def logical_shape(self) -> tuple[int, int, int]:
+        """Give (E, out, in) of the packed weight."""
+        return FORMATS[self.format].shape(self.stored())
+
+    def dequantize(self, kernels: Backend, dtype: torch.dtype, rows: Rows) -> torch.Tensor:
+        """Expand the packed weight to [E, out, in]."""
+        return kernels.dequantize(self.weight, self.scales, self.state, self.format, dtype, rows)
+
     def term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
         """Give what a packed adapter adds to the product with W."""
         assert self.b is not None
         return LoraTerm(shrunk_PJ, self.b)
 
-    def transposed_term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
+    def transposed_term(self, shrunk_PJ: torch.Tensor | None) -> LoraTerm:
         """Give what it adds to the product with W^T."""
-        assert self.a is not None
+        assert self.a is not None and shrunk_PJ is not None
         return LoraTerm(shrunk_PJ, self.a.mT)
 
 
-def projection(name: str, weight, bias, adapter, transposed: bool) -> Projection:
+def projection(
+    name: str,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapter: LowRank | Sequence[LowRank] | None,
+    transposed: bool,
+) -> Projection:
     """Take a weight with its bias and its adapter, or several adapters as one.
 
     Raises:
         ValueError: the adapter does not fit the weight, or the weight is not packed in this layout.
     """
-    low_rank: tuple[Any, ...] = (None, None, 1.0)
+    plain = Projection(weight, bias=bias)
     if adapter:
-        low_rank = adapter = side_by_side(adapter, weight.shape[0])
+        adapter = side_by_side(adapter, weight.shape[0])
         shape_EON = weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape
         check_low_rank(f"{name}_adapter", adapter, shape_EON, weight.device)
+        plain = Projection(weight, bias=bias, a=adapter.a, b=adapter.b, scale=adapter.scale)
     if not isinstance(weight, PackedWeight):
-        return Projection(weight, None, None, "", bias, *low_rank)
+        return plain
     if weight.is_transposed != transposed:
         raise ValueError(
             f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
             "`layout` contradicts; quantize it in the layout that it is used in"
         )
     # no property: torch.compile traces attributes
-    return Projection(weight.codes, weight.scales, weight.state, weight.format, bias, *low_rank)
+    return plain._replace(weight=weight.codes, scales=weight.scales, state=weight.state, format=weight.format)
 
 
 def side_by_side(adapter: LowRank | Sequence[LowRank], num_experts: int) -> LowRank:
@@ -131,7 +151,9 @@ def _padded(rank: int) -> int:
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-def pack(projections: Sequence[Projection], transposed: bool, dtype: torch.dtype, kernels: Any) -> list[Projection]:
+def pack(
+    projections: Sequence[Projection], transposed: bool, dtype: torch.dtype, kernels: Backend
+) -> list[Projection]:
     """Bring the adapters of up to two projections into the form that a backend's kernels take.
 
     That is a [E, J, in] and b [E, out, J] in `dtype` and without gaps, where J lies contiguous if `in` does in the
@@ -139,10 +161,11 @@ def pack(projections: Sequence[Projection], transposed: bool, dtype: torch.dtype
     """
     factors: list[torch.Tensor] = []
     described: list[tuple] = []
-    for weight, _, _, format, _, a, b, _ in projections:
+    for one in projections:
+        a, b = one.a, one.b
         if a is not None and b is not None:
             factors += a, b
-            in_last = bool(format) or weight.stride(1 if transposed else 2) == 1
+            in_last = bool(one.format) or one.weight.stride(1 if transposed else 2) == 1
             described.append((a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), in_last))
     if not factors:
         return list(projections)

@@ -201,7 +201,10 @@ def _round_rows(
         options.dtype,
     )
     tensors = [result.weight_P, result.expert_P, *result.rows]
-    return tensors if valid is None else [*tensors, result.fell_back]
+    if valid is not None:
+        assert result.fell_back is not None
+        tensors.append(result.fell_back)
+    return tensors
 
 
 def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, weighting, options):

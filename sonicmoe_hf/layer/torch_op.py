@@ -44,7 +44,7 @@ SOURCE = hashlib.sha256(
         for file in sorted((Path(__file__).parents[1] / folder).glob("*.py"))
     )
 ).hexdigest()
-_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float, int, bool}
 
 
 class Form:
@@ -53,6 +53,7 @@ class Form:
 
     def __init__(self, hints: dict[str, Any]):
         self.leaves: dict[str, Any] = {}  # their types, by names that say the way, but for that of the argument
+        self.places: dict[str, slice] = {}  # of the leaves of each tuple, by the same names
         self._tuples: list[tuple[Any, int, int]] = []  # what makes one, and of which places
         for name, hint in hints.items():
             self._add(name, "", hint)
@@ -65,6 +66,7 @@ class Form:
         start, fields = len(self.leaves), typing.get_type_hints(hint)
         for field, annotation in fields.items():
             self._add(prefix + field, f"{prefix}{field}_", annotation)
+        self.places[name] = slice(start, len(self.leaves))
         self._tuples.append((functools.partial(tuple.__new__, hint), start, start + len(fields)))
 
     def nest(self, leaves: Iterable[Any]) -> list[Any]:

@@ -119,9 +119,9 @@ def long_steps(rank, folder):
     each call of the experts' op."""
     model, calls, forward = load(folder, APART), [], experts_op._exchanged_forward
 
-    def noted(inputs, rows, *others):
-        calls.append((len(rows.token), len(inputs.x)))
-        return forward(inputs, rows, *others)
+    def noted(call, exchange):
+        calls.append((len(call.rows.token), len(call.x)))
+        return forward(call, exchange)
 
     with mock.patch.object(exchange, "MANY_BYTES", 0), mock.patch.object(experts_op, "_exchanged_forward", noted):
         found = [step(model, batch(**OWN_BATCH[rank]))]

@@ -10,11 +10,11 @@ import torch
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels.interface import Activation, is_gated
 from sonicmoe_hf.kernels.tape import leaves_of
+from sonicmoe_hf.layer.call import LayerCall, Options, SaveFlags
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.dispatch import dispatch
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.layer.packed_weight import PackedWeight
-from sonicmoe_hf.layer.products import Inputs, Options
 from sonicmoe_hf.layer.projection import Projection, pack
 from sonicmoe_hf.layer.routing import Routing
 
@@ -180,13 +180,17 @@ def check_contracts(tensors, dout, ids, num_experts, backend, sentinels):
     """Check with torch's own tests: no result of an op shares memory with an input or another result, and the fakes
     tell sizes and strides."""
     ops, (expert, token), num_tokens = torch.ops.sonicmoe_hf, ids, len(tensors["x"])
-    projections = (Projection(tensors[name], bias=tensors[f"{name}_bias"]) for name in ("gate_up", "down"))
-    inputs = leaves_of(Inputs(tensors["x"], *projections, tensors["weight"].view(expert.shape)))
+    gate_up, down = (Projection(tensors[name], bias=tensors[f"{name}_bias"]) for name in ("gate_up", "down"))
     rows = dispatch(expert, num_tokens, num_experts, token, sentinels=sentinels, backend=backend)
-    options = leaves_of(Options(Activation(), False, False, backend))
-    forward = (*inputs, *rows, *options, True, False, False)
-    _, h = ops.experts_forward(*forward)
-    backward = (dout, h, None, None, *inputs, *rows, *options, [isinstance(leaf, torch.Tensor) for leaf in inputs])
+    options = Options(
+        activation=Activation(), transposed=False, interleaved=False, backend=backend, saves=SaveFlags(h=True)
+    )
+    weight = tensors["weight"].view(expert.shape)
+    call = LayerCall(weight=weight, x=tensors["x"], gate_up=gate_up, down=down, rows=rows, options=options)
+    forward = leaves_of(call)
+    _, *saved = ops.experts_forward(*forward)
+    needs = "weight x gate_up_weight gate_up_bias down_weight down_bias"
+    backward = (dout, *leaves_of(call._replace(saved=options.saves.saved(saved))), needs)
     for op, arguments in (
         (ops.dispatch, (expert, token, num_tokens, num_experts, sentinels, backend)),
         (ops.experts_forward, forward),

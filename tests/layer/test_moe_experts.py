@@ -19,9 +19,9 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Weighting
 from sonicmoe_hf.kernels.tape import leaves_of
 from sonicmoe_hf.layer import moe_experts as functional
+from sonicmoe_hf.layer.call import CALL, LayerCall, Options, Saved, SaveFlags
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
-from sonicmoe_hf.layer.products import Inputs, Options
 from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.layer.routing import TokenRounding, round_tokens, rounded_routing
 
@@ -360,25 +360,37 @@ def test_the_custom_ops_pass_torchs_own_checks(layout):
     adapted = [
         p._replace(a=a.requires_grad_(), b=b.requires_grad_(), scale=scale) for p, (a, b, scale) in zip(plain, factors)
     ]
-    options = leaves_of(Options(Activation(), *LAYOUTS[layout], "eager"))
-    forward, backward = torch.ops.sonicmoe_hf.experts_forward.default, torch.ops.sonicmoe_hf.experts_backward.default
-    leaves = leaves_of(Inputs(inputs["x"], *adapted, weight))
-    torch.library.opcheck(forward, (*leaves, *rows, *options, True, True, True))
-    torch.library.opcheck(
-        forward, (*leaves_of(Inputs(inputs["x"], *plain, weight)), *rows, *options, False, False, False)
+    transposed, interleaved = LAYOUTS[layout]
+    options = Options(
+        activation=Activation(),
+        transposed=transposed,
+        interleaved=interleaved,
+        backend="eager",
+        saves=SaveFlags(h=True, u=True, v=True),
     )
-    torch.library.opcheck(torch.ops.sonicmoe_hf.dispatch.default, (index, None, 5, 4, False, "eager"))
-    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    detached = [leaf.detach() if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors)]
-    out, *kept = forward(*detached, *rows, *options, True, True, True)
+    ops = torch.ops.sonicmoe_hf
+    gate_up, down = adapted
+    call = LayerCall(weight=weight, x=inputs["x"], gate_up=gate_up, down=down, rows=rows, options=options)
+    torch.library.opcheck(ops.experts_forward.default, leaves_of(call))
+    gate_up, down = plain
+    saves_nothing = call._replace(gate_up=gate_up, down=down, options=options._replace(saves=SaveFlags()))
+    torch.library.opcheck(ops.experts_forward.default, leaves_of(saves_nothing))
+    torch.library.opcheck(ops.dispatch.default, (index, None, 5, 4, False, "eager"))
+    (call,) = CALL.nest(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(call))
+    out, *kept = ops.experts_forward(*leaves_of(call))
     assert [tensor.shape[1] for tensor in kept] == [10, 8, 8], "ranks are padded to multiples of 8"
-    torch.library.opcheck(backward, (torch.ones_like(out), *kept, *detached, *rows, *options, are_tensors))
-    halves = [getattr(torch.ops.sonicmoe_hf, f"experts_{half}_half").default for half in ("first", "second")]
-    h, u, v, a = halves[0](*detached, *rows, *options, True, True, True)
-    assert all(torch.equal(tensor, same) for tensor, same in zip((h, u, v), kept))
-    assert all(torch.equal(halves[1](*detached, *rows, *options, given, a)[0], out) for given in (v, None))
-    torch.library.opcheck(halves[0], (*detached, *rows, *options, True, False, True))
-    torch.library.opcheck(halves[1], (*detached, *rows, *options, v, a))
+    saved = options.saves.saved(kept)
+    needs = [name for name in CALL.leaves if name.split("_")[-1] in ("x", "weight", "bias", "a", "b")]
+    backward = (torch.ones_like(out), *leaves_of(call._replace(saved=saved)), " ".join(needs))
+    torch.library.opcheck(ops.experts_backward.default, backward)
+    *same, a = ops.experts_first_half(*leaves_of(call))
+    assert all(torch.equal(tensor, whole) for tensor, whole in zip(same, kept, strict=True))
+    for v in (saved.v, None):
+        given = call._replace(saved=Saved(v=v))
+        assert torch.equal(ops.experts_second_half(*leaves_of(given), a)[0], out)
+    without_u = call._replace(options=options._replace(saves=SaveFlags(h=True, v=True)))
+    torch.library.opcheck(ops.experts_first_half.default, leaves_of(without_u))
+    torch.library.opcheck(ops.experts_second_half.default, (*leaves_of(call._replace(saved=Saved(v=saved.v))), a))
 
 
 @pytest.mark.parametrize("combination", itertools.product(("concatenated", "transposed_interleaved"), (False, True)))

@@ -18,8 +18,8 @@ from transformers import Trainer, TrainingArguments
 
 from sonicmoe_hf import compile_layers, moe_experts, patch_model
 from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.layer.call import LayerCall
 from sonicmoe_hf.layer.fetching import STREAMED, fetched
-from sonicmoe_hf.layer.products import Inputs
 from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.streaming.placement import expert_layers
 
@@ -284,12 +284,15 @@ def test_a_layer_of_which_one_weight_was_replaced_goes_to_the_host_again(late_co
 
 
 def test_weights_that_no_layer_holds_are_copied_to_the_device_and_dense_ones_cast():
-    projections = (Projection(torch.zeros(shape), *torch.zeros(2, 1)) for shape in ((3, 8, 4), (3, 4, 4)))
-    inputs = Inputs(None, *projections, torch.zeros(2, 1, device="meta"))  # stands for a GPU
-    with fetched(inputs, None, None, torch.bfloat16) as given:
-        for weight, scales, state, *_ in (given.gate_up, given.down):
-            assert {weight.device.type, scales.device.type, state.device.type} == {"meta"}
-            assert weight.dtype == torch.bfloat16
+    gate_up, down = (
+        Projection(torch.zeros(shape), scales=torch.zeros(1), state=torch.zeros(1)) for shape in ((3, 8, 4), (3, 4, 4))
+    )
+    weight = torch.zeros(2, 1, device="meta")  # stands for a GPU
+    call = LayerCall(weight=weight, x=None, gate_up=gate_up, down=down, rows=None, options=None)
+    with fetched(call, torch.bfloat16) as given:
+        for each in (given.gate_up, given.down):
+            assert {each.weight.device.type, each.scales.device.type, each.state.device.type} == {"meta"}
+            assert each.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("format", [None, "nf4"])

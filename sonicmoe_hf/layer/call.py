@@ -1,0 +1,79 @@
+"""A call of a layer: one object, whose fields are taken by name, from `moe_experts` to the products.
+
+Torch's ops have its leaves, one after the other. The names of these leaves, as "gate_up_weight", are those of the
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.interface import Activation, Rows
+from .projection import Projection
+from .torch_op import Form
+
+
+class Saved(NamedTuple):
+    """The results of forward that backward is given: h, u = scale x A1^T, v = scale a A2^T; None for what is computed
+    again, or not needed."""
+
+    h: torch.Tensor | None = None
+    u: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
+
+class SaveFlags(NamedTuple):
+    """Flags of the fields of Saved that forward gives."""
+
+    h: bool = False
+    u: bool = False
+    v: bool = False
+
+    def choose(self, saved: Saved) -> list[torch.Tensor]:
+        """List the tensors that these flags name."""
+        return [getattr(saved, name) for name in compress(self._fields, self)]
+
+    def saved(self, tensors: Iterable[torch.Tensor]) -> Saved:
+        """Name the tensors that `choose` listed."""
+        return Saved(**dict(zip(compress(self._fields, self), tensors, strict=True)))
+
+
+class Options(NamedTuple):
+    """The constants that decide the function of a layer, the backend, and what is kept of a call."""
+
+    activation: Activation
+    transposed: bool
+    interleaved: bool
+    backend: str
+    fp8: bool = False
+    saves: SaveFlags = SaveFlags()
+    keeps_expanded: bool = False  # of packed weights: expanded.may_keep
+    piece: int = 0  # the tokens of a piece, where a layer is cut (pieces.py)
+
+
+class LayerCall(NamedTuple):
+    """A layer with its tokens.
+
+    weight: the routing's, [T, K] or [P]; it comes first, since a tape asks for a tensor there.
+    x: [T, H]; None in a backward that does not need it.
+    saved: what forward, or its first half, has computed already.
+    """
+
+    weight: torch.Tensor
+    x: torch.Tensor | None
+    gate_up: Projection
+    down: Projection
+    rows: Rows
+    options: Options
+    saved: Saved = Saved()
+
+    def projection(self, name: str) -> Projection:
+        """Give "gate_up" or "down"."""
+        return {"gate_up": self.gate_up, "down": self.down}[name]
+
+
+CALL = Form({"call": LayerCall})
