@@ -89,21 +89,30 @@ def projection(
     Raises:
         ValueError: the adapter does not fit the weight, or the weight is not packed in this layout.
     """
-    plain = Projection(weight, bias=bias)
+    a, b, scale = None, None, 1.0
     if adapter:
         adapter = side_by_side(adapter, weight.shape[0])
         shape_EON = weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape
         check_low_rank(f"{name}_adapter", adapter, shape_EON, weight.device)
-        plain = Projection(weight, bias=bias, a=adapter.a, b=adapter.b, scale=adapter.scale)
+        a, b, scale = adapter.a, adapter.b, adapter.scale
     if not isinstance(weight, PackedWeight):
-        return plain
+        return Projection(weight, bias=bias, a=a, b=b, scale=scale)
     if weight.is_transposed != transposed:
         raise ValueError(
             f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
             "`layout` contradicts; quantize it in the layout that it is used in"
         )
-    # no property: torch.compile traces attributes
-    return plain._replace(weight=weight.codes, scales=weight.scales, state=weight.state, format=weight.format)
+    # no property: torch.compile traces attributes. Nor _replace, which torch 2.11 cannot trace
+    return Projection(
+        weight.codes,
+        scales=weight.scales,
+        state=weight.state,
+        format=weight.format,
+        bias=bias,
+        a=a,
+        b=b,
+        scale=scale,
+    )
 
 
 def side_by_side(adapter: LowRank | Sequence[LowRank], num_experts: int) -> LowRank:

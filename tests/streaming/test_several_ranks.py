@@ -26,7 +26,7 @@ from transformers.distributed import DistributedConfig
 
 from sonicmoe_hf import UnsupportedExpertsError, UnsupportedModelError, from_pretrained, patch_model, quantize_experts
 from sonicmoe_hf.models import loading
-from sonicmoe_hf.streaming import placement, shared
+from sonicmoe_hf.streaming import host_memory, placement
 from sonicmoe_hf.streaming.copies import Copies, page_aligned
 from sonicmoe_hf.streaming.host_memory import FILE
 from sonicmoe_hf.streaming.placement import expert_layers
@@ -182,11 +182,11 @@ def without_a_way(rank, way):
     """Place experts where the last rank cannot share memory; return (the warnings, logits, how many layers it fills)."""
     refused = mock.Mock(side_effect=PermissionError(13, "Permission denied", "/proc/1/fd/5"))
     monkeypatch = pytest.MonkeyPatch()
-    ways = {"memfd": (os, "memfd_create"), "its size": (os, "ftruncate"), "/proc": (shared, "_open")}
+    ways = {"memfd": (os, "memfd_create"), "its size": (os, "ftruncate"), "/proc": (host_memory, "_open")}
     patching = mock.patch.object(*ways[way], refused)
     with (
         patching if rank == WORLD - 1 else contextlib.nullcontext(),
-        mock.patch.object(shared.logger, "warning") as warning,
+        mock.patch.object(host_memory.logger, "warning") as warning,
     ):
         model = streamed()
         once = sum(weight.nbytes for weight in host_weights(model))
