@@ -19,13 +19,16 @@ from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
 from ..layer.holding import expert_parallelism
+from ..layer.torch_op import SOURCE, TUPLES
 from ..private.torch import (
+    allow_caching,
     allow_recompilations,
     compiled_call,
     compiled_graphs,
     eager_call,
     graph_breaks,
     has_compiled_parts,
+    mark_as_any_size,
     set_compiled_call,
 )
 from ..private.transformers import recorded_outputs, recording_into
@@ -36,6 +39,10 @@ logger = logging.get_logger(__name__)
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
 # torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
 RECOMPILATIONS = 64
+# torch's cache on disk has taken these since 2.13: what keeps the state of random numbers for attention that is computed
+# again, and tuples of tensors
+CACHES_ALL = Version(torch.__version__) >= Version("2.13")
+KEEPS_RANDOM_STATE = "torch.ops.higher_order.graphsafe_run_with_rng_state"
 SAID = (
     "sonicmoe_hf: {layers} layers are compiled on their own{mode}, once for all that are alike, and not the model as a "
     "whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
@@ -88,6 +95,9 @@ def compile_layers(model: nn.Module, **options) -> int:
             **(options.get("options") or {}),
         }
     allow_recompilations(RECOMPILATIONS)
+    if not CACHES_ALL:
+        names = {f"{each.__module__}.{each.__qualname__}" for each in TUPLES}
+        allow_caching(dict.fromkeys({KEEPS_RANDOM_STATE, *names}, f"{torch.__version__} {SOURCE}"))
     for layer in layers:
         for part in _parts(layer):
             part.compile(**options)
@@ -103,6 +113,14 @@ def compile_once(model: Any, options: dict[str, Any]) -> None:
     if is_first_rank():
         mode = f" in mode {options['mode']}" if "mode" in options else ""
         logger.warning(SAID.format(layers=count, mode=mode))
+
+
+def expect_lengths(model: nn.Module) -> None:
+    """Have compiled layers take any number of tokens from their first call on. By itself torch compiles them for the
+    first number, and again for any."""
+    for module in model.modules():
+        if isinstance(call := compiled_call(module), _Call):
+            call.takes_any_length = True
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -135,6 +153,17 @@ def _first_words(reason: str) -> str:
     first, *rest = reason.splitlines()
     context = next((line for line in rest if "debug context:" in line), "").partition("debug context:")[2].strip()
     return f"{first} ({textwrap.shorten(context, 100)})" if context else first
+
+
+def _mark_lengths(args: tuple, kwargs: dict) -> None:
+    """Mark the dimensions of a layer's arguments that have as many elements as there are tokens in a sequence."""
+    given = [each if isinstance(each, tuple) else (each,) for each in (*args, *kwargs.values())]
+    tensors = [each for group in given for each in group if isinstance(each, torch.Tensor)]
+    length = tensors[0].shape[-2] if tensors and tensors[0].dim() > 1 else 1
+    for tensor in tensors:
+        for dim, size in enumerate(tensor.shape):
+            if size == length > 1:
+                mark_as_any_size(tensor, dim)
 
 
 def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
@@ -179,7 +208,7 @@ class _Call:
         self.part, self.layer, self.is_captured = part, layer, is_captured
         self.compiled, self.is_new = compiled_call(part), True
         self.reasons: set[str] = set()
-        self.is_uncompiled = False
+        self.is_uncompiled = self.takes_any_length = False
         self.num_graphs, self.kept = -1, WeakTensorKeyDictionary()
 
     def __call__(self, *args, **kwargs):
@@ -191,6 +220,7 @@ class _Call:
         if not (RECORDS or self.is_uncompiled) and recorded_outputs():
             # from now on: a checkpoint's backward does not see what its forward recorded
             self.is_uncompiled = True
+            self.reasons.add(UNCOMPILED)
             warnings.warn(UNCOMPILED, stacklevel=2)
         if self.is_uncompiled:
             return eager_call(self.part)(*args, **kwargs)
@@ -198,6 +228,8 @@ class _Call:
         if self.is_new:
             trace_without_liger()
             before = graph_breaks()
+        if self.takes_any_length:
+            _mark_lengths(args, kwargs)
         with _traceable_records():
             result = self.compiled(*args, **kwargs)
         if self.is_captured and self.num_graphs != compiled_graphs():  # as where other adapters are trained

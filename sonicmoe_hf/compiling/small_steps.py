@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
 from ..patching.forwards import has_liger_forward
-from ..private.torch import has_compiled_parts
+from ..private.torch import has_compiled_parts, mark_as_any_size
 from .gathered_head import gather_head
-from .layers import compile_once, why_in_python
+from .layers import compile_once, expect_lengths, why_in_python
 
 logger = logging.get_logger(__name__)
 
@@ -42,6 +42,8 @@ class SmallSteps(TrainerCallback):
     Liger's fused linear cross entropy cuts the tokens into chunks whose logits take no more memory than its input. Of
     2,048 tokens and 152 thousand words that is 32 tokens a chunk: it reads the head's weight 64 times, a third of the
     GPU's time. During the run a chunk's logits take about half a GiB.
+
+    Where the micro-batches of the first step have several lengths, layers are compiled for any at once.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ class SmallSteps(TrainerCallback):
         self.count = self.tokens = 0
         self.samples: list[int] = []
         self.flops_per_token: float | None = None
-        self.is_compiled = self.has_disabled_cudnn = False
+        self.is_compiled = self.has_disabled_cudnn = self.has_lengths = False
         self.hooks: list[Any] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -71,6 +73,16 @@ class SmallSteps(TrainerCallback):
         self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_parts(modules)
         self.hooks += [hook for each in models for hook in gather_head(each)]
 
+    def expect(self, model, batches: list, has_lengths: bool = False) -> None:
+        """Have compiled layers take any length from their first call on, where it is said that lengths vary, or a step's
+        micro-batches have several."""
+        if self.is_compiled and not self.has_lengths:
+            columns = [batch.get("input_ids") if hasattr(batch, "get") else None for batch in batches]
+            lengths = {ids.shape[-1] for ids in columns if isinstance(ids, torch.Tensor)}
+            self.has_lengths = has_lengths or len(lengths) > 1
+            if self.has_lengths:
+                expect_lengths(model)
+
     def note(self, inputs) -> None:
         """Observe the sizes of a training micro-batch."""
         ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
@@ -79,6 +91,10 @@ class SmallSteps(TrainerCallback):
         self.count += 1
         self.tokens += ids.numel()
         self.shapes.add(tuple(ids.shape))
+        if self.has_lengths:
+            for column in inputs.values():  # a mask is also read in compiled layers
+                if isinstance(column, torch.Tensor) and column.shape == ids.shape and ids.shape[-1] > 1:
+                    mark_as_any_size(column, column.dim() - 1)
         varies = len(self.shapes) > (1 if self.is_compiled else OBSERVED // 2)
         are_short = self.tokens <= self.count * FEW_TOKENS
         if varies and are_short and torch.backends.cuda.cudnn_sdp_enabled():

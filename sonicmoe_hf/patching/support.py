@@ -173,10 +173,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    models: dict[str, PreTrainedModel] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{other}.") for other in models):
-            models[name] = module
+    models = _outermost_models(model)
     if not models:
         raise TypeError(f"{type(model).__name__} holds no Transformers model; pass the PreTrainedModel or its wrapper")
     if len(models) == 1:
@@ -188,6 +185,27 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__} holds {len(with_layers)} models with experts: {names}; pass one of them"
         )
     return next(iter((with_layers or models).values()))
+
+
+def _outermost_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
+    """Find the Transformers models in a wrapper, by name. A Trainer's step asks several times, so that no module inside
+    them is looked at unless there are several."""
+    found: dict[str, PreTrainedModel] = {}
+    seen, waiting = {wrapper}, [("", wrapper)]
+    while waiting:
+        path, module = waiting.pop(0)
+        for name, child in module.named_children():
+            if child in seen:
+                continue
+            seen.add(child)
+            if isinstance(child, PreTrainedModel):
+                found[path + name] = child
+            else:
+                waiting.append((f"{path}{name}.", child))
+    if len(found) > 1:
+        inside = {each for model in found.values() for each in model.modules() if each is not model}
+        found = {name: model for name, model in found.items() if model not in inside}
+    return found
 
 
 def models_with_experts(model: nn.Module) -> list[PreTrainedModel]:

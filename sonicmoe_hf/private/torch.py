@@ -144,14 +144,11 @@ def has_checkpointing(modules: list[nn.Module]) -> bool:
     )
 
 
-def _set_dynamo(setting: str, value: Any) -> None:
-    """Set one of Dynamo's settings in all threads, as those that compute layers again in backward. After torch 2.11 each
-    has its own, and begins with the default."""
-    import torch._dynamo as dynamo
-
-    settings: Any = dynamo.config
-    setattr(settings, setting, value)
-    settings._config[setting].default = value
+def _set_in_all_threads(settings: Any, name: str, value: Any) -> None:
+    """Set one of Dynamo's or Inductor's settings in all threads, as those that compute layers again in backward. After
+    torch 2.11 each has its own, and begins with the default."""
+    setattr(settings, name, value)
+    settings._config[name].default = value
 
 
 def guard_module_hooks() -> None:
@@ -162,7 +159,7 @@ def guard_module_hooks() -> None:
     import torch._dynamo as dynamo
 
     if dynamo.config.skip_nnmodule_hook_guards:
-        _set_dynamo("skip_nnmodule_hook_guards", False)
+        _set_in_all_threads(dynamo.config, "skip_nnmodule_hook_guards", False)
         dynamo.reset()
 
 
@@ -171,7 +168,19 @@ def allow_recompilations(count: int) -> None:
     and runs Python."""
     import torch._dynamo as dynamo
 
-    _set_dynamo("recompile_limit", max(count, dynamo.config.recompile_limit))
+    _set_in_all_threads(dynamo.config, "recompile_limit", max(count, dynamo.config.recompile_limit))
+
+
+def allow_caching(versions: dict[str, str]) -> None:
+    """Have torch's cache on disk take graphs that call these functions.
+
+    versions: what compiled code depends on beside a function's arguments, by its whole name.
+    """
+    import torch._inductor as inductor
+
+    settings: Any = inductor.config
+    marked = {**settings.unsafe_marked_cacheable_functions, **versions}
+    _set_in_all_threads(settings, "unsafe_marked_cacheable_functions", marked)
 
 
 def mark_as_static(tensor: torch.Tensor) -> None:
@@ -179,3 +188,10 @@ def mark_as_static(tensor: torch.Tensor) -> None:
     import torch._dynamo as dynamo
 
     dynamo.mark_static_address(tensor)
+
+
+def mark_as_any_size(tensor: torch.Tensor, dim: int) -> None:
+    """Have what is compiled for this tensor take any size of a dimension, where it can."""
+    import torch._dynamo as dynamo
+
+    dynamo.maybe_mark_dynamic(tensor, dim)

@@ -46,6 +46,7 @@ class RoutingState:
     does not fit. last: the call that ended last, while `balancing` needs its scale. calls_of_loss: those that ended
     since a Trainer began to compute its loss, None outside.
     before_step: what of these attributes a training step has changed, as it was.
+    token_mask: which tokens of the next calls are no padding, where their attention takes no mask.
     reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
     has_trained: whether a call with gradients had any of these to do, or experts to record or replay.
     """
@@ -59,12 +60,14 @@ class RoutingState:
         self.has_warned_of_top_k = False
         self.has_warned_of_mask = False
         self.before_step: dict[str, Any] = {}
+        self.token_mask: torch.Tensor | None = None
         self.reports = self.reported = False
         self.has_trained = False
 
     def between_steps(self) -> dict[str, Any]:
         """Make the attributes that are others outside a training step and its calls."""
-        return {**self.before_step, "before_step": {}, "reports": False, "last": None, "calls_of_loss": None}
+        ended = dict.fromkeys(("last", "calls_of_loss", "token_mask"))
+        return {**self.before_step, "before_step": {}, "reports": False, **ended}
 
     def __getstate__(self):  # a copy, as of an average of weights, is in no step and has had no calls
         return {**vars(self), **self.between_steps()}

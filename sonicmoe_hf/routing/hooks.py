@@ -156,7 +156,8 @@ class ModelHook:
             self._prepare(model, call, kwargs)
         if call.trains:
             arguments = {**dict(zip(self.parameters, args)), **kwargs}
-            forward.attention_mask = given_mask(arguments, forward.attention_mask)
+            outer_mask = forward.attention_mask if self.state.token_mask is None else self.state.token_mask
+            forward.attention_mask = given_mask(arguments, outer_mask)
             forward.token_types = given_token_types(arguments, forward.token_types)
 
     def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:

@@ -15,7 +15,7 @@ from .few_lengths import with_few_lengths
 from .load_reports import send_histograms
 from .loss_scale import loss_with_scale
 from .methods import find_callback, wrap_method
-from .packed_steps import has_packed_steps
+from .packed_steps import PackedSteps, has_packed_steps
 from .rank_states import save_rank_states
 from .report import FirstStepReport
 from .resume import load_whole
@@ -49,10 +49,20 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
 def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
     """Call `trainer.compute_loss`, of which small steps choose and note the sizes and balancing needs the scale."""
     if model.training and (callback := find_callback(trainer, SmallSteps)) is not None:
-        if callback.few_lengths:
+        if callback.few_lengths and find_callback(trainer, PackedSteps) is None:
             inputs = with_few_lengths(trainer, inputs)
         callback.note(inputs)
     return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
+
+
+def _get_batch_samples(trainer, get_batch_samples, *args, **kwargs):
+    """Call `trainer.get_batch_samples`, arrange its micro-batches in rows, and tell small steps of their lengths."""
+    batches, num_items = get_batch_samples(*args, **kwargs)
+    if (packed_steps := find_callback(trainer, PackedSteps)) is not None:
+        packed_steps.arrange(trainer, batches, num_items)
+    if (small_steps := find_callback(trainer, SmallSteps)) is not None:
+        small_steps.expect(trainer.model, batches, bool(packed_steps and packed_steps.rows))
+    return batches, num_items
 
 
 def _floating_point_ops(trainer, floating_point_ops, inputs):
@@ -92,9 +102,10 @@ def attach(
             leaves `torch_compile` to the Trainer.
         packed_tokens: compute an accumulated step without padding, in rows of at most so many tokens, with the loss and
             the gradients of its micro-batches. It is for Transformers' own loss, on one GPU or by DDP.
-        few_lengths: whether training micro-batches are padded at the end to a few lengths, by less than a tenth, where
-            lengths vary: sizes come again, and with them what was prepared for them. Losses and gradients stay the same.
-            Batches with more than input_ids, labels and attention_mask [B, L] stay as they are, packed ones among them.
+        few_lengths: whether training micro-batches, or rows of packed_tokens, are padded at the end to a few lengths, by
+            less than a tenth or 8 tokens. Where lengths vary, sizes come again, and with them what was prepared for them;
+            losses and gradients stay the same. Batches with more than input_ids, labels and attention_mask [B, L] stay as
+            they are.
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
@@ -136,8 +147,9 @@ def attach(
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
     wrap_method(trainer, "train", _train_to_the_end)
-    if not has_packed_steps(trainer, packed_tokens):
+    if not has_packed_steps(trainer, packed_tokens, small_steps.few_lengths):
         wrap_method(trainer, "training_step", check_documents)
+    wrap_method(trainer, "get_batch_samples", _get_batch_samples)
     wrap_method(trainer, "compute_loss", _compute_loss)
     if type(trainer).floating_point_ops is Trainer.floating_point_ops:
         wrap_method(trainer, "floating_point_ops", _floating_point_ops)

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers.utils import logging
 
-from .packed_steps import why_not_plain
-
 logger = logging.get_logger(__name__)
 
 SHARE = 10  # of the tokens, padding adds less than one in so many
+ALIGNMENT = 8
+PLAIN = {"input_ids", "labels", "attention_mask"}
+
+
+def aligned_length(length: int) -> int:
+    """Round a length up to a multiple of 8: torch compiles attention with a mask apart for lengths that are none."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def few_length(length: int) -> int:
-    """Round a length up to the next multiple of the largest power of two that is at most a tenth of it.
+    """Round a length up to the next multiple of the largest power of two that is at most a tenth of it, or of 8.
 
     Between a length and its double lie ten such multiples at most.
     """
-    multiple = 1 << max((length // SHARE).bit_length() - 1, 0)
+    multiple = max(1 << max((length // SHARE).bit_length() - 1, 0), ALIGNMENT)
     return -(-length // multiple) * multiple
+
+
+def why_not_plain(batch: Any) -> str | None:
+    """Say what a micro-batch has beside input_ids, labels and attention_mask of [sequences, tokens]; None of nothing."""
+    names = set(batch) if isinstance(batch, Mapping) else set()
+    if not {"input_ids", "labels"} <= names:
+        return "they have no input_ids and labels"
+    if others := names - PLAIN:
+        return f"they have {', '.join(sorted(others))} too"
+    shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch.values()}
+    if len(shapes) > 1 or any(shape is None or len(shape) != 2 for shape in shapes):
+        return "input_ids, labels and attention_mask have other shapes than [sequences, tokens]"
+    return None
 
 
 def with_few_lengths(trainer: Any, inputs: Any) -> Any:

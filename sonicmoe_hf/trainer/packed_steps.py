@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.nn.functional import pad
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts
 from ..routing.model import find_state
+from .few_lengths import aligned_length, few_length, why_not_plain
 from .methods import find_callback, wrap_method
 
 logger = logging.get_logger(__name__)
 
-KEPT_APART = {"input_ids", "labels", "attention_mask"}  # of each sequence in a row; position_ids are made
 PROBE_TOKENS = 8
 LEAK = 2e-2  # of logits' norm: bf16 rounds to 0.4%, and other tokens in the same attention move it by tens of percent
 REMEDY = "leave packed_tokens of attach(trainer) out"
+
+
+class Row(NamedTuple):
+    """Sequences after one another: the model's inputs, and which tokens are no padding [1, N]."""
+
+    inputs: dict[str, Any]
+    token_mask: torch.Tensor
 
 
 class PackedSteps(TrainerCallback):
@@ -36,10 +44,10 @@ class PackedSteps(TrainerCallback):
             raise ValueError(
                 f"packed_tokens is {max_tokens!r}; give the largest number of tokens of a row, such as 8192"
             )
-        self.max_tokens = max_tokens
+        self.max_tokens, self.few_lengths = max_tokens, False
         self.has_probed = False
         self.later: set[int] = set()  # ids of micro-batches that a later one's row holds
-        self.rows: dict[int, dict[str, Any]] = {}  # by the id of the last micro-batch of each
+        self.rows: dict[int, Row] = {}  # by the id of the last micro-batch of each
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Forget a run that ended inside a step."""
@@ -82,17 +90,21 @@ class PackedSteps(TrainerCallback):
     def _add(self, group: list) -> None:
         if len(group) > 1:
             self.later |= {id(batch) for batch in group[:-1]}
-            self.rows[id(group[-1])] = packed(group)
+            row = packed(group)
+            tokens = row["input_ids"].shape[1]
+            wanted = few_length(tokens) if self.few_lengths else aligned_length(tokens)
+            self.rows[id(group[-1])] = filled(row, max(tokens, min(wanted, self.max_tokens)))
 
 
-def has_packed_steps(trainer: Any, max_tokens: int | None) -> bool:
+def has_packed_steps(trainer: Any, max_tokens: int | None, few_lengths: bool) -> bool:
     """Pack a Trainer's steps in rows of at most `max_tokens` tokens, if given, and tell whether they are packed."""
     callbacks = trainer.callback_handler.callbacks
     if max_tokens is not None:
         callbacks[:] = [each for each in callbacks if not isinstance(each, PackedSteps)] + [PackedSteps(max_tokens)]
-    if find_callback(trainer, PackedSteps) is None:
+    callback = find_callback(trainer, PackedSteps)
+    if callback is None:
         return False
-    wrap_method(trainer, "get_batch_samples", collect)
+    callback.few_lengths = few_lengths
     wrap_method(trainer, "training_step", packed_step)
     return True
 
@@ -111,6 +123,17 @@ def packed(batches: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
             rows[name].append(values[is_token])
     # with a cache Transformers takes no notice of sequences in a row
     return {name: torch.cat(values)[None] for name, values in rows.items()} | {"use_cache": False}
+
+
+def filled(row: dict[str, Any], length: int) -> Row:
+    """Add tokens to a row without labels, as a sequence of its own: attention that keeps sequences apart by position_ids
+    takes no mask of padding beside them."""
+    ids = row["input_ids"]
+    more = length - ids.shape[1]
+    columns = {name: row[name] for name in ("input_ids", "labels", "position_ids")}
+    columns = {name: pad(column, (0, more), value=-100 * (name == "labels")) for name, column in columns.items()}
+    columns["position_ids"][0, ids.shape[1] :] = torch.arange(more, dtype=torch.int64, device=ids.device)
+    return Row({**row, **columns}, pad(torch.ones_like(ids), (0, more)))
 
 
 def check_steps(trainer: Any) -> None:
@@ -185,28 +208,6 @@ def check_rows_apart(model: Any) -> None:
         )
 
 
-def why_not_plain(batch: Any) -> str | None:
-    """Say what a micro-batch has beside input_ids, labels and attention_mask of [sequences, tokens]; None of nothing."""
-    names = set(batch) if isinstance(batch, Mapping) else set()
-    if not {"input_ids", "labels"} <= names:
-        return "they have no input_ids and labels"
-    if others := names - KEPT_APART:
-        return f"they have {', '.join(sorted(others))} too"
-    shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in batch.values()}
-    if len(shapes) > 1 or any(shape is None or len(shape) != 2 for shape in shapes):
-        return "input_ids, labels and attention_mask have other shapes than [sequences, tokens]"
-    return None
-
-
-def collect(trainer: Any, get_batch_samples, *args, **kwargs):
-    """Call `trainer.get_batch_samples`, and arrange the micro-batches in rows."""
-    batches, num_items = get_batch_samples(*args, **kwargs)
-    callback = find_callback(trainer, PackedSteps)
-    if callback is not None:
-        callback.arrange(trainer, batches, num_items)
-    return batches, num_items
-
-
 def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
     """Call `trainer.training_step` with the row that a micro-batch is the last of; others have no loss."""
     callback = find_callback(trainer, PackedSteps)
@@ -215,7 +216,16 @@ def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
     if callback is not None and id(inputs) in callback.later:
         return torch.zeros((), dtype=torch.float32, device=trainer.args.device)
     row = None if callback is None else callback.rows.pop(id(inputs), None)
-    return training_step(model, inputs if row is None else row, *args, **kwargs)
+    if row is None:
+        return training_step(model, inputs, *args, **kwargs)
+    state = find_state(trainer.model)
+    if state is not None:
+        state.token_mask = row.token_mask
+    try:
+        return training_step(model, row.inputs, *args, **kwargs)
+    finally:
+        if state is not None:
+            state.token_mask = None
 
 
 def _refuse(reasons: dict[str, bool]) -> None:

@@ -78,3 +78,21 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
     assert compile_layers.mock_calls == ([] if expected is None else [mock.call(model, **expected)])
     prepared = trainer.accelerator.prepare_model(model)
     assert hasattr(prepared, "_orig_mod") is (bool(given) and expected is None)
+
+
+def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(tmp_path):
+    """By itself torch compiles for the first length, and again for any."""
+    torch._dynamo.reset()
+    counters.clear()
+    lengths = iter([20, 17, 19, 24])
+
+    def collate(rows):
+        length = next(lengths)
+        return {name: torch.stack([row[name] for row in rows])[:, :length].contiguous() for name in rows[0]}
+
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2, **EAGER}
+    trainer = trainer_for(lora_model(), tmp_path, padding=True, **CHECKPOINTED_TRAINING["non_reentrant"], **options)
+    trainer.data_collator = collate
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert next(lengths, None) is None and counters["stats"]["unique_graphs"] == 1

@@ -10,6 +10,7 @@ from helpers.training import trainer_for
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.trainer import packed_steps
+from sonicmoe_hf.trainer.few_lengths import aligned_length, few_length
 from sonicmoe_hf.trainer.packed_steps import check_rows_apart, packed
 
 ORDER_OF_SUMS = "fp32, a step's sums in another order, and two layers of attention with another mask"
@@ -34,12 +35,12 @@ class Calls(list):
             self.append(tuple(kwargs["input_ids"].shape))
 
 
-def run(folder, packed_tokens, checkpoint=None, **options):
+def run(folder, packed_tokens, checkpoint=None, few_lengths=None, **options):
     model = patched("qwen3_moe")
     calls = Calls(model)
     options = {**FIVE_OF_FOUR, "eval_strategy": "epoch", "save_strategy": "epoch", **options}
     trainer = trainer_for(model, folder, padding=True, count=10, **options)
-    sonicmoe_hf.attach(trainer, packed_tokens=packed_tokens)
+    sonicmoe_hf.attach(trainer, packed_tokens=packed_tokens, few_lengths=few_lengths)
     trainer.train(resume_from_checkpoint=checkpoint)
     found = [{name: log[name] for name in NAMES if name in log} for log in trainer.state.log_history]
     return calls, found, {name: weight.detach() for name, weight in model.named_parameters()}
@@ -56,7 +57,10 @@ def test_packed_steps_train_as_micro_batches_apart_over_epochs_and_after_a_resum
     assert_same(whole, apart)
     tokens = [log["num_input_tokens_seen"] for log in apart[1] if "loss" in log]
     assert len(apart[0]) == 10 and [shape[0] for shape in whole[0]] == [1, 2, 1, 2]
-    assert whole[0][0] == (1, tokens[0]), "no padding"
+    assert whole[0][0] == (1, aligned_length(tokens[0])), "no padding but up to a multiple of 8"
+    few = run(tmp_path / "few", 1000, few_lengths=True)
+    assert_same(few, apart)
+    assert few[0][0] == (1, few_length(tokens[0]))
     in_two = run(tmp_path / "in_two", tokens[0] - 1)
     assert_same(in_two, apart)
     assert all(shape[1] < tokens[0] for shape in in_two[0]) and len(in_two[0]) > len(whole[0])
