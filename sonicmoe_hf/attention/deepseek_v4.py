@@ -126,13 +126,15 @@ def _piece(self, q: torch.Tensor, keys: Keys, place: tuple[int, int, int], gathe
     near, sees_near = _window(keys, place)
     far = keys.far[row] if gathers else keys.far[row, : keys.num_before(last)]
     near, far = near.to(q.dtype), far.to(q.dtype)
-    picked = None if keys.picked is None else keys.picked[row, first:last]
+    sees_far: torch.Tensor | None
     if gathers:
-        own = F.embedding(picked.clamp(min=0), far)  # [C, K, D]; its backward adds in fp32 and in one order
+        assert keys.picked is not None, "only picked keys are gathered"
+        picked = keys.picked[row, first:last]
+        own = F.embedding(picked.clamp(min=0), far)  # [C, K, D]; its backward adds in fp32, in one order
         scores = torch.matmul(q.transpose(0, 1), own.transpose(1, 2)).transpose(0, 1)
         sees_far = picked >= 0
     else:
-        scores, sees_far = torch.matmul(q, far.t()), _seen(keys, picked, place, far.shape[0])
+        scores, sees_far = torch.matmul(q, far.t()), _seen(keys, place, far.shape[0])
     of_near, of_far = probabilities(
         [torch.matmul(q, near.t()).float() * self.scaling, scores.float() * self.scaling],
         [sees_near, sees_far],
@@ -156,11 +158,11 @@ def _window(keys: Keys, place: tuple[int, int, int]) -> tuple[torch.Tensor, torc
     return keys.near[row, begin:end], seen & (column >= 0) & (column < window)
 
 
-def _seen(keys: Keys, picked: torch.Tensor | None, place: tuple[int, int, int], num: int) -> torch.Tensor | None:
+def _seen(keys: Keys, place: tuple[int, int, int], num: int) -> torch.Tensor | None:
     """Find which of the first `num` compressed keys some queries see, bool [C, num], or None for all."""
     row, first, last = place
-    if picked is None:
+    if keys.picked is None:
         return None if keys.seen is None else keys.seen[row, first:last, :num]
-    num_keys = keys.far.shape[1]
+    picked, num_keys = keys.picked[row, first:last], keys.far.shape[1]
     seen = torch.zeros(last - first, num_keys + 1, dtype=torch.bool, device=picked.device)
     return seen.scatter(1, torch.where(picked < 0, num_keys, picked), True)[:, :num]
