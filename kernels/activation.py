@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu", "clamped_silu", "softcapped_swiglu")
+GATED = (
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "reglu",
+    "clamped_swiglu",
+    "clamped_silu",
+    "silu_clamped",
+    "softcapped_swiglu",
+)
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 ACTIVATIONS = (*GATED, *UNGATED)
 
@@ -20,9 +29,9 @@ class Activation(NamedTuple):
 
     swiglu: silu(gate) * up; geglu: gelu(gate) * up (erf); geglu_tanh: the tanh approximation; reglu: relu(gate) * up;
     With g = min(gate, limit) and u = clamp(up, -limit, limit): clamped_swiglu (gpt-oss): g * sigmoid(alpha * g) *
-    (u + 1); clamped_silu (DeepSeek-V4): silu(g) * u. softcapped_swiglu (Inkling2): alpha * tanh(gate / alpha) *
-    sigmoid(gate) * limit * tanh(up / limit). Without a gate: silu(h); gelu(h) (erf); gelu_tanh(h); relu(h);
-    relu2: relu(h) squared (Nemotron-H).
+    (u + 1); clamped_silu (DeepSeek-V4): silu(g) * u; silu_clamped (Step-3.7): min(silu(gate), limit) * u.
+    softcapped_swiglu (Inkling2): alpha * tanh(gate / alpha) * sigmoid(gate) * limit * tanh(up / limit). Without a gate:
+    silu(h); gelu(h) (erf); gelu_tanh(h); relu(h); relu2: relu(h) squared (Nemotron-H).
     """
 
     name: str = "swiglu"

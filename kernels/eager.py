@@ -151,6 +151,11 @@ def _activate(gate, up, activation: Activation, da=1.0):
         slope = (up_clamped + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
         dgate = torch.where(gate <= limit, da * slope, 0.0)
         return (up_clamped + shift) * glu, dgate, torch.where(up.abs() <= limit, da * glu, 0.0)
+    if name == "silu_clamped":
+        limit, (value, slope) = activation.limit, _curve(gate, "silu")
+        glu, up_clamped = value.clamp(max=limit), up.clamp(-limit, limit)
+        dgate = torch.where(value <= limit, da * up_clamped, 0.0) * slope
+        return up_clamped * glu, dgate, torch.where(up.abs() <= limit, da * glu, 0.0)
     if name == "reglu":
         value = torch.relu(gate)
         return value * up, torch.where(gate <= 0, 0.0, da * up), da * value

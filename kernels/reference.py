@@ -27,6 +27,8 @@ def gated_activation(gate, up, name="swiglu", alpha=1.702, limit=7.0):
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
     if name == "clamped_silu":
         return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    if name == "silu_clamped":
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     if name == "softcapped_swiglu":
         return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * limit * torch.tanh(up / limit)
     raise ValueError(f"unknown activation {name!r}")

@@ -66,6 +66,11 @@ def activate(gate, up, name: str, alpha: float, limit: float, da=1.0):
         slope = (clamped_up + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
         inside = Boolean(up <= limit) & Boolean(up >= -limit)
         return (clamped_up + shift) * glu, _where(gate <= limit, da * slope), _where(inside, da * glu)
+    if const_expr(name == "silu_clamped"):
+        value, slope = _silu(gate)
+        glu, clamped_up = _clamp(value, limit), _clamp(up, limit, -limit)
+        inside = Boolean(up <= limit) & Boolean(up >= -limit)
+        return clamped_up * glu, _where(value <= limit, da * clamped_up) * slope, _where(inside, da * glu)
     if const_expr(name == "reglu"):
         above = (gate > 0.0) | (gate != gate)
         value = _where(above, gate)

@@ -49,6 +49,13 @@ def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
         slope = (up_clamped + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
         dgate = tl.where(gate <= LIMIT, da * slope, 0.0)
         return (up_clamped + shift) * glu, dgate, tl.where(tl.abs(up) <= LIMIT, da * glu, 0.0)
+    if NAME == "silu_clamped":
+        value, slope = _curve(gate, "silu")
+        glu = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up_clamped = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up_clamped = tl.minimum(up_clamped, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        dgate = tl.where(value <= LIMIT, da * up_clamped, 0.0) * slope
+        return up_clamped * glu, dgate, tl.where(tl.abs(up) <= LIMIT, da * glu, 0.0)
     if NAME == "reglu":
         value = tl.where(gate <= 0, 0.0, gate)
         return value * up, tl.where(gate <= 0, 0.0, da * up), da * value

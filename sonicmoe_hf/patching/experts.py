@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -91,6 +92,14 @@ def _clamped_silu(experts: Any, limit: str = "limit") -> Activation:
     return Activation("clamped_silu", limit=float(getattr(experts, limit)))
 
 
+def _silu_clamped(experts: Any) -> Activation:
+    """Read Step-3.7's gate, of which most layers clamp nothing."""
+    if _activation_name(experts) != "swiglu":
+        _refuse(experts, "its clamped gate has another activation than silu")
+    limit = float(experts.limit)
+    return Activation("swiglu") if math.isinf(limit) else Activation("silu_clamped", limit=limit)
+
+
 def _softcapped_swiglu(experts: Any, expected: str) -> Activation:
     """Read Inkling's gate; expected: the class of the act_fn, which takes gate and up."""
     kind = type(experts.act_fn).__name__
@@ -114,6 +123,7 @@ GATES: dict[
     (modeling_module("glm5_next"), "Glm5NextTextExperts"): partial(_clamped_silu, limit="swiglu_limit"),
     (modeling_module("hy_v4"), "HYV4Experts"): partial(_clamped_silu, limit="swiglu_limit"),
     (modeling_module("hy_v4_vl"), "HYV4VLExperts"): partial(_clamped_silu, limit="swiglu_limit"),
+    (modeling_module("step3p7"), "Step3p7Experts"): _silu_clamped,
     (modeling_module("inkling2"), "Inkling2Experts"): partial(_softcapped_swiglu, expected="Inkling2SoftcappedSwiGLU"),
     (modeling_module("inkling2_loop"), "Inkling2LoopExperts"): partial(
         _softcapped_swiglu, expected="Inkling2LoopSoftcappedSwiGLU"

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from ..layer.experts_module import LIGER_SWITCH, why_replaced_by_liger
+from .adopted import is_adoptable
 
 LIGERS = "LigerExperts"  # its class
 NATIVE = "sonicmoe_hf.checkpoints.modeling.SonicMoEExperts.forward"
@@ -85,6 +86,8 @@ def why_not_reached(experts: nn.Module) -> str | None:
     """
     if (replaced := why_replaced_by_liger(experts)) is not None:
         return replaced
+    if is_adoptable(experts):
+        return None
     forward = _innermost(experts)
     if _is_interface(forward) or _name(forward).startswith(PARALLEL):
         return None

@@ -20,6 +20,7 @@ from ..layer.experts_module import IMPLEMENTATION
 from ..private import attributes
 from ..private.transformers import experts_implementation, forget_dequantization, set_experts_implementation
 from ..streaming.placement import place_experts
+from .adopted import adopt_experts, release_experts
 from .experts import check_fp8_products, known_facts
 from .guard import guard_of, install_guards, remove_installed
 from .own_configs import use_own_configs
@@ -68,6 +69,7 @@ def patch_experts(
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
     root = transformers_model(model)
     layers = undo_liger_and_check(root)
+    adopt_experts(root)
     if experts_compute is not None:
         for layer in find_layers(root):
             check_fp8_products(layer.experts)
@@ -96,6 +98,7 @@ def unpatch_experts(root: PreTrainedModel) -> None:
         vars(experts).pop(attributes.KNOWN_FACTS, None)
         if attributes.UNPATCHED in vars(experts):
             set_experts_implementation(experts.config, vars(experts).pop(attributes.UNPATCHED))
+    release_experts(root)
 
 
 def guard_streamed(model: PreTrainedModel) -> None:
