@@ -71,8 +71,9 @@ def _attention(self, given: dict[str, Any], cache) -> torch.Tensor:
     residual = self.q_a_norm(self.q_a_proj(hidden))
     keys = _keys(self, given, cache, residual, (cos, sin))
     (size, num_queries), window = hidden.shape[:2], keys.band.shape[-1]
-    gathers = keys.picked is not None and keys.far.shape[1] > GATHERED_FROM * keys.picked.shape[-1]
-    columns = window + (keys.picked if gathers else keys.far.transpose(1, 2)).shape[-1]
+    num_far, num_picked = keys.far.shape[1], 0 if keys.picked is None else keys.picked.shape[-1]
+    gathers = 0 < GATHERED_FROM * num_picked < num_far
+    columns = window + (num_picked if gathers else num_far)
     step = min(
         piece_of(num_queries, self.num_heads * columns), 2 * window
     )  # a piece has `step` keys more than a window

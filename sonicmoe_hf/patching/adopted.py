@@ -33,14 +33,15 @@ def is_adoptable(experts: nn.Module) -> bool:
 
 
 @functools.cache
-def _decorated(cls: type[nn.Module]) -> type[nn.Module]:
+def _decorated(name: str) -> type[nn.Module]:
+    cls = getattr(importlib.import_module(CLASSES[name]), name)
     return use_experts_implementation(type(cls.__name__, (cls,), {"__module__": __name__, "__doc__": cls.__doc__}))
 
 
 def __getattr__(name: str) -> type[nn.Module]:
     """Find a decorated class by name, as unpickling does."""
     if name in CLASSES:
-        return _decorated(getattr(importlib.import_module(CLASSES[name]), name))
+        return _decorated(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -51,7 +52,7 @@ def adopt_experts(root: PreTrainedModel) -> None:
         if isinstance(model, PreTrainedModel):
             configs.update(dict.fromkeys(filter(is_adoptable, model.modules()), model.config.get_text_config()))
     for experts, config in configs.items():
-        experts.__class__ = _decorated(type(experts))
+        experts.__class__ = _decorated(type(experts).__name__)
         vars(experts).update(FLAGS, config=config)
 
 
