@@ -10,6 +10,8 @@ attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits
 patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or `field`: four
 micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
 
+`second` is no switch: it names the second start of the same run in the table, whose graphs torch's cache has.
+
 ms: from the end of a step to the end of the next one; mean_ms: of the last half of the steps together, between which the
 host waits for the GPU only where the Trainer does. graphs: what torch compiled, and cached: how much of it came from
 its cache on disk. `--profile` trains six more steps, whose Python is printed, and as many of a loop without Trainer.
@@ -41,7 +43,8 @@ PROFILED = 6
 CASES = (
     *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
     *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered"),
-    *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+layers+packed"),
+    *("liger+torch_compile+second", "liger+torch_compile+packed+second"),
+    *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+torch_compile+packed+lengths"),
 )
 UNFUSED = "aot_eager"  # compiles in seconds: a run on a CPU checks the script
 LOSS_ALONE = {"swiglu": False, "rms_norm": False, "rope": False}
