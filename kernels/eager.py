@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .interface import Activation, LoraTerm, PackedOperand, Rounded, Rows, accumulation_dtype
+from .interface import Activation, LoraTerm, PackedOperand, RoundedRows, Rows, accumulation_dtype
 from .low_rank import a_by_expert, b_by_expert
 from .packed import FORMATS, Quantized
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
@@ -83,7 +83,7 @@ def round_rows(
     # a sentinel, expert E of token T, reads the zeros past the end
     weight_P = F.pad(weights_TE, (0, 1, 0, 1))[token_P, expert_P]
     rows = dispatch(expert_P, token_P, num_tokens, num_experts, True)
-    return Rounded(weight_P, expert_P.to(torch.int32), rows, fell_back)
+    return RoundedRows(weight_P, expert_P.to(torch.int32), rows, fell_back)
 
 
 def round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting):

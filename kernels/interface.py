@@ -72,7 +72,7 @@ class Weighting(NamedTuple):
     scale: float = 1.0
 
 
-class Rounded(NamedTuple):
+class RoundedRows(NamedTuple):
     """Token rounding's rows, with P = `num_pairs` at least their number: what `round_rows` gives.
 
     It takes S, what to rank by (fp32), top-k's choice, which tokens are no padding (bool, or None) and, for stochastic
@@ -138,7 +138,7 @@ class Backend(Protocol):
         num_pairs: int,
         weighting: Weighting,
         dtype: torch.dtype,
-    ) -> Rounded:
+    ) -> RoundedRows:
         """Round the rows of every expert (token rounding)."""
 
     def round_rows_backward(self, dweight_P, scores_TE, expert_P, rows: Rows, weighting: Weighting) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..interface import Rounded, unwritten_rows
+from ..interface import RoundedRows, unwritten_rows
 from .config import tile_rows
 from .dispatch import dispatch, tile_table_length, write_tiles
 from .launch import cdiv, launch_kernel, next_power_of_2
@@ -273,7 +273,7 @@ def round_rows(
     weight_P = new(num_pairs, dtype=dtype)
     if not num_pairs:
         fell_back = None if valid_T is None else torch.ones((), dtype=torch.bool, device=device)
-        return Rounded(weight_P, expert_P, dispatch(expert_P, None, num_tokens, num_experts, True), fell_back)
+        return RoundedRows(weight_P, expert_P, dispatch(expert_P, None, num_tokens, num_experts, True), fell_back)
     rows = unwritten_rows(expert_P, num_pairs, num_tokens, num_experts, tile_table_length(num_pairs, num_experts))
     fell_back = totals = None
     if valid_T is not None:
@@ -311,4 +311,4 @@ def round_rows(
         (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting),
         num_warps=2,
     )
-    return Rounded(weight_P, expert_P, rows, fell_back)
+    return RoundedRows(weight_P, expert_P, rows, fell_back)
