@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import DECLARED_FP8
-from helpers.integers import DECLARED
+from helpers.integers import DECLARED, compressed
 from helpers.marks import rest_pinned
 from helpers.models import CONFIGS, OF_64, build, nemotron_h
 from helpers.small_families import OMNI, small_config
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import sonicmoe_hf
+from benchmarks.step.models import MODELS
 from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
@@ -31,7 +32,7 @@ from sonicmoe_hf.tools.cli.plan import PARTS, runnable
 from sonicmoe_hf.tools.planning.memory import GIB, Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.ways import LIGER, in_sequences, left_out, shown, ways_of
-from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
+from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B, config_from
 
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
@@ -232,6 +233,28 @@ def test_deepseek_v3_fits_on_few_gpus_of_80_gib_with_its_experts_in_host_memory(
     assert way.memory.rest / GIB == pytest.approx(10.9, abs=0.1), "31.9 in bf16"
     loading = 2 * sizes.rest + (1 + 0.52) * sizes.largest_weight  # dense linear layers, a weight in FP8 and in NF4
     assert loading < way.memory.total, "so that loading needs no column"
+
+
+def test_kimi_k25_fits_on_one_card_of_80_gib_by_a_small_rank_and_on_eight_of_141_by_expert_parallelism():
+    model = MODELS["Kimi-K2.5"]
+    config = config_from(model.model_type, model.sizes | {"quantization_config": compressed()}, model.layers)
+    sizes = sizes_of(config, "moonshotai/Kimi-K2.5")
+    assert stored_bytes(sizes, "int4") / GIB == pytest.approx(531.6, abs=0.1)
+    small = " --linear-nf4 --optim adamw_8bit --rank 4"
+    for gpus, memory_, words, options in (
+        (
+            1,
+            80,
+            "INT4 linear too, 8-bit Adam, r=4, 532 GiB of experts in host memory",
+            f"--experts-memory 8GiB{small}",
+        ),
+        (1, 141, "INT4, r=8, 523 GiB of experts in host memory", "--experts-memory 14GiB"),
+        (4, 80, "INT4 linear too, 8-bit Adam, r=4, 532 GiB of experts", f"--experts-memory 4GiB --replicate{small}"),
+        (8, 141, "INT4, r=8, expert parallelism", "--sequence-length 4096 --batch-size 1"),
+    ):
+        fitting, _ = shown(ways_of(sizes, gpus=gpus, gpu_memory=memory_, tokens=4096, method="qlora"))
+        way = fitting[-1]  # beside r = 16 by FSDP2 on eight
+        assert words in way.name and way.command.endswith(options) and " --experts-quantization int4" in way.command
 
 
 @pytest.mark.parametrize(("format", "bits"), [("nf4", 4.127), ("mxfp4", 4.25), ("fp8", 8.002), ("nvfp4", 4.5)])

@@ -45,6 +45,7 @@ KEPT = (  # what is kept for backward, the fastest first
     {"checkpointing": False, "save": "input"},
     {"checkpointing": True},
 )
+SMALLER_RANKS = (4, 2)  # than examples/qlora.py's
 OFFLOADING = {"checkpointing": True, "offloading": True}  # with adapters, of long sequences
 
 
@@ -137,11 +138,14 @@ def _way(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
 
 def _from_host_memory(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
     """Plan the way with as many GiB of experts on the GPU as fit there, and the others in host memory, of which several
-    ranks share one copy. What takes less comes where the way does not fit without: packed linear layers, 8-bit Adam."""
+    ranks share one copy. What takes less comes where the way does not fit without: 8-bit Adam, and beside experts in 4
+    bits packed linear layers before it and a smaller rank after it."""
     training = replace(training, parallel="one GPU" if training.gpus == 1 else "DDP", experts_memory=0)
-    linear = "nf4" if training.experts == "nf4" and not sizes.is_packed else training.linear
-    smaller = replace(training, linear=linear)
-    for each in (training, smaller, replace(smaller, optimizer="adam8bit")):
+    is_small = FORMATS[training.experts].element_size < 1
+    smaller = replace(training, linear="nf4" if is_small and not sizes.is_packed else training.linear)
+    least = replace(smaller, optimizer="adam8bit")
+    of_rank = [replace(least, r=rank, experts_r=rank) for rank in SMALLER_RANKS if is_small]
+    for each in (training, smaller, least, *of_rank):
         alone = _way(sizes, each, gpu_memory)
         if alone.fits:
             left = int((gpu_memory - alone.needed) / GAPS)
@@ -285,6 +289,7 @@ def _command(sizes: ModelSizes, training: Training) -> str:
         options += ["--replicate"] * (training.parallel == "DDP")
         options += ["--linear-nf4"] * (training.linear == "nf4" and sizes.quantization is not None)
         options += ["--optim adamw_8bit"] * (training.optimizer == "adam8bit")
+        options += [f"--rank {training.r}"] * (training.r in SMALLER_RANKS)
     else:
         script, options = "finetune", _of_finetune(sizes, training)
         if training.parallel == "FSDP2":
