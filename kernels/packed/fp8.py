@@ -14,19 +14,26 @@ from .grid import POWER_BIAS, Grid, Rounded, ceiled_exponent, powers_of_two
 FP8_BLOCK = 128  # rows, and columns, that share a scale
 
 
+def inverse_scales(largest: torch.Tensor) -> torch.Tensor:
+    """Compute the factors of values in fp32, by their blocks' largest magnitudes, as Transformers' Fp8Quantize does. Its
+    scales are the reciprocals, which differ from largest / 448 by a bit in one block of three."""
+    return torch.where(largest > 0, E4M3_MAX / largest, 1.0).clamp(max=torch.finfo(torch.float32).max)
+
+
 def fp8_grid(dtype: torch.dtype, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK), has_powers: bool = False) -> Grid:
     """Return the values that a matrix can have whose scales are of this dtype: fp32, bf16, or a byte for 2^(scale - 127).
     has_powers: whether scales are powers of two in any dtype."""
 
     def fresh(largest: torch.Tensor) -> torch.Tensor:
+        if dtype == torch.float32 and not has_powers:
+            return 1.0 / inverse_scales(largest)
         ideal = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
         if dtype.itemsize == 1:
             exponent = ceiled_exponent(ideal).clamp(-POWER_BIAS, POWER_BIAS)
             return (exponent + POWER_BIAS).to(torch.uint8).view(dtype)
         if has_powers:
             return torch.exp2(ceiled_exponent(ideal).float()).to(dtype)
-        rounded_up = ideal if dtype == torch.float32 else ideal * (1 + torch.finfo(dtype).eps)
-        return rounded_up.to(dtype)
+        return (ideal * (1 + torch.finfo(dtype).eps)).to(dtype)  # rounded up
 
     def codes(scaled: torch.Tensor) -> torch.Tensor:
         return to_e4m3(scaled).view(torch.float8_e4m3fn)
@@ -77,13 +84,13 @@ class FP8(Format):
         return (torch.float32, torch.uint8) if field == "scales" else super().dtypes(field)
 
     def pack_expert(self, weight_NK: torch.Tensor, parts: int, kinds: int) -> tuple[torch.Tensor, ...]:
-        """See Format. Bit by bit Transformers': values times the reciprocals of scales."""
+        """See Format. Bit by bit Transformers': values times `inverse_scales`."""
         codes, scales = torch.empty_like(weight_NK, dtype=torch.uint8), []
         grid = fp8_grid(torch.float32)
         matrices = views_of_parts(weight_NK, parts, kinds)
         for matrix, own_codes in zip(matrices, views_of_parts(codes, parts, kinds)):
             largest = grid.of_blocks(matrix.abs(), torch.amax)
-            inverse = torch.where(largest > 0, E4M3_MAX / largest, 1.0).clamp(max=torch.finfo(torch.float32).max)
+            inverse = inverse_scales(largest)
             own_codes.copy_(to_e4m3(matrix * grid.spread(inverse, matrix.shape)))
             scales.append(1.0 / inverse)
         return codes, torch.stack(scales).unflatten(0, (parts, kinds)).transpose(1, 2)

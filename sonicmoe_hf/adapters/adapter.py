@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import headers_of, opened, refuse_model_beside_adapter
 from ..checkpoints.layouts import NATIVE_PREFIX
-from ..checkpoints.plan import finite_bounds
+from ..checkpoints.output import finite_bounds
 from ..errors import CheckpointError
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names

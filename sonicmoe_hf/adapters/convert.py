@@ -27,7 +27,7 @@ from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_conf
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.model_card import Origin, add_card, origin_of
-from ..checkpoints.plan import TARGETS
+from ..checkpoints.output import TARGETS
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter

@@ -33,7 +33,7 @@ from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.model_card import origin_of
-from ..checkpoints.plan import TARGETS, finite_bounds
+from ..checkpoints.output import TARGETS, finite_bounds
 from ..checkpoints.source import Source
 from ..checkpoints.stored import TIED, HubMatrix, StoredWeights, Weight
 from ..errors import CheckpointError
@@ -161,10 +161,10 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     notices = _untie(stored, model, groups, changed)
     delta = lru_cache(ALTERNATING)(lambda target: _GroupDelta(stored, adapter, groups[target], replaced))
     for target in {groups[name].targets[0] for name in changed}:
-        for name, place in groups[target].places.items():
+        for name, owner in groups[target].owners.items():
             if (weight := stored.weights.get(name)) is not None:
                 weight.delta = partial(delta, target)
-                weight.num_experts, weight.number = groups[target].num_experts if place is None else None, place or 0
+                weight.num_experts, weight.number = groups[target].num_experts if owner is None else None, owner or 0
                 if seed is not None and weight.format is not None:
                     module = model.get_submodule(target.rpartition(".")[0])
                     weight.dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
@@ -187,9 +187,9 @@ def packed_base_of(
     layers: list[list[Weight]] = []
     for module, experts in model.named_modules():
         own = [groups[name] for each in packable(experts) if (name := f"{module}.{each}") in groups]
-        places = {name: place for group in own for name, place in group.places.items() if not place}
-        weights = [stored.weights[name] for name in places]
-        if any(each.format is None or (isinstance(each, HubMatrix) and places[each.name] is None) for each in weights):
+        owners = {name: owner for group in own for name, owner in group.owners.items() if not owner}
+        weights = [stored.weights[name] for name in owners]
+        if any(each.format is None or (isinstance(each, HubMatrix) and owners[each.name] is None) for each in weights):
             return PackedBase(stored.quantization, [])  # some are dense, which loading packs, or need all experts
         if weights:
             layers.append(weights)
@@ -265,8 +265,8 @@ class _GroupDelta:
         Raises:
             CheckpointError: the sum is not finite in the dtype of the weight.
         """
-        place = self._group.places[weight.name]
-        expert = expert if place is None else place
+        owner = self._group.owners[weight.name]
+        expert = expert if owner is None else owner
         if expert != self._expert or weight.name not in self._made:
             self._expert, self._made = expert, self._convert(expert)
         made = self._made.pop(weight.name)
@@ -303,9 +303,8 @@ class _GroupDelta:
     def _of_the_base(self, expert: int | None) -> Tensors:
         """Read the parameters as they are in the base, in fp32."""
         weights = {
-            name: self._stored.weights[name].read(expert if place is None else None, torch.float32).float()
-            for name, place in self._group.places.items()
-            if expert is None or place in (None, expert)
+            name: self._stored.weights[name].read(own, torch.float32).float()
+            for name, own in self._group.reads_of(expert).items()
         }
         return self._group.parameters(weights, expert)
 

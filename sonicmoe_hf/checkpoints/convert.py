@@ -26,8 +26,8 @@ from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE
 from .hub import local_folder
 from .model_card import Origin, add_card, origin_of
+from .output import TARGETS, Output, OutputTensors, shell
 from .packed_config import check_format, quantization_config
-from .plan import TARGETS, Plan, Planned, shell
 from .relayout import Relayout
 from .roundings import LayerRounding
 from .source import Source
@@ -109,14 +109,14 @@ def convert_checkpoint(
 class Target(NamedTuple):
     """A checkpoint to be written.
 
-    family, source_layout, target_layout: as Conversion's. plan, config: the tensors, and config.json. notices: those that
-    are known before. adapter: the folder of one that was added, whose tokenizer counts.
+    family, source_layout, target_layout: as Conversion's. output, config: the tensors, and config.json. notices: those
+    that are known before. adapter: the folder of one that was added, whose tokenizer counts.
     """
 
     family: str
     source_layout: str
     target_layout: str
-    plan: Plan
+    output: Output
     config: dict
     notices: list[str]
     adapter: Path | None = None
@@ -132,14 +132,14 @@ def write_checkpoint(
 ) -> Conversion:
     """Write `target`, with the files that lie beside the weights it is made of, and its model card; see
     `convert_checkpoint`."""
-    stored, plan, notices = target.plan.stored, target.plan, target.notices
-    planned = plan.planned()
+    stored, output, notices = target.output.stored, target.output, target.notices
+    tensors = output.tensors()
     own = {header.file for header in stored.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
-    if not plan.keeps_format:
+    if not output.keeps_format:
         own.add(MODELOPT_FILE)
     beside = companions(stored.folder, own, target.adapter)
-    shards = _shards(planned, max_shard_size)
-    nbytes = sum(each.nbytes for each in planned)
+    shards = _shards(tensors, max_shard_size)
+    nbytes = sum(each.nbytes for each in tensors)
     progress = _Progress(nbytes * (1 + verify), on_progress)
     with appearing_whole(dst, nbytes, list(beside.sources), len(shards)) as folder:
         _write_shards(folder, shards, verify, progress)
@@ -147,16 +147,16 @@ def write_checkpoint(
         for file, source in beside.sources.items():
             copy_file(source, folder / file)
         stored.close()
-        notices = notices + beside.notices + plan.roundings.notices()
+        notices = notices + beside.notices + output.roundings.notices()
         add_card(folder, dst.name, origin, _format_of(target), notices)
     return Conversion(
         dst,
         *target[:3],
-        sum(len(each.shells) for each in planned),
+        sum(len(each.shells) for each in tensors),
         nbytes,
         len(shards),
         notices,
-        plan.roundings.layers(),
+        output.roundings.layers(),
     )
 
 
@@ -176,7 +176,7 @@ def target_of(
     dequantize: bool | None = None,
     quantize: str | None = None,
 ) -> Target:
-    """Plan what `convert_checkpoint` writes of `source` under these of its arguments."""
+    """Describe the checkpoint that `convert_checkpoint` writes of `source` under these of its arguments."""
     check_choice("layout", layout, TARGETS)
     target_layout = "native" if layout == "native" else source.family.hub_layout
     layouts = source.family.name, source.layout, target_layout
@@ -197,23 +197,23 @@ def target_of(
         if keeps and not any(weight.delta for weight in source.weights.values()):
             notices = [f"the experts' {quantize} blocks are those of {source.folder}"]
     wanted = None if dtype is None else DTYPES[dtype]
-    plan = Plan(source, wanted)
+    output = Output(source, wanted)
     if source.layout != target_layout or quantize is not None:
-        plan = Relayout(source, target_layout, wanted, None if quantize is None else FORMATS[quantize])
-    return Target(*layouts, plan, _config(source, layout, dtype, packed), notices)
+        output = Relayout(source, target_layout, wanted, None if quantize is None else FORMATS[quantize])
+    return Target(*layouts, output, _config(source, layout, dtype, packed), notices)
 
 
 def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_format: bool) -> Target:
-    """Plan `stored` under the names of its files, in its own format, or dequantized where it is quantized. layouts: as
-    Target's first.
+    """Describe `stored` under the names of its files, in its own format, or dequantized where it is quantized. layouts:
+    as Target's first.
 
     Raises:
         CheckpointError: the format is to be kept of weights that are not quantized, or of a head that was tied.
     """
-    plan = Plan(stored, keeps_format=keeps_format)
+    output = Output(stored, keeps_format=keeps_format)
     if not keeps_format:
         notices, config = _quantization_notices(stored, None), dense_config(stored, stored.config)
-        return Target(*layouts, plan, config, notices)
+        return Target(*layouts, output, config, notices)
     if stored.quantization is None:
         raise CheckpointError(
             f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, and convert the "
@@ -233,7 +233,7 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
             "ADAPTER DST, then convert --quantize)",
             "this result loads in sonicmoe_hf alone, as its base does",
         ]
-    return Target(*layouts, plan, dict(stored.config), notices)
+    return Target(*layouts, output, dict(stored.config), notices)
 
 
 def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:
@@ -256,10 +256,10 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
     return notices
 
 
-def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[Planned]]:
+def _shards(tensors: list[OutputTensors], max_shard_size: int | str) -> dict[str, list[OutputTensors]]:
     """Choose files: their names and what they will hold. Tensors that are made together are in one file."""
     size = int(max_shard_size) if str(max_shard_size).isdigit() else max_shard_size
-    by_name = {next(iter(each.shells)): each for each in planned}
+    by_name = {next(iter(each.shells)): each for each in tensors}
     whole = {name: shell((each.nbytes,), torch.uint8) for name, each in by_name.items()}
     files = split_torch_state_dict_into_shards(whole, max_shard_size=size).filename_to_tensors
     return {file: [by_name[name] for name in names] for file, names in files.items()}
@@ -275,7 +275,7 @@ class _Progress:
             self.on_progress(self.done, self.total)
 
 
-def _write_shards(folder: Path, shards: dict[str, list[Planned]], verify: bool, progress: _Progress) -> None:
+def _write_shards(folder: Path, shards: dict[str, list[OutputTensors]], verify: bool, progress: _Progress) -> None:
     shells = {file: {n: s for each in own for n, s in each.shells.items()} for file, own in shards.items()}
     starts = {file: _starts(list(own.values())) for file, own in shells.items()}
     memory = torch.empty(max(of_file[-1] for of_file in starts.values()), dtype=torch.uint8, device="cpu")
@@ -283,14 +283,14 @@ def _write_shards(folder: Path, shards: dict[str, list[Planned]], verify: bool, 
         tensors = {
             name: _place(like, memory[start:]) for (name, like), start in zip(shells[file].items(), starts[file])
         }
-        for planned in own:
-            planned.fill([tensors[name] for name in planned.shells])
-            progress.add(planned.nbytes)
+        for each in own:
+            each.fill([tensors[name] for name in each.shells])
+            progress.add(each.nbytes)
         save_tensors(folder / file, tensors, verify)
-        progress.add(verify * sum(planned.nbytes for planned in own))
+        progress.add(verify * sum(each.nbytes for each in own))
     if len(shards) > 1:
         weight_map = {name: file for file, own in shells.items() for name in own}
-        total = sum(planned.nbytes for own in shards.values() for planned in own)
+        total = sum(each.nbytes for own in shards.values() for each in own)
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

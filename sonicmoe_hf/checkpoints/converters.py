@@ -54,10 +54,21 @@ class _Shapes:
 class WeightGroup:
     """Weights of a checkpoint's files that become parameters of the model together.
 
+    Mixtral's first projection with E = 2, which is converted one expert at a time:
+
+        sources: a pattern, and by number the weights                    targets
+
+        experts.*.w1.weight  {0: experts.0.w1.weight, 1: experts.1...}
+                                                                  ---->  experts.gate_up_proj [E, 2I, H]
+        experts.*.w3.weight  {0: experts.0.w3.weight, 1: experts.1...}
+
+        parameters({experts.1.w1.weight: [I, H], experts.1.w3.weight: [I, H]}, 1) == {experts.gate_up_proj: [1, 2I, H]}
+        weights({experts.gate_up_proj: [1, 2I, H]}, 1) == {experts.1.w1.weight: [I, H], experts.1.w3.weight: [I, H]}
+
     sources: the weights' names by the converter's pattern, and by the number that stands for its "*". targets: the
     parameters' names, in the order of the converter's patterns. num_experts: E where experts are converted one by one;
-    None otherwise. shapes: those of the weights. places: the experts whose own they are; None of one that holds all, or
-    all are needed.
+    None otherwise. shapes: those of the weights. owners: the expert whose own each weight is; None of a weight that holds
+    all experts, or is needed whole.
     """
 
     def __init__(self, converter: WeightConverter | None, target: str, state: Tensors, config: PreTrainedConfig):
@@ -66,15 +77,17 @@ class WeightGroup:
         self.targets = [target.replace(patterns[0], pattern) for pattern in patterns]
         self.sources: dict[str, dict[int, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.places: dict[str, int | None] = {}
-        self._of_targets: dict[str, tuple[int, ...]] = {n: tuple(state[n].shape) for n in self.targets if n in state}
+        self.owners: dict[str, int | None] = {}
+        self._target_shapes: dict[str, tuple[int, ...]] = {
+            n: tuple(state[n].shape) for n in self.targets if n in state
+        }
         each_alone = converter is None or _takes_each_expert_alone(converter.operations)
-        is_3d = all(len(shape) == 3 for shape in self._of_targets.values())
+        is_3d = all(len(shape) == 3 for shape in self._target_shapes.values())
         self.num_experts = state[target].shape[0] if each_alone and is_3d else None
 
     def add(self, pattern: str, name: str, shape: tuple[int, ...], number: int = 0) -> None:
         """Add a weight of this shape, which the converter's pattern stands for, with this number for its "*"."""
-        self.places[name] = number if "*" in pattern and self.num_experts else None
+        self.owners[name] = number if "*" in pattern and self.num_experts else None
         self.shapes[name] = tuple(shape)
         self.sources.setdefault(pattern, {})[number] = name
 
@@ -87,9 +100,17 @@ class WeightGroup:
                 return f"{pattern.replace('*', str(lacking))} of {self.targets[0]}"
         return None
 
+    def reads_of(self, expert: int | None) -> dict[str, int | None]:
+        """Map the weights of an expert, or of all, to the expert to read of each; None: the whole weight."""
+        return {
+            name: expert if owner is None else None
+            for name, owner in self.owners.items()
+            if expert is None or owner in (None, expert)
+        }
+
     def parameter_shape(self, name: str, expert: int | None) -> tuple[int, ...]:
         """Return the shape of one of the parameters, or of one expert's [1, ...] of it."""
-        return _of_one(self._of_targets, self.targets, expert)[name]
+        return _of_one(self._target_shapes, self.targets, expert)[name]
 
     def parameters(self, weights: Tensors, expert: int | None) -> Tensors:
         """Make the parameters, or one expert's [1, ...] of them, of all weights, or of those of the expert.
@@ -100,7 +121,7 @@ class WeightGroup:
         if self._converter is None:
             return {self.targets[0]: next(iter(weights.values()))}
         tensors = {pattern: [weights[name] for name in names] for pattern, names in self._names(expert).items()}
-        shapes = _of_one(self._of_targets, self.targets, expert)
+        shapes = _of_one(self._target_shapes, self.targets, expert)
         made = self._convert(self._converter, tensors, self.targets[0], shapes)
         parameters = dict(zip(self.targets, (made[pattern] for pattern in self._converter.target_patterns)))
         for name, parameter in parameters.items():
@@ -120,9 +141,9 @@ class WeightGroup:
         made = self._convert(inverse, tensors, first, _of_one(self.shapes, held, expert))
         pairs = zip(self._converter.source_patterns, inverse.target_patterns)
         return {
-            name: made[ours.replace("*", str(place))]
+            name: made[ours.replace("*", str(number))]
             for theirs, ours in pairs
-            for place, name in enumerate(names.get(theirs, ()))
+            for number, name in enumerate(names.get(theirs, ()))
         }
 
     def _names(self, expert: int | None) -> dict[str, list[str]]:

@@ -73,8 +73,8 @@ def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
         check = CHECK.format(base=shown(origin.base), adapter=shown(origin.adapter), name=name)
     paths = {str(Path(each).absolute()): shown(each) for each in (origin.base, origin.adapter) if each}
     for notice in notices:
-        for place, short in paths.items():
-            notice = notice.replace(place, short)
+        for path, short in paths.items():
+            notice = notice.replace(path, short)
         lines.append(notice)
     others = ", ".join(f"{package} {installed[package]}" for package in VERSIONS)
     listed = "\n".join(f"- {line}" for line in lines)

@@ -17,7 +17,7 @@ from ..kernels.packed import Format
 from ..kernels.packed.format import Stored
 from .files import Header
 from .layouts import experts_parameters
-from .plan import Plan, Planned, in_range, shell
+from .output import Output, OutputTensors, in_range, shell
 from .roundings import Roundings
 from .source import Source
 from .stored import Weight
@@ -25,7 +25,7 @@ from .stored import Weight
 Experts = Sequence[int]
 
 
-class Relayout(Plan):
+class Relayout(Output):
     """The weights of a checkpoint under the names of a layout.
 
     Args:
@@ -41,23 +41,23 @@ class Relayout(Plan):
         self.roundings = Roundings(str(source.quantization) if format is None else format.name)
 
     def written_name(self, weight: Weight) -> str:
-        """See Plan."""
+        """See Output."""
         return self._source.own_names.get(weight.name, weight.name)
 
-    def plan_weight(self, weight: Weight) -> list[Planned]:
-        """See Plan: what a parameter of experts becomes stands at the place of the first of its weights."""
+    def tensors_of(self, weight: Weight) -> list[OutputTensors]:
+        """See Output: what a parameter of experts becomes stands at the place of the first of its weights."""
         target = self._source.targets.get(weight.name)
         if target is None:
-            return super().plan_weight(weight)
+            return super().tensors_of(weight)
         if self._first[target] != weight.name:
             return []
         parameter = self._experts[target]
         if not parameter.is_per_expert:
-            return [self._plan_experts(target, range(parameter.num_experts))]
-        return [self._plan_experts(target, [expert]) for expert in range(parameter.num_experts)]
+            return [self._of_experts(target, range(parameter.num_experts))]
+        return [self._of_experts(target, [expert]) for expert in range(parameter.num_experts)]
 
-    def _plan_experts(self, target: str, experts: Experts) -> Planned:
-        """Plan the weights that hold these experts, all of them or one, which are made together."""
+    def _of_experts(self, target: str, experts: Experts) -> OutputTensors:
+        """Describe the weights that hold these experts, all of them or one, which are made together."""
         there = self._experts[target]
         format = self._format if self._source.is_experts(target) else None
         weights = list({weight.name: weight for e in experts for weight in self._weights_of(target, e)}.values())
@@ -82,7 +82,7 @@ class Relayout(Plan):
                     out = out if at_once else out[each[0]]
                     out.copy_(made.view(out.shape))
 
-        return Planned(shells, fill)
+        return OutputTensors(shells, fill)
 
     def _dtype_of(self, name: str, weights: list[Weight]) -> torch.dtype:
         """Choose the dtype that a weight which comes of `weights` is written in, or rounded to a format from."""

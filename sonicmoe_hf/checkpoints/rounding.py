@@ -82,12 +82,12 @@ def rounded_target(stored: StoredWeights, format: str) -> Target:
             FORMATS[format].shapes(matrix_shape(experts, getattr(experts, own)), row_order(experts, own))
         except ValueError as error:
             raise CheckpointError(f"{target}: {error}") from error
-        for name, place in groups[target].places.items():
+        for name, owner in groups[target].owners.items():
             stored.weights[name].delta = partial(rounded, target)
-            stored.weights[name].num_experts = groups[target].num_experts if place is None else None
+            stored.weights[name].num_experts = groups[target].num_experts if owner is None else None
     notice = f"the experts have the values of {format}; serve this where experts_quantization={format!r} trains"
-    plan = own_target(stored, (family, "hub", "hub"), keeps_format=False)
-    return plan._replace(notices=[notice, *plan.notices])
+    done = own_target(stored, (family, "hub", "hub"), keeps_format=False)
+    return done._replace(notices=[notice, *done.notices])
 
 
 class _RoundedParameter:
@@ -115,17 +115,13 @@ class _RoundedParameter:
             yield matrix.T if self._is_transposed else matrix
 
     def _parameter(self, expert: int | None) -> torch.Tensor:
-        tensors = {
-            name: self._stored.weights[name].read(expert if place is None else None)
-            for name, place in self._group.places.items()
-            if expert is None or place in (None, expert)
-        }
+        tensors = {name: self._stored.weights[name].read(own) for name, own in self._group.reads_of(expert).items()}
         return self._group.parameters(tensors, expert)[self._target]
 
     def add_to(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
         """Return the rounded values of a weight, or of an expert's [1, ...] of it, in the place of `values`."""
-        place = self._group.places[weight.name]
-        expert = expert if place is None else place
+        owner = self._group.owners[weight.name]
+        expert = expert if owner is None else owner
         if expert != self._expert or weight.name not in self._made:
             self._expert, self._made = expert, self._convert(weight.dtype, expert)
         return self._made.pop(weight.name)

@@ -45,8 +45,8 @@ class Roundings:
         number in a weight that holds all."""
         parts = {"error": rounded - exact.float(), "change": exact.float() - before.float(), "weight": before.float()}
         sums = self._sums.setdefault((name, expert), [0.0] * len(PRODUCTS))
-        for place, (first, second) in enumerate(PRODUCTS):
-            sums[place] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
+        for number, (first, second) in enumerate(PRODUCTS):
+            sums[number] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
 
     def layers(self) -> list[LayerRounding]:
         """List layers that were changed, in the order of the weights; a weight of no layer stands for itself."""

@@ -164,8 +164,8 @@ class PackedExperts(Weight):
             (values[0].T if self.is_transposed else values[0]).contiguous()
             for values in self._before_and_after(expert)
         )
-        packed, place = (self._packed(None), expert) if self.format.is_whole else (self._packed(expert), 0)
-        rounded = self.format.round_expert(packed, place, exact, self._uniform(exact.shape, expert))
+        packed, number = (self._packed(None), expert) if self.format.is_whole else (self._packed(expert), 0)
+        rounded = self.format.round_expert(packed, number, exact, self._uniform(exact.shape, expert))
         return Change(before, exact, rounded)
 
     def _packed(self, expert: int | None) -> Quantized:

@@ -186,13 +186,13 @@ def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
 
     pair_P = pairs.pair[: sum(pairs_out)].long()
     token_P, rank_P = token_P[pair_P], rank_P[pair_P]
-    place_P = rows.token_rows[token_P * holding.size + rank_P] - rows.offsets[rank_P]  # among the rank's tokens
-    target = torch.stack((expert_P[pair_P] % num_local, place_P), dim=1).to(torch.int32)
-    expert, place = exchange(target, pairs_out, pairs_in, group).unbind(1)
+    position_P = rows.token_rows[token_P * holding.size + rank_P] - rows.offsets[rank_P]  # among the rank's tokens
+    target = torch.stack((expert_P[pair_P] % num_local, position_P), dim=1).to(torch.int32)
+    expert, position = exchange(target, pairs_out, pairs_in, group).unbind(1)
     weights = exchange(weight_P[pair_P], pairs_out, pairs_in, group)
     x = exchange(rows_of_tokens(x_TH, rows, sum(tokens_out)), tokens_out, tokens_in, group)
     counts = received.long()
     first = counts[:, 0].cumsum(0) - counts[:, 0]
-    token = place + first.repeat_interleave(counts[:, 1], output_size=len(place))
+    token = position + first.repeat_interleave(counts[:, 1], output_size=len(position))
     out = experts(x, holding.routing(expert, weights, token.to(torch.int32), len(x)), weights)
     return sum_of_rows(exchange(out, tokens_in, tokens_out, group), rows, num_tokens)

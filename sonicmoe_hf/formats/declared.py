@@ -155,8 +155,8 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
     if declared is None:
         return None
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
-    place = "config.json" if folder is None else folder / "config.json"
-    check_type({"quantization_config": declared}, "quantization_config", dict, place)
+    file = "config.json" if folder is None else folder / "config.json"
+    check_type({"quantization_config": declared}, "quantization_config", dict, file)
     method = declared.get("quant_method")
     beside = {} if of_experts is None else {EXPERT_DTYPE: of_experts}
     return DeclaredQuantization(str(getattr(method, "value", method)), {**beside, **declared})

@@ -29,12 +29,12 @@ def read_json(path: Path, **types: type | tuple[type, ...]) -> dict:
     return content
 
 
-def check_type(entries: dict, entry: str, kind: type | tuple[type, ...], place: Path | str) -> None:
-    """Raise CheckpointError where an entry of what stands in `place` is there and of none of these types. `true` is no
+def check_type(entries: dict, entry: str, kind: type | tuple[type, ...], file: Path | str) -> None:
+    """Raise CheckpointError where an entry of `file` is there and of none of these types. `true` is no
     number."""
     value = entries.get(entry)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
         return
     names = " or ".join(KINDS[each] for each in kinds)
-    raise CheckpointError(f"{place}: {entry} is {value!r:.80}, where {names} is expected")
+    raise CheckpointError(f"{file}: {entry} is {value!r:.80}, where {names} is expected")

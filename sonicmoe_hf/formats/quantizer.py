@@ -115,8 +115,8 @@ class ExpertsQuantizer(HfQuantizer):
         return name in packable(module)
 
     def validate_environment(self, *args, device_map=None, **kwargs):
-        places = set(device_map.values()) if isinstance(device_map, dict) else set()
-        if "disk" in places or ("cpu" in places and len(places) > 1):
+        devices = set(device_map.values()) if isinstance(device_map, dict) else set()
+        if "disk" in devices or ("cpu" in devices and len(devices) > 1):
             raise ValueError(
                 "device_map puts modules on the CPU or the disk beside other devices, from where packed experts cannot "
                 'be brought back for each call; use one device (device_map={"": 0}) or GPUs alone'

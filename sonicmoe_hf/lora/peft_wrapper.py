@@ -233,8 +233,8 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
     """Answer PEFT, which reads from the model's tensor-parallel plan how to split an adapter: the plan's rules for
     experts do not count where expert parallelism splits them. Raises as `_check_split`: PEFT comes here before it
     makes an adapter."""
-    place, _, name = current_key.rpartition(".")
-    module: Any = model.get_submodule(place)
+    prefix, _, name = current_key.rpartition(".")
+    module: Any = model.get_submodule(prefix)
     module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
     if name in module._parameters and _implementation(module) == IMPLEMENTATION:
         _check_split(module, name)

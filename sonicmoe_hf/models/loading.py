@@ -68,7 +68,7 @@ def from_pretrained(
     """
     policy = as_routing_policy(routing)
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
-    _check_words(kwargs)
+    _check_foreign_arguments(kwargs)
     if auto_class is None:
         auto_class = _auto_class(pretrained_model_name_or_path, kwargs)
     implementation = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
@@ -102,8 +102,8 @@ def from_pretrained(
     return loaded
 
 
-def _check_words(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for words of other programs, of which Transformers' own errors name no remedy."""
+def _check_foreign_arguments(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of other programs, of which Transformers' own errors name no remedy."""
     for field in ("load_in_4bit", "load_in_8bit"):
         if kwargs.get(field):
             format = "nf4" if field == "load_in_4bit" else "fp8"

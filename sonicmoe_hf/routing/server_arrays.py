@@ -45,9 +45,9 @@ def aligned_with_batch(
                 f"first {start} (prompt_start)"
             )
         index_BSLK[number, positions] = array
-    places = _layers_with_experts(index_BSLK) if layers is None else list(layers)
-    index_BSLK = index_BSLK[:, :, places]
-    _check_distinct(index_BSLK, places)
+    numbers = _layers_with_experts(index_BSLK) if layers is None else list(layers)
+    index_BSLK = index_BSLK[:, :, numbers]
+    _check_distinct(index_BSLK, numbers)
     return index_BSLK.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -83,7 +83,7 @@ def _layers_with_experts(index_BSLK: torch.Tensor) -> list[int]:
     return (~is_empty_L).nonzero().flatten().tolist()
 
 
-def _check_distinct(index_BSLK: torch.Tensor, places: list[int]) -> None:
+def _check_distinct(index_BSLK: torch.Tensor, layers: list[int]) -> None:
     """Raise ValueError where a token has an expert twice: no router chooses so, but zeros that were never written do."""
     sorted_BSLK = index_BSLK.sort(-1).values
     twice_BSLK = (sorted_BSLK.diff(dim=-1) == 0) & (sorted_BSLK[..., 1:] >= 0)
@@ -91,6 +91,6 @@ def _check_distinct(index_BSLK: torch.Tensor, places: list[int]) -> None:
         sequence, position, layer, k = twice_BSLK.nonzero()[0].tolist()
         raise ValueError(
             f"the routing of sequence {sequence} names expert {int(sorted_BSLK[sequence, position, layer, k])} twice for "
-            f"position {position} in layer {places[layer]}: the server recorded nothing there. Name the "
+            f"position {position} in layer {layers[layer]}: the server recorded nothing there. Name the "
             "layers with experts in layers=...; where a token's row is missing, set its ids to -1"
         )

@@ -226,8 +226,8 @@ class LoadingPlacement:
 
     def take(self, model: nn.Module, full_name: str) -> None:
         """Place the parameter of this name, which has been loaded; one that is not there yet is left for `finish`."""
-        place, _, name = full_name.rpartition(".")
-        experts: Any = model.get_submodule(place)
+        module, _, name = full_name.rpartition(".")
+        experts: Any = model.get_submodule(module)
         if name not in packable(experts):
             return
         weight: Any = experts._parameters[name]
@@ -247,9 +247,9 @@ class LoadingPlacement:
 
     def finish(self, model: nn.Module) -> None:
         """Place the weights that the checkpoint did not have, and wait for ranks that load too."""
-        for place, experts in expert_layers(model):
+        for module, experts in expert_layers(model):
             for name in weight_names(experts):
-                self.take(model, f"{place}.{name}")
+                self.take(model, f"{module}.{name}")
         if self.placement is not None:
             self.placement.finish()
 

@@ -93,7 +93,7 @@ class AdapterVersions:
         """Tell whether an adapter that a server has is one of these versions, of this run or an earlier one."""
         return name.startswith(f"{self.prefix}-")
 
-    def go_on_after(self, names: Iterable[str]) -> None:
+    def continue_after(self, names: Iterable[str]) -> None:
         """Make the next version's number one above those of an earlier run."""
         self.number = max([self.number, *(int(found[1]) for name in names if (found := NUMBER.search(name)))])
 
@@ -107,7 +107,7 @@ class AdapterVersions:
         found: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                found = [self._look_at(factors)]
+                found = [self._inspect(factors)]
             except (CheckpointError, OSError) as error:
                 found = [error]
         broadcast_object_list(found, from_process=0)
@@ -115,7 +115,7 @@ class AdapterVersions:
             raise found[0]
         self.rank, self.takes_3d, self.number = found[0]
 
-    def _look_at(self, factors: dict[str, torch.Tensor]) -> tuple[int, bool, int]:
+    def _inspect(self, factors: dict[str, torch.Tensor]) -> tuple[int, bool, int]:
         """Return the adapter's rank, rounded up for vLLM, whether vLLM takes PEFT's own form, and the last number."""
         self.root.mkdir(parents=True, exist_ok=True)
         for unfinished in self.root.glob(f".{self.prefix}-*"):
@@ -129,7 +129,7 @@ class AdapterVersions:
             takes_3d = vllm_takes_pefts_form(saved, adapter, self._hub_model)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self.go_on_after(path.name for path in self.root.glob(f"{self.prefix}-*"))
+        self.continue_after(path.name for path in self.root.glob(f"{self.prefix}-*"))
         return rank, takes_3d, self.number
 
     def publish(self) -> Version:

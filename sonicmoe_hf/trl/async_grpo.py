@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..errors import CheckpointError
 from .adapter_versions import AdapterVersions, adapter_of
-from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks, replaced
+from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks, temporarily_replaced
 from .serving import Serving, computing_dtype
 
 BUILDER = "validate_lora_for_vllm_sync"
@@ -39,8 +39,8 @@ class SendsAdaptersInBackground(Theirs):
     def _ours(self):
         module = sys.modules[ASYNC_GRPO]
         with ExitStack() as stack:
-            stack.enter_context(replaced(module, "validate_lora_for_vllm_sync", _checked_config))
-            stack.enter_context(replaced(module, "save_lora_adapter", self._save))
+            stack.enter_context(temporarily_replaced(module, "validate_lora_for_vllm_sync", _checked_config))
+            stack.enter_context(temporarily_replaced(module, "save_lora_adapter", self._save))
             yield
 
     def _sync_weight(self, *args: Any, **options: Any):

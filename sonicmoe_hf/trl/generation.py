@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 
 from .adapter_versions import AdapterVersions
 from .engine import EngineWithAdapter
-from .hooks import Theirs, replaced
+from .hooks import Theirs, temporarily_replaced
 from .rollouts import GeneratedSequences
 from .served_base import check_served_base
 from .server import Server
@@ -48,11 +48,11 @@ class AdapterGeneration(Theirs):
             self.versions.is_3d = self.versions.takes_3d
             self._check_base(self.serving.served_base or self.model.name_or_path)
             llm: Any = self._module().LLM
-            with replaced(self._module(), "LLM", functools.partial(self._start, llm, dtype)):
+            with temporarily_replaced(self._module(), "LLM", functools.partial(self._start, llm, dtype)):
                 super()._init_vllm()
             return
         # weights stay where they are, so there is no group to send them by
-        with replaced(self._module().VLLMClient, "init_communicator", lambda client, device=0: None):
+        with temporarily_replaced(self._module().VLLMClient, "init_communicator", lambda client, device=0: None):
             super()._init_vllm()
         if self.accelerator.is_main_process:
             self.server = Server(self.vllm_client, self.versions, self.replay, dtype)
@@ -127,14 +127,14 @@ class AdapterGeneration(Theirs):
     def _keep(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
         """Keep the experts of this rank's share of the last call, as TRL takes its share of the tokens."""
         if self.mode == "colocate":
-            experts, place = self.llm.routed_experts, 0
+            experts, rank = self.llm.routed_experts, 0
             if self.tensor_parallel_size > 1:
-                place = torch.distributed.get_rank(group=self.tp_group)
+                rank = torch.distributed.get_rank(group=self.tp_group)
         else:
             box = [self.server.routed_experts if self.accelerator.is_main_process else None]
             broadcast_object_list(box, from_process=0)
-            experts, place = box[0], self.accelerator.process_index
-        own = experts[place * len(prompts) : (place + 1) * len(prompts)]
+            experts, rank = box[0], self.accelerator.process_index
+        own = experts[rank * len(prompts) : (rank + 1) * len(prompts)]
         if len(own) != len(prompts) or any(each is None for each in own):
             raise RuntimeError(NOT_RETURNED)
         for prompt, completion, each in zip(prompts, completions, own):

@@ -95,7 +95,7 @@ def builder_of(trainer_class: type, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, ours: Any) -> Iterator[Any]:
+def temporarily_replaced(owner: Any, name: str, ours: Any) -> Iterator[Any]:
     """Put `ours` in the place of an attribute inside the `with`; yields what was there."""
     original = vars(owner)[name]
     setattr(owner, name, ours)

@@ -73,10 +73,10 @@ class GeneratedSequences:
         """Find the longest sequence that `ids` begins with, where all that was cut off is behind it."""
         hashes = list(_hashes(ids))
         for length in range(len(ids), 0, -1):
-            for place, each in enumerate(same := self._by_hash.get(hashes[length], [])):
+            for number, each in enumerate(same := self._by_hash.get(hashes[length], [])):
                 if each.ids == ids[:length]:
                     is_cut = length < len(ids) and self._containing(ids) is not None
-                    return None if is_cut else (same.pop(place) if len(same) > 1 else each)
+                    return None if is_cut else (same.pop(number) if len(same) > 1 else each)
         return None
 
     def _containing(self, ids: list[int]) -> Generated | None:

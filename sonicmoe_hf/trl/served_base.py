@@ -56,9 +56,8 @@ def check_served_base(model: nn.Module, served: str, is_given: bool) -> None:
     layers = [(name, module) for name, module in hub.named_modules() if is_experts(module)]
     if len(layers) != len(trained):
         raise ValueError(f"{served} has {len(layers)} layers with experts, and the trainer's model {len(trained)}")
-    places = sorted({0, len(layers) // 2, len(layers) - 1})[:LAYERS]
-    for place in places:
-        (name, ours), (their_name, theirs) = trained[place], layers[place]
+    for number in sorted({0, len(layers) // 2, len(layers) - 1})[:LAYERS]:
+        (name, ours), (their_name, theirs) = trained[number], layers[number]
         for own, there in zip(weight_names(ours), weight_names(theirs)):
             here = _first_expert(getattr(ours, own))
             if here is None:
@@ -81,11 +80,7 @@ def _first_expert(weight: Any) -> torch.Tensor | None:
 
 def _read_first_expert(stored: StoredWeights, group: WeightGroup, target: str) -> torch.Tensor:
     expert = 0 if group.num_experts else None
-    tensors = {
-        name: stored.weights[name].read(expert if place is None else None, torch.float32)
-        for name, place in group.places.items()
-        if place in (None, 0)
-    }
+    tensors = {name: stored.weights[name].read(own, torch.float32) for name, own in group.reads_of(expert).items()}
     return group.parameters(tensors, expert)[target][0].float()
 
 

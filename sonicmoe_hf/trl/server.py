@@ -31,7 +31,7 @@ class Server:
         self.info = self._read_info()
         self._check()
         own = [model["id"] for model in self._models() if versions.is_own(model["id"])]
-        versions.go_on_after(own)
+        versions.continue_after(own)
         self._served: list[str] = own  # of a run that was killed
         self._follow_completions()
 

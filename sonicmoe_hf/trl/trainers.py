@@ -16,7 +16,7 @@ from ..patching.support import every_experts, is_patched
 from ..routing.divergence import serving_divergence
 from ..routing.replay import record_routing, replay_routing
 from .generation import AdapterGeneration
-from .hooks import SYNC, Theirs, builder_of, check_hooks, check_replay_hooks, replaced
+from .hooks import SYNC, Theirs, builder_of, check_hooks, check_replay_hooks, temporarily_replaced
 from .rollouts import DTYPE, Rollout, as_calls
 from .serving import Serving
 
@@ -50,7 +50,7 @@ class SendsAdapters(Theirs):
         """
         module = builder_of(type(self), BUILDER)
         check_hooks(SYNC)
-        with replaced(module, BUILDER, functools.partial(self._generation, vars(module)[BUILDER])):
+        with temporarily_replaced(module, BUILDER, functools.partial(self._generation, vars(module)[BUILDER])):
             yield
         if every_experts(self.model) and not is_patched(self.model):
             patch_model(self.model)

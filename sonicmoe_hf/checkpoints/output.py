@@ -1,4 +1,4 @@
-"""Weights that a new checkpoint will hold, before anything is written."""
+"""The output of a conversion: the tensors of a new checkpoint, which are made as its files are written."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
     return tensor.to(dtype)
 
 
-class Planned(NamedTuple):
-    """Tensors to be written that are made together, such as the codes and scales of a weight.
+class OutputTensors(NamedTuple):
+    """Tensors of the output that are made together, such as the codes and scales of a weight.
 
     shells: tensors like them on the meta device, by name. fill: writes their values into memory that it is given, in the
     order of `shells`.
@@ -60,8 +60,8 @@ def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-class Plan:
-    """The weights of a checkpoint under their own names: as they are stored, or dense.
+class Output:
+    """The weights of a checkpoint under their own names, as they are stored or dense.
 
     Args:
         stored: the checkpoint. dtype: to cast dense weights to; None keeps what is stored. keeps_format: whether
@@ -74,23 +74,23 @@ class Plan:
         self.stored, self.dtype, self.keeps_format = stored, dtype, keeps_format
         self.roundings = Roundings(str(stored.quantization))
 
-    def planned(self) -> list[Planned]:
-        """Plan every tensor, in the order of the checkpoint's files.
+    def tensors(self) -> list[OutputTensors]:
+        """List all tensors, in the order of the checkpoint's files.
 
         Raises:
-            CheckpointError: weights do not fit the plan; its `fill`s raise it where values do not.
+            CheckpointError: weights do not fit; its `fill`s raise it where values do not.
         """
-        return [planned for weight in self.stored.weights.values() for planned in self.plan_weight(weight)]
+        return [made for weight in self.stored.weights.values() for made in self.tensors_of(weight)]
 
-    def plan_weight(self, weight: Weight) -> list[Planned]:
-        """Plan one weight under its own name; dense, none of what is for inference in the format alone."""
+    def tensors_of(self, weight: Weight) -> list[OutputTensors]:
+        """List the tensors of one weight under its own name; dense, none of what is for inference in the format alone."""
         if not self.keeps_format:
-            return [] if self.stored.is_unused(weight.name) else [self._plan_dense(weight)]
+            return [] if self.stored.is_unused(weight.name) else [self._dense(weight)]
         if weight.format is None and (weight.delta or isinstance(weight, UntiedWeight)):
-            return [self._plan_dense(weight)]
+            return [self._dense(weight)]
         headers = {part: self.stored.tensors[part] for part in weight.parts}
         shells = {part: shell(header.shape, header.dtype) for part, header in headers.items()}
-        return [Planned(shells, partial(self._round if weight.delta else _copy, weight))]
+        return [OutputTensors(shells, partial(self._round if weight.delta else _copy, weight))]
 
     def written_name(self, weight: Weight) -> str:
         """Name a weight as it is written, if it is not part of others."""
@@ -101,7 +101,7 @@ class Plan:
         keeps_fp32 = self.stored.keep_fp32.intersection(name.split("."))
         return self.dtype if self.dtype is not None and stored.is_floating_point and not keeps_fp32 else stored
 
-    def _plan_dense(self, weight: Weight) -> Planned:
+    def _dense(self, weight: Weight) -> OutputTensors:
         name = self.written_name(weight)
         dtype = self.wanted_dtype(name, weight.dtype)
 
@@ -110,7 +110,7 @@ class Plan:
                 values = weight.merged(expert)
                 out.copy_((values if weight.delta else in_range(values, dtype, name)).view(out.shape))
 
-        return Planned({name: shell(weight.shape, dtype)}, fill)
+        return OutputTensors({name: shell(weight.shape, dtype)}, fill)
 
     def _round(self, weight: Weight, outs: list[torch.Tensor]) -> None:
         """Write a changed weight in the format that it has, one expert after the other."""
