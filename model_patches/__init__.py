@@ -15,5 +15,6 @@ FAMILIES: dict[str, Family] = {
 NATIVE_FAMILIES: dict[str, NativeFamily] = {
     name: family for name, family in FAMILIES.items() if isinstance(family, NativeFamily)
 }
+NATIVE_PREFIX = "sonicmoe_"  # of the model_type in the native layout
 
-__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "NativeFamily"]
+__all__ = ["FAMILIES", "NATIVE_FAMILIES", "NATIVE_PREFIX", "Family", "NativeFamily"]

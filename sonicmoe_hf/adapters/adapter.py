@@ -28,14 +28,13 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import headers_of, opened, refuse_model_beside_adapter
-from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.output import finite_bounds
 from ..errors import CheckpointError
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names
 from ..lora.factors import Factors, fused_gate_up, interchanged, stacked
 from ..lora.names import KEY, PREFIX, is_target_parameter, without_wrappers
-from ..model_patches import NATIVE_FAMILIES
+from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from ..patching.experts import experts_facts
 from .rules import ADAPTER_WEIGHTS, AdapterConfig, NotPlainLoRAError, name_in_trained_model
 from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel

@@ -25,11 +25,11 @@ from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import family_of, hub_config, native_config
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_config
 from ..checkpoints.hub import local_folder
-from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.model_card import Origin, add_card, origin_of
 from ..checkpoints.output import TARGETS
 from ..errors import CheckpointError
 from ..layer.config import check_choice
+from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
 from .engines import ENGINES, MERGED, engine_form
 from .peft_form import peft_form

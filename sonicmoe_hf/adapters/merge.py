@@ -31,7 +31,6 @@ from ..checkpoints.converters import (
 )
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.hub import local_folder
-from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.model_card import origin_of
 from ..checkpoints.output import TARGETS, finite_bounds
 from ..checkpoints.source import Source
@@ -42,8 +41,9 @@ from ..layer.config import check_choice
 from ..layer.experts_module import packable
 from ..lora.dithering import ROUNDINGS, dither_of
 from ..lora.hub_names import HubNames
+from ..lora.named_base import other_family
 from ..lora.packed_base import PackedBase
-from ..model_patches import NATIVE_FAMILIES
+from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from .adapter import Adapter
 from .rules import ADAPTER_WEIGHTS
 
@@ -170,6 +170,9 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
                     weight.dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is not None and (said := trained.other_than(packed_base_of(stored, model, groups), str(stored.folder))):
+        notices.append(said)
+    named = adapter.config.get("base_model_name_or_path")
+    if said := other_family(named, stored.config, str(stored.folder)):
         notices.append(said)
     return notices
 

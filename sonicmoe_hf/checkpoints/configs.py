@@ -7,9 +7,9 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
 from ..formats.declared_integers import METHODS
-from ..model_patches import NATIVE_FAMILIES, NativeFamily
+from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily
 from .files import CONFIG_FILE
-from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
+from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, VERSION_KEY
 
 QUANTIZATIONS = ("mxfp4", "fp8", MODELOPT, QUANT_METHOD, *METHODS)
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes

@@ -14,7 +14,6 @@ from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
 
 LAYOUT_VERSION = 1
-NATIVE_PREFIX = "sonicmoe_"
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"
 NATIVE_NAMES = {  # of the parameters of experts, as the families declare them: what SonicMoEExperts calls them

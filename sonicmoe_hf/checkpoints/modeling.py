@@ -22,11 +22,11 @@ from ..errors import CheckpointError
 from ..formats.state import stored_names
 from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation
-from ..model_patches import NATIVE_FAMILIES, NativeFamily
+from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily
 from ..patching.experts import ExpertsFacts, experts_facts, sizes_of, sonicmoe_hf_experts_forward
 from ..patching.support import load_family_class
 from ..private.transformers import register_recording
-from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_NAMES, NATIVE_PREFIX, VERSION_KEY
+from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_NAMES, VERSION_KEY
 
 if TYPE_CHECKING:  # what NativeConfig and NativeModel are mixed into
     from transformers import PreTrainedConfig as _ConfigBase

@@ -17,13 +17,13 @@ from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Format, Quantized
 from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
+from ..model_patches import NATIVE_PREFIX
 from .atomic_folder import new_folder
 from .config_only import build_from_config
 from .convert import Conversion, Target, own_target, write_checkpoint
 from .converters import ALTERNATING, NOT_INVERTED, Tensors, WeightGroup, check_complete, weight_groups
 from .files import CONFIG_FILE
 from .hub import local_folder
-from .layouts import NATIVE_PREFIX
 from .model_card import origin_of
 from .stored import StoredWeights, Weight
 

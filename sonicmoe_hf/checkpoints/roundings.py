@@ -79,8 +79,8 @@ class Roundings:
         ratios = sorted(layer.error / layer.change for layer in layers)
         notices = [
             f"of the adapter's change of a matrix {median:.0%} is left by rounding to {self._format} in the median, and "
-            f"{min(shares.values()):.0%} in the worst, {matrix}; the rounding itself is {ratios[0]:.2g} to "
-            f"{ratios[-1]:.2g} times as large as the change of a layer"
+            f"{min(shares.values()):.0%} in the worst, {matrix}; the rounding itself is {_range(ratios)} times as "
+            "large as the change of a layer"
         ]
         if lost:
             notices.append(
@@ -97,6 +97,11 @@ class Roundings:
             f"the experts are {self._format} now, and differ from the weights before by {loss:.1%} (root mean square, "
             "over the first expert of each weight)"
         )
+
+
+def _range(ratios: list[float]) -> str:
+    """Write the first and the last of sorted numbers, or one where both read alike."""
+    return " to ".join(dict.fromkeys(f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])))
 
 
 def _survived(sums: list[float]) -> float:

@@ -48,7 +48,7 @@ class PackedBase(NamedTuple):
     codes: list[int]
 
     def __str__(self) -> str:
-        return f"{self.format} (codes {', '.join(map(str, self.codes)) or 'unknown'})"
+        return f"{self.format} (checksums {', '.join(map(str, self.codes)) or 'unknown'})"
 
     @classmethod
     def of_model(cls, model: nn.Module) -> PackedBase | None:
@@ -93,7 +93,9 @@ class PackedBase(NamedTuple):
         if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
         name = self.format.removeprefix("u")  # experts_quantization="int4" takes uint4
-        return (DENSE if here is None else OTHER).format(trained=self, place=place, here=here, name=name)
+        if here is None:
+            return DENSE.format(trained=self.format, place=place, name=name)
+        return OTHER.format(trained=self, place=place, here=here)
 
 
 def remember(config: Any, model: nn.Module) -> None:

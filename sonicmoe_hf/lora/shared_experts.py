@@ -32,6 +32,7 @@ from ..private.transformers import REPLICATED_HOOK
 from . import dropout, packed_base
 from .config import without_false_alarms
 from .hub_names import names_that_are_loaded
+from .named_base import warn_of_other_family
 
 NOT_MERGED = (
     "adapters of experts {kind} cannot be merged in memory; save the adapter, and merge it into the checkpoint: "
@@ -127,6 +128,7 @@ def _inject_adapter(self, model, *args, **kwargs):
     config = self.peft_config.get(args[0] if args else kwargs.get("adapter_name"))
     if config is not None:
         packed_base.remember(config, model)
+        warn_of_other_family(config, model)
         dropout.restore(config)
     is_shared = _shares_experts(model)
     for module in model.modules() if is_shared else ():

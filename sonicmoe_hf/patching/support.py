@@ -171,6 +171,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         TypeError: there is none. ValueError: there are several with experts.
     """
+    check_module(model)
     if isinstance(model, PreTrainedModel):
         return model
     models = _outermost_models(model)
@@ -260,8 +261,16 @@ def _why_not_accelerated(
     return None
 
 
+def check_module(model: Any) -> None:
+    """Raise TypeError for what is no model, such as a Trainer or a name."""
+    if not isinstance(model, nn.Module):
+        remedy = "give its model, trainer.model" if hasattr(model, "callback_handler") else "load it first"
+        raise TypeError(f"this takes a model and got a {type(model).__name__}: {remedy}")
+
+
 def supports(model: nn.Module) -> list[LayerSupport]:
     """Tell for every mixture-of-experts layer of `model` (also on the meta device) what works, and why not."""
+    check_module(model)
     layers = []
     bound_by_liger = {
         _unwrapped(module): why_not_reached(module)

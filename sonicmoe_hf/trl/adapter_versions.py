@@ -26,9 +26,8 @@ from ..checkpoints.atomic_folder import write_json
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import hub_config
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
-from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import CheckpointError
-from ..model_patches import NATIVE_FAMILIES
+from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from .gathering import gathered_factors
 
 NUMBER = re.compile(r"-(\d+)$")

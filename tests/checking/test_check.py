@@ -216,7 +216,14 @@ def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
     edit(adapter, auto_mapping={ENTRY: {"format": "nf4", "codes": [1, 2]}}, task_type="CAUSAL_LM")
     code, (merged,) = check(place, capsys, place.base, adapter=adapter)
     assert (merged["kind"], code) == ("cannot tell", 2) and "the adapter itself changes nothing" in merged["reason"]
-    assert "trained on experts in nf4 (codes 1, 2)" in caplog.text, "whatever implementation the base has"
+    assert "trained on experts in nf4, and those of" in caplog.text, "whatever implementation the base has"
+
+
+def test_an_adapter_of_packed_experts_that_was_merged_into_the_dense_base_is_applied(place, capsys, tmp_path):
+    """What packing changes of the base is no part of the adapter that is missing."""
+    merge_adapter(place.base, place.adapter, tmp_path / "merged")
+    code, (merged,) = check(place, capsys, tmp_path / "merged", "--experts-quantization", "nf4")
+    assert (merged["kind"], code) == ("applied", 0) and min(merged["shares"].values()) > 0.9
 
 
 def no_completion(**choice):

@@ -30,6 +30,21 @@ def test_rounding_that_takes_some_of_every_change_is_no_part_left_out(parts):
     assert judge(rest, reference(weak, rest)).reason.startswith("without its experts"), "in fp32 it can be told"
 
 
+def test_what_is_smaller_than_the_rounding_of_the_trained_model_itself_is_not_told(parts):
+    """The adapter's and the hypothesis' own rounding looks like a part that is missing, however many tokens there are:
+    unless it is counted in, a merge with every part is said to lack two fifths of the experts."""
+    experts, rest, noise = parts
+    without = Hypothesis(LEFT_OUT, EXPERTS, lambda layer: None)
+    seen = [torch.zeros(TOKENS), experts + 10 * rest + noise, [(without, 10 * rest + noise.roll(1))]]
+    merged = experts + 10 * rest + noise.roll(2)
+    assert judge(merged, Reference(*seen), noise=1.5).kind == "applied in part"
+    verdict = judge(merged, Reference(*seen, noise=1.5), noise=1.5)
+    assert verdict.kind == "cannot tell" and "(experts)" in verdict.reason and "--dtype float32" in verdict.reason
+    assert verdict.shares["experts"] is None and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
+    lost = judge(experts + noise.roll(2), Reference(*seen, noise=1.5), noise=1.5)
+    assert lost.kind != "applied" and lost.shares["rest"] < 0.1, "what is large is told all the same"
+
+
 def test_a_part_whose_share_is_not_known_has_none(parts):
     experts, rest, noise = parts
     verdict = judge(0.01 * experts + rest + 0.2 * noise, reference(0.01 * experts, rest))

@@ -43,7 +43,7 @@ def test_an_adapter_warns_on_another_packing_and_not_on_its_own(format, task, tm
     )
     assert not caplog.records and config_of(tmp_path / "again")["auto_mapping"][ENTRY]["format"] == format
     other = "mxfp4" if format == "nf4" else "nf4"
-    for how, shown in ((None, "are not packed"), (other, f"are in {other} (codes")):
+    for how, shown in ((None, "are not packed"), (other, f"are in {other} (checksums")):
         caplog.clear()
         PeftModel.from_pretrained(load(tmp_path / "base", how), tmp_path / "again")
         (record,) = caplog.records

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,6 +245,8 @@ def test_models_that_cannot_be_patched_raise_with_the_reason():
     patch, model = sonicmoe_hf.patch_model, build("qwen3_moe")
     for function, error, words in (
         (lambda: patch(nn.Linear(2, 2)), TypeError, "Linear holds no Transformers model"),
+        (lambda: patch(SimpleNamespace(callback_handler=0)), TypeError, "a model and got .*: give .* trainer.model"),
+        (lambda: sonicmoe_hf.lora_config("org/name"), TypeError, "a model and got a str: load it first"),
         (lambda: patch(dense), UnsupportedModelError, "has no mixture-of-experts layer"),
         (lambda: sonicmoe_hf.patch("llama"), ValueError, "family is 'llama'; choose one of 'qwen3_moe'"),
         (lambda: sonicmoe_hf.set_routing(model, None), ValueError, "is not patched; call sonicmoe_hf.patch_model"),

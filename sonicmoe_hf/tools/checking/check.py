@@ -72,19 +72,26 @@ def check_adapter(
 
     served = asked(texts[:NUM_TEXTS])
     places = list(observed_merged(merged, loading, texts, say))  # one model is in memory at a time
+    unpacked = None  # the base as it is stored, into which an adapter of packed experts may have been merged
+    if loading.experts_quantization is not None and any(each.dtype is not None for each in places):
+        say(f"loading {base} as it is stored")
+        unpacked = scores_of(loading._replace(experts_quantization=None).model(base_folder), texts, base)
     say(f"loading {base}")
     trained = loading.model(base_folder)
+    if unpacked is not None:
+        packed = scores_of(trained, texts, base)
+        places = [each.with_nearer_base(unpacked, packed) for each in places]
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
         places += observed_adapted(trained, base_folder, in_other_forms, texts, new, say)
         noises: dict[torch.dtype | None, Scores] = {}
-        for dtype in {each.dtype for each in places if each.dtype is not None}:
+        for dtype in {trained.dtype, *(each.dtype for each in places if each.dtype is not None)}:
             say(f"measuring what rounding to {dtype} changes")
             with rounded(trained, coarser(dtype, trained.dtype)):
                 noises[dtype] = scores_of(trained, texts, base)
         say(f"comparing with {adapter}")
         with adapted(trained, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
-            reference, used = TrainedAdapter(wrapped, biases, noises), texts[:NUM_TEXTS]
+            reference, used = TrainedAdapter(wrapped, biases, noises, trained.dtype), texts[:NUM_TEXTS]
             results = [reference.check(each) for each in [*served, *(each.of_first(NUM_TEXTS) for each in places)]]
             if any(result.is_unknown for result in results) and len(texts) > NUM_TEXTS:
                 say("comparing more texts")

@@ -14,10 +14,10 @@ from ...adapters.adapter import is_in_pefts_form
 from ...adapters.convert import convert_adapter
 from ...checkpoints.config_only import build_from_config
 from ...checkpoints.files import CONFIG_FILE, read_config
-from ...checkpoints.layouts import NATIVE_PREFIX
 from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
 from ...layer.experts_module import is_experts
+from ...model_patches import NATIVE_PREFIX
 from ...models.loading import from_pretrained
 from ...private.transformers import auto_class_of
 from ...registration import install_in_peft

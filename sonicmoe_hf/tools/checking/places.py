@@ -12,12 +12,13 @@ import torch
 from .models import Loading, Scores, adapted, scores_of, stored_dtype
 from .server import Server
 from .texts import Text
+from .verdict import rms
 
 
 class Observation(NamedTuple):
     """The answer of one place. found: log-probabilities [T] of the texts' tokens; None where each is the first choice.
 
-    own_base: what it gives for the same tokens without the adapter, where it was asked. is_base: asked without it.
+    own_base: what it gives for the same tokens without the adapter, where that is known. is_base: asked without it.
     dtype: the coarser of those that it is stored and computed in; None where it is not known. is_rounded: whether its
     weights are packed.
     """
@@ -40,6 +41,14 @@ class Observation(NamedTuple):
         size = sum(len(text.ids) - text.start for text in texts)
         found, own_base = (None if values is None else values[:size] for values in (self.found, self.own_base))
         return self._replace(texts=texts, found=found, own_base=own_base)
+
+    def with_nearer_base(self, unpacked: Scores, packed: Scores) -> Observation:
+        """Note the base as it is stored, for a merged checkpoint that is nearer to it than to packed experts."""
+        if self.dtype is None or self.found is None:
+            return self
+        stored, loaded = self.of(unpacked), self.of(packed)
+        is_nearer = rms(self.found - stored) < rms(self.found - loaded)
+        return self._replace(own_base=stored) if is_nearer else self
 
 
 def observed_by_server(

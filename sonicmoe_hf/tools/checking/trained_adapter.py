@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from .hypotheses import LEFT_OUT, SCALED, Hypothesis, groups_of, hypotheses_for, layers_of, scale_of, wholes_of
 from .models import Biases, Scores, scores_of
 from .places import Observation
-from .texts import Text
+from .texts import NUM_TEXTS, Text
 from .verdict import APPLIED, CANNOT_TELL, IN_PART, Reference, Verdict, judge, limit_of, rms
 
 STEPS = 8  # by which a scale is found between two of the coarse ones
@@ -43,11 +44,11 @@ class TrainedAdapter:
 
     Args:
         model: PEFT's. biases: of the base that the adapter changes. noises: scores of the base rounded at random, by
-            dtype, of the texts that places of this dtype were given.
+            dtype, of the texts that places of this dtype were given. dtype: in which the base computes.
     """
 
-    def __init__(self, model: Any, biases: Biases, noises: Mapping[torch.dtype | None, Scores]):
-        self._model, self._noises = model, noises
+    def __init__(self, model: Any, biases: Biases, noises: Mapping[torch.dtype | None, Scores], dtype: torch.dtype):
+        self._model, self._noises, self._dtype = model, noises, dtype
         self._layers, self._wholes = layers_of(model), wholes_of(model, biases)
         self._groups = groups_of(self._layers)
         self._hypotheses = hypotheses_for(model, self._layers, self._wholes)
@@ -66,7 +67,7 @@ class TrainedAdapter:
         """Judge what a place gives."""
         alternatives = [(each, self.values(observation, each)) for each in self._hypotheses]
         base = self.values(observation, THE_BASE)
-        reference = Reference(base, self.values(observation), alternatives)
+        reference = Reference(base, self.values(observation), alternatives, self._noise)
         found = torch.zeros_like(base) if observation.found is None else observation.found
         rounding = self._noises.get(observation.dtype)
         noise = None if rounding is None else rms(observation.of(rounding) - base)
@@ -75,6 +76,13 @@ class TrainedAdapter:
             alternatives += self._nearest_scaled(observation, found, reference, noise)
             verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
         return Checked(observation.place, verdict, observation.is_base)
+
+    @cached_property
+    def _noise(self) -> float:
+        """The rms difference of a token between two runs of the base, by rounding in its dtype alone."""
+        scores = self._noises[self._dtype]
+        observation = Observation("", list(scores)[:NUM_TEXTS], torch.empty(0))
+        return rms(observation.of(scores) - self.values(observation, THE_BASE))
 
     def change(self, texts: list[Text]) -> torch.Tensor:
         """Return how much the adapter changes the log-probabilities [T] of texts' tokens."""
@@ -86,7 +94,7 @@ class TrainedAdapter:
     ) -> list[tuple[Hypothesis, torch.Tensor]]:
         """Find the scale of a group of layers, one that engines treat alike, that explains a place best."""
         if observation.own_base is not None:
-            noise = rms(observation.own_base - reference.base)
+            noise = max(noise or 0.0, rms(observation.own_base - reference.base))
             found = found - observation.own_base + reference.base
 
         def value_at(name: str, scale: float) -> torch.Tensor:

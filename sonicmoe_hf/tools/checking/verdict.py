@@ -30,20 +30,28 @@ LOST = f"merge it by --rounding dithered, or {UNMERGED}"
 NO_CHANGE = "the adapter itself changes nothing: its lora_B is zero, or lost in the rounding of --dtype"
 TOO_FEW = "{} tokens are too few to tell, give a longer --text"
 TOO_LITTLE = (
-    "what the adapter changes of these texts ({}) is too little to tell beside other differences; give longer text like "
-    "that it was trained on, --text, or --dtype float32"
+    "what the adapter changes of these texts ({}) is too little to tell beside other differences; add --dtype float32, "
+    "or longer text like that it was trained on, --text"
 )
 
 
 class Reference(NamedTuple):
     """The log-probabilities [T] of the model that was trained, at a place's tokens.
 
-    alternatives: by hypothesis.
+    alternatives: by hypothesis. noise: rms of a token's difference that rounding makes of two of these runs, 0 where they
+    are exact.
     """
 
     base: torch.Tensor
     adapter: torch.Tensor
     alternatives: list[tuple[Hypothesis, torch.Tensor]]
+    noise: float = 0.0
+
+    def bias(self, direction: torch.Tensor) -> float:
+        """Return how much of `direction`, a difference of two runs [T], is their rounding: a factor fitted to it is wrong
+        by as much, however many tokens there are."""
+        size = rms(direction)
+        return (self.noise / size) ** 2 if size else 0.0
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -102,9 +110,9 @@ def judge(
     if own_base is not None and rms(own_base - reference.adapter) < rms(own_base - reference.base):
         own_base = None  # which has the adapter, too
     if own_base is not None:
-        noise = rms(own_base - reference.base)
+        noise = max(noise or 0.0, rms(own_base - reference.base))
     measured = found if own_base is None else found - own_base + reference.base
-    shares = _shares(measured - reference.base, reference.parts)
+    shares = _shares(measured - reference.base, reference)
     kind, reason, is_share = _judged(measured, reference, noise, shares, is_rounded)
     from_adapter, from_base = ((found - other).abs().mean().item() for other in (reference.adapter, reference.base))
     return Verdict(kind, reason, from_adapter, from_base, shares, kind == OTHER or is_share)
@@ -116,11 +124,12 @@ def limit_of(reference: Reference, noise: float | None) -> float:
     return UNEXPLAINED * effect if noise is None else ROUNDING * noise + FLOOR * effect
 
 
-def _shares(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> dict[str, float | None]:
-    """Fit `change` by a sum of shares of the parts, by least squares. A share of a large standard error is None."""
-    if not parts:
+def _shares(change: torch.Tensor, reference: Reference) -> dict[str, float | None]:
+    """Fit `change` by a sum of shares of the parts, by least squares. A share of a large error is None."""
+    if not (parts := reference.parts):
         return {}
     shares, errors = _fit(change, list(parts.values()))
+    errors = [max(error, reference.bias(part)) for error, part in zip(errors, parts.values())]
     return {part: share if error <= PARTLY / 2 else None for part, share, error in zip(parts, shares, errors)}
 
 
@@ -156,13 +165,13 @@ class _Told(NamedTuple):
 
 
 def _told(found: torch.Tensor, reference: Reference) -> list[_Told]:
-    """Test each hypothesis that differs from the adapter. A place that takes some of all of the change, as bf16 does, is
-    no evidence of one: its share is fitted beside."""
+    """Test each hypothesis that differs from the adapter, by more than the rounding of both. A place that takes some of
+    all of the change, as bf16 does, is no evidence of one: its share is fitted beside."""
     change, residual = reference.adapter - reference.base, found - reference.adapter
     tests = []
     for hypothesis, value in [(None, reference.base), *reference.alternatives]:
         direction = value - reference.adapter
-        if not direction.any():
+        if not direction.any() or reference.bias(direction) > PARTLY / 2:
             continue
         alone = hypothesis is None or abs(torch.cosine_similarity(direction, change, dim=0).item()) > 0.95
         factors, errors = _fit(residual, [direction] if alone else [direction, change])
@@ -200,7 +209,7 @@ def _judged(
             return _Judgement(IN_PART, _listed(missing), is_share=True)
         return _Judgement(OTHER, _unexplained(known, beside / effect))
     (share,), (error,) = _fit(found - reference.base, [reference.adapter - reference.base])
-    if abs(share - 1) - CERTAIN * error > NEAR:
+    if abs(share - 1) - CERTAIN * error > NEAR + reference.bias(reference.adapter - reference.base):
         return _Judgement(IN_PART if share < 1 else OTHER, f"{share:.0%} of the change", is_share=True)
     if missing := {part: share for part, share in known.items() if share < 1 - PARTLY}:
         return _Judgement(IN_PART, _listed(missing), is_share=True)

@@ -73,7 +73,7 @@ def _write(description: str, write, *arguments, verify: bool, **options) -> int:
     with progress(description, of_bytes=True) as on_progress:
         done = write(*arguments, verify=verify, on_progress=on_progress, **options)
     layouts = ["hub" if each in HUB_LAYOUTS else each for each in (done.source_layout, done.target_layout)]
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{done.path}: {done.family}, {' -> '.join(layouts)}, {done.tensors} tensors, "
         f"{done.nbytes / 1e9:.2f} GB in {done.shards} files, {time.perf_counter() - start:.0f} s"

@@ -1,0 +1,58 @@
+"""The base that an adapter names, beside the model that gets it: one of another family may fit by its shapes alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..model_patches import NATIVE_PREFIX
+
+logger = logging.getLogger(__name__)
+OTHER = (
+    "the adapter was trained on {named}, of the family {trained}, and {place} is of {here}: its shapes fit, but it "
+    "computes something else there; name its own base"
+)
+_said: set[str] = set()
+
+
+def other_family(named: str | None, config: Mapping[str, Any], place: str) -> str | None:
+    """Tell, in a sentence, that a model is of another family than the base that an adapter names; None if not, or where
+    that base's config is neither in a folder nor in the hub's cache.
+
+    Args:
+        named: the adapter's base_model_name_or_path. config: the model's. place: what to call the model.
+    """
+    if not named or named == config.get("_name_or_path"):
+        return None
+    try:
+        trained, here = (_families(each) for each in (_config_of(named), config))
+    except (OSError, ValueError):
+        return None
+    if not trained or not here or trained & here:
+        return None
+    return OTHER.format(named=named, trained=min(trained, key=len), place=place, here=min(here, key=len))
+
+
+def warn_of_other_family(config: Any, model: nn.Module) -> None:
+    """Warn, once, that PEFT puts an adapter on a model of another family than its base."""
+    own = getattr(model, "config", None)
+    if not isinstance(own, PreTrainedConfig):
+        return
+    sentence = other_family(config.base_model_name_or_path, own.to_dict(), f"this {type(model).__name__}")
+    if sentence is not None and sentence not in _said:
+        _said.add(sentence)
+        logger.warning(f"sonicmoe_hf: {sentence}")
+
+
+def _config_of(named: str) -> dict[str, Any]:
+    return PreTrainedConfig.get_config_dict(named, local_files_only=True)[0]
+
+
+def _families(config: Mapping[str, Any]) -> set[str]:
+    """Return the model_type of a config and of its text model's, without the prefix of the native layout."""
+    types = (each.get("model_type") for each in (config, config.get("text_config") or {}))
+    return {str(each).removeprefix(NATIVE_PREFIX) for each in types if each}
