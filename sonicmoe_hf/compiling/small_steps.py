@@ -25,11 +25,14 @@ SAMPLED_STEPS = range(6, 11)  # of a run: the first ones compile
 BUSY = 60  # percent
 LOGITS_BYTES = 2**29  # of a chunk of the fused loss
 ADVICE = (
-    "sonicmoe_hf: the GPU is busy {busy}% of the time, and waits for Python in the rest. What helps: {compiled}sequences "
-    "that are packed, or padded to a multiple (pad_to_multiple_of=64), so that sizes come again; more sequences a "
-    "micro-batch and fewer accumulation steps"
+    "sonicmoe_hf: the GPU is busy {busy}% of the time, and waits for Python in the rest. What helps: {compiled}attach("
+    "trainer, packed_tokens=8192), which computes accumulated micro-batches as one row, or few_lengths=True, by which "
+    "sizes come again; more sequences a micro-batch and fewer accumulation steps"
 )
-COMPILE = "torch_compile=True in the Trainer's arguments, or attach(trainer, compile=True), which compile each layer; "
+COMPILE = (
+    "torch_compile=True in the Trainer's arguments, attach(trainer, compile=True) or `sonicmoe-hf run --compile`, which "
+    "compile each layer; "
+)
 
 
 class SmallSteps(TrainerCallback):
