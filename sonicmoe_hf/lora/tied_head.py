@@ -19,7 +19,8 @@ def untie_adapted_head(model: nn.Module) -> None:
         return
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers]
-    embeddings, head = (getattr(base, "weight", None) for base in bases)
+    weights: list[Any] = [getattr(base, "weight", None) for base in bases]
+    embeddings, head = weights
     if (
         not isinstance(head, nn.Parameter)
         or head is not embeddings
