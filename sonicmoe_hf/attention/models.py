@@ -13,7 +13,7 @@ IN_PIECES = {  # by "torch_pieces", and why not by flash kernels
     "deepseek_v4": "its compressed keys are chosen by a mask, which flash kernels do not take",
     **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), "its keys are chosen for each query, which flash kernels do not do"),
 }
-
+IN_BLOCKS = ("minimax_m3_vl_text",)  # without sinks, but with keys chosen by blocks: "torch_pieces" too
 
 FLASH_WITHOUT_SINKS = '"flash_attention_2" and "flash_attention_3"'
 OLDEST_GPU = (8, 0)  # compute capability
@@ -32,6 +32,11 @@ def check_model(config) -> None:
 def has_sinks(model: PreTrainedModel) -> bool:
     """Tell whether the kernels with sinks can compute this model's attention."""
     return _model_type(model) in SUPPORTED
+
+
+def takes_pieces(model: PreTrainedModel) -> bool:
+    """Tell whether from_pretrained has this model's attention computed in pieces."""
+    return _model_type(model) in (*IN_PIECES, *IN_BLOCKS)
 
 
 def _model_type(model: PreTrainedModel) -> str:
@@ -55,7 +60,7 @@ def choose_attention(model: PreTrainedModel) -> None:
     pieces, if its keys are chosen for each query."""
     if has_sinks(model) and _obstacle(model) is None:
         model.set_attn_implementation(NAME)
-    if _model_type(model) in IN_PIECES:
+    if takes_pieces(model):
         text = model.config.get_text_config()
         inner = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
         model.set_attn_implementation(dict.fromkeys(inner, PIECEWISE) if inner else PIECEWISE)
@@ -67,6 +72,8 @@ def describe_attention(model: PreTrainedModel) -> list[str]:
     if model_type in IN_PIECES:
         reason = f'not "{NAME}", as {IN_PIECES[model_type]}'
         return [f'attention with sinks: sonicmoe_hf.from_pretrained takes attn_implementation="{PIECEWISE}"; {reason}']
+    if model_type in IN_BLOCKS:
+        return [f'attention: sonicmoe_hf.from_pretrained takes attn_implementation="{PIECEWISE}"']
     if model_type not in SUPPORTED:
         return []
     obstacle = _obstacle(model)

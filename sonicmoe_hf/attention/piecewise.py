@@ -71,14 +71,17 @@ def attention_in_pieces(
     dropout: float = 0.0,
     s_aux: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with or without sinks, for models that hand over the keys of each query as indices: HY-V4.
+    """Compute attention with or without sinks, for models that hand over the keys of each query as indices: HY-V4, and
+    MiniMax-M3, whose keys are chosen in blocks for each group of heads.
 
     Args:
         query: [B, H, S, D]; key: [B, H / G, T, D]; value: [B, H / G, T, D'].
         attention_mask: bool [B or 1, 1, S, T], or None where every query sees every key.
-        s_aux: the sinks [H], or None. indices: [B, S, k], the keys that a query may see.
+        s_aux: the sinks [H], or None. indices: [B, S, k], the keys that a query may see. block_indices: [B, G, S, k], the
+            blocks of `module.indexer.block_size` keys that each of G groups of heads may see, -1 for none.
     Returns:
         ([B, S, H, D'], None).
     Raises:
@@ -101,13 +104,40 @@ def attention_in_pieces(
             chosen = torch.zeros(last - first, num_keys, dtype=torch.bool, device=picked.device)
             chosen = chosen.scatter(1, picked, True)
             visible = chosen if visible is None else chosen & visible
+        if block_indices is not None:
+            blocks = block_indices[row, :, first:last]
+            chosen = _of_blocks(blocks, module.indexer.block_size, num_keys)
+            visible = chosen if visible is None else chosen & visible
         k, v, q = key[row], value[row], query[row, :, first:last].reshape(key.shape[1], -1, width)
+        if s_aux is None:
+            return _without_sinks(q, k, v, visible, last - first, dropout, scale)
         scores = torch.matmul(q, k.transpose(1, 2)).view(heads, -1, num_keys).float() * scale
         (shares,) = probabilities([scores], [visible], s_aux, dropout)
         out = torch.matmul(shares.to(v.dtype).view(k.shape[0], -1, num_keys), v)
         return out.view(1, heads, last - first, -1).transpose(1, 2)
 
     return in_pieces(compute, size, num_queries, piece_of(num_queries, heads * num_keys), 1), None
+
+
+def _of_blocks(blocks: torch.Tensor, block_size: int, num_keys: int) -> torch.Tensor:
+    """Find the keys in blocks [G, C, k], -1 for none: bool [G, C, N]."""
+    num_blocks = -(-num_keys // block_size)
+    chosen = torch.zeros(*blocks.shape[:2], num_blocks + 1, dtype=torch.bool, device=blocks.device)
+    chosen = chosen.scatter(2, torch.where(blocks < 0, num_blocks, blocks), True)[..., :num_blocks]
+    return chosen.repeat_interleave(block_size, -1)[..., :num_keys]
+
+
+def _without_sinks(
+    q, k, v, visible: torch.Tensor | None, num_queries: int, dropout: float, scale: float
+) -> torch.Tensor:
+    """Compute attention of q [heads of k, heads of a group * C, D] by torch's kernels: [1, C, H, D]. visible: bool
+    [C, N], or [G, C, N] for each of G groups."""
+    groups = k.shape[0] if visible is None or visible.dim() == 2 else visible.shape[0]
+    q = q.view(groups, -1, num_queries, q.shape[-1])
+    k, v = (x.view(groups, -1, *x.shape[1:]).repeat_interleave(q.shape[1] * groups // x.shape[0], 1) for x in (k, v))
+    mask = None if visible is None else visible.expand(groups, -1, -1)[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return out.reshape(1, -1, num_queries, v.shape[-1]).transpose(1, 2)
 
 
 def check_call(kwargs: dict) -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from helpers.attention import build
 from helpers.models import build as build_family
+from helpers.small_families import small_model
 from transformers import AutoConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.attention import models
+from sonicmoe_hf.attention import linear, models
 from sonicmoe_hf.attention.models import NAME
 from sonicmoe_hf.tools.cli.doctor import examine
 from sonicmoe_hf.tools.random_models import random_model, random_packed_model
@@ -100,3 +101,11 @@ def test_of_models_that_choose_keys_the_reason_is_said(model_type):
     config = SimpleNamespace(model_type=model_type, get_text_config=lambda: config)
     (sentence,) = models.describe_attention(SimpleNamespace(config=config))
     assert models.IN_PIECES[model_type] in sentence
+
+
+@pytest.mark.pinned
+@pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="its kernels are taken")
+def test_doctor_names_the_packages_of_linear_attention_s_kernels():
+    (sentence,) = linear.describe_linear_attention(small_model("kimi_linear"))
+    assert "pip install" in sentence and "flash-linear-attention" in sentence
+    assert linear.describe_linear_attention(small_model("qwen3_moe")) == []

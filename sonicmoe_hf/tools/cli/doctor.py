@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...attention.linear import describe_linear_attention
 from ...attention.models import describe_attention
 from ...checkpoints.config_only import build_on_meta
 from ...errors import CheckpointError
@@ -122,7 +123,7 @@ def examine(
         "here": {"device": str(device), "dtype": _name(dtype), "backend": backend, "reason": reason},
         "layers": layers,
         "token_rounding": rounding,
-        "attention": describe_attention(model),
+        "attention": [*describe_attention(model), *describe_linear_attention(model)],
         "adapters": _adapter_forecast(model, support),
     }
 

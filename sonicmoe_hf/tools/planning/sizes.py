@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.models import IN_PIECES as FP32_SCORES  # their sinks stay in fp32, and so all scores are
-from ...attention.models import has_sinks
+from ...attention.models import has_sinks, takes_pieces
 from ...checkpoints.config_only import build_on_meta
 from ...checkpoints.configs import family_of, quantization_of
 from ...checkpoints.files import CONFIG_FILE
@@ -198,7 +198,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
         is_convertible=_is_convertible(model.config),
         has_sinks=has_sinks(model),
-        in_pieces=config.model_type in FP32_SCORES,
+        in_pieces=takes_pieces(model),
         notes=_notes(model, support),
     )
 
