@@ -7,6 +7,7 @@ made again in backward. One row of a batch at a time; letters: H heads, C querie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ def in_pieces(compute: Callable, size: int, num_queries: int, step: int, dim: in
 
 @torch.compiler.disable
 def attention_in_pieces(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
