@@ -19,7 +19,6 @@ from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
 from ..layer.holding import expert_parallelism
-from ..layer.torch_op import SOURCE, TUPLES
 from ..private.torch import (
     allow_caching,
     allow_recompilations,
@@ -39,9 +38,9 @@ logger = logging.get_logger(__name__)
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
 # torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
 RECOMPILATIONS = 64
-# torch's cache on disk has taken these since 2.13: what keeps the state of random numbers for attention that is computed
-# again, and tuples of tensors
-CACHES_ALL = Version(torch.__version__) >= Version("2.13")
+# what keeps the state of random numbers for a GPU's attention that is computed again: torch's cache on disk has taken
+# graphs with it since 2.13
+CACHES_RANDOM_STATE = Version(torch.__version__) >= Version("2.13")
 KEEPS_RANDOM_STATE = "torch.ops.higher_order.graphsafe_run_with_rng_state"
 SAID = (
     "sonicmoe_hf: {layers} layers are compiled on their own{mode}, once for all that are alike, and not the model as a "
@@ -95,9 +94,8 @@ def compile_layers(model: nn.Module, **options) -> int:
             **(options.get("options") or {}),
         }
     allow_recompilations(RECOMPILATIONS)
-    if not CACHES_ALL:
-        names = {f"{each.__module__}.{each.__qualname__}" for each in TUPLES}
-        allow_caching(dict.fromkeys({KEEPS_RANDOM_STATE, *names}, f"{torch.__version__} {SOURCE}"))
+    if not CACHES_RANDOM_STATE:
+        allow_caching({KEEPS_RANDOM_STATE: torch.__version__})
     for layer in layers:
         for part in _parts(layer):
             part.compile(**options)

@@ -44,7 +44,6 @@ SOURCE = hashlib.sha256(
         for file in sorted((Path(__file__).parents[1] / folder).glob("*.py"))
     )
 ).hexdigest()
-TUPLES: set[type] = set()  # NamedTuples among the ops' arguments
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float, int, bool}
 
 
@@ -64,7 +63,6 @@ class Form:
         if not (isinstance(hint, type) and issubclass(hint, tuple)):
             self.leaves[name] = hint
             return
-        TUPLES.add(hint)
         start, fields = len(self.leaves), typing.get_type_hints(hint)
         for field, annotation in fields.items():
             self._add(prefix + field, f"{prefix}{field}_", annotation)
