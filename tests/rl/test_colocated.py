@@ -247,6 +247,7 @@ def calling(complete):
     return completed
 
 
+@pytest.mark.pinned
 def test_trls_own_loop_of_tools_is_paired_with_the_experts_of_its_last_turn(base, engine, tmp_path, monkeypatch):
     words = sentence_tokenizer()
     words.chat_template = qwen3_chat_template
