@@ -21,6 +21,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.common.provenance import columns
 from sonicmoe_hf import merge_adapter
 from sonicmoe_hf.tools.checking.check import check_adapter
 from sonicmoe_hf.tools.checking.hypotheses import AdaptedLayer, layers_of, wholes_of
@@ -208,7 +209,7 @@ def main() -> None:
                     {
                         "defect": defect, "size": size, "dtype": dtype, "draws": count.total(),
                         "told": count.total() - count["applied"] - count["cannot tell"],
-                        "cannot tell": count["cannot tell"], "applied": count["applied"],
+                        "cannot tell": count["cannot tell"], "applied": count["applied"], **columns(),
                     }
                     for (defect, size), count in counts.items()
                 ]  # fmt: skip

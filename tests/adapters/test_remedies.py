@@ -1,18 +1,21 @@
 """The remedies that errors about adapters name: each is carried out, and gives the model that was trained."""
 
+import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from helpers.adapters import EXPERTS, adapt
-from helpers.checkpoints import make
+from helpers.checkpoints import edit_config, edit_tensors, load_whole, make, tensors_in, to_fp8
 from helpers.models import ORDER_OF_SUMS, logits_of, relative_error
+from helpers.served import edit
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, merge_adapter
+from sonicmoe_hf.checkpoints.files import WEIGHTS_FILE
 from sonicmoe_hf.tools.cli.main import main
 
 TOLERANCE = 1e-5  # relative error of logits in fp32: sums in another order
@@ -123,15 +126,125 @@ FOR_ENGINES = {
     "absorbed": of_engines(
         "kv_b_proj, and vLLM decodes", "deepseek_v3", of={"first_k_dense_replace": 0}, target_modules=["kv_b_proj"]
     ),
-    "unknown class": of_engines("not known to take adapters of DbrxForCausalLM", "qwen3_moe"),
+}
+
+
+def raising(damage, call=merge):
+    """Return what raises the error: `call`, after the damage."""
+
+    def damaged(folder):
+        damage(folder)
+        return call(folder)
+
+    return damaged
+
+
+def add_a_copy(folder):
+    name = next(iter(tensors_in(folder.adapter)))
+    edit_tensors(folder.adapter, {f"module.{name}": tensors_in(folder.adapter)[name].clone()})
+
+
+def remove_a_factor(folder):
+    edit_tensors(folder.adapter, {next(name for name in tensors_in(folder.adapter) if "q_proj.lora_A" in name): None})
+
+
+def make_infinite(folder):
+    edit_tensors(folder.adapter, lambda tensors: next(iter(tensors.values()))[0].fill_(torch.inf))
+
+
+def save_again(folder):
+    folder.model.save_pretrained(folder.adapter)
+    return folder.merge()
+
+
+def train_again(folder):
+    again = Folder(folder.path / "again", "olmoe", EXPERTS[:1])
+    return again.merge()
+
+
+def into_another(folder):
+    make(folder.path / "another", "qwen3_moe", dtype=torch.float32)
+    return folder.merge(base=folder.path / "another")
+
+
+def name_the_base(folder):
+    return folder.merge(adapter=folder.convert("hub", trained_on=folder.base))
+
+
+def remove(name, of="base"):
+    """Remove an entry of config.json, or a file of the adapter's folder."""
+
+    def removed(folder):
+        if of == "base":
+            edit_config(folder.base, **{name: None})
+        else:
+            (folder.adapter / name).unlink()
+        return folder.merge()
+
+    return removed
+
+
+def without_module_names(folder):
+    names = [name for name in tensors_in(folder.adapter) if name.startswith("module.")]
+    edit_tensors(folder.adapter, dict.fromkeys(names))
+    return folder.merge()
+
+
+OTHERS = {
+    "two names": Case("keep the one that was trained", trained(), raising(add_a_copy), [without_module_names]),
+    "a factor is missing": Case("Save the whole adapter again", trained(), raising(remove_a_factor), [save_again]),
+    "infinite": Case("take an earlier checkpoint", trained(), raising(make_infinite), [save_again]),
+    "an older PEFT": Case(
+        "train the adapter with a newer PEFT",
+        trained("olmoe", EXPERTS[:1]),
+        raising(lambda folder: edit(folder.adapter, peft_version="0.18.0")),
+        [train_again],
+    ),
+    "no base": Case(
+        r"names no base model; say trained_on= \(--trained-on\)",
+        trained(),
+        raising(
+            lambda folder: edit(folder.adapter, base_model_name_or_path=None), lambda folder: folder.convert("hub")
+        ),
+        [name_the_base],
+    ),
+    "another base": Case(
+        r"Give the model that it was trained on \(merge: the base",
+        trained("deepseek_v3", of={"first_k_dense_replace": 0}, target_modules=["kv_b_proj"]),
+        into_another,
+        [merge],
+    ),
+    "a dense base": Case(
+        "is not quantized, .*; leave quantize out", trained(), lambda folder: folder.merge(quantize="keep"), [merge]
+    ),
+    "a family of one layout": Case(
+        "without --layout, and without --quantize",
+        trained("mixtral"),
+        lambda folder: folder.merge(layout="native"),
+        [merge],
+    ),
+    "one folder": Case(
+        "give model and adapter a folder each",
+        trained(),
+        raising(
+            lambda folder: shutil.copy(folder.adapter / "adapter_model.safetensors", folder.adapter / WEIGHTS_FILE)
+        ),
+        [remove(WEIGHTS_FILE, of="adapter")],
+    ),
+    "other weights": Case(
+        "remove the entry",
+        trained(),
+        raising(lambda folder: edit_config(folder.base, transformers_weights="other.safetensors")),
+        [remove("transformers_weights")],
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, id=name) for name, case in MERGED_BY_PEFT.items()),
-        *(pytest.param(case, id=f"for engines: {name}") for name, case in FOR_ENGINES.items() if "class" not in name),
+        *(pytest.param(case, id=name) for name, case in {**MERGED_BY_PEFT, **OTHERS}.items()),
+        *(pytest.param(case, id=f"for engines: {name}") for name, case in FOR_ENGINES.items()),
         *(of_a_resized("head adapted", tied, target_modules=["lm_head"]) for tied in (False, True)),
         *(of_a_resized("whole", tied, modules_to_save=["embed_tokens", "lm_head"]) for tied in (False, True)),
     ],
@@ -143,3 +256,14 @@ def test_what_a_message_names_gives_the_model_that_was_trained(case, tmp_path):
         case.raises(folder)
     for remedy in case.remedies:
         assert relative_error(remedy(folder), folder.trained) < TOLERANCE, ORDER_OF_SUMS
+
+
+def test_a_head_that_was_tied_is_merged_into_an_fp8_base_as_bf16(tmp_path):
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, num_hidden_layers=1, **TIED)
+    to_fp8(tmp_path / "base")
+    expected = logits_of(adapt(load_whole(tmp_path / "dense"), tmp_path / "adapter", target_modules=["lm_head"]))
+    folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    with pytest.raises(CheckpointError, match=r"lm_head.weight has no weight of its own .* .--quantize keep. out"):
+        merge_adapter(*folders, quantize="keep")
+    merge_adapter(*folders)
+    assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 0.02, "weights rounded to bf16"
