@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     __version__,
 )
+from transformers.modeling_utils import set_zero3_state
 from transformers.utils import logging
 
 from ..errors import CheckpointError
@@ -114,7 +115,8 @@ def _build(entries: dict) -> PreTrainedModel:
         logging.set_verbosity(logging.CRITICAL)
         try:
             config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable(entries))
-            with torch.device("meta"), torch.no_grad():
+            # set_zero3_state: of weights that take no memory, ZeRO-3 would leave not even shapes
+            with torch.device("meta"), torch.no_grad(), set_zero3_state():
                 return _construct(entries, config)
         finally:
             logging.set_verbosity(verbosity)

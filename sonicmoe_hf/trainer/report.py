@@ -20,6 +20,7 @@ from ..patching.unpacked import dense_beside_bitsandbytes
 from ..private.torch import has_compiled_parts
 from ..routing.model import routing_policy
 from ..routing.support import with_rounding
+from .mixed_precision import computing_dtype
 
 
 class Remedies(NamedTuple):
@@ -36,8 +37,7 @@ def _dtype(weight: torch.Tensor) -> torch.dtype:
     """Name the dtype that experts with this weight are computed in: its own, but for accelerate's mixed precision."""
     state: Any = sys.modules.get("accelerate.state")
     is_mixed = state is not None and state.is_initialized()
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return mixed.get(state.AcceleratorState().mixed_precision, weight.dtype) if is_mixed else weight.dtype
+    return computing_dtype(weight.dtype, state.AcceleratorState().mixed_precision if is_mixed else "no")
 
 
 def _training(model: nn.Module, remedies: Remedies) -> str:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..errors import CheckpointError
 from .adapter_versions import AdapterVersions, adapter_of
 from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks, temporarily_replaced
-from .serving import Serving, computing_dtype
+from .serving import Serving, dtype_of
 
 BUILDER = "validate_lora_for_vllm_sync"
 WHOLE = (
@@ -50,7 +50,7 @@ class SendsAdaptersInBackground(Theirs):
     def _save(self, model: Any, accelerator: Any, adapter_name: str, dest_dir: str) -> None:
         """Write an adapter in vLLM's form to `dest_dir`; all ranks call it."""
         if self._versions is None:
-            dtype = computing_dtype(model, accelerator.mixed_precision)
+            dtype = dtype_of(model, accelerator.mixed_precision)
             self._versions = AdapterVersions(model, accelerator, Path(dest_dir).parent, dtype)
         version = self._versions.publish()
         if accelerator.is_main_process:

@@ -50,8 +50,8 @@ def _gathered(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Paramete
         partitioned = [parameter for _, parameter in some if is_partitioned(parameter)]
         context: Any = nullcontext()
         if partitioned:
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
-            context = GatheredParameters(partitioned)
+            context = deepspeed.zero.GatheredParameters(partitioned)
         with context:
             yield from some

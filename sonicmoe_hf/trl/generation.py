@@ -16,7 +16,7 @@ from .hooks import Theirs, temporarily_replaced
 from .rollouts import GeneratedSequences
 from .served_base import check_served_base
 from .server import Server
-from .serving import Serving, computing_dtype, name_of
+from .serving import Serving, dtype_of, name_of
 
 NOT_RETURNED = (
     "vLLM returned no routed experts for some completion; start it with --enable-return-routed-experts (colocated it is "
@@ -40,7 +40,7 @@ class AdapterGeneration(Theirs):
 
     def _init_vllm(self) -> None:
         """Start, or reach, an engine that takes adapters."""
-        dtype = computing_dtype(self.model, self.accelerator.mixed_precision)
+        dtype = dtype_of(self.model, self.accelerator.mixed_precision)
         self.versions = AdapterVersions(
             self.model, self.accelerator, self.serving.folder(self.output_dir), self._engine_dtype(dtype)
         )

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..trainer.mixed_precision import computing_dtype
+
 FOLDER = "adapters_for_vllm"  # in the trainer's output_dir
-TWO_BYTES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's mixed precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,10 @@ class Serving:
         return Path(self.adapters_folder or Path(output_dir) / FOLDER).expanduser().absolute()
 
 
-def computing_dtype(model: nn.Module, mixed_precision: str) -> torch.dtype:
-    """Return the dtype that a trainer computes in: autocast's, or that of the model's weights."""
-    weights = (parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize > 1)
-    return TWO_BYTES.get(mixed_precision) or next(weights)
+def dtype_of(model: nn.Module, mixed_precision: str) -> torch.dtype:
+    """Return the dtype that a trainer computes in, of a model whose packed weights say nothing of it."""
+    weights = next(parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize > 1)
+    return computing_dtype(weights, mixed_precision)
 
 
 def name_of(dtype: torch.dtype) -> str:

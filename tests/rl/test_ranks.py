@@ -1,6 +1,8 @@
 """Two gloo ranks: factors that they share are gathered and one of them writes, each keeps the experts of its own share, and
 what is logged is of both."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,37 +12,79 @@ from helpers import vllm_stand_in
 from helpers.checkpoints import tensors_in
 from helpers.rl import GAP, logged, make
 from helpers.rl_models import adapted
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from sonicmoe_hf.trl import GRPOTrainer
 from sonicmoe_hf.trl.adapter_versions import AdapterVersions
 from sonicmoe_hf.trl.generation import AdapterGeneration
 from sonicmoe_hf.trl.rollouts import GeneratedSequences
 
+with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 
-def published(rank, base, folder):
-    """Publish the adapter twice, with factors shared as DTensors: of experts by expert, of others by row."""
-    model, mesh = adapted(base), init_device_mesh("cpu", (2,))
+
+def as_dtensors(model):
+    """Share factors as expert parallelism does: of experts by expert, of others by row."""
+    mesh = init_device_mesh("cpu", (2,))
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.requires_grad:
                 shared = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
                 module._parameters[name] = torch.nn.Parameter(shared)
+
+
+def by_fsdp2(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def by_zero3(model):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce over shared memory, in C++
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    model.config_of_zero3 = HfDeepSpeedConfig(config)  # as of a Trainer: models are partitioned as they are built
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def published(rank, share, base, folder):
+    """Publish the adapter twice, between which ranks that can compute with shared weights do."""
+    model = adapted(base)
+    wrapped = share(model)
+    assert all(
+        hasattr(each, "device_mesh") or each.numel() == 0 for each in model.parameters() if each.requires_grad
+    ), "no rank has a whole factor"
     versions = AdapterVersions(model, Accelerator(cpu=True), folder, torch.float32)
-    return [versions.publish()[:3] for _ in range(2)], versions.rank
+    found = [versions.publish()[:3]]
+    if wrapped is not None:
+        wrapped(input_ids=torch.tensor([[5, 6, 7 + rank]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+    found.append(versions.publish()[:3])
+    if share is by_zero3:
+        wrapped.destroy()
+        unset_hf_deepspeed_config()
+    return found, versions.rank
 
 
-def test_shared_factors_are_gathered_and_written_once_with_one_number_on_all_ranks(base, ranks, tmp_path):
-    first, second = ranks.run(published, base, tmp_path / "shared")
+@pytest.mark.parametrize("share", [as_dtensors, by_fsdp2, pytest.param(by_zero3, marks=with_deepspeed)])
+def test_shared_factors_are_gathered_and_written_once_with_one_number_on_all_ranks(share, base, ranks, tmp_path):
+    first, second = ranks.run(published, share, base, tmp_path / "shared")
     assert first == second and first[1] == 8
-    (_, number, folder), alone = (
-        first[0][-1],
-        AdapterVersions(adapted(base), Accelerator(cpu=True), tmp_path, torch.float32),
-    )
-    assert number == 2
-    expected, found = tensors_in(alone.publish().folder), tensors_in(folder)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    alone = AdapterVersions(adapted(base), Accelerator(cpu=True), tmp_path, torch.float32)
+    expected = tensors_in(alone.publish().folder)
+    for number, (_, found_number, folder) in enumerate(first[0], 1):
+        found = tensors_in(folder)
+        assert found_number == number and expected.keys() == found.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def kept(rank):
