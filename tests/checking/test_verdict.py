@@ -41,6 +41,7 @@ def test_what_is_smaller_than_the_rounding_of_the_trained_model_itself_is_not_to
     verdict = judge(merged, Reference(*seen, noise=1.5), noise=1.5)
     assert verdict.kind == "cannot tell" and "(experts)" in verdict.reason and "--dtype float32" in verdict.reason
     assert verdict.shares["experts"] is None and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
+    assert judge(seen[1], Reference(*seen, noise=1.5), noise=1.5).kind == "applied", "which has the same rounding"
     lost = judge(experts + noise.roll(2), Reference(*seen, noise=1.5), noise=1.5)
     assert lost.kind != "applied" and lost.shares["rest"] < 0.1, "what is large is told all the same"
 

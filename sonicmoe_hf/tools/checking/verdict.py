@@ -46,11 +46,11 @@ class Reference(NamedTuple):
     alternatives: list[tuple[Hypothesis, torch.Tensor]]
     noise: float = 0.0
 
-    def bias(self, direction: torch.Tensor) -> float:
+    def bias(self, direction: torch.Tensor, residual: torch.Tensor) -> float:
         """Return how much of `direction`, a difference of two runs [T], is their rounding: a factor fitted to it is wrong
-        by as much, however many tokens there are."""
+        by as much, however many tokens there are. residual: of a place from the adapter [T], which bounds it."""
         size = rms(direction)
-        return (self.noise / size) ** 2 if size else 0.0
+        return min((self.noise / size) ** 2, rms(residual) / size) if size else 0.0
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -128,7 +128,8 @@ def _shares(change: torch.Tensor, reference: Reference) -> dict[str, float | Non
     if not (parts := reference.parts):
         return {}
     shares, errors = _fit(change, list(parts.values()))
-    errors = [max(error, reference.bias(part)) for error, part in zip(errors, parts.values())]
+    residual = change - (reference.adapter - reference.base)
+    errors = [max(error, reference.bias(part, residual)) for error, part in zip(errors, parts.values())]
     return {part: share if error <= PARTLY / 2 else None for part, share, error in zip(parts, shares, errors)}
 
 
@@ -170,7 +171,7 @@ def _told(found: torch.Tensor, reference: Reference) -> list[_Told]:
     tests = []
     for hypothesis, value in [(None, reference.base), *reference.alternatives]:
         direction = value - reference.adapter
-        if not direction.any() or reference.bias(direction) > PARTLY / 2:
+        if not direction.any() or reference.bias(direction, residual) > PARTLY / 2:
             continue
         alone = hypothesis is None or abs(torch.cosine_similarity(direction, change, dim=0).item()) > 0.95
         factors, errors = _fit(residual, [direction] if alone else [direction, change])
@@ -208,7 +209,9 @@ def _judged(
             return _Judgement(IN_PART, _listed(missing), is_share=True)
         return _Judgement(OTHER, _unexplained(known, beside / effect))
     (share,), (error,) = _fit(found - reference.base, [reference.adapter - reference.base])
-    if abs(share - 1) - CERTAIN * error > NEAR + reference.bias(reference.adapter - reference.base):
+    if abs(share - 1) - CERTAIN * error > NEAR + reference.bias(
+        reference.adapter - reference.base, found - reference.adapter
+    ):
         return _Judgement(IN_PART if share < 1 else OTHER, f"{share:.0%} of the change", is_share=True)
     if missing := {part: share for part, share in known.items() if share < 1 - PARTLY}:
         return _Judgement(IN_PART, _listed(missing), is_share=True)
