@@ -42,7 +42,7 @@ from ..layer.experts_module import packable
 from ..lora.dithering import ROUNDINGS, dither_of
 from ..lora.hub_names import HubNames
 from ..lora.named_base import other_family
-from ..lora.packed_base import PackedBase
+from ..lora.packed_base import SCALED, PackedBase
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from .adapter import Adapter
 from .rules import ADAPTER_WEIGHTS
@@ -139,7 +139,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
         What a user should know of it, in sentences.
     Raises:
         CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
-            files; or as Adapter.read.
+            files, the adapter was trained beside norms that AWQ scaled and that these are not; or as Adapter.read.
     """
     found = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
     check_complete(model, found, stored.folder)
@@ -169,12 +169,21 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
                     module = model.get_submodule(target.rpartition(".")[0])
                     weight.dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
+    if trained is not None and trained.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
+        raise CheckpointError(SCALED.format(place=stored.folder))
     if trained is not None and (said := trained.other_than(packed_base_of(stored, model, groups), str(stored.folder))):
         notices.append(said)
     named = adapter.config.get("base_model_name_or_path")
     if said := other_family(named, stored.config, str(stored.folder)):
         notices.append(said)
     return notices
+
+
+def _plain_weight(stored: StoredWeights, groups: Mapping[str, WeightGroup], target: str) -> torch.Tensor | None:
+    """Read a parameter that is one plain weight of the files; None of others."""
+    names = [*groups[target].shapes] if target in groups else []
+    weight = stored.weights.get(names[0]) if len(names) == 1 else None
+    return None if weight is None or weight.format is not None else weight.read()
 
 
 def packed_base_of(

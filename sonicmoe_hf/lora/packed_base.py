@@ -1,7 +1,8 @@
 """PackedBase: the packing of the experts that an adapter was trained beside, which its adapter_config.json remembers.
 
 An adapter may learn to make up for what its base's rounding lost, and so belongs to that packing. PEFT reads and writes
-auto_mapping, an entry of its config, as it is: there stands the format, with sums of some codes.
+auto_mapping, an entry of its config, as it is: there stands the format, with sums of some codes and of some norms, which
+AWQ scales before it packs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..formats.json_files import check_type
 from ..layer.experts_module import packable
-from ..layer.holding import local_part
+from ..layer.holding import is_partitioned, local_part
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
 
@@ -34,6 +35,12 @@ DENSE = (
     "rounding of training, so compare the losses, or load the base with experts_quantization={name!r} "
     "(sonicmoe-hf check: --experts-quantization {name})"
 )
+SCALED = (
+    "the adapter was trained beside other norms than {place} has: AWQ scales norms and rows before it packs, so the "
+    "inputs of the experts are others here, and the adapter does not belong to these weights; merge it into the "
+    "checkpoint that it was trained on, or into what sonicmoe-hf convert made of that"
+)
+NORM_TOLERANCE = 2**-7  # bf16 and fp16 round a weight by 2**-9 and less; AWQ's scales are factors of 0.3 to 3
 _said: set[str] = set()
 
 
@@ -41,11 +48,13 @@ class PackedBase(NamedTuple):
     """The packing of a model's experts.
 
     format: its name. codes: of some layers, the sum of their first expert's codes as bytes, which is the same in every
-    order of rows, unlike NF4's scales; none where they are not known.
+    order of rows, unlike NF4's scales; none where they are not known. norms: of a few norms, by name, the
+    sum of magnitudes; none where ranks share them.
     """
 
     format: str
     codes: list[int]
+    norms: dict[str, float] | None = None
 
     def __str__(self) -> str:
         return f"{self.format} (checksums {', '.join(map(str, self.codes)) or 'unknown'})"
@@ -59,7 +68,8 @@ class PackedBase(NamedTuple):
         ]
         if not layers or layers[0][0].codes.is_meta:
             return None
-        return cls.of_layers(layers[0][0].format, layers, lambda weight: weight.codes[0])
+        packed = cls.of_layers(layers[0][0].format, layers, lambda weight: weight.codes[0])
+        return packed._replace(norms=_norms_of(model))
 
     @classmethod
     def of_layers(cls, format: str, layers: list[list], first_codes: Callable[[Any], torch.Tensor]) -> PackedBase:
@@ -86,7 +96,15 @@ class PackedBase(NamedTuple):
             return None
         if not isinstance(entry.get("format"), str) or not isinstance(entry.get("codes") or [], list):
             raise CheckpointError(f"{PLACE}: {ENTRY} is {entry!s:.80}, without format or codes")
-        return cls(entry["format"], entry.get("codes") or [])
+        check_type(entry, "norms", dict, PLACE)
+        return cls(entry["format"], entry.get("codes") or [], entry.get("norms"))
+
+    def is_scaled_otherwise(self, read: Callable[[str], torch.Tensor | None]) -> bool:
+        """Tell whether norms have other values than in training. read: gives one by its name, None where none is."""
+        pairs = ((trained, read(name)) for name, trained in (self.norms or {}).items())
+        return any(
+            abs(_size(norm) - trained) > NORM_TOLERANCE * trained for trained, norm in pairs if norm is not None
+        )
 
     def other_than(self, here: PackedBase | None, place: str) -> str | None:
         """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
@@ -96,6 +114,23 @@ class PackedBase(NamedTuple):
         if here is None:
             return DENSE.format(trained=self.format, place=place, name=name)
         return OTHER.format(trained=self, place=place, here=here)
+
+
+def _size(norm: torch.Tensor) -> float:
+    return float(norm.detach().double().abs().sum())
+
+
+def _norms_of(model: nn.Module) -> dict[str, float]:
+    """Measure the last norm of a few layers with experts, which AWQ scales: it comes before them."""
+    layers = [name.rsplit(".", 2)[0] for name, module in model.named_modules() if packable(module)]
+    norms: dict[str, tuple[str, nn.Parameter]] = {}  # by layer
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 and name.endswith("norm.weight"):
+            norms[name.rsplit(".", 2)[0]] = name, weight
+    found = [norms[layer] for layer in layers if layer in norms]
+    few = found[:: max(1, len(found) // LAYERS)][:LAYERS]
+    is_shared = any(hasattr(weight, "device_mesh") or is_partitioned(weight) or weight.is_meta for _, weight in few)
+    return {} if is_shared else {name: _size(weight) for name, weight in few}
 
 
 def remember(config: Any, model: nn.Module) -> None:

@@ -1,13 +1,15 @@
 """Adapters merged into checkpoints whose experts are in integers, and conversion of these, from the hub's own files."""
 
+import shutil
+
 import pytest
 import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import config_in, edit_tensors, make, packed_in, same_bits, tensors_in
-from helpers.integers import format_of, to_integers
+from helpers.integers import EXPERTS, format_of, to_integers
 from helpers.marks import loads_hub_formats, rest_pinned
 
-from sonicmoe_hf import convert_checkpoint, from_pretrained, merge_adapter
+from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter
 from sonicmoe_hf.checkpoints.comparing import relative_error
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
@@ -46,6 +48,31 @@ def test_an_adapter_is_merged_into_bf16_and_into_the_files_own_form(kind, tmp_pa
     # a step is two fifteenths of a group's largest value, and dithering errs by its sixth part in the mean square
     assert all(relative_error(rounded[name], exact[name]) < 0.2 for name in lossy)
     assert all(layer.survived > 0.8 for layer in done.roundings)
+
+
+def scale_norms(folder, factor):
+    """Fold factors into the norms before the experts, and out of what reads them, as AWQ does before it packs."""
+    edits = {}
+    for name, tensor in tensors_in(folder).items():
+        if name.endswith("post_attention_layernorm.weight"):
+            edits[name] = tensor * factor
+        elif name.endswith(("mlp.gate.weight", "gate_proj.weight", "up_proj.weight")):
+            edits[name] = tensor / factor
+    edit_tensors(folder, edits)
+
+
+def test_an_adapter_of_awq_is_not_merged_into_the_weights_from_before_it_scaled_them(tmp_path):
+    make(tmp_path / "original", "qwen3_moe", **SIZES)
+    shutil.copytree(tmp_path / "original", tmp_path / "base")
+    scale_norms(tmp_path / "base", 2 ** torch.randn(SIZES["hidden_size"], generator=torch.manual_seed(0)))
+    to_integers(tmp_path / "base", "awq", EXPERTS)
+    model = from_pretrained(tmp_path / "base", experts_quantization="int4", dtype=torch.bfloat16)
+    adapt(model, tmp_path / "adapter", size=0.05)
+    with pytest.raises(CheckpointError, match=r"beside other norms than .*original has: AWQ scales"):
+        merge_adapter(tmp_path / "original", tmp_path / "adapter", tmp_path / "merged")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")  # the remedies
+    convert_checkpoint(tmp_path / "base", tmp_path / "converted", "hub", dequantize=True)
+    merge_adapter(tmp_path / "converted", tmp_path / "adapter", tmp_path / "merged after conversion")
 
 
 @pytest.mark.parametrize("kind", rest_pinned(KINDS))

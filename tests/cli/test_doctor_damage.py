@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from helpers.integers import DECLARED
 from helpers.models import CONFIGS
 from helpers.small_families import CHANGES, OMNI, small_config
 
@@ -93,6 +94,20 @@ def test_models_that_work_are_supported(cls, changes, tmp_path):
 def test_a_file_that_is_no_config_is_named(content, words, tmp_path, capsys):
     line = refusal(capsys, write(tmp_path, content))
     assert f"{tmp_path}/config.json" in line and words in line
+
+
+def test_experts_in_integers_come_in_bf16_of_compressed_tensors_and_not_at_all_of_others(tmp_path, capsys):
+    for kind, is_supported, words in (
+        ("ct-32", True, "at every load Transformers makes its int4 experts bf16"),
+        ("ct-8", True, "at every load Transformers makes its int8 experts bf16"),
+        ("ct-asym", False, "its experts would never reach sonicmoe_hf"),
+        ("gptq", False, "its experts would never reach sonicmoe_hf"),
+    ):
+        folder = write(tmp_path, {**entries_of("qwen3_moe"), "quantization_config": DECLARED[kind]})
+        assert main(["doctor", folder, "--json"]) == (0 if is_supported else 1)
+        (layer,) = json.loads(capsys.readouterr().out)["model"]["layers"]
+        assert layer["supported"] is is_supported and words in layer["reason"]
+        assert 'experts_quantization="int4"' in layer["reason"]
 
 
 @pytest.fixture

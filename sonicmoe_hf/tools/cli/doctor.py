@@ -15,6 +15,7 @@ from ...attention.models import describe_attention
 from ...checkpoints.config_only import build_on_meta
 from ...errors import CheckpointError
 from ...formats.declared import DeclaredQuantization, declared_quantization
+from ...formats.declared_integers import COMPRESSED
 from ...layer import backends
 from ...layer.config import TokenRounding
 from ...layer.experts_module import weight_names, whole_shape
@@ -139,11 +140,25 @@ def _quantized(
         return packed, [
             layer._replace(reason=f"{layer.reason}; its experts are {packed}, frozen") for layer in support
         ]
+    if _comes_in_bf16(declared):
+        comes = f"at every load Transformers makes its {declared.format()} experts bf16 (by compressed-tensors)"
+        return declared.method, [
+            layer._replace(reason=f"{layer.reason}; {comes}; {_remedy(declared)}") for layer in support
+        ]
     reason = (
         f"the checkpoint is quantized ({declared.method}): its experts would never reach sonicmoe_hf; "
         f"{_remedy(declared)}"
     )
     return declared.method, [layer._replace(accelerated=False, reason=reason) for layer in support]
+
+
+def _comes_in_bf16(declared: DeclaredQuantization) -> bool:
+    """Tell whether Transformers makes dense weights of the checkpoint's experts: it does of symmetric integers of
+    compressed-tensors."""
+    try:
+        return declared.method == COMPRESSED and declared.format() in ("int4", "int8")
+    except CheckpointError:
+        return False
 
 
 def _remedy(declared: DeclaredQuantization) -> str:
