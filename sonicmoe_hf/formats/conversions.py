@@ -259,6 +259,9 @@ class TakeExperts(_Conversion):
     def _tensors(self, stored: Stored, source: str, target: Target) -> list[tuple[torch.Tensor, ...]]:
         """List the tensors that store a projection of each expert."""
         there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
+        if target.holding.group is not None:  # of vectors Transformers gives a rank pieces, and of every expert
+            self.stored_format.check_pieces(*(piece for name in there for piece in stored[name]))
+            there = []
         by_name = {name: stored.get(name, []) for name in [*self.stored_format.names(source), *there]}
         num_experts, module = local_shape(target.dense)[0], source.removesuffix(WEIGHT)
         if {len(found) for found in by_name.values()} != {num_experts}:

@@ -55,6 +55,13 @@ class HubFormat(ABC):
         """The format of linear layers beside experts in this one."""
         return self
 
+    def check_pieces(self, *pieces: torch.Tensor) -> None:  # noqa: B027 - most formats have none
+        """Check pieces of optional tensors, which is all of them that ranks of expert parallelism get.
+
+        Raises:
+            CheckpointError: no format here holds what they say.
+        """
+
     def optional_names(self, weight: str) -> list[str]:
         """Return the names of the tensors that may be there too."""
         return [weight + end for end in self.optional]

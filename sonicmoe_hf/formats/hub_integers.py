@@ -25,6 +25,11 @@ TO_BF16_OR_PACK = (
     'load the bf16 checkpoint that it was made from, where experts_quantization="int4" packs the experts anew'
 )
 
+IN_ORDER_OF_ACTIVATIONS = (
+    "the columns of a group do not lie side by side (g_idx: GPTQ in the order of activations, desc_act), which no kernel "
+    f"here reads; {TO_BF16_OR_PACK}"
+)
+
 
 def words(bytes_: torch.Tensor) -> torch.Tensor:
     """View rows of bytes as words, copied where their strides do not allow it."""
@@ -235,10 +240,14 @@ class GPTQInt4(HubIntegers):
         for g_idx in tensors[len(self.own) :]:
             columns = torch.arange(len(g_idx), dtype=torch.int64, device=g_idx.device)
             if not g_idx.is_meta and not torch.equal(g_idx.long(), columns // (self.group or len(g_idx))):
-                raise CheckpointError(
-                    "the columns of a group do not lie side by side (g_idx: GPTQ in the order of activations, desc_act), "
-                    f"which no kernel here reads; {TO_BF16_OR_PACK}"
-                )
+                raise CheckpointError(IN_ORDER_OF_ACTIVATIONS)
+
+    def check_pieces(self, *pieces: torch.Tensor) -> None:
+        """See HubFormat."""
+        for piece in pieces:
+            groups, sizes = torch.unique_consecutive(piece, return_counts=True)
+            if not bool((groups.diff() == 1).all() and (sizes[1:-1] == (self.group or len(piece))).all()):
+                raise CheckpointError(IN_ORDER_OF_ACTIVATIONS)
 
     def _read(self, *tensors: torch.Tensor) -> Quantized:
         qweight, scales, qzeros = tensors[:3]

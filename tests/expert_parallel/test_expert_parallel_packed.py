@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
 from helpers.checkpoints import CUT_OFF, edit_tensors, make, packed_in, to_fp8, to_nvfp4
+from helpers.integers import EXPERTS, to_integers
 from helpers.marks import rest_pinned, rest_slow
 from helpers.models import assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
@@ -144,6 +145,8 @@ def from_hub(rank, folder, format):
     [
         ("fp8", "fp8", "deepseek_v3"),
         ("nvfp4", "nvfp4", "qwen3_moe"),
+        ("ct-32", "int4", "qwen3_moe"),
+        ("gptq-v2", "int4", "qwen3_moe"),
         *rest_pinned([("fp8", "fp8", "qwen3_moe"), ("fp8", "nf4", "deepseek_v3")], 0),
     ],
 )
@@ -153,7 +156,7 @@ def test_ranks_hold_of_a_hub_checkpoint_what_one_rank_does(ranks, stored, format
         to_fp8(tmp_path / "hub")
     else:
         make(tmp_path / "hub", family, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2)
-        to_nvfp4(tmp_path / "hub")
+        to_nvfp4(tmp_path / "hub") if stored == "nvfp4" else to_integers(tmp_path / "hub", stored, EXPERTS)
     model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=format, dtype=torch.float32).train()
     results = ranks.run(from_hub, str(tmp_path / "hub"), format)
     for rank, (logits, held, _) in enumerate(results):
