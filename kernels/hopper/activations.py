@@ -20,6 +20,11 @@ def _tanh(x):
     return 2 * _sigmoid(2 * x) - 1
 
 
+def _within(up, limit: float):
+    """Tell whether a value is within both of its limits."""
+    return Boolean(up <= limit) & Boolean(up >= -limit)
+
+
 def _clamp(x, high: float, low: float | None = None):
     """Clamp a value; NaN stays NaN."""
     x = cute.arch.fmin(x, Float32(high), nan=True)
@@ -64,12 +69,12 @@ def activate(gate, up, name: str, alpha: float, limit: float, da=1.0):
         sigmoid = _sigmoid(alpha * clamped_gate)
         glu = clamped_gate * sigmoid
         slope = (clamped_up + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
-        inside = Boolean(up <= limit) & Boolean(up >= -limit)
+        inside = _within(up, limit)
         return (clamped_up + shift) * glu, _where(gate <= limit, da * slope), _where(inside, da * glu)
     if const_expr(name == "silu_clamped"):
         value, slope = _silu(gate)
         glu, clamped_up = _clamp(value, limit), _clamp(up, limit, -limit)
-        inside = Boolean(up <= limit) & Boolean(up >= -limit)
+        inside = _within(up, limit)
         return clamped_up * glu, _where(value <= limit, da * clamped_up) * slope, _where(inside, da * glu)
     if const_expr(name == "reglu"):
         above = (gate > 0.0) | (gate != gate)

@@ -26,7 +26,7 @@ def other_family(named: str | None, config: Mapping[str, Any], place: str) -> st
     Args:
         named: the adapter's base_model_name_or_path. config: the model's. place: what to call the model.
     """
-    if not named or named == config.get("_name_or_path"):
+    if not named:
         return None
     try:
         trained, here = (_families(each) for each in (_config_of(named), config))

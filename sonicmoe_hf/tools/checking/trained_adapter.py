@@ -81,12 +81,12 @@ class TrainedAdapter:
     def _noise(self) -> float:
         """The rms difference of a token between two runs of the base, by rounding in its dtype alone."""
         scores = self._noises[self._dtype]
-        observation = Observation("", list(scores)[:NUM_TEXTS], torch.empty(0))
+        observation = Observation("", list(scores)[:NUM_TEXTS], torch.empty(0, dtype=torch.float32, device="cpu"))
         return rms(observation.of(scores) - self.values(observation, THE_BASE))
 
     def change(self, texts: list[Text]) -> torch.Tensor:
         """Return how much the adapter changes the log-probabilities [T] of texts' tokens."""
-        observation = Observation("", texts, torch.empty(0))
+        observation = Observation("", texts, torch.empty(0, dtype=torch.float32, device="cpu"))
         return self.values(observation) - self.values(observation, THE_BASE)
 
     def _nearest_scaled(
