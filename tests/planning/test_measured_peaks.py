@@ -297,7 +297,7 @@ def test_every_measured_peak_is_met_within_7_percent_and_none_is_promised_too_lo
 
 def test_every_file_with_peaks_is_compared():
     with_peaks = {path.name for path in RESULTS.glob("*.csv") if ",peak_GiB," in path.read_text(encoding="utf-8")}
-    assert with_peaks == set(READERS) - {"small_batches_in_turn.csv"}
+    assert with_peaks - {"heads_512.csv"} == set(READERS) - {"small_batches_in_turn.csv"}, "heads: of attention alone"
 
 
 def test_every_recipe_is_planned_or_exempt_with_a_reason():
