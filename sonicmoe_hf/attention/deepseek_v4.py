@@ -27,7 +27,7 @@ GATHERED_FROM = (
 
 
 class Keys(NamedTuple):
-    """What the queries of a layer see, of all rows.
+    """Keys that the queries of a layer see, of all rows.
 
     near: [B, N, D] in fp32, of the tokens; the last is the last query's own. band: uint8 [B, S, W], which of the W keys
     up to its own a query sees. far: [B, T, D] in fp32, compressed. seen: bool [B, S, T], which of these, or None.

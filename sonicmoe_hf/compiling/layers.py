@@ -114,7 +114,7 @@ def compile_once(model: Any, options: dict[str, Any]) -> None:
 
 
 def expect_lengths(model: nn.Module) -> None:
-    """Have compiled layers take any number of tokens from their first call on. By itself torch compiles them for the
+    """Let compiled layers take any number of tokens from their first call on. By itself torch compiles them for the
     first number, and again for any."""
     for module in model.modules():
         if isinstance(call := compiled_call(module), _Call):

@@ -77,7 +77,7 @@ class SmallSteps(TrainerCallback):
         self.hooks += [hook for each in models for hook in gather_head(each)]
 
     def expect(self, model, batches: list, has_lengths: bool = False) -> None:
-        """Have compiled layers take any length from their first call on, where it is said that lengths vary, or a step's
+        """Let compiled layers take any length from their first call on, where it is said that lengths vary, or a step's
         micro-batches have several."""
         if self.is_compiled and not self.has_lengths:
             columns = [batch.get("input_ids") if hasattr(batch, "get") else None for batch in batches]

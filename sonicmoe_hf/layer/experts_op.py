@@ -67,7 +67,7 @@ def _experts_forward(call: LayerCall) -> list[torch.Tensor]:
 
 
 def _experts_first_half(call: LayerCall) -> list[torch.Tensor]:
-    """Compute what the flags of the options name, and after it a_RI."""
+    """Compute h, u and v as the flags of the options ask, and after them a_RI."""
     assert call.x is not None
     options, dtype = call.options, call.x.dtype
     compute = products.first_half if options.backend == "eager" else _FIRST_HALF_TAPES

@@ -130,7 +130,7 @@ class Layer:
         return self.weight(projection)
 
     def release_down(self) -> None:
-        """Let go of the second product's weight, which is not used again and may be an expanded one."""
+        """Release the second product's weight, which is not used again and may be an expanded one."""
         self.down = self.down._replace(weight=_RELEASED)
         self.call = self.call._replace(down=self.down)
 
@@ -180,7 +180,7 @@ def forward(given: list[LayerCall]) -> list[torch.Tensor]:
 
 
 def first_half(given: list[LayerCall]) -> list[torch.Tensor]:
-    """Compute what the flags of the options name, and after it a_RI."""
+    """Compute h, u and v as the flags of the options ask, and after them a_RI."""
     call = given.pop()
     assert call.x is not None
     layer = Layer(call, call.x.dtype)

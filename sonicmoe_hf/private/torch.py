@@ -172,7 +172,7 @@ def allow_recompilations(count: int) -> None:
 
 
 def allow_caching(versions: dict[str, str]) -> None:
-    """Have torch's cache on disk take graphs that call these functions.
+    """Let torch's cache on disk take graphs that call these functions.
 
     versions: what compiled code depends on beside a function's arguments, by its whole name.
     """
@@ -191,7 +191,7 @@ def mark_as_static(tensor: torch.Tensor) -> None:
 
 
 def mark_as_any_size(tensor: torch.Tensor, dim: int) -> None:
-    """Have what is compiled for this tensor take any size of a dimension, where it can."""
+    """Let code compiled for this tensor take any size of a dimension, where it can."""
     import torch._dynamo as dynamo
 
     dynamo.maybe_mark_dynamic(tensor, dim)
