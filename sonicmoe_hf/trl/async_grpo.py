@@ -17,7 +17,7 @@ from .serving import Serving, dtype_of
 BUILDER = "validate_lora_for_vllm_sync"
 WHOLE = (
     "AsyncGRPOTrainer would merge the adapter and send whole weights, which vLLM does not take of these experts; start "
-    "the server with {flags}, one replica (no --data-parallel-size)"
+    "the server with {flags}, one replica (no --data-parallel-size), and give no weight_transfer"
 )
 FLAGS = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank RANK"
 
@@ -33,6 +33,7 @@ class SendsAdaptersInBackground(Theirs):
         with self._ours():
             super().__init__(*args, **options)
         if not self._lora_sync:
+            adapter_of(self.model)
             raise ValueError(WHOLE.format(flags=FLAGS))
 
     @contextmanager

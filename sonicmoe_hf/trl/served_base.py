@@ -26,7 +26,7 @@ LAYERS = 3  # that are compared: the first, one between and the last
 TOLERANCE = 2**-8  # relative, of root mean squares: bf16 rounds by 2**-9 at most, FP8 by 0.026 and NF4 by 0.09
 ROUNDED = "sonicmoe-hf convert {base} DST --layout hub --round {format}"
 DIFFERS = (
-    "the experts of {served}, which vLLM serves, are {difference:.1%} away from those that the trainer computes with "
+    "the experts of {served}, which vLLM serves, are {distance} those that the trainer computes with "
     "({layer}{held}){consequence}"
 )
 
@@ -85,7 +85,8 @@ def _read_first_expert(stored: StoredWeights, group: WeightGroup, target: str) -
 
 
 def _difference(here: torch.Tensor, there: torch.Tensor, is_reordered: bool) -> float:
-    """Return the relative difference of root mean squares; of sorted values where two layouts have other orders."""
+    """Return the relative difference of root mean squares, inf where shapes differ; of sorted values where two layouts
+    have other orders."""
     if is_reordered:
         here, there = here.flatten().sort().values, there.flatten().sort().values
     if here.shape != there.shape:
@@ -102,7 +103,8 @@ def _say(served: str, layer: str, difference: float, weight: Any, is_given: bool
         base = Path(served).name if Path(served).is_dir() else served
         remedy = ROUNDED.format(base=base, format=format) if format else "the trained folder"
         sentence = f": serve what is trained, {remedy}, and name it by vllm_adapters(..., served_base=)"
-    message = DIFFERS.format(served=served, difference=difference, layer=layer, held=held, consequence=sentence)
+    distance = "of other shapes than" if difference == float("inf") else f"{difference:.1%} away from"
+    message = DIFFERS.format(served=served, distance=distance, layer=layer, held=held, consequence=sentence)
     if is_given:
         raise ValueError(message)
     logger.warning(f"sonicmoe_hf: {message}")

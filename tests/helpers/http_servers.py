@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-SECONDS = 240
+SECONDS = 480  # vLLM took more than 240 to start on two cores that seven processes shared
 
 
 def answer(port, path, body=None):

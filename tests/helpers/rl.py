@@ -1,27 +1,13 @@
 """GRPO on a CPU with an engine beside the trainer, and what a run of it must show."""
 
 import torch
+from helpers.rl_prompts import GAP, PROMPTS, SETTINGS  # noqa: F401
 from helpers.trl_trainers import sentence_tokenizer, trl_trainer
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLsGRPOTrainer  # noqa: F401
 
 import sonicmoe_hf
 from sonicmoe_hf.trl import GRPOTrainer  # noqa: F401
-
-PROMPTS = [{"prompt": text} for text in ("the dog", "the quick brown fox", "the lazy", "over the dog and the fox")] * 2
-GAP = 1e-5  # fp32: two models' order of sums
-SETTINGS = {
-    "num_generations": 4,
-    "max_completion_length": 6,
-    "max_steps": 2,
-    "learning_rate": 1e-1,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_max_model_length": 96,
-}
 
 
 def lengths(completions, **kwargs):

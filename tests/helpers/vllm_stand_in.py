@@ -193,8 +193,10 @@ def serving(folder, has_runtime_loading=True, is_in_development=True, sees_folde
                 self._send(404, {"detail": "Not Found"})
 
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/v1/completions":
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+            if self.path.partition("?")[0] in ("/pause", "/resume"):
+                self._send(200, {})
+            elif self.path == "/v1/completions":
                 self._send(200, {"choices": complete(body)})
             elif self.path == "/v1/load_lora_adapter" and has_runtime_loading:
                 if not sees_folders:

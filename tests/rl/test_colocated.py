@@ -140,15 +140,20 @@ def test_sleep_is_at_level_1_and_what_slept_is_loaded_again(base, engine, tmp_pa
     assert set(llm.slept) == {1} and len(llm.slept) == 3 and reloaded == [2]
 
 
-def test_an_interrupted_constructor_puts_back_what_was_replaced(base, engine, tmp_path, monkeypatch):
-    def failing(model, **options):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("mode, starts", [("colocate", "LLM"), ("server", "VLLMClient")])
+def test_an_interrupted_constructor_puts_back_what_was_replaced(mode, starts, base, engine, tmp_path, monkeypatch):
+    class Failing(vllm_generation.VLLMClient):
+        init_communicator = vllm_generation.VLLMClient.init_communicator
 
-    monkeypatch.setattr(vllm_generation, "LLM", failing)
-    builder = grpo_trainer.VLLMGeneration
+        def __init__(self, *args, **options):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(vllm_generation, starts, Failing)
+    builder, connect = grpo_trainer.VLLMGeneration, Failing.init_communicator
     with pytest.raises(KeyboardInterrupt):
-        make(GRPOTrainer, base, tmp_path)
-    assert grpo_trainer.VLLMGeneration is builder and vllm_generation.LLM is failing
+        make(GRPOTrainer, base, tmp_path, {"vllm_mode": mode})
+    assert grpo_trainer.VLLMGeneration is builder and getattr(vllm_generation, starts) is Failing
+    assert Failing.init_communicator is connect
 
 
 def test_rloo_and_replay_false_send_adapters_alone(base, engine, tmp_path):

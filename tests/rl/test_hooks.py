@@ -65,3 +65,5 @@ def test_a_class_that_samples_otherwise_or_sends_adapters_already_is_refused():
             sonicmoe_hf.vllm_adapters(other)
     with pytest.raises(ValueError, match="divergence_every is -1"):
         sonicmoe_hf.vllm_adapters(trl.GRPOTrainer, divergence_every=-1)
+    with pytest.raises(AttributeError, match="has no attribute 'SFTTrainer'"):
+        sonicmoe_hf.trl.SFTTrainer  # noqa: B018

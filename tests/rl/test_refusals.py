@@ -1,13 +1,23 @@
 """What vLLM would serve in part, or not at all, is refused before an engine starts."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from helpers import vllm_stand_in
 from helpers.rl import loaded, make
-from peft import LoraConfig, get_peft_model
+from helpers.rl_models import adapted
+from peft import IA3Config, LoraConfig, get_peft_model
 from trl import GRPOTrainer as TRLsGRPOTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf.trl import GRPOTrainer
+from sonicmoe_hf.trl.adapter_versions import AdapterVersions, Version, adapter_of
+from sonicmoe_hf.trl.engine import EngineWithAdapter
+from sonicmoe_hf.trl.gathering import gathered_factors
+from sonicmoe_hf.trl.generation import AdapterGeneration
+from sonicmoe_hf.trl.rollouts import GeneratedSequences
 
 REFUSED = {
     "vLLM leaves out what use_dora=True trains": {"target_modules": ["q_proj"], "use_dora": True},
@@ -37,6 +47,19 @@ def test_no_adapter_and_several_are_refused(base, engine, tmp_path):
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match=r"\['default', 'other'\] are active"):
         make(GRPOTrainer, base, tmp_path, model=model, peft_config=None)
+    other = get_peft_model(loaded(base), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match=r"vLLM serves LoRA, not .*IA3; give peft_config="):
+        adapter_of(other)
+
+
+def test_adapters_of_models_without_a_hub_layout_and_of_fsdps_first_version_are_refused(base, tmp_path):
+    model = adapted(base)
+    with pytest.raises(RuntimeError, match="use fsdp_version: 2 in accelerate's config"):
+        gathered_factors(torch.nn.ModuleDict({"_fsdp_wrapped_module": model}), "default", torch.device("cpu"))
+    config = model.get_base_model().config
+    config.__class__ = type("OwnConfig", (type(config),), {"model_type": "of_our_own"})
+    with pytest.raises(ValueError, match=r"form of the adapter needs the model in the hub's layout: .*of_our_own"):
+        AdapterVersions(model, None, tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -52,3 +75,18 @@ def test_attach_names_our_trainer_where_trls_own_would_send_experts_that_cannot_
     plain = make(TRLsGRPOTrainer, base, tmp_path, {"use_vllm": False}, model=loaded(base))
     sonicmoe_hf.attach(plain)
     assert torch.is_grad_enabled()
+
+
+def test_completions_without_experts_and_adapters_that_vllm_does_not_load_are_errors(tmp_path, monkeypatch):
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(add_lora=lambda request: False), routed_experts=[None])
+    generation = SimpleNamespace(mode="colocate", llm=llm, tensor_parallel_size=1, sequences=GeneratedSequences())
+    with pytest.raises(RuntimeError, match="no routed experts for some completion; start it with --enable-return"):
+        AdapterGeneration._keep(generation, [[1]], [[2]])
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", vllm_stand_in)
+    with pytest.raises(RuntimeError, match=r"did not load the adapter in .*of-one"):
+        EngineWithAdapter(llm).load(Version("of-1", 1, tmp_path / "of-one", True))
+
+
+def test_sampling_that_changes_vllms_log_probabilities_alone_is_said(base, engine, tmp_path, caplog):
+    make(GRPOTrainer, base, tmp_path, {"top_p": 0.9, "min_p": 0.1})
+    assert "of the distribution that top_p, min_p left, and the trainer's of the whole one" in caplog.text

@@ -75,6 +75,13 @@ def test_a_native_model_is_compared_whatever_the_order_of_its_rows_and_a_base_el
     build("qwen3_moe", seed=1).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"the experts of .*other, which vLLM serves, are \d+\.\d% away"):
         check_served_base(native, str(tmp_path / "other"), is_given=True)
+    for sizes, message in (
+        ({"num_hidden_layers": 1}, "has 1 layers with experts, and the trainer's model 2"),
+        ({"moe_intermediate_size": 8}, "are of other shapes than those that the trainer"),
+    ):
+        build("qwen3_moe", **sizes).save_pretrained(tmp_path / message[:8])
+        with pytest.raises(ValueError, match=message):
+            check_served_base(native, str(tmp_path / message[:8]), is_given=True)
     check_served_base(native, "/no/such/folder", is_given=True)
     assert "was not compared" in caplog.text
 

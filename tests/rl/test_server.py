@@ -63,8 +63,21 @@ def test_replicas_runtime_loading_folders_and_dtypes_that_do_not_fit_are_named(b
             trainer = make(GRPOTrainer, base, tmp_path, of(server))
             with pytest.raises(ValueError, match=message):
                 trainer.train()
-    with serving(base, model_config={"dtype": "torch.bfloat16"}) as server:
+    with serving(base) as server:
+        trainer = make(GRPOTrainer, base, tmp_path, of(server))
+        versions = trainer.vllm_generation.versions
+        server.requests[f"{versions.prefix}-{versions.number + 1}"] = None
+        with pytest.raises(RuntimeError, match=r"did not load .*: 400, .*has already been loaded"):
+            trainer.train()
+    answers = {
+        "model_config": {"dtype": "torch.bfloat16"},
+        "aux_output_config": {"enable_return_routed_experts": False},
+    }
+    with serving(base, **answers) as server:
         folder = tmp_path / "shared"
-        make(vllm_adapters(TRLsGRPOTrainer, adapters_folder=folder), base, tmp_path, of(server))
+        class_ = vllm_adapters(TRLsGRPOTrainer, adapters_folder=folder, replay=False)
+        trainer = make(class_, base, tmp_path, of(server, max_steps=1))
+        trainer.train()
+    assert max(logged(trainer)) < GAP and not logged(trainer, "serving/divergence"), "nothing is replayed"
     assert "computes in bfloat16 and the trainer in float32" in caplog.text and "--dtype float32" in caplog.text
-    assert folder.is_dir()
+    assert [path.name for path in folder.iterdir()] == server.llm.loaded

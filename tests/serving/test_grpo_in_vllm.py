@@ -9,6 +9,7 @@ import pytest
 from accelerate import Accelerator
 from helpers.checkpoints import tensors_in
 from helpers.http_servers import running
+from helpers.rl_programs import assert_sent_alone_and_replayed, train_by_trls_command
 from helpers.trl_trainers import model_of, sentence_tokenizer
 from helpers.vllm_engine import WIDTHS, stopped
 from peft import get_peft_model
@@ -22,6 +23,13 @@ from triton.backends import backends
 backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=bool)))
 """  # as conftest.py has it, in the server's processes
 LOOP = {"num_iterations": 2, "beta": 0.1, "max_steps": 4}
+
+
+def path_with_triton(folder):
+    """Return PYTHONPATH of processes that vLLM runs in."""
+    (site := folder / "site").mkdir()
+    (site / "sitecustomize.py").write_text(TRITON_FOR_CPUS)
+    return os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(scope="module")
@@ -64,28 +72,36 @@ def test_vllm_that_keeps_the_first_adapter_is_far_away(rl, base, tmp_path):
     assert first < rl.GAP and second > 1e-2
 
 
+def test_trls_command_run_by_sonicmoe_hf_sends_adapters_alone_and_replays(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("PYTHONPATH", path_with_triton(tmp_path))
+    history, said = train_by_trls_command(base, tmp_path)
+    assert_sent_alone_and_replayed(history, tmp_path)
+    assert said.count("experts: frozen, with LoRA of rank 4") == 1
+
+
 def test_vllm_serve_started_by_the_command_line_that_is_printed_loads_each_version(rl, base, tmp_path):
-    """Two runs on one server: versions of the second go on."""
+    """Three runs on one server, one without replay: versions of the later ones go on."""
     vllm = [str(Path(sys.executable).with_name("vllm")), "serve", str(base)]
     flags = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--enable-mixed-moe-lora-format"]
     flags += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "96", "--max-num-seqs", "8"]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
     variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    (site := tmp_path / "site").mkdir()
-    (site / "sitecustomize.py").write_text(TRITON_FOR_CPUS)
-    variables["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables["PYTHONPATH"] = path_with_triton(tmp_path)
     command = [*vllm, *flags, *small, "--host", "127.0.0.1", "--port"]
     with running(command, tmp_path / "log", {**os.environ, **variables}) as port:
         served = {"vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}"}
-        for config in ({**LOOP, **served}, {**served, "max_steps": 1}):
-            trainer = rl.make(rl.GRPOTrainer, base, tmp_path / "run", config)
+        for config, replay in ((LOOP, False), (LOOP, True), ({"max_steps": 1}, True)):
+            class_ = sonicmoe_hf.vllm_adapters(rl.TRLsGRPOTrainer, replay=replay)
+            trainer = rl.make(class_, base, tmp_path / "run", {**config, **served})
             trainer.train()
-            assert 0 < max(rl.logged(trainer)) < rl.GAP and set(rl.logged(trainer, "serving/divergence")) == {0.0}
+            assert 0 < max(rl.logged(trainer)) < rl.GAP
+            assert set(rl.logged(trainer, "serving/divergence")) == ({0.0} if replay else set())
         printed = trainer.vllm_generation.server.command()
         names = [model["id"] for model in trainer.vllm_generation.server._models()]
     assert printed.endswith(" ".join([*vllm[1:], *flags, *small[:2]]))
-    assert len(names) == 2 and names[1].endswith("-3")
+    assert len(names) == 2 and names[1].endswith("-5")
 
 
 def test_async_grpo_writes_an_adapter_of_experts_as_vllm_loads_it(rl, base, tmp_path):

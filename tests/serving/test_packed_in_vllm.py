@@ -36,13 +36,27 @@ def replayed(model, completions):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize(
-    "family, format, sizes",
-    [
-        ("qwen3_moe", "fp8", {"hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 128}),
-        ("gpt_oss", "mxfp4", {"intermediate_size": 64}),
-    ],
-)
+PACKED = [
+    ("qwen3_moe", "fp8", {"hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 128}),
+    ("gpt_oss", "mxfp4", {"intermediate_size": 64}),
+]
+WITHOUT_LORA = {
+    "fp8": "Unsupported FP8 MoE backend: NONE",
+    "mxfp4": "backend: CPU, reason: kernel does not support LoRA",
+}
+
+
+@pytest.mark.parametrize("family, format, sizes", PACKED)
+def test_vllms_kernels_for_cpus_take_no_adapters_of_packed_experts(family, format, sizes, without_amx, tmp_path):
+    """As docs/rl.md says of bases that GRPO has not been tried with: once they do, this fails."""
+    model_for_vllm(family, tmp_path / "bf16", torch.bfloat16, **sizes)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "packed", "hub", quantize=format)
+    refused = pytest.raises((ValueError, NotImplementedError), match=WITHOUT_LORA[format])
+    with refused, engine(tmp_path / "packed", dtype="bfloat16", enable_lora=True, max_loras=1, max_lora_rank=8):
+        pass
+
+
+@pytest.mark.parametrize("family, format, sizes", PACKED)
 def test_packed_kept_and_merged_checkpoints_are_served_as_their_own_weights_in_bf16(
     family, format, sizes, without_amx, tmp_path
 ):
