@@ -1,5 +1,6 @@
 """Setup beside pyproject.toml, which cannot say how an editable install finds the folders beside sonicmoe_hf/."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from setuptools import setup
@@ -24,4 +25,9 @@ class EditableWheel(editable_wheel):
         super().run()
 
 
-setup(cmdclass={"editable_wheel": EditableWheel})
+with open(__file__) as script:
+    with suppress(ImportError):  # on Windows
+        import fcntl
+
+        fcntl.flock(script, fcntl.LOCK_EX)  # installs of several environments write to the same folder
+    setup(cmdclass={"editable_wheel": EditableWheel})
