@@ -22,7 +22,7 @@ from sonicmoe_hf import CheckpointError, convert_adapter
 from sonicmoe_hf.tools.cli.main import main
 
 assert_refused = partial(served.assert_refused, layout="native")
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", rest_pinned(FAMILIES))
 PARAMETERS = {"hub": EXPERTS, "native": NATIVE_EXPERTS}
 SUMS = "fp32: Transformers sums in another order"
 load = AutoModelForCausalLM.from_pretrained
@@ -114,7 +114,7 @@ def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
 
 
 @every_family
-@pytest.mark.parametrize("attached", ["native", "hub"])
+@pytest.mark.parametrize("attached", rest_pinned(["native", "hub"]))
 def test_bare_weights_of_the_other_layouts_adapter_do_not_fit_an_attached_one(family, attached, tmp_path):
     """A Trainer run that resumes across layouts gives PEFT the weights alone."""
     adapted_in("hub" if attached == "native" else "native", family, tmp_path)
@@ -155,7 +155,8 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("pattern", rest_pinned(PATTERNS, 3), ids=str)
+@pytest.mark.pinned
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_ranks_and_alphas_of_any_regular_expression_stay_with_their_weights(pattern, tmp_path):
     options = {"rank_pattern": pattern, "alpha_pattern": {name: 5 * value for name, value in pattern.items()}}
     modules = ["q_a_proj", "mlp.down_proj", "shared_experts.down_proj"]  # of the first layer and of the shared experts
@@ -216,6 +217,7 @@ def test_the_model_that_it_was_trained_on_must_be_read(adapter):
     assert_refused(adapter, "names no base model")
 
 
+@pytest.mark.pinned
 def test_the_base_models_name_stays_where_its_layout_does_and_another_can_be_given(adapter, tmp_path):
     def named(source, folder, *options):
         assert main(["convert", str(source), str(tmp_path / folder), *options]) == 0

@@ -61,6 +61,7 @@ def packed_base(folder, family, sizes, name, layout):
     return folder / "base", folder / "adapter"
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("name", HUB)
 def test_what_an_adapter_learned_is_in_the_merged_file(name, tmp_path):
     merge = partial(merge_adapter, *hub_base(tmp_path, name), quantize="keep")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt
 from helpers.checkpoints import FAMILIES, SHARDS, config_in, edit_tensors, load_whole, make, same_bits, tensors_in
+from helpers.marks import rest_pinned
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
 from helpers.served import edit, merged_by_peft
@@ -51,6 +52,7 @@ def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path)
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:], []], ids=["gate and up", "down", "attention only"])
 def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
     folders, adapted = base_and_adapter(tmp_path, parameters=parameters)
@@ -62,7 +64,7 @@ def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
     assert changed == {"q_proj", "o_proj"}.union(*(experts[name.rpartition(".")[2]] for name in parameters))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", rest_pinned(["gpt_oss", "qwen3_moe"]))
 def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
     make(tmp_path / "hub", family, dtype=torch.float32)
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")
@@ -107,7 +109,9 @@ def test_a_bf16_base_is_rounded_once(tmp_path):
         assert differing < 0.01, f"{name}: sums that lie between two bf16 values within fp32's rounding, and no others"
 
 
-@pytest.mark.parametrize("family, kind", [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "fused")])
+@pytest.mark.parametrize(
+    "family, kind", rest_pinned([("deepseek_v3", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fused")])
+)
 def test_every_kind_of_base_gives_what_its_hub_form_gives_under_its_own_names(family, kind, tmp_path):
     make(tmp_path / "source", family, kind)
     convert_checkpoint(tmp_path / "source", tmp_path / "hub", "hub")
@@ -314,6 +318,7 @@ def test_the_command_merges_and_says_what_it_did(folders, capsys):
     assert "exists; remove it" in error and "Traceback" not in error
 
 
+@pytest.mark.pinned
 def test_a_tokenizer_and_a_template_of_the_adapter_come_before_those_of_the_base(tmp_path):
     """The model was trained with them; what the adapter does not have stays the base's."""
     (base, adapter, _), _ = base_and_adapter(tmp_path)

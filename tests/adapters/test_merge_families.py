@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.adapters import save_with_factors
 from helpers.checkpoints import config_in, edit_tensors, rewrite, same_bits, tensors_in, to_fp8
+from helpers.marks import rest_pinned
 from helpers.models import build, relative_error
 from helpers.served import edit
 from helpers.small_families import families_here, small_model
@@ -83,6 +84,7 @@ def test_it_is_what_peft_merges_and_other_tensors_keep_their_bytes(family, tmp_p
     assert config_in(merged) == config_in(base)
 
 
+@pytest.mark.pinned
 def test_files_that_lie_beside_the_weights_are_carried_over(tmp_path):
     model = saved("minimax_m2", tmp_path)
     beside = {"chat_template.jinja": "{{ messages }}", "modeling_custom.py": "raise SystemExit", "vocab.json": "{}"}
@@ -133,7 +135,7 @@ def test_whole_layers_that_the_files_hold_in_one_weight_with_others_are_merged(t
     assert all(relative_error(tower[name], expected[name]) < TOLERANCE for name in expected)
 
 
-@pytest.mark.parametrize("layout", ["as it is", "native"])
+@pytest.mark.parametrize("layout", rest_pinned(["native", "as it is"]))
 def test_a_tied_checkpoint_may_store_the_head_alone(layout, tmp_path):
     model = build("qwen3_moe", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "base")
@@ -152,7 +154,7 @@ def test_a_tied_checkpoint_may_store_the_head_alone(layout, tmp_path):
     assert set(tensors_in(tmp_path / "merged")) == set(tensors_in(base))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "minimax_m2", "glm4_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", rest_pinned(["minimax_m2", "qwen3_next", "glm4_moe", "qwen3_5_moe"]))
 def test_an_fp8_base_stays_fp8_where_nothing_changed_it(family, tmp_path):
     """Blocks are 128 x 128, of which these matrices have a part of one; what was dense in the files stays so."""
     model = saved(family, tmp_path)
@@ -194,6 +196,7 @@ def test_what_cannot_be_written_back_is_named_with_the_remedy(tmp_path, monkeypa
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "lost, match",
     [
@@ -221,6 +224,7 @@ def nemotron(tmp_path):
     return tmp_path / "base", tmp_path / "adapter"
 
 
+@pytest.mark.pinned
 def test_factors_of_a_single_expert_change_it_alone(nemotron, tmp_path):
     base, adapter = nemotron
     before = tensors_in(base)

@@ -61,6 +61,7 @@ def scale_norms(folder, factor):
     edit_tensors(folder, edits)
 
 
+@pytest.mark.pinned
 def test_an_adapter_of_awq_is_not_merged_into_the_weights_from_before_it_scaled_them(tmp_path):
     make(tmp_path / "original", "qwen3_moe", **SIZES)
     shutil.copytree(tmp_path / "original", tmp_path / "base")
@@ -75,7 +76,8 @@ def test_an_adapter_of_awq_is_not_merged_into_the_weights_from_before_it_scaled_
     merge_adapter(tmp_path / "converted", tmp_path / "adapter", tmp_path / "merged after conversion")
 
 
-@pytest.mark.parametrize("kind", rest_pinned(KINDS))
+@pytest.mark.pinned
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_that_changes_nothing_leaves_every_byte(kind, tmp_path):
     base, adapter = base_and_adapter(tmp_path, kind, 0.0)
     merge_adapter(base, adapter, tmp_path / "kept", quantize="keep")

@@ -18,6 +18,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_nvfp4,
 )
+from helpers.marks import rest_pinned
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import build, logits_of, relative_error
 from peft import LoraConfig, get_peft_model
@@ -30,7 +31,7 @@ from sonicmoe_hf.tools.cli.main import main
 BLOCK = (8, 8)  # divides every size: Transformers takes other blocks where they are cut off
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 KINDS = (("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "fp8"))
-every_kind = pytest.mark.parametrize("family, kind", KINDS)
+every_kind = pytest.mark.parametrize("family, kind", rest_pinned(KINDS, 2))
 
 
 def adapt(model, folder, size, parameters=(GATE_UP, DOWN), modules=("o_proj",), **options):
@@ -204,7 +205,9 @@ def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
     assert error <= new_error * 1.02  # NVFP4: another scale
 
 
-@pytest.mark.parametrize("family, format", [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8")])
+@pytest.mark.parametrize(
+    "family, format", rest_pinned([("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8")])
+)
 def test_a_bf16_base_is_merged_and_packed_in_one_go(family, format, tmp_path):
     largest = 0.6 if format == "mxfp4" else 0.15  # 12% and 3% of each weight, through a router's choices
     sizes = {"intermediate_size": 32} if family == "gpt_oss" else {"hidden_size": 128, "moe_intermediate_size": 128}

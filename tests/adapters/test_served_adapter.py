@@ -81,9 +81,9 @@ def there_and_back(folder, engine="vllm", **options):
 @pytest.mark.parametrize(
     "name, options",
     [
-        *((name, {}) for name in (*FAMILIES, *OTHERS)),
-        *rest_pinned((name, UNEVEN) for name in (*FAMILIES, *OTHERS)),
-        ("olmoe", {"use_rslora": True}),
+        *rest_pinned(((name, {}) for name in (*FAMILIES, *OTHERS)), 4),
+        *rest_pinned(((name, UNEVEN) for name in (*FAMILIES, *OTHERS)), 1),
+        *rest_pinned([("olmoe", {"use_rslora": True})], 0),
     ],
 )
 def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, tmp_path):
@@ -141,6 +141,7 @@ def test_an_adapter_of_the_text_model_alone_is_served_under_the_whole_models_nam
     assert same_bits(get_peft_model_state_dict(again), trained)
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:], []], ids=["gate and up", "down", "attention only"])
 def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, parameters, tmp_path):
@@ -203,7 +204,7 @@ def test_ranks_that_vllm_has_are_taken_as_they_are(rank, tmp_path, capsys):
     assert f"--max-lora-rank {rank} " in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_pinned(FAMILIES))
 def test_an_adapter_trained_on_the_native_layout_is_served_and_comes_back(name, tmp_path):
     hub, native = save_both(build(name), tmp_path)
     adapt(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter", NATIVE_EXPERTS)

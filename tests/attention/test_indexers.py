@@ -75,6 +75,7 @@ def test_up_to_index_topk_keys_all_are_picked_without_scores():
     assert torch.equal(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
 
 
+@pytest.mark.pinned
 def test_an_indexer_of_deepseek_v32_takes_a_tenth_of_the_memory_at_8192_tokens():
     """32 GiB whole. What stays: three tensors of a piece, 512 MiB each, and picked keys."""
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer

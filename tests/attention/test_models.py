@@ -11,7 +11,7 @@ import transformers
 from helpers.adapters import with_lora
 from helpers.attention import CHANGES, apart, build, inputs, packed, results
 from helpers.flash_kernels import as_on_cuda
-from helpers.marks import crossed
+from helpers.marks import crossed, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -112,9 +112,8 @@ def test_gradient_checkpointing(kernels, use_reentrant):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    "kernels, use_reentrant", crossed(["cpu", "cuda_path"], [False, True], everywhere=1), indirect=["kernels"]
-)
+@pytest.mark.pinned
+@pytest.mark.parametrize("kernels, use_reentrant", crossed(["cpu", "cuda_path"], [False, True]), indirect=["kernels"])
 def test_layers_compiled_under_gradient_checkpointing(kernels, use_reentrant):
     torch._dynamo.reset()
     model, batch = with_lora(build(experts="sonicmoe_hf"), target_modules=["q_proj"]), inputs("both")
@@ -211,7 +210,7 @@ def test_under_fsdp2_with_mixed_precision(kernels):
 
 
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
-@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("padding", rest_pinned(["left", None]))
 def test_generation_token_for_token(kernels, cache, padding):
     model, batch = build().eval(), inputs(padding)
     given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -241,7 +240,7 @@ def test_position_ids_that_change_in_place_under_inference_mode(kernels):
         assert torch.equal(model(**batch).logits, model(input_ids=batch["input_ids"]).logits)
 
 
-@pytest.mark.parametrize("padding", [None, "right"])
+@pytest.mark.parametrize("padding", rest_pinned(["right", None]))
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_a_causal_model_that_is_told_to_see_both_ways(kernels, model_type, padding):
     model, batch = build(model_type), inputs(padding)

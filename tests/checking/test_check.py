@@ -77,6 +77,7 @@ def zero_half_of_the_experts(layer):
         layer.b[:, layer.b.new_tensor(range(layer.b.shape[1])) % layer.experts.num_experts < 4] = 0
 
 
+@pytest.mark.pinned
 def test_folders_with_the_adapter_in_every_form(place, capsys):
     folder = place.folder
     merge_adapter(place.base, place.adapter, folder / "merged")
@@ -129,7 +130,8 @@ def test_servers_that_lie(lie, noise, place, capsys):
     assert adapter["kind"] == kind and words in adapter["reason"] and code == (kind != "applied")
 
 
-@pytest.mark.parametrize("form, lie", crossed(["generated", "text"], ["honest", "no experts"], everywhere=1))
+@pytest.mark.pinned
+@pytest.mark.parametrize("form, lie", crossed(["generated", "text"], ["honest", "no experts"]))
 def test_servers_that_tell_what_they_generate_alone(form, lie, place, capsys):
     """vLLM on a CPU gives no log-probabilities of a prompt under an adapter, `transformers serve` none at all."""
     change, kind, words = LIES[lie]
@@ -139,6 +141,7 @@ def test_servers_that_tell_what_they_generate_alone(form, lie, place, capsys):
     assert adapter["kind"] == kind and words in adapter["reason"] and code == (kind != "applied")
 
 
+@pytest.mark.pinned
 def test_a_server_whose_base_has_the_adapter_too(place, capsys):
     code, (base, adapter) = check_server(place, capsys, Served(tuned(place), tuned(place), word_tokenizer(WORD)))
     assert (base["kind"], adapter["kind"], code) == ("applied", "applied", 1)
@@ -154,6 +157,7 @@ def test_a_server_without_the_adapter_names_those_that_it_has_and_the_limit_of_r
     assert f"does not list {model!r}, only: {listed}." in said and "--max-lora-rank" in said
 
 
+@pytest.mark.pinned
 def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, capsys, tmp_path):
     """PEFT, and a server that takes the file as PEFT's, load it without a word and compute another adapter."""
     adapter = shutil.copytree(place.adapter, tmp_path / "unsloth")
@@ -165,6 +169,7 @@ def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, caps
     assert "--layout hub" in by_peft["reason"]
 
 
+@pytest.mark.pinned
 def test_a_place_that_scales_by_rank_is_told_of_rslora_and_alpha_pattern(place, capsys, tmp_path):
     adapter = shutil.copytree(place.adapter, tmp_path / "adapter")
     edit(adapter, use_rslora=True, alpha_pattern={"o_proj": 9})
@@ -179,6 +184,7 @@ def test_a_place_that_scales_by_rank_is_told_of_rslora_and_alpha_pattern(place, 
     assert "without its alpha_pattern and rsLoRA" in wrong["reason"]
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("untrained", ["experts", "self_attn"])
 def test_an_adapter_of_which_a_part_was_not_trained_is_applied_where_the_rest_is(untrained, place, capsys, tmp_path):
     adapter = shutil.copytree(place.adapter, tmp_path / "adapter")
@@ -209,6 +215,7 @@ def test_what_cannot_be_compared_is_an_error(place, capsys, tmp_path):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.pinned
 def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
     adapter = shutil.copytree(place.adapter, tmp_path / "untrained")
     tensors = tensors_in(adapter)

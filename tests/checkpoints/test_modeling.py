@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from helpers.models import (
     CONFIGS,
     ON_DISK,
@@ -67,7 +68,7 @@ def test_logits_loss_and_every_gradient_equal_the_familys_own(family, tmp_path):
 
 
 @every_family
-@pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
+@pytest.mark.parametrize("kind", rest_pinned([None, *CHECKPOINTING]))
 def test_token_rounding_trains_as_on_the_patched_hub_model(family, kind, tmp_path):
     model = build(family)
     native = native_twin(model, tmp_path)
@@ -120,7 +121,7 @@ def test_new_models_start_as_the_familys_own_do(family):
 
 
 @every_family
-@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("original", rest_pinned([True, False]))
 def test_models_save_natively_whatever_save_original_format_says(family, original, tmp_path):
     native = native_twin(build(family), tmp_path)
     native.save_pretrained(tmp_path / "saved", save_original_format=original)

@@ -12,6 +12,7 @@ from helpers.checkpoints import (
     same_bits,
     tensors_in,
 )
+from helpers.marks import rest_pinned
 
 from sonicmoe_hf import convert_checkpoint
 from sonicmoe_hf.checkpoints.source import Source
@@ -24,7 +25,7 @@ FORMATS = (
     ("olmoe", "fp8", {"hidden_size": 128, "intermediate_size": 128}),
     ("deepseek_v3", "fp8", WHOLE_BLOCKS),
 )
-every_format = pytest.mark.parametrize("family, format, sizes", FORMATS)
+every_format = pytest.mark.parametrize("family, format, sizes", rest_pinned(FORMATS, 2))
 
 
 @every_format

@@ -21,7 +21,6 @@ from helpers.models import (
 )
 from helpers.training import (
     CHECKPOINTED_TRAINING,
-    CHECKPOINTING,
     POLICY,
     TILE,
     checkpointed,
@@ -45,9 +44,7 @@ CASES += [("gpt_oss", POLICY, None), ("olmoe", POLICY, None)]
 CASES += [("deepseek_v3", POLICY, None), ("deepseek_v3", None, None)]
 
 
-@pytest.mark.parametrize(
-    ("family", "routing", "kind"), [*CASES[:2], *rest_pinned(CASES[2:3], 0), *rest_slow(CASES[3:], 0)]
-)
+@pytest.mark.parametrize(("family", "routing", "kind"), [*rest_pinned(CASES[:3]), *rest_slow(CASES[3:], 0)])
 def test_a_compiled_model_without_graph_breaks_computes_and_counts_the_same(family, routing, kind):
     torch._dynamo.reset()
     # Transformers warns of the cache and checkpointing together, which no graph can hold
@@ -81,15 +78,17 @@ def packed(model):
     return model
 
 
-ALONE = [("all weights", None, None), ("all weights", None, POLICY), ("QLoRA", "reentrant", None)]
-ALONE += [("LoRA", "reentrant", POLICY), ("LoRA", "non_reentrant", None), ("QLoRA", None, None)]
-ALONE += [("all weights", "reentrant", None), ("all weights", "non_reentrant", None), ("LoRA", "reentrant", None)]
-ALONE += [("LoRA", "non_reentrant", POLICY), ("QLoRA", "non_reentrant", None)]
+ALONE = [("QLoRA", "non_reentrant", None, "deepseek_v3"), ("all weights", None, POLICY, "qwen3_moe")]
+ALONE += [("QLoRA", "reentrant", None, "qwen3_moe"), ("LoRA", "reentrant", POLICY, "qwen3_moe")]
+ALONE += [("LoRA", "non_reentrant", None, "qwen3_moe")]
+FURTHER = [("all weights", None, None), ("QLoRA", None, None), ("all weights", "reentrant", None)]
+FURTHER += [("all weights", "non_reentrant", None), ("LoRA", "reentrant", None)]
+FURTHER += [("LoRA", "non_reentrant", POLICY), ("QLoRA", "non_reentrant", None)]
 
 
 @pytest.mark.parametrize(
     ("trained", "kind", "routing", "family"),
-    [("QLoRA", "non_reentrant", None, "deepseek_v3"), *rest_slow([(*case, "qwen3_moe") for case in ALONE], 5)],
+    [*rest_pinned(ALONE, 2), *rest_slow([(*case, "qwen3_moe") for case in FURTHER], 0)],
 )
 def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, routing, family):
     """Adapters and checkpointing are included, at which Dynamo gives a layer up whole where anything outside is
@@ -115,13 +114,13 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
 
 
 # with a torch that leaves such layers uncompiled both kinds are the same test
-@pytest.mark.parametrize("kind", list(CHECKPOINTING) if layers.RECORDS else ["non_reentrant"])
+@pytest.mark.parametrize("kind", rest_pinned(["non_reentrant", "reentrant"]) if layers.RECORDS else ["non_reentrant"])
 def test_compiled_layers_record_router_logits_for_the_auxiliary_loss(kind):
     """As TRL's trainers ask for. Of reentrant checkpoints the uncompiled loss has no gradient, so it is compared with
     another kind's."""
     torch._dynamo.reset()
     counters.clear()
-    model = with_lora(patched("qwen3_moe", use_cache=False, router_aux_loss_coef=0.5))
+    model = with_lora(patched("qwen3_moe", use_cache=False, router_aux_loss_coef=0.5, **ONE_LAYER))
     model.enable_input_require_grads()
     recorded = {**batch(), "output_router_logits": True}
     expected = loss_and_gradients(checkpointed(model, "non_reentrant"), recorded)
@@ -167,6 +166,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.pinned
 def test_compiled_layers_follow_what_becomes_of_a_model_and_so_does_a_second_one_of_its_kind():
     torch._dynamo.reset()
     models, inputs = [with_lora(patched("qwen3_moe", use_cache=False, **ONE_LAYER)) for _ in range(3)], batch()
@@ -199,6 +199,7 @@ def in_memory_of_a_graph(graph, inputs, options):
     return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=backward)(graph, inputs)
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("kind", rest_slow(["non_reentrant", None]))
 def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
     """Whose adapters come after compile_layers, and the second ones after training."""
@@ -233,7 +234,7 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
     assert_all_close(accumulated(model), expected, 1e-5, ORDER_OF_SUMS)
 
 
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("mode", rest_pinned([None, "reduce-overhead"]))
 def test_compile_layers_says_what_torch_leaves_to_python(mode):
     """With CUDA graphs also after a call without gradients, which is not compiled."""
     torch._dynamo.reset()
@@ -284,7 +285,7 @@ def compile_model(model):
     ("order", "compiled"),
     [
         ("in another thread", compile_layers),
-        *rest_pinned([("before", compile_layers), ("between", compile_layers), ("unpatched", compile_model)]),
+        *rest_pinned([("before", compile_layers), ("between", compile_layers), ("unpatched", compile_model)], 0),
     ],
 )
 def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_off(order, compiled):
@@ -315,6 +316,7 @@ def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_of
     assert all(relative_error(logits, expected) < 1e-5 for logits in found), ORDER_OF_SUMS
 
 
+@pytest.mark.pinned
 def test_what_does_not_work_in_compiled_models_is_an_error_there():
     torch._dynamo.reset()
     model, inputs = patched("qwen3_moe", use_cache=False, **ONE_LAYER), batch()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import training
 from helpers.attention import packed
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import rest_slow
 from helpers.models import batch, build, patched
 from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpointed, start_counting
 from torch._dynamo.backends.common import aot_autograd
@@ -123,7 +123,8 @@ WITH_SINKS = {
 }
 
 
-@pytest.mark.parametrize("case", [*rest_pinned(list(WITH_SINKS)[:2]), *rest_slow(list(WITH_SINKS)[2:], 0)])
+@pytest.mark.pinned
+@pytest.mark.parametrize("case", rest_slow(WITH_SINKS, 2))
 def test_attention_with_sinks_is_captured_as_docs_attention_says(monkeypatch, case):
     inputs, is_captured = WITH_SINKS[case]
     monkeypatch.setattr(flash, "uses_cuda_kernels", lambda device: True)
@@ -143,6 +144,7 @@ def test_reading_packed_sequences_while_a_graph_is_captured_is_an_error(monkeypa
         check_not_captured(SimpleNamespace(is_cuda=True))
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("routing", rest_slow([None, POLICY]), ids=["top_k", "token_rounding"])
 def test_counting_writes_into_a_tensor_that_stays_where_it_is_and_keeps_no_step_from_being_captured(
     monkeypatch, routing

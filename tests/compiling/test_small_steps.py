@@ -51,6 +51,7 @@ def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths,
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.pinned
 def test_a_run_that_fails_puts_attention_back(tmp_path, monkeypatch):
     trainer = trainer_for(patched("qwen3_moe"), tmp_path, max_steps=OBSERVED + 1, count=64)
     sonicmoe_hf.attach(trainer)

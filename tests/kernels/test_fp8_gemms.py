@@ -22,7 +22,7 @@ COUNTS, T = (130, 0, 64), 60  # rows of the experts: a whole tile and a little, 
 TRITON = ["e4m3", "bytes"]
 
 
-@pytest.fixture(params=[pytest.param("hopper", marks=[pytest.mark.pinned, pytest.mark.slow]), *TRITON])
+@pytest.fixture(params=[pytest.param("hopper", marks=[pytest.mark.pinned, pytest.mark.slow]), *rest_pinned(TRITON)])
 def kernels(request, monkeypatch):
     if request.param == "hopper":
         use_simulator(monkeypatch)
@@ -114,7 +114,7 @@ def test_rows_are_scaled_as_in_pytorch(kernels, device):
     assert relative_error(values[others], exact[others]) < 2e-3
 
 
-@pytest.mark.parametrize("kernels", TRITON, indirect=True)
+@pytest.mark.parametrize("kernels", rest_pinned(TRITON), indirect=True)
 @pytest.mark.parametrize(("save", "rank"), rest_pinned([("input", 8), ("preactivation", 0)]))
 def test_a_layer_in_fp32_gives_what_the_eager_backend_gives(kernels, device, save, rank):
     """out, and the gradients of x, of the routing weights and of adapters. Sums differ in their order, by which a code on an

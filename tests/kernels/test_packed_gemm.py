@@ -103,7 +103,7 @@ def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, i
     assert h is None and a.shape == (rows[1].token.numel(), I)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rest_pinned(FORMATS, 2))
 @pytest.mark.parametrize("layout", rest_pinned(["concatenated", "transposed_concatenated"]))
 def test_a_packed_layer_without_gates_is_the_layer_of_its_values(layout, name):
     problem = AdaptedLayer(
@@ -170,6 +170,7 @@ def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(record
         expanded.clear()
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("reads_packed", [False, True])
 def test_a_recomputed_layers_weights_are_expanded_for_its_backward_too(reads_packed, recorded_layer, monkeypatch):
     """With launches that are recorded, from the first call on; also where forward reads them packed."""

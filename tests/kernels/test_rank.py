@@ -17,8 +17,8 @@ from sonicmoe_hf.layer.config import LAYOUTS
     [
         ("concatenated", "one row", "sentinels", 1),
         ("concatenated", "one expert", "top_k", 8),
-        *rest_slow(((layout, "odd", "list", 3) for layout in LAYOUTS), 1),
-        *rest_pinned([("transposed_interleaved", "even", "list", 16)], 0),
+        *rest_pinned([("concatenated", "odd", "list", 3), ("transposed_interleaved", "even", "list", 16)], 0),
+        *rest_slow(((layout, "odd", "list", 3) for layout in [*LAYOUTS][1:]), 0),
         *rest_slow(
             [
                 ("concatenated", "even", "list", 16),
@@ -37,7 +37,7 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
             assert torch.equal(factor, same) and factor.stride() == same.stride()
 
 
-@pytest.mark.parametrize("layout, rank", [("concatenated", 20), ("transposed_concatenated", 3)])
+@pytest.mark.parametrize("layout, rank", rest_pinned([("transposed_concatenated", 3), ("concatenated", 20)]))
 def test_a_layer_without_gates_agrees_with_the_eager_backend(device, layout, rank):
     """Compare output and the gradients of what is trained in fp64, with adapters, as tests/layer does with merged
     weights."""

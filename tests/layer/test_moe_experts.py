@@ -266,7 +266,7 @@ def test_autocast_computes_in_its_dtype_and_returns_to_the_inputs():
     assert relative_error(actual["out"], wanted["out"]) > 1e-4, "computed in fp32: autocast was ignored"
 
 
-@pytest.mark.parametrize("save", ["preactivation", "input"])
+@pytest.mark.parametrize("save", rest_pinned(["input", "preactivation"]))
 def test_it_compiles_whole_and_gives_the_same_bits(save):
     inputs, index = problem(T=16, dtype=torch.float32)
     compiled = torch.compile(
@@ -280,7 +280,9 @@ def test_it_compiles_whole_and_gives_the_same_bits(save):
     assert_all_close(actual, output_and_gradients(run, inputs, index), 0.0, "the same kernels on the same inputs")
 
 
-@pytest.mark.parametrize("after", [torch.clone, torch.sin], ids=["nothing follows", "the output is needed"])
+@pytest.mark.parametrize(
+    "after", rest_pinned([torch.sin, torch.clone]), ids=["the output is needed", "nothing follows"]
+)
 def test_compiled_code_computes_the_second_product_again_only_for_what_follows_it(after, monkeypatch):
     inputs, index = problem(T=16, dtype=torch.float32)
     products = []

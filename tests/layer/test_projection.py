@@ -70,7 +70,7 @@ def test_it_agrees_with_merged_weights_and_its_gradients_with_finite_differences
 
 
 @pytest.mark.parametrize("layout", rest_pinned(["concatenated", "transposed_interleaved"]))
-@pytest.mark.parametrize("ranks", [(3, 2), (8, 16), (3, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize("ranks", rest_pinned([((3, 2),), ((8, 16),), ((3, 0),), ((0, 2),)]), ids=str)
 def test_factors_as_peft_stores_them_give_what_their_views_do(layout, ranks):
     inputs, index = problem(T, H, I, E, K, layout=layout)
     inputs = with_factors(inputs, ranks)

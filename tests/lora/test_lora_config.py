@@ -10,6 +10,7 @@ import torch
 import transformers
 from helpers.adapters import fused
 from helpers.checkpoints import FAMILIES
+from helpers.marks import rest_pinned
 from helpers.models import batch, build, patched
 from helpers.native import native_twin
 from helpers.small_families import small_model
@@ -206,7 +207,7 @@ def test_a_model_without_experts_is_refused():
 
 
 @every_layout
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("rslora", rest_pinned([True, False]))
 def test_experts_have_their_own_rank_and_the_same_scale(family, layout, rslora, tmp_path):
     model = build(family)
     model = native_twin(model, tmp_path) if layout == "native" else model

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from helpers.models import (
     CONFIGS,
     ORDER_OF_SUMS,
@@ -17,7 +18,6 @@ from helpers.models import (
     through_a_file,
 )
 from helpers.training import (
-    CHECKPOINTING,
     POLICY,
     TILE,
     Watch,
@@ -61,7 +61,7 @@ def computed(monkeypatch):
     return noted
 
 
-@pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
+@pytest.mark.parametrize("kind", rest_pinned(["reentrant", None, "non_reentrant"]))
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("modules", [["gate"], ["mlp"], ["experts"], ["gate", "experts"]], ids="+".join)
 def test_what_peft_copies_rounds_counts_and_learns_as_the_original_and_is_unpatched_with_it(modules, order, kind):
@@ -244,7 +244,7 @@ def test_the_modules_of_a_patched_model_share_its_config_however_often_it_is_pat
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_a_file],
     ids=["deepcopy", "pickle", "file"],
 )
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", rest_pinned(CONFIGS))
 def test_a_copy_trains_as_the_original_and_on_its_own_and_unpatching_it_leaves_the_original_patched(family, copied):
     try:
         copied(build(family))

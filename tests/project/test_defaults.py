@@ -41,6 +41,7 @@ def calls_without_dtype_or_device(source):
                 yield f"{source.name}:{node.lineno}: {ast.unparse(node)}"
 
 
+@pytest.mark.pinned
 def test_every_tensor_that_is_made_names_its_dtype_and_device():
     found = [call for source in SOURCES for call in calls_without_dtype_or_device(source)]
     assert not found, f"add dtype= and device= to {found}"

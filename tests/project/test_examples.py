@@ -119,6 +119,7 @@ def test_all_linear_adapts_linear_attention_of_a_hybrid_model(name, tmp_path, mo
     assert targets[0].target_parameters
 
 
+@pytest.mark.pinned
 def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     finetune = load("finetune")
     texts = tmp_path / "texts.jsonl"

@@ -149,6 +149,7 @@ def test_uninstalling_gives_back_what_sonicmoe_hf_run_has_replaced(monkeypatch):
     registration.install()
 
 
+@pytest.mark.pinned
 def test_functions_of_other_packages_are_replaced_by_the_register_alone():
     sources = [path for path in PACKAGE.rglob("*.py") if "kernels" not in path.parts]
     for path in sources:

@@ -78,6 +78,7 @@ def test_an_fp8_checkpoints_experts_are_taken_bit_for_bit(family, kind, tmp_path
     assert same_bits(again.state_dict(), state) and torch.equal(again(**BATCH).logits, model(**BATCH).logits)
 
 
+@pytest.mark.pinned
 def test_fp8_experts_multiply_in_fp8_where_that_is_wanted(tmp_path):
     """Every layer's experts are off by 3 to 6% of what expanded weights give, and patching again ends it."""
     make_fp8(tmp_path / "fp8", "qwen3_moe", "ue8m0")
@@ -92,7 +93,7 @@ def test_fp8_experts_multiply_in_fp8_where_that_is_wanted(tmp_path):
         patch_model(dense, experts_compute="fp8")
 
 
-@pytest.mark.parametrize("family", SIZES | UNGATED)
+@pytest.mark.parametrize("family", rest_pinned(SIZES | UNGATED, 2))
 def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family, tmp_path):
     make_fp8(tmp_path / "fp8", family)
     packed = from_pretrained(tmp_path / "fp8", experts_quantization="fp8", dtype=torch.float32)
@@ -110,7 +111,7 @@ def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family
 
 
 @pytest.mark.parametrize("format", rest_pinned(["nf4", "mxfp4", "nvfp4"]))
-@pytest.mark.parametrize("family", SIZES | UNGATED)
+@pytest.mark.parametrize("family", rest_pinned(SIZES | UNGATED))
 def test_fp8_experts_become_4_bits_while_they_stream_in_as_the_dequantized_do(family, format, tmp_path, monkeypatch):
     sizes = (SIZES | UNGATED)[family]
     width = "moe_latent_size" if family in UNGATED else "hidden_size"
@@ -140,7 +141,7 @@ def test_what_is_wrong_with_fp8_experts_that_become_4_bits_is_named(tmp_path):
         from_pretrained(tmp_path / "fp8", experts_quantization="nvfp4")
 
 
-@pytest.mark.parametrize("kind", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("kind", rest_pinned(["ue8m0", "fp32"]))
 def test_conversion_moves_fp8_blocks_into_native_order_and_back(kind, tmp_path, capsys):
     _, dense = make_fp8(tmp_path / "fp8", "qwen3_moe", kind)
     convert_checkpoint(tmp_path / "fp8", tmp_path / "native", quantize="fp8", verify=True)
@@ -224,7 +225,7 @@ def test_fp8_weights_that_no_config_declares_are_an_error(options, tmp_path):
             from_pretrained(folder, **given, **options)
 
 
-@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("format", rest_pinned(["fp8", "nvfp4"]))
 def test_a_layers_experts_that_the_checkpoint_has_in_floats_are_packed_like_those_of_a_dense_one(format, tmp_path):
     stored, dense = make_fp8(tmp_path / "fp8", "qwen3_moe", modules_to_not_convert=["model.layers.1.mlp.experts"])
     plain = {name: tensor.bfloat16() for name, tensor in dense.items() if ".layers.1.mlp.experts." in name}

@@ -256,6 +256,7 @@ def test_other_integers_are_refused_by_name_with_a_remedy_that_works(declared, m
 LAYER = "model.layers.1.mlp.experts.3.up_proj"
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "kind, change, match",
     [

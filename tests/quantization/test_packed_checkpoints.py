@@ -137,6 +137,7 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
         convert_checkpoint(packed / "hub", tmp_path / "out", quantize="int3")
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "change, match",
     [

@@ -14,7 +14,7 @@ CASES = [(family, format) for family in RENAMED if family in HERE for format in 
 CASES += [(family, FORMATS[number % 2]) for number, family in enumerate(HERE) if family not in RENAMED]
 
 
-@pytest.mark.parametrize("family, format", rest_pinned(CASES, 10))
+@pytest.mark.parametrize("family, format", rest_pinned(CASES, 4))
 def test_what_is_saved_packed_loads_again_to_the_bit(family, format, tmp_path):
     model = quantize_experts(small_model(family, **FOR_PACKING), format)
     model.save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, with_lora
 from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
-from helpers.marks import crossed, rest_slow
+from helpers.marks import crossed, rest_pinned, rest_slow
 from helpers.memory import LiveBytes
 from helpers.models import CONFIGS, OF_64, ON_DISK, batch, build, loss_and_gradients
 from helpers.native import save_both
@@ -93,7 +93,7 @@ def test_the_memory_footprint_counts_the_bytes_that_are_stored(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", rest_pinned(["qwen3_moe", "gpt_oss"]))
 def test_pefts_adapters_train_on_packed_experts_as_on_the_dequantized(family, name):
     model = quantize_experts(small(family), name)
     patch_model(model)
@@ -198,6 +198,7 @@ def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
     assert len(straight) == 8 and all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("name", rest_slow(FORMATS, 1))
 def test_loading_holds_the_result_and_one_weight_of_a_layer_as_the_checkpoint_has_it(name, tmp_path):
     experts, layers, expert = 64, 2, 2 * 64 * 64  # gate and up, the largest weight

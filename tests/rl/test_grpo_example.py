@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.examples import load as load_example
+from helpers.marks import rest_pinned
 from helpers.rl import GAP
 
 FUNCTIONS = ["def fox(jumps):\n    return jumps\n", "def dog(mind):\n    return None\n"] * 4
@@ -20,7 +21,7 @@ def test_the_reward_rises_in_a_minute_on_a_cpu(tmp_path):
     assert (tmp_path / "checkpoint-60" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("packing", [[], ["--experts-quantization", "nf4"]])
+@pytest.mark.parametrize("packing", rest_pinned([["--experts-quantization", "nf4"], []]))
 def test_the_example_samples_with_vllm(packing, engine, tmp_path, monkeypatch):
     example = load_example("grpo")
     monkeypatch.setattr(example, "standard_library", lambda: (FUNCTIONS, []))

@@ -3,6 +3,7 @@ folder; and another one is told apart."""
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from helpers.models import build
 from helpers.rl import GAP, loaded, logged, make
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,7 @@ def rounded(base, folder, format):
     return folder
 
 
-@pytest.mark.parametrize("family", WIDE)
+@pytest.mark.parametrize("family", rest_pinned(WIDE))
 def test_rounded_experts_have_the_values_of_packed_ones_bit_by_bit_and_the_rest_is_untouched(family, tmp_path):
     """In every format; each expert's matrices are packed with those that Transformers puts beside them."""
     build(family, **WIDE[family]).bfloat16().save_pretrained(tmp_path / "base")
@@ -45,6 +46,7 @@ def test_rounded_experts_have_the_values_of_packed_ones_bit_by_bit_and_the_rest_
         assert changed >= 2 and found[name].dtype == torch.bfloat16
 
 
+@pytest.mark.pinned
 def test_a_base_rounded_as_the_trainer_holds_it_has_its_log_probabilities_and_an_unrounded_one_is_named(
     base, engine, tmp_path, caplog
 ):

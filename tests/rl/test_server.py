@@ -44,6 +44,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("reason", ANSWERS)
 def test_a_server_that_lacks_something_is_named_with_the_whole_command_line(reason, base, engine, tmp_path):
     refused = pytest.raises(ValueError, match=f"the vLLM server at http://[0-9.:]+ {reason}.*; {COMMAND}")
@@ -51,6 +52,7 @@ def test_a_server_that_lacks_something_is_named_with_the_whole_command_line(reas
         make(GRPOTrainer, base, tmp_path, of(server))
 
 
+@pytest.mark.pinned
 def test_replicas_runtime_loading_folders_and_dtypes_that_do_not_fit_are_named(base, engine, tmp_path, caplog):
     refused = pytest.raises(ValueError, match=r"several replicas .* --tensor-parallel-size")
     with serving(base, parallel_config={"data_parallel_size": 2}) as server, refused:

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from helpers.models import (
     assert_all_close,
     batch,
@@ -42,7 +43,7 @@ def whole(model, inputs, kind):
     return checkpoint(lambda given: model(inputs_embeds=given, **rest).loss, embeds, **kind)
 
 
-@pytest.mark.parametrize("loss_of", [loop_of_ones_own, whole])
+@pytest.mark.parametrize("loss_of", rest_pinned([loop_of_ones_own, whole]))
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("left", ["nothing", "outputs", "outputs of a failed backward"])
 def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind, left):

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from helpers.architectures import EXPERTS, HIDDEN, TOKENS, TOP_K, architectures, family_of, layers_of
+from helpers.marks import rest_pinned
 from helpers.models import CONFIGS, assert_all_close, gradients_of, patched, relative_error, with_other_routers
 from torch.overrides import TorchFunctionMode
 
@@ -57,7 +58,7 @@ def weighted_sum(logits):
     return (logits * torch.randn(logits.shape, generator=generator)).sum()
 
 
-@pytest.mark.parametrize("start", [0, START])
+@pytest.mark.parametrize("start", rest_pinned([START, 0]))
 @pytest.mark.parametrize("side", PADDING)
 def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, start):
     """Beside each sequence alone, unpadded, with the same experts: logits and all gradients. The sequence of one token has

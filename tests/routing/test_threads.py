@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, batch, loss_and_gradients, patched, relative_error, twin
 from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, checkpointed, fail_in
 from torch.utils.checkpoint import checkpoint
@@ -104,6 +105,7 @@ def gradients_by_backward(model, inputs):
     return {name: found[name] for name, _ in model.named_parameters()}
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 def test_two_threads_train_two_models(kind):
     models, expected = [], []
@@ -173,7 +175,7 @@ def test_a_model_called_inside_another_keeps_its_own_settings():
     assert [watch.rounded() for watch in watches] == [[True, True], [False, False]]
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTING)
+@pytest.mark.parametrize("kind", rest_pinned(CHECKPOINTING))
 def test_nothing_holds_a_model_or_its_calls_after_training(kind):
     model = checkpointed(patched("qwen3_moe", POLICY, use_cache=False), kind)
     loss_and_gradients(model, batch())

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.marks import rest_slow
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import batch, loss_and_gradients
 from helpers.streamed import adapted, engine_of, host_weights, streamed
 
@@ -62,6 +62,7 @@ def test_what_kernels_load_by_tma_is_copied(late_copies, format, compute):
     assert set(work(model)) == {"copy"}
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("experts_memory", [0, 30_000], ids=["all", "half"])
 def test_generation_copies_for_the_prompt_and_not_for_its_tokens(late_copies, experts_memory):
     model, resident = made(experts_memory), made(None)
@@ -77,7 +78,7 @@ def test_generation_copies_for_the_prompt_and_not_for_its_tokens(late_copies, ex
         assert kinds.count("over the bus") == 4 * streamed, "the prompt gives the first of five tokens"
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "recomputed"])
+@pytest.mark.parametrize("checkpointing", rest_pinned([False, True, None]), ids=["recomputed", "reentrant", "kept"])
 def test_steps_of_few_and_of_many_tokens_have_the_resident_gradients(late_copies, checkpointing):
     model, resident = (adapted(made(memory), checkpointing).train() for memory in (0, None))
     for tokens in (FEW, 16, FEW):

@@ -86,7 +86,7 @@ def test_bytes_before_packing_are_those_that_are_stored(format):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("format", [None, "nf4"])
+@pytest.mark.parametrize("format", rest_pinned(["nf4", None]))
 @pytest.mark.parametrize("layout", rest_pinned(["hub", "native"]))
 def test_loaded_into_host_memory_experts_are_those_loaded_to_the_device(late_copies, family, format, layout, tmp_path):
     folder = dict(zip(("hub", "native"), save_both(small(family).bfloat16(), tmp_path)))[layout]
@@ -272,6 +272,7 @@ def test_autocast_casts_dense_experts_as_on_the_device(late_copies, dtype):
     assert all(torch.equal(given[name], expected[name]) for name in expected)
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_what_libraries_do_to_parameters_changes_nothing(late_copies, format):
     model, expected = streamed(0, format), logits(streamed(None, format))

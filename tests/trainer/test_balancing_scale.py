@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.marks import crossed
+from helpers.marks import crossed, rest_pinned
 from helpers.models import CONFIGS, assert_all_close, build, twin
 from helpers.training import Examples, arguments
 from helpers.trl_trainers import SENTENCE, model_of, sentence_tokenizer, trl_trainer
@@ -84,7 +84,7 @@ def maker(folder, data, trainer_class=Trainer, settings=None, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"settings": {"label_smoothing_factor": 0.1}}, {"compute_loss_func": mean_of_the_labels}]
+    "options", rest_pinned([{"settings": {"label_smoothing_factor": 0.1}}, {"compute_loss_func": mean_of_the_labels}])
 )
 def test_a_loss_that_the_trainer_computes_gives_the_scale_once_attached(options, tmp_path):
     data = Examples(4, padding=True)
@@ -110,6 +110,7 @@ class OfHalves(Trainer):
         return sum(model(**half).logits.square().mean() for half in halves)
 
 
+@pytest.mark.pinned
 def test_the_calls_of_one_loss_are_averaged(tmp_path):
     assert_balanced_by(build("qwen3_moe"), maker(tmp_path, Examples(4), OfHalves), [0.25] * 4)
 
@@ -155,7 +156,7 @@ def maker_of(trainer_class, config_class, rows, folder, words, config, **options
 
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated in `SFTTrainer`:FutureWarning")
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", rest_pinned([0.1, 0.0]))
 def test_supervised_fine_tuning_by_trl_counts_micro_batches_by_their_tokens(smoothing, tmp_path):
     words, rows = sentence_tokenizer(), [{"text": SENTENCE[: 20 + 15 * number]} for number in range(4)]
     config = {"label_smoothing_factor": smoothing}

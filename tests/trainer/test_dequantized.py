@@ -78,7 +78,7 @@ def test_a_model_whose_inner_config_declares_the_quantization_is_saved_as_a_plai
     assert_saved_whole(model, tmp_path / "saved", AutoModelForImageTextToText)
 
 
-@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.parametrize("attach", rest_pinned([True, False]))
 @pytest.mark.parametrize("family", rest_pinned(["gpt_oss", "qwen3_moe"]))
 def test_a_dequantized_model_resumes_and_finds_its_best(family, attach, tmp_path):
     folder = quantized(family, tmp_path / "quantized")

@@ -54,6 +54,7 @@ def run(folder, few_lengths, columns=(), **options):
     return calls, trainer, {name: weight.detach() for name, weight in model.named_parameters()}
 
 
+@pytest.mark.pinned
 def test_padded_micro_batches_train_as_they_come(tmp_path):
     """Losses, the load of experts and two steps of AdamW, whose gradients divide by tokens with labels."""
     (found, trainer, weights), (calls, expected, expected_weights) = (run(tmp_path, few) for few in (True, None))
@@ -77,6 +78,7 @@ def test_batches_with_positions_keep_their_lengths(tmp_path):
     assert [call["input_ids"].shape[1] for call in calls] == [49, 48, 47, 46]
 
 
+@pytest.mark.pinned
 def test_parameters_are_counted_once_a_run(tmp_path, monkeypatch):
     counted = []
     num_parameters = PreTrainedModel.num_parameters

@@ -50,7 +50,7 @@ def by_hand(logits, masks, tile):
     }
 
 
-@pytest.mark.parametrize("kind, padding", crossed(CHECKPOINTED_TRAINING, [True, False], everywhere=2))
+@pytest.mark.parametrize("kind, padding", crossed(CHECKPOINTED_TRAINING, [True, False], everywhere=1))
 def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(kind, padding, tmp_path):
     model = build("qwen3_moe")
     logits, reporter = Routers(model), Reporter()
@@ -106,6 +106,7 @@ def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
     assert all(log["moe/rows_added"] == log["moe/rows_dropped"] == 0 for log in logs)
 
 
+@pytest.mark.pinned
 def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tmp_path):
     # 96 tokens would do for tiles of 6 (24 rows per expert), but only 78 are real (19.5)
     callback = ExpertLoadCallback()
@@ -114,6 +115,7 @@ def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tm
     assert all(sum(rows) == 78 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
 
 
+@pytest.mark.pinned
 def test_without_attach_the_metrics_stay_in_history(tmp_path):
     callback, reporter = ExpertLoadCallback(), Reporter()
     trained(build("qwen3_moe"), tmp_path, [callback, reporter], attach=False, max_steps=3)
@@ -148,6 +150,7 @@ def test_a_callback_is_attached_to_every_trainer_that_it_is_given_to(tmp_path):
         assert set(trained(model, tmp_path, [callback], max_steps=1).state.log_history[0]) > LOAD
 
 
+@pytest.mark.pinned
 def test_a_second_training_starts_counting_from_zero(tmp_path):
     model = build("qwen3_moe")
     histories = []

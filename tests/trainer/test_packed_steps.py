@@ -101,6 +101,7 @@ def test_other_batches_are_computed_apart_with_the_reason(change, reason, tmp_pa
     assert reason in warn.call_args.args[0]
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     ("options", "callbacks", "reason"),
     [

@@ -45,7 +45,7 @@ def straight_and_resumed(make, folder, change=lambda checkpoint: None, **options
     return straight, resumed, checkpoint
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", rest_pinned([True, False]))
 @pytest.mark.parametrize("family", rest_slow(CONFIGS, 1))
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(family, sharded, tmp_path, messages):
     def make(seed):
@@ -57,7 +57,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(family, sharded, tmp
     assert not messages.about("missing keys") and not messages.about("unexpected keys")
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", rest_pinned([2, 1]))
 def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
     def in_pickle_files(checkpoint):
         tensors = load_file(checkpoint / "model.safetensors")
@@ -75,7 +75,7 @@ def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"gradient_accumulation_steps": 2}, {"save_only_model": True, "optim": "sgd"}, {"bf16": True}],
+    rest_pinned([{"gradient_accumulation_steps": 2}, {"save_only_model": True, "optim": "sgd"}, {"bf16": True}]),
     ids=["accumulation", "model only", "bf16 autocast"],
 )
 def test_ways_to_train_resume(options, tmp_path):
@@ -84,12 +84,14 @@ def test_ways_to_train_resume(options, tmp_path):
     assert_equal(weights(restored(build("qwen3_moe"), checkpoint)), weights(loaded))
 
 
+@pytest.mark.pinned
 def test_tied_weights_stay_tied_and_the_name_that_is_not_saved_is_not_missed(tmp_path, messages):
     _, resumed, _ = straight_and_resumed(partial(build, "qwen3_moe", tie_word_embeddings=True), tmp_path)
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
     assert not messages.about("missing keys") and not messages.about("lm_head")
 
 
+@pytest.mark.pinned
 def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_parameters(tmp_path):
     def frozen(seed):
         model = build("qwen3_moe", seed=seed)
@@ -112,7 +114,7 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
     )
 
 
-@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.parametrize("attach", rest_pinned([True, False]))
 @pytest.mark.parametrize("family", rest_pinned(["qwen3_moe", "gpt_oss"]))
 def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_path, messages):
     def adapted():
@@ -152,7 +154,7 @@ def test_a_model_loaded_from_the_hub_layout_and_from_fused_weights_resumes(tmp_p
 # best = best
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", rest_pinned(CONFIGS))
 def test_the_best_model_is_the_best_one(family, tmp_path):
     snapshots = Snapshots()
     trainer = train(build(family), tmp_path, callbacks=[snapshots, rounding()], **BEST)
@@ -199,10 +201,9 @@ def shard_on_a_rank(rank, folder):
 @pytest.mark.parametrize(
     "family, callback",
     [
-        *rest_pinned([("gpt_oss", rounding), ("qwen3_moe", lambda: LoadBalancing(per_layer_loss=0.1))], 2),
-        *rest_slow(
-            [("deepseek_v3", ExpertLoadCallback), *((family, rounding) for family in CONFIGS if family != "gpt_oss")]
-        ),
+        ("qwen3_moe", lambda: LoadBalancing(per_layer_loss=0.1)),
+        *rest_pinned([("gpt_oss", rounding), ("deepseek_v3", ExpertLoadCallback)], 0),
+        *rest_slow([(family, rounding) for family in CONFIGS if family != "gpt_oss"], 0),
     ],
 )
 def test_a_callback_alone_stops_a_run_that_would_lose_the_experts(family, callback, tmp_path):
@@ -232,7 +233,7 @@ def test_two_ranks(ranks, tmp_path):
     ranks.run(shard_on_a_rank, str(tmp_path))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", rest_pinned(CONFIGS))
 def test_accelerate_averages_and_save_pretrained_keep_a_patched_models_experts(family, tmp_path):
     model = patched(family, "token_rounding")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+from helpers.marks import rest_pinned
 from helpers.models import build
 from helpers.training import arguments, trainer_for
 from helpers.trl_trainers import model_of, sentence_tokenizer, trl_trainer, watched_training
@@ -66,7 +67,7 @@ POLICY_TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("name", POLICY_TRAINERS)
+@pytest.mark.parametrize("name", rest_pinned(POLICY_TRAINERS))
 def test_the_callback_stops_a_policy_trainer_and_says_what_to_do(name, tmp_path):
     """When the trainer is made; and a callback added later, when it is attached or when training begins."""
     trainer_class, config, rows, options = POLICY_TRAINERS[name]
@@ -79,7 +80,7 @@ def test_the_callback_stops_a_policy_trainer_and_says_what_to_do(name, tmp_path)
             begin()
 
 
-@pytest.mark.parametrize("name", ["DPO", "GRPO"])
+@pytest.mark.parametrize("name", rest_pinned(["GRPO", "DPO"]))
 def test_policy_trainers_train_with_top_k_or_if_told_to_with_rounding(name, tmp_path):
     trainer_class, config, rows, options = POLICY_TRAINERS[name]
     for callbacks, expected in ([ExpertLoadCallback()], False), ([rounding(allow_policy_optimization=True)], True):
@@ -87,6 +88,7 @@ def test_policy_trainers_train_with_top_k_or_if_told_to_with_rounding(name, tmp_
         assert watched_training(trainer)[True] == expected and trainer.state.global_step == 1
 
 
+@pytest.mark.pinned
 def test_a_rounding_set_by_patch_model_is_refused_by_the_load_callback(tmp_path):
     model = loaded(tmp_path)
     sonicmoe_hf.patch_model(model, routing="token_rounding")
@@ -96,6 +98,7 @@ def test_a_rounding_set_by_patch_model_is_refused_by_the_load_callback(tmp_path)
         trainer.train()
 
 
+@pytest.mark.pinned
 def test_rounding_makes_a_policy_differ_from_itself(tmp_path):
     """DPO's first step, where policy and reference are one model, should have no rewards: the error is about that."""
     rewards = {}

@@ -60,7 +60,7 @@ def between_steps(trainer):
     trainer.add_callback(Interrupting())
 
 
-@pytest.mark.parametrize("fail", [in_forward, in_backward, in_data, between_steps])
+@pytest.mark.parametrize("fail", rest_pinned([in_backward, in_forward, in_data, between_steps]))
 def test_a_run_that_an_error_or_ctrl_c_ends_leaves_nothing_on_once_attached(fail, tmp_path):
     model = build("qwen3_moe", **ONE_LAYER)
     trainer = trainer_for(model, tmp_path, callbacks())
@@ -87,6 +87,7 @@ def test_what_an_interrupted_step_left_on_ends_when_the_next_run_begins_or_the_r
     assert routing_state(model).policy is None and not routing_state(model).before_step
 
 
+@pytest.mark.pinned
 def test_trainers_after_an_interrupted_one_train_by_their_own_callbacks(tmp_path):
     model = build("qwen3_moe", **ONE_LAYER)
     ours = callbacks()
