@@ -48,7 +48,7 @@ from .adapter import Adapter
 from .rules import ADAPTER_WEIGHTS
 
 KEEP, DITHERED = "keep", ROUNDINGS[0]
-QUANTIZE = (KEEP, "mxfp4", "fp8")
+QUANTIZE = (KEEP, "mxfp4", "fp8", "int4")
 
 
 def merge_adapter(
@@ -73,8 +73,8 @@ def merge_adapter(
         dst: the new folder; it must not exist. layout: "native" or "hub", of families that have both; by default the
             base's. The hub's is what Transformers and vLLM load.
         quantize: "keep" writes the format of `base`, in which only values that the adapter changed are rounded anew and
-            all others keep their bits. "mxfp4" (gpt-oss) and "fp8" pack the experts of a bf16 base. None makes quantized
-            weights bf16.
+            all others keep their bits. "mxfp4" (gpt-oss), "fp8" and "int4" pack the experts of a bf16 base. None makes
+            quantized weights bf16.
         rounding: of changed weights to the format that they have already. "dithered": up or down by chance, so that the
             mean is exact; most of an adapter's changes are smaller than the format's steps, and "nearest" drops those.
             The result is a function of base, adapter and `seed`, on any machine.
@@ -110,6 +110,7 @@ def _target(
     family = str(stored.config["model_type"])
     own = "native" if family.startswith(NATIVE_PREFIX) else "hub"
     family = family.removeprefix(NATIVE_PREFIX)
+    quantize = stored.format_named(quantize)
     if quantize == KEEP and layout not in (None, own):
         raise CheckpointError(f"quantize='keep' writes the base's own layout, {own!r}; leave layout out")
     keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)

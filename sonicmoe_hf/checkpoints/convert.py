@@ -79,9 +79,9 @@ def convert_checkpoint(
         dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
         dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek), NVFP4 (ModelOpt) and packed weights become bf16. None does so and
             notes it in the result's `notices`, False raises CheckpointError.
-        quantize: "nf4", "mxfp4", "fp8" or "nvfp4" packs the experts (see `quantize_experts`); those that are MXFP4, FP8
-            or NVFP4 already keep their blocks in that format. In the hub layout "mxfp4" for gpt-oss and "fp8" for the
-            other families, as Transformers and engines read it.
+        quantize: "nf4", "mxfp4", "fp8", "nvfp4" or "int4" packs the experts (see `quantize_experts`); those that are
+            packed already keep their blocks in that format. In the hub layout "mxfp4" for gpt-oss, and for the other
+            families "fp8" or "int4", which is compressed-tensors' pack-quantized.
         max_shard_size: bytes, or text such as "5GB". It, one file of `src` and, packing, one weight bound the memory.
         verify: raise an error for NaN and infinity, and read back and compare every byte that is written.
         revision: of a hub id. on_progress: called with (bytes done, bytes in all).
@@ -179,6 +179,7 @@ def target_of(
     """Describe the checkpoint that `convert_checkpoint` writes of `source` under these of its arguments."""
     check_choice("layout", layout, TARGETS)
     target_layout = "native" if layout == "native" else source.family.hub_layout
+    quantize = source.format_named(quantize)
     layouts = source.family.name, source.layout, target_layout
     packed, notices = None, []
     if quantize is None:

@@ -1,16 +1,22 @@
 """Formats that conversion packs experts in, and what config.json says of them: every format in the native layout; in the
-hub's, MXFP4 for gpt-oss and FP8 for families that have one tensor for each expert and projection, as engines and
-Transformers read them. The rest stays dense."""
+hub's, MXFP4 for gpt-oss, and for families that have one tensor for each expert and projection FP8, and 4-bit integers as
+compressed-tensors stores them. The rest stays dense."""
 
 from __future__ import annotations
 
+import math
+
 from ..errors import CheckpointError
+from ..formats.hub import HUB, HubFormat
+from ..formats.hub_integers import CompressedInt4
 from ..formats.quantizer import ExpertsQuantizationConfig
 from ..kernels.packed import Format
 from ..kernels.packed.fp8 import FP8_BLOCK
+from ..kernels.packed.int4 import GROUP
 from .source import Source
 
-FORMATS_OF = {"gpt_oss": "mxfp4", "per_expert": "fp8"}  # by the hub's layout
+INTEGERS = ("int4", "uint4")
+FORMATS_OF = {"gpt_oss": ("mxfp4",), "per_expert": ("fp8", *INTEGERS)}  # by the hub's layout
 MXFP4_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
@@ -34,11 +40,11 @@ def check_format(source: Source, format: str, layout: str) -> None:
 
 
 def _why_not_on_the_hub(source: Source, format: str) -> str | None:
-    layout = source.family.hub_layout
-    if format != FORMATS_OF.get(layout):
+    formats = FORMATS_OF.get(source.family.hub_layout, ())
+    if format not in formats:
         return (
             f"the hub has no layout for the experts of {source.family.name} in {format}, only for "
-            f"{FORMATS_OF.get(layout, 'none')}; for training, --layout native packs in every format"
+            f"{' or '.join(formats[:2]) or 'none'}; for training, --layout native packs in every format"
         )
     for block, sizes in source.blocks.items():
         if format == "fp8" and (sizes.hidden % FP8_BLOCK or sizes.intermediate % FP8_BLOCK):
@@ -47,6 +53,16 @@ def _why_not_on_the_hub(source: Source, format: str) -> str | None:
                 f"multiples of {FP8_BLOCK}: Transformers takes other blocks where they are cut off; serve bf16"
             )
     return None
+
+
+def hub_format(source: Source, format: str) -> HubFormat:
+    """Return how the hub stores a matrix in this format. Integers have one size of groups, the largest of which the
+    groups of all experts that are packed already consist."""
+    if format not in INTEGERS:
+        return HUB[format]
+    weights = (source.weights[name] for name in source.targets if name in source.weights)
+    groups = (weight.shape[-1] // weight.scales.shape[-1] for weight in weights if weight.format is not None)
+    return CompressedInt4(math.gcd(*groups) or GROUP, format == "uint4")
 
 
 def quantization_config(source: Source, format: str, layout: str) -> dict:
@@ -61,10 +77,27 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
         # layers for multi-token prediction are among them, with experts of their own
         if name.endswith(".weight") and len(weight.shape) == 2 and name not in source.targets
     }
+    if format in INTEGERS:
+        return _compressed(hub_format(source, format), sorted(dense | {"lm_head"}))
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
         "modules_to_not_convert": sorted(dense | {"lm_head"}),
+    }
+
+
+def _compressed(format: HubFormat, dense: list[str]) -> dict:
+    """Make the entry of compressed-tensors' pack-quantized, as Kimi K2 has it."""
+    assert isinstance(format, CompressedInt4)
+    weights = {"num_bits": 4, "type": "int", "symmetric": not format.has_zeros, "strategy": "group"}
+    weights |= {"group_size": format.group, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": dense,
     }

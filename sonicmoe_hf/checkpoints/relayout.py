@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from ..errors import CheckpointError
-from ..formats.hub import HUB
-from ..kernels.packed import Format
+from ..kernels.packed import Format, Quantized
 from ..kernels.packed.format import Stored
 from .files import Header
 from .layouts import experts_parameters
 from .output import Output, OutputTensors, in_range, shell
+from .packed_config import hub_format
 from .roundings import Roundings
 from .source import Source
 from .stored import Weight
@@ -36,6 +36,7 @@ class Relayout(Output):
     def __init__(self, source: Source, layout: str, dtype: torch.dtype | None = None, format: Format | None = None):
         super().__init__(source, dtype)
         self._source, self._format = source, format
+        self._hub = None if format is None or layout == "native" else hub_format(source, format.name)
         self._experts = experts_parameters(source.family, layout, source.blocks)
         self._first = {source.targets[name]: name for name in reversed(source.weights) if name in source.targets}
         self.roundings = Roundings(str(source.quantization) if format is None else format.name)
@@ -123,7 +124,7 @@ class Relayout(Output):
         for parts in zip(*stored):
             rows = here.split([part if here.is_per_expert else part[0] for part in parts])
             moved.append(self._experts[target].join(rows))
-        return [part.view(like.dtype) for part, like in zip((p for own in zip(*moved) for p in own), shells)]
+        return self._stored([Quantized(*own) for own in zip(*moved)], target, shells)
 
     def _rows(self, weight: Weight, expert: int | None) -> list[torch.Tensor]:
         if not weight.delta:
@@ -143,7 +144,7 @@ class Relayout(Output):
                 packed = format.pack(matrices, (len(experts), *there.shape), there.order)
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
-            made += [part for part in packed if part is not None]
+            made.append(packed)
             is_changed = any(
                 self._source.weights[each].delta for each in self._source.experts[target].names_of(experts[0])
             )
@@ -152,7 +153,17 @@ class Relayout(Output):
                 before = self._read_rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
                 rounded = format.dequantize_expert(packed, torch.float32, 0)
                 self.roundings.add(name, before, exact, rounded, experts[0])
-        return [part.view(like.dtype) for part, like in zip(made, shells)]
+        return self._stored(made, target, shells)
+
+    def _stored(self, packed: list[Quantized], target: str, shells: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that store weights, like `shells`."""
+        stored: Iterable[Iterable[torch.Tensor | None]] = packed
+        if self._experts[target].is_per_expert:
+            assert self._hub is not None
+            matrices = (Quantized(*(part if part is None else part.flatten(0, -2) for part in own)) for own in packed)
+            stored = map(self._hub.unpack_new, matrices)
+        parts = (part for own in stored for part in own if part is not None)
+        return [part.view(like.dtype) for part, like in zip(parts, shells, strict=True)]
 
     def _make_shells(
         self, target: str, names: list[str], format: Format, scales: Header | None = None
@@ -163,7 +174,8 @@ class Relayout(Output):
         parts: Stored = {}
         for name in names:
             if there.is_per_expert:
-                parts |= HUB[format.name].stored(name, there.shape)
+                assert self._hub is not None
+                parts |= self._hub.stored(name, there.shape)
             else:
                 group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
                 parts |= format.stored(name, (there.num_experts, *there.shape), there.order, group)

@@ -273,6 +273,10 @@ class StoredWeights:
         """The name of the format."""
         return None if self.format is None else self.format.name
 
+    def format_named(self, name: str | None) -> str | None:
+        """Return the name of the format that users mean: "int4" of integers with zeros, too, which are "uint4"."""
+        return self.quantization if (name, self.quantization) == ("int4", "uint4") else name
+
     @property
     def packed_here(self) -> bool:
         """True where quantize_experts or conversion packed the experts."""

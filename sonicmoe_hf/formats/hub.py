@@ -110,6 +110,10 @@ class HubFormat(ABC):
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """Return one expert's codes, scales and state. Raises CheckpointError as `check`."""
 
+    def unpack_new(self, packed: Quantized) -> list[torch.Tensor]:
+        """Return the tensors by which a matrix in the blocks of FORMATS is stored anew; the bits of its scales count."""
+        return [packed.codes.view(self.dtype), packed.scales]
+
     def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """Return a weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""
         return scales.flatten(1, 2)

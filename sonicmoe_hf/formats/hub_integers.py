@@ -197,6 +197,18 @@ class CompressedInt4(HubIntegers):
                     f"{list(self.dense_shape(tensors[0].shape))} values; the checkpoint is damaged"
                 )
 
+    def unpack_new(self, packed: Quantized) -> list[torch.Tensor]:
+        """See HubFormat. Larger groups become several with the same scale."""
+        codes, scales, zeros = packed
+        size_out, size_in = len(codes), 2 * codes.shape[1]
+
+        def spread(of_groups: torch.Tensor) -> torch.Tensor:
+            return of_groups.repeat_interleave(self.num_groups(size_in) // of_groups.shape[1], 1)
+
+        packed = Quantized(codes, spread(scales), None if zeros is None else spread(zeros))
+        shape = torch.tensor([size_out, size_in], dtype=torch.int64, device=codes.device)
+        return self.unpack(packed, [*[codes] * len(self.own), shape])
+
     def _read(self, *tensors: torch.Tensor) -> Quantized:
         packed, scales = tensors[:2]
         if not self.has_zeros:

@@ -9,7 +9,7 @@ from helpers.checkpoints import config_in, edit_tensors, make, packed_in, same_b
 from helpers.integers import EXPERTS, format_of, to_integers
 from helpers.marks import loads_hub_formats, rest_pinned
 
-from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter
+from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter, quantize_experts
 from sonicmoe_hf.checkpoints.comparing import relative_error
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
@@ -94,3 +94,15 @@ def test_conversion_moves_codes_scales_and_zeros_into_native_order(kind, tmp_pat
     for place, part in enumerate(("gate", "up")):
         expected = [dense[f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"] for expert in range(len(c_fc))]
         assert torch.equal(c_fc[:, place::2], torch.stack(expected))
+
+
+def test_an_adapter_is_merged_into_the_original_and_packed_as_the_hub_has_integers(tmp_path):
+    make(tmp_path / "bf16", "qwen3_moe", **SIZES)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "base", "hub", dtype="float32")  # so that merging rounds nothing
+    adapt(from_pretrained(tmp_path / "base"), tmp_path / "adapter", size=0.05)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantize="int4", verify=True)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "exact")
+    model = quantize_experts(from_pretrained(tmp_path / "exact"), "int4")
+    merged = from_pretrained(tmp_path / "merged", experts_quantization="int4")
+    for name, weight in packed_in(merged).items():
+        assert torch.equal(weight.codes, packed_in(model)[name].codes)

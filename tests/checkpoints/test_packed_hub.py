@@ -85,8 +85,8 @@ def test_what_the_hub_has_no_layout_for_is_refused(tmp_path):
     make(tmp_path / "odd experts", "qwen3_moe", hidden_size=128, moe_intermediate_size=192)
     convert_checkpoint(tmp_path / "qwen3_moe", tmp_path / "nvfp4", quantize="nvfp4")
     for source, format, match in (
-        ("qwen3_moe", "mxfp4", "no layout for the experts of qwen3_moe in mxfp4, only for fp8"),
-        ("qwen3_moe", "nvfp4", "in nvfp4, only for fp8; for training, --layout native packs in every format"),
+        ("qwen3_moe", "mxfp4", "no layout for the experts of qwen3_moe in mxfp4, only for fp8 or int4"),
+        ("qwen3_moe", "nvfp4", "in nvfp4, only for fp8 or int4; for training, --layout native packs in every format"),
         ("gpt_oss", "fp8", "no layout for the experts of gpt_oss in fp8, only for mxfp4"),
         ("odd", "fp8", "sizes 192 and 128, of which not both are multiples of 128"),
         ("odd experts", "fp8", "sizes 128 and 192, of which not both are multiples of 128"),

@@ -13,7 +13,7 @@ import torch
 import transformers
 from helpers.adapters import with_lora
 from helpers.checkpoints import config_in, edit_config, edit_tensors, make, packed_in, rewrite, same_bits, tensors_in
-from helpers.integers import AUTO_ROUND, AWQ, DECLARED, GPTQ, compressed, format_of, stored_as, to_integers
+from helpers.integers import AUTO_ROUND, AWQ, DECLARED, EXPERTS, GPTQ, compressed, format_of, stored_as, to_integers
 from helpers.marks import loads_hub_formats, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from safetensors import safe_open
@@ -335,3 +335,37 @@ def test_what_save_pretrained_wrote_of_them_is_merged_and_converted(kind, tmp_pa
     native, saved = (from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("native", "saved"))
     assert len(packed_in(native)) == 4
     assert (native(**BATCH).logits - saved(**BATCH).logits).norm() <= 1e-6 * expected.norm()  # the order of sums
+
+
+@pytest.mark.parametrize("kind", rest_pinned(["ct-128", "gptq-asym", "ct-32", "awq"]))
+def test_what_save_pretrained_wrote_of_them_returns_to_the_hub_as_compressed_tensors(kind, tmp_path):
+    make(tmp_path / "packed", "qwen3_moe", **SIZES | {"moe_intermediate_size": 192})  # 128 of these share no scale
+    stored, _ = to_integers(tmp_path / "packed", kind, EXPERTS)
+    model = from_pretrained(tmp_path / "packed", experts_quantization="int4", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    convert_checkpoint(tmp_path / "saved", tmp_path / "native", quantize="int4")
+    for source in ("saved", "native"):
+        convert_checkpoint(tmp_path / source, tmp_path / f"hub of {source}", "hub", quantize="int4", verify=True)
+    again = tensors_in(tmp_path / "hub of saved")
+    assert same_bits(again, tensors_in(tmp_path / "hub of native"))
+    if kind == "ct-32":  # whose groups no size divides further
+        assert same_bits({name: t.to(stored[name].dtype) for name, t in again.items()}, stored)
+    declared = config_in(tmp_path / "hub of saved")["quantization_config"]
+    assert declared["config_groups"]["group_0"]["weights"]["group_size"] == (32 if kind == "ct-32" else 64)
+    assert "model.layers.0.mlp.gate" in declared["ignore"] and not any(
+        ".experts." in each for each in declared["ignore"]
+    )
+    reloaded = from_pretrained(tmp_path / "hub of saved", experts_quantization="int4", dtype=torch.bfloat16)
+    for name, weight in packed_in(reloaded).items():
+        assert torch.equal(weight.dequantize(torch.float32), packed_in(model)[name].dequantize(torch.float32))
+        assert weight.scales.dtype == packed_in(model)[name].scales.dtype
+    assert torch.equal(reloaded(**BATCH).logits, model(**BATCH).logits)
+
+
+def test_bf16_experts_are_packed_into_the_hubs_own_form_as_in_memory(tmp_path):
+    make(tmp_path / "bf16", "deepseek_v3", **SIZES)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "hub", "hub", quantize="int4", verify=True)
+    hub, memory = (from_pretrained(tmp_path / name, experts_quantization="int4") for name in ("hub", "bf16"))
+    assert same_bits(hub.state_dict(), memory.state_dict())
+    shapes = {tuple(t.tolist()) for name, t in tensors_in(tmp_path / "hub").items() if name.endswith("weight_shape")}
+    assert shapes == {(64, 128), (128, 64)}

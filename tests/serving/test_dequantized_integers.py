@@ -33,3 +33,18 @@ def test_a_model_of_compressed_tensors_is_saved_as_a_plain_checkpoint(load, tmp_
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_equal(weights(loaded), weights(model))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_what_convert_writes_is_read_by_compressed_tensors_with_our_values(family, tmp_path):
+    make(tmp_path / "bf16", family, **SIZES)
+    sonicmoe_hf.convert_checkpoint(tmp_path / "bf16", tmp_path / "hub", "hub", quantize="int4")
+    sonicmoe_hf.convert_checkpoint(tmp_path / "hub", tmp_path / "ours", "hub", dequantize=True)
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16, **options)
+        for name, options in (
+            ("hub", {"quantization_config": CompressedTensorsConfig(dequantize=True)}),
+            ("ours", {}),
+        )
+    )
+    assert_equal(weights(theirs), weights(ours))

@@ -160,7 +160,7 @@ COMMANDS = {
                 "--quantize",
                 choices=FORMATS,
                 help="pack the experts: with --layout native to train adapters on them, with --layout hub as engines "
-                "read them (mxfp4 for gpt-oss, fp8 for the others)",
+                "read them (mxfp4 for gpt-oss, fp8 or int4 for the others)",
             ),
             _option(
                 "--round",
@@ -187,9 +187,9 @@ COMMANDS = {
             _option("--layout", choices=("native", "hub"), help="of the result (default: that of BASE)"),
             _option(
                 "--quantize",
-                choices=("keep", "mxfp4", "fp8"),
-                help="keep: in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) or fp8: pack the experts "
-                "(default: bfloat16)",
+                choices=("keep", "mxfp4", "fp8", "int4"),
+                help="keep: in the format of BASE, rounding only what changed; mxfp4 (gpt-oss), fp8 or int4: pack "
+                "the experts (default: bfloat16)",
             ),
             _option(
                 "--rounding",
