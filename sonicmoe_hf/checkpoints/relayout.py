@@ -160,8 +160,7 @@ class Relayout(Output):
         stored: Iterable[Iterable[torch.Tensor | None]] = packed
         if self._experts[target].is_per_expert:
             assert self._hub is not None
-            matrices = (Quantized(*(part if part is None else part.flatten(0, -2) for part in own)) for own in packed)
-            stored = map(self._hub.unpack_new, matrices)
+            stored = [self._hub.unpack_new(_as_matrix(each)) for each in packed]
         parts = (part for own in stored for part in own if part is not None)
         return [part.view(like.dtype) for part, like in zip(parts, shells, strict=True)]
 
@@ -180,6 +179,12 @@ class Relayout(Output):
                 group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
                 parts |= format.stored(name, (there.num_experts, *there.shape), there.order, group)
         return {stored: shell(part, _dtype_like(scales, dtypes)) for stored, (part, dtypes) in parts.items()}
+
+
+def _as_matrix(packed: Quantized) -> Quantized:
+    """View the tensors of one expert's weight as those of a matrix."""
+    codes, scales, state = packed
+    return Quantized(codes.flatten(0, -2), scales.flatten(0, -2), None if state is None else state.flatten(0, -2))
 
 
 def _dtype_like(scales: Header | None, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
