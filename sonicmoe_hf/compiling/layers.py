@@ -19,6 +19,8 @@ from transformers.utils import logging
 
 from ..kernels.announce import is_first_rank
 from ..layer.holding import expert_parallelism
+from ..layer.moe_experts import IN_GRAPHS
+from ..layer.torch_op import SOURCE
 from ..private.torch import (
     allow_caching,
     allow_recompilations,
@@ -38,10 +40,11 @@ logger = logging.get_logger(__name__)
 CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA graphs
 # torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
 RECOMPILATIONS = 64
-# what keeps the state of random numbers for a GPU's attention that is computed again: torch's cache on disk has taken
-# graphs with it since 2.13
-CACHES_RANDOM_STATE = Version(torch.__version__) >= Version("2.13")
-KEEPS_RANDOM_STATE = "torch.ops.higher_order.graphsafe_run_with_rng_state"
+# what torch's cache on disk may take into graphs, and what it depends on beside arguments
+CACHED = dict.fromkeys(IN_GRAPHS, SOURCE)
+if Version(torch.__version__) < Version("2.13"):
+    # keeps the state of random numbers for a GPU's attention that is computed again; newer versions take it by themselves
+    CACHED["torch.ops.higher_order.graphsafe_run_with_rng_state"] = torch.__version__
 SAID = (
     "sonicmoe_hf: {layers} layers are compiled on their own{mode}, once for all that are alike, and not the model as a "
     "whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
@@ -94,8 +97,7 @@ def compile_layers(model: nn.Module, **options) -> int:
             **(options.get("options") or {}),
         }
     allow_recompilations(RECOMPILATIONS)
-    if not CACHES_RANDOM_STATE:
-        allow_caching({KEEPS_RANDOM_STATE: torch.__version__})
+    allow_caching(CACHED)
     for layer in layers:
         for part in _parts(layer):
             part.compile(**options)

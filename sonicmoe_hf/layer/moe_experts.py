@@ -141,6 +141,12 @@ def _run(
     return FORWARD(differentiable, call)[0] if exchange is None else run_exchanged(differentiable, call, exchange)
 
 
+# what Dynamo puts into a graph for `moe_experts`, as torch's cache on disk names it
+IN_GRAPHS = [
+    f"{each.__module__}.{each.__name__}" for each in (_run, Projection, Pairs, Rows, Options, Activation, SaveFlags)
+]
+
+
 def moe_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
