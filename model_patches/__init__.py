@@ -4,12 +4,12 @@ To add a family, add it to the file whose router has the same forward (tests/pat
 sources), or write a file with its formulas and list it here.
 """
 
-from . import deepseek_v2, deepseek_v3, ernie4_5_moe, gpt_oss, mixtral, olmoe
+from . import deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5_moe, gpt_oss, mixtral, olmoe
 from .family import Family, NativeFamily
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for module in (olmoe, deepseek_v3, gpt_oss, mixtral, deepseek_v2, ernie4_5_moe)
+    for module in (olmoe, deepseek_v3, gpt_oss, mixtral, deepseek_v2, deepseek_v4, ernie4_5_moe)
     for family in module.FAMILIES
 }
 NATIVE_FAMILIES: dict[str, NativeFamily] = {

@@ -32,6 +32,7 @@ class Family:
         defines it. block, router, pretrained: class names there; `pretrained` is the base class of its models.
     router_attribute: what the block calls its router.
     token_types: where a module around several blocks gives each of them some of the tokens: which.
+    table: the attribute, an expert's id [vocabulary, K] of integers, of routers that take a token's experts from there.
     scores(router, logits_TE) -> (scores_TE, ranking_TE): S of every expert for every token, fp32, differentiable; and
         what token rounding ranks by, -inf where an expert must never be added to the token.
     weighting(router) -> Weighting: the family's formula for the weights of a token's experts.
@@ -44,12 +45,17 @@ class Family:
     pretrained: str
     router_attribute: str = "gate"
     token_types: TokenTypes | None = None
+    table: str | None = None
     scores: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     weighting: Callable[[nn.Module], Weighting]
 
     def weights(self, router: nn.Module, scores_TE: torch.Tensor, mask_TE: torch.Tensor) -> torch.Tensor:
         """Return weights_TE: the family's formula on each token's set, a mask; zeros elsewhere. Differentiable."""
         return set_weights(scores_TE, mask_TE, *self.weighting(router))
+
+    def has_fixed_experts(self, router: nn.Module) -> bool:
+        """Tell whether this router takes the experts of a token from a table, so that nothing may choose others."""
+        return self.table is not None and hasattr(router, self.table)
 
 
 @dataclass(frozen=True, kw_only=True)

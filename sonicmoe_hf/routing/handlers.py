@@ -75,7 +75,9 @@ def record(run: RouterRun) -> None:
 
 
 def round_tokens(run: RouterRun) -> None:
-    """Round every expert's tokens by the policy, unless they are too few."""
+    """Round every expert's tokens by the policy, unless they are too few or a table gives their experts."""
+    if run.family.has_fixed_experts(run.router):
+        return
     policy, top_k = run.call.policy, run.index_TK.shape[1]
     if not policy.applies(run.num_tokens, top_k, run.num_experts):
         run.fell_back = True
@@ -127,7 +129,10 @@ def count_tokens(run: RouterRun) -> None:
 
 
 def add_layer_loss(run: RouterRun) -> None:
-    """Add the balancing loss of this layer, which counts top-k before rounding, to the backward of the weights."""
+    """Add the balancing loss of this layer, which counts top-k before rounding, to the backward of the weights; none where
+    a table gives the experts, whom no score could move."""
+    if run.family.has_fixed_experts(run.router):
+        return
     if not run.forward.recomputing:
         run.call.num_layer_losses += 1
     if not torch.is_grad_enabled():

@@ -33,7 +33,7 @@ class LoadBalancing(StepCallback):
     """Balances the experts of every layer: by a loss, by the routers' correction biases, or both.
 
     Tokens are counted as top-k sends them, before token rounding, without padding. Layers that gradient checkpointing
-    recomputes count once.
+    recomputes count once. Layers whose experts a table gives (the first of DeepSeek-V4) are left as they are.
 
     Args:
         per_layer_loss: weight of the balancing loss, which is computed for every layer by itself and averaged over the
@@ -83,12 +83,13 @@ class LoadBalancing(StepCallback):
             raise UnsupportedModelError(
                 "LoadBalancing does not work under pipeline parallelism, whose ranks have different layers"
             )
-        layers = list(find_layers(model))
-        for layer in layers:
+        for layer in find_layers(model):
             self._check(layer)
         if self.bias_update is not None:
-            _check_saved(model, layers)
-            for *_, router in routers(transformers_model(model)):
+            _check_saved(model)
+            for family, _, router in routers(transformers_model(model)):
+                if family.has_fixed_experts(router):
+                    continue
                 counts = installed(router).balance
                 bias = counts.keep_bias(router.e_score_correction_bias)
                 counts.start(bias.numel(), bias.device)
@@ -98,7 +99,7 @@ class LoadBalancing(StepCallback):
         """Update the biases after an optimiser step, with the tokens of all ranks since the last call."""
         if self.bias_update is None:
             return
-        live = [layer.router for layer in find_layers(model)]
+        live = _movable(model)
         balance = [installed(router).balance for router in live]
         totals = summed_over_ranks([layer.rows_E for layer in balance])
         for router, layer, total_E in zip(live, balance, totals):
@@ -132,11 +133,13 @@ class LoadBalancing(StepCallback):
         return loss
 
     def _check(self, layer: MoELayer) -> None:
-        if layer.router is None:
+        if layer.family is None:
             reason = "its router is not known; docs/models.md lists the models that are"
         elif holding_of(layer.experts).by is Holder.THEIR_EXPERT_PARALLEL:
             reason = f"it does not work under Transformers' own expert parallelism; {expert_parallel_remedy()}"
-        elif self.bias_update is not None and not hasattr(layer.router, "e_score_correction_bias"):
+        elif self.bias_update is not None and not (
+            hasattr(layer.router, "e_score_correction_bias") or layer.family.has_fixed_experts(layer.router)
+        ):
             reason = f"{type(layer.router).__name__} has no correction bias for bias_update; use per_layer_loss"
         else:
             return
@@ -182,11 +185,17 @@ class LoadBalancing(StepCallback):
         self.step(model)
 
 
-def _check_saved(model: nn.Module, layers: list[MoELayer]) -> None:
+def _movable(model: nn.Module) -> list[nn.Module]:
+    """List the routers in use but those whose experts a table gives."""
+    layers = ((layer.family, layer.router) for layer in find_layers(model))
+    return [router for family, router in layers if family is not None and not family.has_fixed_experts(router)]
+
+
+def _check_saved(model: nn.Module) -> None:
     """Raise ValueError where PEFT would save adapters without the routers' biases."""
     saved = {module for name, module in model.named_modules() if ".modules_to_save." in name}
     has_adapters = any(hasattr(module, "peft_config") for module in model.modules())
-    if has_adapters and any(layer.router not in saved for layer in layers):
+    if has_adapters and any(router not in saved for router in _movable(model)):
         raise ValueError(
             "LoadBalancing(bias_update=...) changes the routers' biases, which an adapter's checkpoint leaves out; put "
             "the routers into modules_to_save of the PEFT config, or use per_layer_loss"

@@ -103,7 +103,8 @@ def _configs(module):
 def build_from_config(architecture: Architecture, class_name: str) -> nn.Module:
     """Return the class of the architecture's module, from the first of its configs that has what its __init__ asks for."""
     cls, problems = getattr(architecture.module, class_name), []
-    others = {"layer_idx": 1, "intermediate_size": INNER}
+    layer_idx = 3 if architecture.folder == "deepseek_v4" else 1  # whose first routers read a table of token ids
+    others = {"layer_idx": layer_idx, "intermediate_size": INNER}
     options = {name: others[name] for name in inspect.signature(cls).parameters if name in others}
     for config in _configs(architecture.module):
         config._experts_implementation = "eager"
