@@ -1,10 +1,11 @@
-"""Layers of DeepSeek-V3 or Kimi K2.5, experts in host memory: steps of one GPU, or of several that share one copy by DDP.
+"""Layers of DeepSeek-V3 and its kin, experts in host memory: steps of one GPU, or of several that share one copy by DDP.
 
     python -m benchmarks.step.deepseek --layers 5 11 --linear nf4 --optimizer adamw_8bit
     torchrun --nproc-per-node 4 -m benchmarks.step.deepseek --layers 8 [--losses 4]
     python -m benchmarks.step.deepseek --model Kimi-K2.5 --layers 4 [--resident]    # the latter: experts on the GPU
+    python -m benchmarks.step.deepseek --model DeepSeek-V4-Flash --layers 30 --sequence 16384
 
-Full widths, experts of random bytes in NF4, or Kimi's in INT4, LoRA with r = 8 on experts and attention in fp32,
+Full widths, experts of random bytes in NF4, Kimi's in INT4 and DeepSeek-V4's in MXFP4, LoRA with r = 8 on experts and attention in fp32,
 gradient checkpointing, bf16 autocast, Liger's kernels where they are installed, rows spread over experts as in a
 balanced model. Each rank has tokens of its own. Before anything is timed, a tiny model's loss and gradients over
 experts in host memory must equal to the bit those over experts on the GPU. Rows: seconds to build, GiB of the host
@@ -28,10 +29,10 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release, synchronize, waited_times
 from benchmarks.step.models import MODELS
 from benchmarks.step.run import Run, bare, join_ranks, trained
-from benchmarks.step.training import GIB, WARMUP, learned, one_step, optimizer_of, sequences
+from benchmarks.step.training import GIB, SEQUENCE, WARMUP, learned, one_step, optimizer_of, sequences
 from sonicmoe_hf.streaming.memory import free_on_host
 
-MODELS_HERE, RANK = ("DeepSeek-V3", "Kimi-K2.5"), 8
+MODELS_HERE, RANK = ("DeepSeek-V3", "Kimi-K2.5", "DeepSeek-V4-Flash", "GLM-5"), 8
 
 
 def run_of(model: str, layers: int, linear: str | None) -> Run:
@@ -78,14 +79,16 @@ def optimizer_from(options, model) -> torch.optim.Optimizer:
     return AdamW8bit([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
 
 
+def batch_of(model, options, seed: int) -> torch.Tensor:
+    """Draw the tokens of a step."""
+    return sequences(options.tokens, model.config.vocab_size, options.device, seed=seed, length=options.sequence)
+
+
 def losses_before(model, options, rank: int, world: int) -> dict[str, float]:
     """Compute the losses of the first batches: a rank its own, and one alone as many as `--losses`."""
     seeds = range(options.losses) if world == 1 else [rank]
     with torch.no_grad():
-        own = [
-            loss_of(model, sequences(options.tokens, model.config.vocab_size, options.device, seed=seed)).item()
-            for seed in seeds
-        ]
+        own = [loss_of(model, batch_of(model, options, seed)).item() for seed in seeds]
     losses: list = [None] * world
     dist.all_gather_object(losses, own)
     return {f"loss of batch {seed}": loss for seed, loss in enumerate(itertools.chain.from_iterable(losses))}
@@ -108,7 +111,7 @@ def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
     format, linear = MODELS[options.model].packed.upper(), ", NF4 linear" if options.linear else ""
     contender = f"{format} experts {place}{linear}, {options.optimizer}"
     called, optimizer = parallel(model, world), optimizer_from(options, model)
-    tokens = sequences(options.tokens, base.config.vocab_size, options.device, seed=rank)
+    tokens = batch_of(model, options, rank)
     release()
     dist.barrier()
     ms, losses = waited_times(lambda: one_step(called, optimizer, tokens), options.steps, WARMUP)
@@ -120,7 +123,10 @@ def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
             "peak_GiB": torch.cuda.max_memory_allocated() / GIB,
             "reserved_GiB": torch.cuda.max_memory_reserved() / GIB,
         }
-    table.add(options.model, shape, contender, "QLoRA", "Liger" if options.liger else "eager", metrics)
+    launch = "Liger" if options.liger else "eager"
+    if options.sequence != SEQUENCE:
+        launch += f", sequences of {options.sequence}"
+    table.add(options.model, shape, contender, "QLoRA", launch, metrics)
 
 
 def main() -> None:
@@ -128,8 +134,9 @@ def main() -> None:
     parser = Command(__doc__, "deepseek_host_memory.csv", "--device cpu --tiny --tokens 64")
     parser.add_argument("--model", choices=MODELS_HERE, default=MODELS_HERE[0])
     parser.add_argument("--resident", action="store_true", help="all experts on the GPU, to compare with")
-    parser.add_argument("--layers", type=int, nargs="+", default=[8], help="the first three are dense")
+    parser.add_argument("--layers", type=int, nargs="+", default=[8], help="the first are dense, but DeepSeek-V4's")
     parser.add_argument("--tokens", type=int, default=16384, help="of a step and GPU")
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of one at most")
     parser.add_argument("--linear", choices=("nf4",), help="default: bf16; nf4: by bitsandbytes")
     parser.add_argument(
         "--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="adamw_8bit: bitsandbytes'"

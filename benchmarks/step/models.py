@@ -68,6 +68,14 @@ MODELS = {
     "Qwen3.5-35B-A3B": Model(*PUBLISHED["Qwen/Qwen3.5-35B-A3B"], layers=40, trained_layers=12),
     "Qwen3-235B-A22B": Model(*PUBLISHED["Qwen/Qwen3-235B-A22B"], layers=94, trained_layers=3),
     "DeepSeek-V3": Model(*PUBLISHED["deepseek-ai/DeepSeek-V3"], layers=61, trained_layers=2, tokens=8192),
+    "DeepSeek-V4-Flash": Model(
+        *PUBLISHED["deepseek-ai/DeepSeek-V4-Flash"],
+        layers=43,
+        trained_layers=2,
+        attention="torch_pieces",
+        packed="mxfp4",
+    ),
+    "GLM-5": Model(*PUBLISHED["zai-org/GLM-5"], layers=78, trained_layers=2),
     "Kimi-K2.5": Model(  # the language model of moonshotai/Kimi-K2.5, DeepSeek-V3's in other sizes
         "deepseek_v3",
         PUBLISHED["deepseek-ai/DeepSeek-V3"][1]

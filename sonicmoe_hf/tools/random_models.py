@@ -22,6 +22,7 @@ from ..kernels.packed import FORMATS
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..layer.holding import local_part
 from ..layer.packed_weight import PackedWeight
+from ..patching.support import find_layers
 from ..private.transformers import auto_class_of
 from ..streaming.placement import Placement
 
@@ -57,7 +58,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek-ai/DeepSeek-V4-Flash": ("deepseek_v4", {"use_cache": False}),
     "openai/gpt-oss-120b": ("gpt_oss", {"use_cache": False}),
+    "zai-org/GLM-5": ("glm_moe_dsa", {"use_cache": False}),
     "zai-org/GLM-4.5-Air": ("glm4_moe", {"head_dim": 128, "attention_bias": True, "use_cache": False}),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
         "nemotron_h",
@@ -100,7 +103,19 @@ def random_model(name: str, layers: int | None = None, **options) -> PreTrainedM
         options: of an Auto class's `from_config`, such as dtype.
     """
     with torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu"):
-        return _made(config_of(name, layers), options)
+        model = _made(config_of(name, layers), options)
+    fill_tables(model)
+    return model
+
+
+@torch.no_grad()
+def fill_tables(model: nn.Module) -> None:
+    """Draw the tables from which routers take experts: without a checkpoint they send every token to expert 0."""
+    for layer in find_layers(model):
+        if layer.family is not None and layer.family.has_fixed_experts(layer.router):
+            table = getattr(layer.router, layer.family.table or "")
+            scores = torch.rand(len(table), layer.router.num_experts, dtype=torch.float32, device=table.device)
+            table.copy_(scores.topk(table.shape[1]).indices)
 
 
 def random_packed_model(
@@ -145,6 +160,7 @@ def random_packed_model(
             _pack_linear(model, name, module, linear)
     if placement is not None:
         placement.finish()
+    fill_tables(model)
     model.tie_weights()
     if experts is not None:
         mark_model_packed(model)
