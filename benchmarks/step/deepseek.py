@@ -5,12 +5,12 @@
     python -m benchmarks.step.deepseek --model Kimi-K2.5 --layers 4 [--resident]    # the latter: experts on the GPU
     python -m benchmarks.step.deepseek --model DeepSeek-V4-Flash --layers 30 --sequence 16384
 
-Full widths, experts of random bytes in NF4, Kimi's in INT4 and DeepSeek-V4's in MXFP4, LoRA with r = 8 on experts and attention in fp32,
-gradient checkpointing, bf16 autocast, Liger's kernels where they are installed, rows spread over experts as in a
-balanced model. Each rank has tokens of its own. Before anything is timed, a tiny model's loss and gradients over
-experts in host memory must equal to the bit those over experts on the GPU. Rows: seconds to build, GiB of the host
-that building took, the losses of the first batches before training, steps. --device cpu --tiny --tokens 64 checks the
-script.
+Full widths, experts of random bytes in NF4, Kimi's in INT4 and DeepSeek-V4's in MXFP4, LoRA with r = 8 on experts and
+attention in fp32, gradient checkpointing, bf16 autocast, Liger's kernels where they are installed, rows spread over
+experts as in a balanced model. Each rank has tokens of its own. Before anything is timed, a tiny model's loss and
+gradients over experts in host memory must equal to the bit those over experts on the GPU. Rows: seconds to build, GiB
+of the host that building took, the losses of the first batches before training, steps. --device cpu --tiny --tokens 64
+checks the script.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def count_tokens(run: RouterRun) -> None:
 
 
 def add_layer_loss(run: RouterRun) -> None:
-    """Add the balancing loss of this layer, which counts top-k before rounding, to the backward of the weights; none where
-    a table gives the experts, whom no score could move."""
+    """Add the balancing loss of this layer, which counts top-k before rounding, to the backward of the weights; none
+    where a table gives the experts, which no score could change."""
     if run.family.has_fixed_experts(run.router):
         return
     if not run.forward.recomputing:
