@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from .hypotheses import LEFT_OUT, SCALED, Hypothesis, groups_of, hypotheses_for, layers_of, scale_of, wholes_of
-from .models import Biases, Scores, scores_of
+from .models import Biases, Scores, rounded, scores_of
 from .places import Observation
-from .texts import NUM_TEXTS, Text
+from .texts import Text
 from .verdict import APPLIED, CANNOT_TELL, IN_PART, Reference, Verdict, judge, limit_of, rms
 
 STEPS = 8  # by which a scale is found between two of the coarse ones
@@ -53,11 +52,17 @@ class TrainedAdapter:
         self._groups = groups_of(self._layers)
         self._hypotheses = hypotheses_for(model, self._layers, self._wholes)
         self._scores: dict[Hypothesis, Scores] = {}
+        self._scores_again: dict[Hypothesis, Scores] = {}  # of the second runs
         self._scaled: dict[tuple[str, float], Hypothesis] = {}
 
-    def values(self, observation: Observation, hypothesis: Hypothesis = AS_TRAINED) -> torch.Tensor:
-        """Return the log-probabilities [T] under a hypothesis; texts that were computed before are not again."""
-        scores = self._scores.setdefault(hypothesis, {})
+    def values(
+        self,
+        observation: Observation,
+        hypothesis: Hypothesis = AS_TRAINED,
+        known: dict[Hypothesis, Scores] | None = None,
+    ) -> torch.Tensor:
+        """Return the log-probabilities [T] under a hypothesis; texts whose scores are known are not computed again."""
+        scores = (self._scores if known is None else known).setdefault(hypothesis, {})
         if missing := [text for text in observation.texts if text not in scores]:
             with hypothesis.holds(self._layers, self._wholes):
                 scores.update(scores_of(self._model, missing, hypothesis.name))
@@ -65,24 +70,27 @@ class TrainedAdapter:
 
     def check(self, observation: Observation) -> Checked:
         """Judge what a place gives."""
-        alternatives = [(each, self.values(observation, each)) for each in self._hypotheses]
-        base = self.values(observation, THE_BASE)
-        reference = Reference(base, self.values(observation), alternatives, self._noise)
-        found = torch.zeros_like(base) if observation.found is None else observation.found
+        alternatives = [(each, self._runs(observation, each)) for each in self._hypotheses]
+        base = self._runs(observation, THE_BASE)
+        reference = Reference(base, self._runs(observation, AS_TRAINED), alternatives)
+        found = torch.zeros_like(base[0]) if observation.found is None else observation.found
         rounding = self._noises.get(observation.dtype)
-        noise = None if rounding is None else rms(observation.of(rounding) - base)
+        noise = None if rounding is None else rms(observation.of(rounding) - base[0])
         verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
         if verdict.may_be_scaled and not observation.is_base:
             alternatives += self._nearest_scaled(observation, found, reference, noise)
             verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
         return Checked(observation.place, verdict, observation.is_base)
 
-    @cached_property
-    def _noise(self) -> float:
-        """The rms difference of a token between two runs of the base, by rounding in its dtype alone."""
-        scores = self._noises[self._dtype]
-        observation = Observation("", list(scores)[:NUM_TEXTS], torch.empty(0, dtype=torch.float32, device="cpu"))
-        return rms(observation.of(scores) - self.values(observation, THE_BASE))
+    def _runs(self, observation: Observation, hypothesis: Hypothesis) -> torch.Tensor:
+        """Return the log-probabilities [2, T] of two runs whose rounding differs; of one, twice, in fp32, where it is
+        less than the verdict's FLOOR."""
+        value = self.values(observation, hypothesis)
+        if torch.finfo(self._dtype).bits >= 32:
+            return torch.stack((value, value))
+        with rounded(self._model, self._dtype):
+            again = self.values(observation, hypothesis, self._scores_again)
+        return torch.stack((value, again))
 
     def change(self, texts: list[Text]) -> torch.Tensor:
         """Return how much the adapter changes the log-probabilities [T] of texts' tokens."""
@@ -94,20 +102,23 @@ class TrainedAdapter:
     ) -> list[tuple[Hypothesis, torch.Tensor]]:
         """Find the scale of a group of layers, one that engines treat alike, that explains a place best."""
         if observation.own_base is not None:
-            noise = max(noise or 0.0, rms(observation.own_base - reference.base))
-            found = found - observation.own_base + reference.base
+            noise = max(noise or 0.0, rms(observation.own_base - reference.base[0]))
+            found = found - observation.own_base + reference.base[0]
 
         def value_at(name: str, scale: float) -> torch.Tensor:
             return self.values(observation, self._at_scale(name, scale))
 
         coarse, fits = {}, []
         for name in self._groups:
-            coarse[name] = {1.0: reference.adapter, **{scale: value_at(name, scale) for scale in COARSE}}
+            coarse[name] = {1.0: reference.adapter[0], **{scale: value_at(name, scale) for scale in COARSE}}
             fits.append((min(distance(found, value) for value in coarse[name].values()), name))
         _, name = min(fits)
         scale, value = nearest_scale(found, coarse[name], lambda scale: value_at(name, scale))
-        limit = max(limit_of(reference, noise), rms(found - reference.adapter) / 4)
-        return [(self._at_scale(name, scale), value)] if rms(found - value) <= limit else []
+        limit = max(limit_of(reference, noise), rms(found - reference.adapter[0]) / 4)
+        if rms(found - value) > limit:
+            return []
+        hypothesis = self._at_scale(name, scale)
+        return [(hypothesis, self._runs(observation, hypothesis))]
 
     def _at_scale(self, name: str, scale: float) -> Hypothesis:
         """Return the hypothesis that a group of layers is scaled; the coarse ones are the same for every place."""

@@ -2,6 +2,10 @@
 
 Letters: T tokens. All vectors hold a token's log-probability, less that of the likeliest one where a place tells its
 choice alone.
+
+In bf16 the trained model's own rounding is in each difference of two of its runs, and in what a place seems to lack, so
+that a fit of one to the other by least squares finds parts missing that are there. Each run is therefore made twice, with
+other rounding: the second ones are instruments (instrumental variables), whose errors are not those of the first.
 """
 
 from __future__ import annotations
@@ -11,56 +15,61 @@ from typing import NamedTuple
 import torch
 
 from ...checkpoints.roundings import UNMERGED
-from .hypotheses import EXPERTS, KNOWN, LEFT_OUT, Hypothesis
+from .hypotheses import EXPERTS, KNOWN, LEFT_OUT, MISREAD, Hypothesis
 
 APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in part", "other"
 CANNOT_TELL = "cannot tell"
 ENOUGH = 30  # tokens: of fewer a standard deviation is not known well enough to count in
 CERTAIN = 3.0  # standard deviations by which a hypothesis must be told from the adapter
 FLOOR = 1e-4  # of the adapter's change: fp32's own differences, as of another order of summation, are a few 1e-6 of it
-# Of bf16, measured of right places by benchmarks.quality.check_defects' model, whose noise is 0.10 to 0.15 of the change:
+# Of bf16, measured of right places by benchmarks.quality.check_defects:
 ROUNDING = 2.0  # times the noise: they differ by 0.63 to 1.05 times it, which is known by one draw
-SMALL = 0.01  # of the adapter's change: a tenth of the noise, which hides such a part
-PARTLY = 0.25  # of a part: they have 0.978 to 1.004 of experts and rest, of which larger models may keep less
-NEAR = 0.1  # of all of the change: they have 0.996 to 0.999 of it
+SMALL = 0.05  # of the adapter's change: what a part that makes less than it does to the texts may hide in the noise
+NEAR = 0.1  # of a part: they lack -0.03 to 0.03 of each, and larger models may lack more
+PARTLY = 0.25  # of a part: where more than that may be missing, or may not, nothing is said
 UNEXPLAINED = 0.5  # of the adapter's change: more is something else, where the noise of the place is not known
 ROUNDED = "merged and rounded"
 LOST = f"merge it by --rounding dithered, or {UNMERGED}"
 NO_CHANGE = "the adapter itself changes nothing: its lora_B is zero, or lost in the rounding of --dtype"
 TOO_FEW = "{} tokens are too few to tell, give a longer --text"
-TOO_LITTLE = (
-    "what the adapter changes of these texts ({}) is too little to tell beside other differences; add --dtype float32, "
-    "or longer text like that it was trained on, --text"
-)
+TOO_LITTLE = "{} there; what the adapter changes of these texts is too little to tell more beside rounding: {}"
+IN_FULL = "add --dtype float32"
+MORE_TEXT = "give longer text like that it was trained on, --text"
 
 
 class Reference(NamedTuple):
-    """The log-probabilities [T] of the model that was trained, at a place's tokens.
-
-    alternatives: by hypothesis. noise: rms of a token's difference that rounding makes of two of these runs, 0 where they
-    are exact.
+    """The log-probabilities [2, T] of two runs of the model that was trained, at a place's tokens: of the base, with the
+    adapter, and by hypothesis. The runs differ in their rounding, and are the same where that is exact.
     """
 
     base: torch.Tensor
     adapter: torch.Tensor
     alternatives: list[tuple[Hypothesis, torch.Tensor]]
-    noise: float = 0.0
 
-    def bias(self, direction: torch.Tensor, residual: torch.Tensor) -> float:
-        """Return how much of `direction`, a difference of two runs [T], is their rounding: a factor fitted to it is wrong
-        by as much, however many tokens there are. residual: of a place from the adapter [T], which bounds it."""
-        size = rms(direction)
-        return min((self.noise / size) ** 2, rms(residual) / size) if size else 0.0
+    @property
+    def change(self) -> torch.Tensor:
+        """The adapter's [2, T]."""
+        return self.adapter - self.base
+
+    @property
+    def effect(self) -> float:
+        """The rms change of a token."""
+        return rms(self.change[0])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both runs are the same."""
+        return torch.equal(*self.adapter)
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """The adapter's change, or that by its experts and that by the rest; none that is zero."""
+        """The adapter's change [2, T], or that by its experts and that by the rest; none that is zero."""
         without = next((value for each, value in self.alternatives if each.name == EXPERTS), None)
         if without is None:
-            parts = {"all": self.adapter - self.base}
+            parts = {"all": self.change}
         else:
             parts = {"experts": self.adapter - without, "rest": without - self.base}
-        return {name: change for name, change in parts.items() if change.any()}
+        return {name: change for name, change in parts.items() if change[0].any()}
 
 
 class Verdict(NamedTuple):
@@ -106,44 +115,47 @@ def judge(
     place's rounding makes; None where neither is known, as of other quantization. is_rounded: whether it is a checkpoint
     of packed weights, in which rounding may have dropped a part of the change, or hides it in noise.
     """
-    if own_base is not None and rms(own_base - reference.adapter) < rms(own_base - reference.base):
+    if own_base is not None and rms(own_base - reference.adapter[0]) < rms(own_base - reference.base[0]):
         own_base = None  # which has the adapter, too
     if own_base is not None:
-        noise = max(noise or 0.0, rms(own_base - reference.base))
-    measured = found if own_base is None else found - own_base + reference.base
-    shares = _shares(measured - reference.base, reference)
+        noise = max(noise or 0.0, rms(own_base - reference.base[0]))
+    measured = found if own_base is None else found - own_base + reference.base[0]
+    shares = _shares(measured - reference.base[0], reference)
     kind, reason, is_share = _judged(measured, reference, noise, shares, is_rounded)
-    from_adapter, from_base = ((found - other).abs().mean().item() for other in (reference.adapter, reference.base))
+    from_adapter, from_base = (
+        (found - other).abs().mean().item() for other in (reference.adapter[0], reference.base[0])
+    )
     return Verdict(kind, reason, from_adapter, from_base, shares, kind == OTHER or is_share)
 
 
 def limit_of(reference: Reference, noise: float | None) -> float:
     """Return the rms difference from the expected change up to which a place counts as applied."""
-    effect = rms(reference.adapter - reference.base)
-    return UNEXPLAINED * effect if noise is None else ROUNDING * noise + FLOOR * effect
+    return UNEXPLAINED * reference.effect if noise is None else ROUNDING * noise + FLOOR * reference.effect
 
 
 def _shares(change: torch.Tensor, reference: Reference) -> dict[str, float | None]:
-    """Fit `change` by a sum of shares of the parts, by least squares. A share of a large error is None."""
+    """Fit `change` [T] by a sum of shares of the parts. A share of a large error is None."""
     if not (parts := reference.parts):
         return {}
     shares, errors = _fit(change, list(parts.values()))
-    residual = change - (reference.adapter - reference.base)
-    errors = [max(error, reference.bias(part, residual)) for error, part in zip(errors, parts.values())]
     return {part: share if error <= PARTLY / 2 else None for part, share, error in zip(parts, shares, errors)}
 
 
 def _fit(change: torch.Tensor, directions: list[torch.Tensor]) -> tuple[list[float], list[float]]:
-    """Fit by least squares; returns the factors of the directions and their standard errors."""
-    matrix = torch.stack(directions, dim=1)  # [T, directions]
-    inverse = torch.linalg.pinv(matrix)
+    """Fit `change` [T] by directions [2, T], whose second runs are the instruments; where both are one, that is by least
+    squares. Returns the factors of the directions and their standard errors."""
+    matrix, instruments = torch.stack(directions, dim=-1)  # [T, directions]
+    inverse = torch.linalg.pinv(instruments.T @ matrix) @ instruments.T
     factors = inverse @ change
     errors = rms(change - matrix @ factors) * inverse.norm(dim=1)
     return factors.tolist(), errors.tolist()
 
 
 class _Told(NamedTuple):
-    """Test of a hypothesis: the factor of it that is true, 0 for none and 1 for all, and the standard error of that."""
+    """Test of a hypothesis: the factor of it that is true, 0 for none and 1 for all, and by how much that may be wrong.
+
+    size: the rms difference from the adapter that it makes, without the rounding of the runs.
+    """
 
     hypothesis: Hypothesis | None
     value: torch.Tensor
@@ -153,29 +165,49 @@ class _Told(NamedTuple):
 
     @property
     def is_true(self) -> bool:
-        return self.factor - CERTAIN * self.error > 0.5
+        return self.factor - self.error > 0.5
 
     @property
     def is_partly_true(self) -> bool:
-        return self.factor - CERTAIN * self.error > PARTLY
+        return self.least > NEAR
 
     @property
     def is_false(self) -> bool:
-        return self.factor + CERTAIN * self.error < 0.5
+        return self.most < PARTLY
+
+    @property
+    def least(self) -> float:
+        """How far the factor is from 0 at least. What was misread cannot be so by less than nothing."""
+        is_misread = self.hypothesis is not None and self.hypothesis.kind == MISREAD
+        return (self.factor if is_misread else abs(self.factor)) - self.error
+
+    @property
+    def most(self) -> float:
+        return self.least + 2 * self.error
+
+    @property
+    def range(self) -> str:
+        """How much of what the hypothesis leaves out is there."""
+        if self.hypothesis is not None and self.hypothesis.kind == MISREAD:
+            return f"up to {self.most:.0%} of this, {self.hypothesis.name},"
+        name = "the change" if self.hypothesis is None else self.hypothesis.name
+        return f"between {max(1 - self.factor - self.error, 0):.0%} and {1 - self.factor + self.error:.0%} of {name}"
 
 
 def _told(found: torch.Tensor, reference: Reference) -> list[_Told]:
-    """Test each hypothesis that differs from the adapter, by more than the rounding of both. A place that takes some of
-    all of the change, as bf16 does, is no evidence of one: its share is fitted beside."""
-    change, residual = reference.adapter - reference.base, found - reference.adapter
+    """Test each hypothesis that differs from the adapter. A place that takes some of all of the change, as bf16 does, is
+    no evidence of one: its share is fitted beside."""
+    change, residual = reference.change, found - reference.adapter[0]
     tests = []
     for hypothesis, value in [(None, reference.base), *reference.alternatives]:
         direction = value - reference.adapter
-        if not direction.any() or reference.bias(direction, residual) > PARTLY / 2:
+        if not direction[0].any():
             continue
-        alone = hypothesis is None or abs(torch.cosine_similarity(direction, change, dim=0).item()) > 0.95
+        cosine = torch.cosine_similarity(direction[0], change[0], dim=0)
+        alone = hypothesis is None or abs(cosine.item()) > 0.95
         factors, errors = _fit(residual, [direction] if alone else [direction, change])
-        tests.append(_Told(hypothesis, value, rms(direction), factors[0], errors[0]))
+        size = direction.prod(dim=0).mean().clamp(min=0).sqrt().item()
+        tests.append(_Told(hypothesis, value[0], size, factors[0], CERTAIN * errors[0]))
     return tests
 
 
@@ -186,11 +218,11 @@ def _judged(
     shares: dict[str, float | None],
     is_rounded: bool,
 ) -> _Judgement:
-    effect = rms(reference.adapter - reference.base)
+    effect = reference.effect
     if not effect or len(found) < ENOUGH:
         return _Judgement(CANNOT_TELL, TOO_FEW.format(len(found)) if effect else NO_CHANGE)
-    limit, beside = limit_of(reference, noise), rms(found - reference.adapter)
-    tests = _told(found, reference)
+    limit, beside = limit_of(reference, noise), rms(found - reference.adapter[0])
+    change, tests = found - reference.base[0], _told(found, reference)
     nearest = min(tests, key=lambda each: rms(found - each.value), default=None)
     explained = [each for each in tests if each.is_true and rms(found - each.value) < beside]
     is_named = nearest is not None and nearest in explained and beside > FLOOR * effect
@@ -198,37 +230,35 @@ def _judged(
     if is_named and nearest is not None:
         is_named = rms(found - nearest.value) <= max(limit, PARTLY * beside)
     may_be_lost = not is_named or hypothesis is None or hypothesis.name == EXPERTS
-    if is_rounded and may_be_lost and (rounded := _rounded(found - reference.base, reference.parts, shares, effect)):
+    if is_rounded and may_be_lost and (rounded := _rounded(change, reference.parts, shares, effect)):
         return rounded
     if is_named:
         return _named(hypothesis)
     known = {part: share for part, share in shares.items() if share is not None}
     if beside > limit:
         missing = {part: share for part, share in known.items() if share < 1 - PARTLY}
-        if missing and rms(_rest(found - reference.base, reference.parts)) < UNEXPLAINED * effect:
+        if missing and rms(_rest(change, reference.parts)) < UNEXPLAINED * effect:
             return _Judgement(IN_PART, _listed(missing), is_share=True)
         return _Judgement(OTHER, _unexplained(known, beside / effect))
-    (share,), (error,) = _fit(found - reference.base, [reference.adapter - reference.base])
-    if abs(share - 1) - CERTAIN * error > NEAR + reference.bias(
-        reference.adapter - reference.base, found - reference.adapter
-    ):
-        return _Judgement(IN_PART if share < 1 else OTHER, f"{share:.0%} of the change", is_share=True)
-    if missing := {part: share for part, share in known.items() if share < 1 - PARTLY}:
-        return _Judgement(IN_PART, _listed(missing), is_share=True)
-    partly = [each for each in tests if each.hypothesis and each.is_partly_true and each.size >= SMALL * effect]
+    smallest = (FLOOR if reference.is_exact else SMALL) * effect
+    partly = [each for each in tests if each.is_partly_true and each.size >= smallest]
     if partly:
-        most = max(partly, key=lambda each: each.factor * each.size)
-        kind, reason, _ = _named(most.hypothesis)
-        return _Judgement(kind, f"about {min(most.factor, 1):.0%} of this: {reason}", is_share=True)
-    unclear = [part for part in shares if part not in known]
-    unclear += [
-        "all" if each.hypothesis is None else each.hypothesis.name
-        for each in tests
-        if not each.is_false and each.size >= SMALL * effect
-    ]
+        return _in_part(max(partly, key=lambda each: each.least * each.size))
+    unclear = [each for each in tests if not each.is_false and each.size >= SMALL * effect]
     if unclear:
-        return _Judgement(CANNOT_TELL, TOO_LITTLE.format(", ".join(unclear[:4])))
+        remedies = [MORE_TEXT] if reference.is_exact else [IN_FULL, MORE_TEXT]
+        ranges = " and ".join(each.range for each in sorted(unclear, key=lambda each: -each.most)[:3])
+        return _Judgement(CANNOT_TELL, TOO_LITTLE.format(f"{ranges} is", ", or ".join(remedies)))
     return _Judgement(APPLIED)
+
+
+def _in_part(told: _Told) -> _Judgement:
+    """Say how much of a hypothesis is true."""
+    if told.hypothesis is None or told.factor < 0:
+        of = "the change" if told.hypothesis is None else f"that by {told.hypothesis.name}"
+        return _Judgement(IN_PART if told.factor > 0 else OTHER, f"{1 - told.factor:.0%} of {of}", is_share=True)
+    kind, reason, _ = _named(told.hypothesis)
+    return _Judgement(kind, f"about {min(told.factor, 1):.0%} of this: {reason}", is_share=True)
 
 
 def _named(hypothesis: Hypothesis | None) -> _Judgement:
@@ -260,7 +290,7 @@ def _rounded(
 
 def _rest(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     factors, _ = _fit(change, list(parts.values()))
-    return change - sum(factor * part for factor, part in zip(factors, parts.values()))
+    return change - sum(factor * part[0] for factor, part in zip(factors, parts.values()))
 
 
 def _listed(shares: dict[str, float]) -> str:
