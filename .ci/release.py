@@ -1,4 +1,4 @@
-"""What a release takes from the repository: the version of sonicmoe_hf/__init__.py and the notes of CHANGELOG.md.
+"""Reads what a release needs of the repository: the version of sonicmoe_hf/__init__.py and the notes of CHANGELOG.md.
 
 python .ci/release.py version                   # prints it
 python .ci/release.py check refs/tags/v0.1.0    # exits with 1 where the tag, or the CHANGELOG's entry, is another's

@@ -11,7 +11,7 @@ class CheckpointError(ValueError):
 
 
 class UnsupportedExpertsError(ValueError):
-    """These experts compute something that sonicmoe_hf does not: the message names the class, the reason, the remedy."""
+    """Experts compute something that sonicmoe_hf does not. The message names the class, the reason and the remedy."""
 
 
 class UnsupportedModelError(ValueError):

@@ -55,7 +55,7 @@ def versions() -> str:
 
 
 def columns() -> dict[str, str]:
-    """Return what every row of a CSV says of its origin."""
+    """Return the columns that name the origin of a CSV's row."""
     return {"commit": commit(), "versions": versions(), "date": datetime.date.today().isoformat()}
 
 

@@ -39,7 +39,7 @@ def recorded(call):
 
 
 def graph_of(call):
-    """Return what replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
+    """Return a function that replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
     graph, _ = recorded(call)
     return graph.replay
 

@@ -38,7 +38,7 @@ def launches(step):
 
 
 def roles(contender, names, mode):
-    """Return what each kernel is: one of the products, or the start of its own name."""
+    """Name the role of each kernel: one of the products, or the start of its own name."""
     skipped = ("dW1", "dW2") if (contender, mode) == ("hopper", "frozen") else ()
     wanted = [role for role in PRODUCTS.get(contender, ()) if role not in skipped]
     grouped = [number for number, name in enumerate(names) if "cutlass" in name]

@@ -1,4 +1,5 @@
-"""How many defects `sonicmoe-hf check` tells: adapters damaged at random, merged into a small model, in fp32 and bf16.
+"""Counts the defects that `sonicmoe-hf check` tells: adapters damaged at random, merged into a small model, in fp32 and
+bf16.
 
     python -m benchmarks.quality.check_defects --draws 3
 

@@ -1,4 +1,5 @@
-"""What packing a merged adapter again keeps of what was learned, by format, learning rate and way of rounding.
+"""Measures how much of what was learned stays when a merged adapter is packed again, by format, learning rate and way of
+rounding.
 
     python -m benchmarks.quality.packed_again [--bases gpt_oss:8 qwen3_moe:32] [--steps 200] [--seeds 3] [--csv FILE]
     python -m benchmarks.quality.packed_again --model outputs/upcycled    # a pretrained base, as examples/upcycle.py's
@@ -123,7 +124,7 @@ class Adapted(nn.Module):
         return [SCALE * (b @ a) for a, b in zip(self.a, self.b, strict=True)]
 
     def merged(self, way: Callable) -> list[torch.Tensor]:
-        """Return what `way` makes of each weight, its change and its numbers."""
+        """Merge each weight with its change, as `way` does, with its numbers."""
         with torch.no_grad():
             return [way(*each) for each in zip(self.weights, self.changes(), self.uniform, strict=True)]
 

@@ -171,7 +171,7 @@ def build(packages: list[tuple], file: Path, table: Path) -> None:
 
 
 def load(file: Path = FILE) -> Corpus:
-    """Return what `build` wrote, or writes now from the packages installed here."""
+    """Read the corpus that `build` wrote, or build it from the packages installed here."""
     if not file.exists():
         build(installed(), file, file.with_suffix(".csv"))
     with numpy.load(file) as arrays:

@@ -140,7 +140,7 @@ class CapacityRouting:
 
 
 def sizes_of(preset: Preset) -> dict:
-    """Return what the configs of all models here have in common."""
+    """Return the entries that the configs of all models here have in common."""
     return {
         "vocab_size": preset.vocab_size,
         "hidden_size": preset.hidden_size,

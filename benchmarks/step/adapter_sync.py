@@ -1,5 +1,5 @@
-"""What vLLM waits for at each sync of GRPO: an adapter of Qwen3-30B-A3B gathered, written and put into place, without an
-engine.
+"""Times what vLLM waits for at each sync of GRPO: an adapter of Qwen3-30B-A3B gathered, written and put into place,
+without an engine.
 
     python -m benchmarks.step.adapter_sync
     python -m benchmarks.step.adapter_sync --device cpu --tiny --rounds 2     # checks the script

@@ -41,7 +41,7 @@ def run_of(model: str, layers: int, linear: str | None) -> Run:
 
 
 def parallel(model, world: int):
-    """Return what a step calls: the model under DDP where there are several ranks."""
+    """Wrap the model in DDP where there are several ranks."""
     return model if world == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 

@@ -66,7 +66,7 @@ def load(rank: int, ranks: int, folder: Path, held_as: str) -> dict[str, float]:
 
 
 def on_ranks(ranks: int, folder: Path, held_as: str) -> list[dict[str, float]]:
-    """Return what `load` says on each rank."""
+    """Call `load` on each rank and return its results."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(partial(load, ranks=ranks, folder=folder, held_as=held_as), range(ranks)))

@@ -103,7 +103,7 @@ def sequence(length: int, vocabulary: int) -> torch.Tensor:
 
 
 def values_of(model) -> dict[str, torch.Tensor]:
-    """Return what is trained, whole, by name, on the CPU."""
+    """Copy the trained parameters, whole, by name, to the CPU."""
     named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).float().cpu() for n, p in named.items()}
 

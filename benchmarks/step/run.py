@@ -100,7 +100,7 @@ def built(run: Run, options: argparse.Namespace):
 
 
 def compiled(model, execution: str | None, **options):
-    """Return what is called for a step: the model as it is (None or "eager"); with each decoder layer compiled
+    """Return the model as a step calls it: as it is (None or "eager"); with each decoder layer compiled
     ("layers"); or compiled as a whole, in a mode of torch.compile. options: of torch.compile."""
     if execution == "layers" and torch.distributed.is_initialized():  # ranks may share experts
         sonicmoe_hf.compile_layers(model, **options)

@@ -62,8 +62,8 @@ def forget() -> None:
 
 
 def stepping(model, run: Run, execution: str, device: str):
-    """Return what takes a step and returns its loss, of a model as `run` has it, after a forward in which the noise
-    that spreads the load is made: before anything is compiled."""
+    """Return a function that takes a step and returns its loss, of a model as `run` has it, after a forward in which the
+    noise that spreads the load is made: before anything is compiled."""
     tokens = sequences(run.tokens, model.config.vocab_size, device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         compiled(model, "eager")(input_ids=tokens, use_cache=False)

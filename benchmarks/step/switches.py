@@ -1,4 +1,4 @@
-"""What the switches that people set give in Transformers' Trainer after `sonicmoe_hf.attach`: milliseconds of a step.
+"""Times a step of Transformers' Trainer after `sonicmoe_hf.attach`, in milliseconds, with the switches that people set.
 
     python -m benchmarks.step.switches CASE [--settings 2048 field] [--layers 12] [--profile]    # one case a process
     python -m benchmarks.step.switches liger+torch_compile --device cpu --tiny --csv /tmp/switches.csv
@@ -128,7 +128,7 @@ def padded(rows: list[dict]) -> dict:
 
 
 def arguments_of(case: str, batch: int, accumulation: int, steps: int, on_gpu: bool, **settings) -> TrainingArguments:
-    """Return what a user sets, of this case."""
+    """Return the arguments that a user sets in this case."""
     switches = case.split("+")
     if "loss" in switches and on_gpu:
         settings |= {"use_liger_kernel": True, "liger_kernel_config": LOSS_ALONE}

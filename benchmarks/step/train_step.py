@@ -57,7 +57,7 @@ def runs_of(options) -> list[Run]:
 
 
 def settings(run: Run, options, world: int) -> str:
-    """Return what the column `launch` says of a run: everything that is not as by default, and whose kernels compute
+    """Write the column `launch` of a run: everything that is not as by default, and whose kernels compute
     linear attention or Mamba layers."""
     gpus = f"{world} GPU{'s' * (world > 1)}"
     parts = {
@@ -100,7 +100,7 @@ def steps_of(run: Run, options) -> Measured:
 
 
 def profile_of(run: Run, options) -> dict[str, float]:
-    """Return what each part of a step takes. Raises Unavailable."""
+    """Time each part of a step. Raises Unavailable."""
     from benchmarks.step.step_parts import profiled
 
     model = prepared(run, options)

@@ -56,7 +56,7 @@ class ExpertsParameter(NamedTuple):
 
     @property
     def is_per_expert(self) -> bool:
-        """Whether each expert has weights of its own."""
+        """Tell whether each expert has weights of its own."""
         return "{expert}" in self.names[0]
 
     def names_of(self, expert: int | None) -> list[str]:

@@ -47,12 +47,12 @@ class DeclaredQuantization(NamedTuple):
 
     @property
     def is_packed_here(self) -> bool:
-        """Whether quantize_experts or conversion packed the experts."""
+        """Tell whether quantize_experts or conversion packed the experts."""
         return self.method == QUANT_METHOD
 
     @property
     def is_per_expert(self) -> bool:
-        """Whether it is FP8, NVFP4 or integers in every linear layer, or in experts alone, with tensors for each."""
+        """Tell whether it is FP8, NVFP4 or integers in every linear layer, or in experts alone, with tensors for each."""
         return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
 
     def hub(self) -> HubFormat:

@@ -81,7 +81,7 @@ class HubIntegers(_RenamedFormat):
 
     @property
     def has_zeros(self) -> bool:
-        """Whether some zero is not 8."""
+        """Tell whether some zero is not 8."""
         return self.name == "uint4"
 
     def num_groups(self, size_in: int) -> int:

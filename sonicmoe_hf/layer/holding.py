@@ -66,7 +66,7 @@ class Holding(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether this rank has only some of the layer's experts."""
+        """Tell whether this rank has only some of the layer's experts."""
         return self.by in (Holder.EXPERT_PARALLEL, Holder.THEIR_EXPERT_PARALLEL)
 
     @property

@@ -123,7 +123,7 @@ class Forward:
 
     @property
     def is_outermost(self) -> bool:
-        """Whether its call began with it."""
+        """Tell whether its call began with it."""
         return self.outer is None or self.outer.call is not self.call
 
 

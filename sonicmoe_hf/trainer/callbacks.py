@@ -45,8 +45,8 @@ def _check_moment(name: str, value) -> None:
 
 
 class StepCallback(TrainerCallback):
-    """Has the routers do something in every training step. A run that is interrupted inside a step leaves that on until
-    the next one, or, after `attach`, until `trainer.train` ends.
+    """Callback that changes what routers do during every training step. A run that is interrupted inside a step leaves
+    that on until the next one, or, after `attach`, until `trainer.train` ends.
 
     attached: whether `attach` was called on the Trainer.
     """

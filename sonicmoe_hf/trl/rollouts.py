@@ -28,7 +28,7 @@ class Generated(NamedTuple):
 
 
 class GeneratedSequences:
-    """What an engine generated in one rollout."""
+    """Sequences that an engine generated in one rollout."""
 
     def __init__(self) -> None:
         self._by_hash: dict[int, list[Generated]] = {}

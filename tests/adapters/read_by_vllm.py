@@ -138,8 +138,8 @@ def mapper_of(engine_class):
 
 
 def modules_of(engine_class, config) -> set[str]:
-    """Return what vLLM's worker expects adapters of the class on: its linear layers, by the source of the class and of what
-    that imports, and experts by its own mapping. To build the model, a GPU would be needed."""
+    """List the modules on which vLLM's worker expects adapters of the class: its linear layers, by the source of the
+    class and of what that imports, and experts by its own mapping. To build the model, a GPU would be needed."""
     source = "".join(map(inspect.getsource, _models_below(sys.modules[engine_class.__module__], set())))
     names = set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = \w*(?:Linear|FusedMoE)\w*\(", source))
     packed = dict(getattr(engine_class, "packed_modules_mapping", {}))

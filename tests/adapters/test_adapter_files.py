@@ -164,8 +164,8 @@ EXPERTS_OF_0, QUERY = "layers.0.mlp.experts", "no lora_A of model.layers.1.self_
     ],
 )
 def test_factors_that_are_missing_are_named(form, pattern, match, adapter):
-    """Of fused experts, layers and single experts: one rank's, as a trainer with expert parallelism may save them; one
-    projection; one layer."""
+    """Factors of fused experts, layers and single experts: one rank's, as a trainer with expert parallelism may save
+    them; one projection; one layer."""
     if form == "served":
         convert_adapter(adapter, adapter.parent / form, "vllm")
     remove(adapter.parent / form, pattern)

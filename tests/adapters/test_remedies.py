@@ -130,7 +130,7 @@ FOR_ENGINES = {
 
 
 def raising(damage, call=merge):
-    """Return what raises the error: `call`, after the damage."""
+    """Return a function that raises the error: `call`, after the damage."""
 
     def damaged(folder):
         damage(folder)

@@ -113,7 +113,7 @@ def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter, tmp_pat
     ],
 )
 def test_a_target_names_whole_words_of_a_parameters_name(target, is_named):
-    """Nothing inside a word is a match, as in PEFT."""
+    """A part of a word is no match, as in PEFT."""
     assert is_target_parameter("backbone.layers.1.mixer.experts.up_proj", {"target_parameters": [target]}) == is_named
     assert not is_target_parameter("model.layers.1.mlp.experts.gate_up_proj", {"target_parameters": ["up_proj"]})
 

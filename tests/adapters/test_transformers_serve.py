@@ -62,7 +62,7 @@ def folders(tmp_path_factory):
 
 
 def generated(folder):
-    """Return what Transformers generates here, greedily."""
+    """Generate greedily with Transformers here."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors="pt")

@@ -1,4 +1,4 @@
-"""When sonicmoe_hf.from_pretrained takes attention with sinks by itself, and what doctor says of it."""
+"""sonicmoe_hf.from_pretrained chooses attention with sinks by itself, and doctor says where it does."""
 
 import importlib
 import importlib.util

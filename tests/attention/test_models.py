@@ -36,7 +36,7 @@ BATCHES = {
 
 
 def both(model, batch):
-    """Return what the model gives with this attention, and with eager's."""
+    """Compute the model's outputs with this attention and with eager's."""
     ours = results(model, batch)
     model.set_attn_implementation("eager")
     theirs = results(model, batch) if "attention_mask" in batch else results_apart(model)
@@ -45,7 +45,8 @@ def both(model, batch):
 
 
 def results_apart(model):
-    """Return what packed sequences should give: the results of each alone. (GptOssModel hides position_ids from eager's mask.)"""
+    """Compute the results of each packed sequence alone, which they should give together. (GptOssModel hides
+    position_ids from eager's mask.)"""
     parts, logits = apart(), []
     num_labels = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
     model.zero_grad(set_to_none=True)

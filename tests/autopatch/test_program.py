@@ -154,7 +154,7 @@ def test_models_are_patched_whatever_the_other_sitecustomize_does(theirs, tmp_pa
 
 
 def test_children_import_the_package_that_the_command_is_of_and_not_before_a_model_is_built(tmp_path):
-    """Also a checkout that is not installed, or where another one is."""
+    """A checkout may be installed, or not, or another one in its place."""
     environment = _environment(RunSettings(), {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     ask = "import sys, sitecustomize; print(sitecustomize.ROOT, 'sonicmoe_hf' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], env=environment, cwd=tmp_path, capture_output=True, text=True)

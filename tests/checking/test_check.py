@@ -122,7 +122,7 @@ CASES = [("no experts", 0.05), ("honest", 0.05), ("absorbed", 0.05), *((lie, 0.0
 
 @pytest.mark.parametrize(("lie", "noise"), rest_pinned(CASES, 2))
 def test_servers_that_lie(lie, noise, place, capsys):
-    """With noise a token's log-probability is as far off as in bf16, of the base as of the adapter."""
+    """Noise leaves a token's log-probability as far off as in bf16, of the base as of the adapter."""
     change, kind, words = LIES[lie]
     served = Served(base_of(place), tuned(place, change), word_tokenizer(WORD), noise=noise)
     code, (base, adapter) = check_server(place, capsys, served)
@@ -227,7 +227,7 @@ def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
 
 
 def test_an_adapter_of_packed_experts_that_was_merged_into_the_dense_base_is_applied(place, capsys, tmp_path):
-    """What packing changes of the base is no part of the adapter that is missing."""
+    """Packing changes the base, which does not count as a missing part of the adapter."""
     merge_adapter(place.base, place.adapter, tmp_path / "merged")
     code, (merged,) = check(place, capsys, tmp_path / "merged", "--experts-quantization", "nf4")
     assert (merged["kind"], code) == ("applied", 0) and min(merged["shares"].values()) > 0.9

@@ -194,7 +194,7 @@ def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
     ],
 )
 def test_doctor_never_passes_quantized_experts_as_supported(capsys, tmp_path, method, remedy, file):
-    """Whether config.json says so, or as in NVIDIA's exports hf_quant_config.json alone."""
+    """Doctor finds them in config.json, or as in NVIDIA's exports in hf_quant_config.json alone."""
     folder = save_config(tmp_path, **({} if file else {"quantization_config": {"quant_method": method}}))
     if file:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": file}))

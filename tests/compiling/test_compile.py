@@ -116,8 +116,8 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
 # with a torch that leaves such layers uncompiled both kinds are the same test
 @pytest.mark.parametrize("kind", rest_pinned(["non_reentrant", "reentrant"]) if layers.RECORDS else ["non_reentrant"])
 def test_compiled_layers_record_router_logits_for_the_auxiliary_loss(kind):
-    """As TRL's trainers ask for. Of reentrant checkpoints the uncompiled loss has no gradient, so it is compared with
-    another kind's."""
+    """TRL's trainers ask for it. Of reentrant checkpoints the uncompiled loss has no gradient, so another kind's is
+    compared with it."""
     torch._dynamo.reset()
     counters.clear()
     model = with_lora(patched("qwen3_moe", use_cache=False, router_aux_loss_coef=0.5, **ONE_LAYER))
@@ -202,7 +202,7 @@ def in_memory_of_a_graph(graph, inputs, options):
 @pytest.mark.pinned
 @pytest.mark.parametrize("kind", rest_slow(["non_reentrant", None]))
 def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
-    """Whose adapters come after compile_layers, and the second ones after training."""
+    """Adapters come after compile_layers, and the second ones after training."""
     torch._dynamo.reset()
     counters.clear()
     base = patched("qwen3_moe", **ONE_LAYER)
@@ -236,7 +236,7 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
 
 @pytest.mark.parametrize("mode", rest_pinned([None, "reduce-overhead"]))
 def test_compile_layers_says_what_torch_leaves_to_python(mode):
-    """With CUDA graphs also after a call without gradients, which is not compiled."""
+    """CUDA graphs say it also after a call without gradients, which is not compiled."""
     torch._dynamo.reset()
     model = patched("qwen3_moe", use_cache=False, **ONE_LAYER)
     model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: torch._dynamo.graph_break("of a test"))
@@ -375,7 +375,7 @@ def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few()
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKPOINTED_TRAINING)
 def test_the_trainers_torch_compile_follows_the_schedule(kind, tmp_path):
-    """Of layers, after `attach`; with adapters under checkpointing too."""
+    """The Trainer compiles layers after `attach`, with adapters under checkpointing too."""
     logs = []
     counters.clear()
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):

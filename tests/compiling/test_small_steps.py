@@ -99,7 +99,7 @@ def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
     ("busy", "is_said", "hook"), [(35, True, None), (90, False, None), (None, False, None), (35, True, "compiled")]
 )
 def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, hook, monkeypatch, caplog):
-    """Where layers are compiled but torch left some to Python, why, and what to do."""
+    """The message names the layers that torch left to Python, why, and what to do."""
 
     def utilization(device):
         if busy is None:

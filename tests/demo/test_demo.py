@@ -82,7 +82,7 @@ def test_the_demo_refuses_a_tile_with_which_it_would_never_round(capsys):
     ("variables", "threads"), [({}, 1), ({"OMP_WAIT_POLICY": "PASSIVE"}, 2), ({"OMP_NUM_THREADS": "2"}, 2)]
 )
 def test_the_demo_starts_no_threads_that_spin_while_they_wait(monkeypatch, variables, threads):
-    """On busy cores they take ten times as long as one thread."""
+    """Threads that spin take ten times as long as one thread on busy cores."""
     for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

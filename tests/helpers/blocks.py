@@ -1,4 +1,4 @@
-"""Whether a mixture-of-experts block does with its router's indices what token rounding needs: hand them on."""
+"""Checks that a mixture-of-experts block hands its router's indices on, which token rounding needs."""
 
 import torch
 from torch import nn

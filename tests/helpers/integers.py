@@ -17,7 +17,7 @@ LINEAR = r"(_proj|kv_a_proj_with_mqa)\.weight$"
 
 
 def compressed(format="pack-quantized", **weights):
-    """Return what compressed-tensors declares."""
+    """Write the quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | weights
     return {

@@ -176,7 +176,7 @@ def with_other_routers(model):
 
 
 def through_a_file(thing, **options):
-    """Return what torch.load makes of what torch.save wrote of it."""
+    """Save it by torch.save, and load it again."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)

@@ -32,7 +32,7 @@ def gathered(gradient):
 
 
 def trained_and_evaluated(model, inputs):
-    """Return what `loss_and_gradients` gives, and "inference": the logits in evaluation; whole tensors."""
+    """Compute `loss_and_gradients`, and "inference": the logits in evaluation; whole tensors."""
     found = loss_and_gradients(model, inputs)
     with torch.no_grad():
         found["inference"] = model.eval()(**inputs).logits
@@ -45,7 +45,7 @@ def gradients(model):
 
 
 def mean_of_ranks(model, batches=OWN_BATCH):
-    """Return what data parallelism should give: the mean of each rank's loss and gradients, computed here one by one."""
+    """Compute the mean of each rank's loss and gradients one by one, which data parallelism should give."""
     results = [loss_and_gradients(model, batch(**own)) for own in batches]
     losses = [result.pop("loss") for result in results]
     for result in results:

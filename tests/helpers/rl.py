@@ -33,7 +33,7 @@ def make(
 
 
 def logged(trainer, name="serving/largest_gap"):
-    """Return what the trainer logged under a name, once a step."""
+    """List the values that the trainer logged under a name, one a step."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 

@@ -1,4 +1,4 @@
-"""What GRPO is trained on in tests, and how far vLLM and trainer may be apart; without TRL."""
+"""Prompts of GRPO in tests, and how far vLLM and trainer may be apart; without TRL."""
 
 PROMPTS = [{"prompt": text} for text in ("the dog", "the quick brown fox", "the lazy", "over the dog and the fox")] * 2
 GAP = 1e-5  # fp32: two models' order of sums

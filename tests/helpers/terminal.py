@@ -71,8 +71,8 @@ def make_folders(folder: Path) -> None:
 
 
 def output_of(command: str) -> str:
-    """Return what a command of sonicmoe-hf prints in a terminal of COLUMNS columns, without times and the folder's path; of a
-    program that it runs, its own lines and LOGGED."""
+    """Run a command of sonicmoe-hf and return its output in a terminal of COLUMNS columns, without times and the
+    folder's path; of a program that it runs, its own lines and LOGGED."""
     words = shlex.split(command.replace("\\\n", " "))[1:]
     shown = ON_A_CPU.get(words[0], str)
     apart = words[0] == "run" or (shown is not str and torch.cuda.is_available())
@@ -90,7 +90,7 @@ def _of_main(words: list[str]) -> str:
 
 
 def _of_process(words: list[str]) -> str:
-    """Return what a process prints that has no GPU."""
+    """Return the output of a process that has no GPU."""
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": COLUMNS, "HF_DATASETS_CACHE": str(Path.cwd() / "cache")}
     own |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment = {**os.environ, **own}
@@ -108,7 +108,7 @@ def _of_run(printed: str) -> str:
 
 
 def _of_doctor(printed: str) -> str:
-    """Return what it says of the model; versions and devices come before."""
+    """Return doctor's lines on the model; versions and devices come before."""
     return printed[re.search(r"^\S+ \(\w+\) *$", printed, flags=re.MULTILINE).start() :]
 
 

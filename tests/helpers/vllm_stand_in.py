@@ -147,7 +147,7 @@ def install(monkeypatch):
 
 
 def server_info(folder, **changes):
-    """Return what `vllm serve` says of itself, started as its command line should be."""
+    """Answer as `vllm serve` does about itself, started as its command line should be."""
     info = {
         "model_config": {"model": str(folder), "dtype": "torch.float32", "logprobs_mode": "processed_logprobs"},
         "lora_config": {"max_lora_rank": 8, "max_loras": 2, "enable_mixed_moe_lora_format": True},

@@ -84,7 +84,7 @@ def operands(
 
 
 def products(kernels, rows, t: Operands, at=None):
-    """Compute what every function of a backend returns, by name; `at` are another backend's results, from which the
+    """Call every function of a backend and return its results by name; `at` are another backend's results, from which the
     next function goes on, so that errors do not pile up."""
     found, gated = {}, (rows, t.activation, t.interleaved)
 

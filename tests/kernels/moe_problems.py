@@ -200,7 +200,7 @@ def check_contracts(tensors, dout, ids, num_experts, backend, sentinels):
 
 
 def by_reference(tensors, dout, ids, layout, activation, dtype=torch.float64):
-    """Compute what `run` returns, by the loops in reference.py and autograd, on the CPU in this dtype."""
+    """Compute the results of `run` by the loops in reference.py and autograd, on the CPU in this dtype."""
     expert, token = (None if part is None else part.cpu() for part in ids)
     token = torch.arange(len(expert)).repeat_interleave(expert.shape[1]) if token is None else token
     leaves = {name: t.detach().cpu().to(dtype).requires_grad_() for name, t in tensors.items()}
@@ -228,7 +228,7 @@ def upcast(tensors, dtype=torch.float32):
 
 
 def rounded_once(tensors, dout, ids, layout, activation):
-    """Compute what `run` returns in fp32 with every stored tensor (h, a, y, out; dh, a', dx's rows, dx and the
+    """Compute the results of `run` in fp32 with every stored tensor (h, a, y, out; dh, a', dx's rows, dx and the
     weights' gradients) rounded to the inputs' dtype once: nothing that stores them in that dtype can be closer to
     fp32."""
     dtype, (expert, token) = tensors["x"].dtype, ids

@@ -79,7 +79,7 @@ def test_gate_and_up_have_the_same_numbers_in_every_order():
 @pytest.mark.pinned
 @every_format
 def test_the_mean_over_seeds_is_the_value(name):
-    """Of changes from a thousandth of a weight to a third, where no value grows beyond its block's largest: its scale
+    """Changes go from a thousandth of a weight to a third, where no value grows beyond its block's largest: its scale
     stays, also where the largest shrinks."""
     packed, dense = packed_and_dense(name)
     generator, format = torch.Generator().manual_seed(1), FORMATS[name]

@@ -87,7 +87,7 @@ def sum_of_parts(parts, like, bias, rows):
 @pytest.mark.parametrize(("size_out", "size_in"), rest_slow([(144, 336), (160, 144), (272, 128)]))
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_weight_is_transposed_bit_by_bit(device, size_out, size_in, parts):
-    """And the halves of gate and up are filled up to whole groups with zeros."""
+    """Zeros pad the halves of gate and up to whole groups."""
     codes = torch.randint(256, (3, parts * size_out, size_in), dtype=torch.uint8, device=device)
     blocks = -(-size_out // FP8_BLOCK), -(-size_in // FP8_BLOCK)
     scales = torch.rand(3, parts, blocks[0], 1, blocks[1], device=device)

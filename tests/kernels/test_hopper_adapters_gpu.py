@@ -121,7 +121,7 @@ def test_many_rows_of_deep_products(hopper, rank, layout):
 
 @pytest.mark.parametrize("rank", (8, 64, 136))
 def test_an_adapter_of_zeros_leaves_every_bit(hopper, rank):
-    """So nothing of other stages, rows or experts gets into the extra depth's k blocks."""
+    """The extra depth's k blocks hold nothing of other stages, rows or experts."""
     problem = Problem(hopper, rank, "interleaved")
     zeros = {name: LoraTerm(rows, torch.zeros_like(factor)) for name, (rows, factor) in problem.extras.items()}
     without = problem.products(hopper, dict.fromkeys(zeros))

@@ -84,7 +84,7 @@ def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layo
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_with_adapters_asks_for_kernels_of_their_rank(monkeypatch, layout):
-    """And compiles ahead what a step with frozen experts asks for."""
+    """The layer compiles ahead what a step with frozen experts asks for, too."""
     act = Activation("swiglu")
     found, (of_training, of_inference, _) = asked_for(
         monkeypatch, layout, act, True, torch.bfloat16, 256, 192, rank=16

@@ -215,7 +215,8 @@ def test_what_the_kernels_do_not_take_falls_back_and_nothing_else(launched, trit
 
 @pytest.mark.parametrize("function", GATHERED)
 def test_gathered_tensors_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch, function):
-    """Whose offsets would not fit into 32 bits. Shown with a smaller limit: the first that falls back is the limit itself."""
+    """Their offsets would not fit into 32 bits. Shown with a smaller limit: the first that falls back is the limit
+    itself."""
     assert hopper.MAX_ELEMENTS == 1 << 31
     t = operands()
     for more, expected in ((0, True), (1, False)):

@@ -131,7 +131,7 @@ def test_a_rounded_product_and_its_residual_are_the_product(truncated, bound):
 
 @pytest.mark.parametrize("value", (math.inf, -math.inf, 0.0, 3.3895e38))
 def test_a_residual_keeps_what_is_not_finite(value):
-    """And what rounds to infinity or zero."""
+    """A residual keeps what rounds to infinity or zero, too."""
     residual = source.module("rounding_error").Residual(0, False)
     word = residual.word([[Bits(bits_of(value))] * 2] * 4)
     found = residual.value(Registers(BFloat16, (2,), [value] * 2), [word], 0, 0)

@@ -173,7 +173,7 @@ def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(record
 @pytest.mark.pinned
 @pytest.mark.parametrize("reads_packed", [False, True])
 def test_a_recomputed_layers_weights_are_expanded_for_its_backward_too(reads_packed, recorded_layer, monkeypatch):
-    """With launches that are recorded, from the first call on; also where forward reads them packed."""
+    """Launches are recorded from the first call on; also where forward reads them packed."""
     packed, inputs, expanded = recorded_layer
     set_limits(monkeypatch, PACKED=2 * reads_packed, BESIDE_EXPANDED=1)
     x, routing = inputs(3)

@@ -244,7 +244,7 @@ def test_two_cuda_graphs_replayed_with_different_routing():
 
 
 def fails_a_device_assertion(expert, token, num_tokens, sentinels):
-    """Return what dispatch of these ids, expressions of torch, says in a process that it ends."""
+    """Return the message of dispatch of these ids, expressions of torch, in a process that it ends."""
     code = f"""
         import torch
         from sonicmoe_hf.kernels import triton as kernels

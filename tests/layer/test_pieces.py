@@ -150,7 +150,7 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("ranks", [(0, 0), (1, 1)], ids=str)
 def test_what_a_layer_holds_at_once_does_not_grow_with_its_tokens(in_pieces, monkeypatch, ranks):
-    """But for tensors of x's size, in forward and in backward, and what is kept: no h and no a."""
+    """Only tensors of x's size grow, in forward and in backward, and what is kept: no h and no a."""
     H, I, K = 4, 256, 2
     peaks, kept = {"forward": [], "backward": []}, []
 

@@ -1,4 +1,4 @@
-"""What a caller hands over or has set stays as it is, and says which model is loaded."""
+"""Objects that a caller hands over or has set stay as they are, and say which model is loaded."""
 
 import copy
 import json

@@ -81,7 +81,7 @@ fused_loss.__module__ = "liger_kernel.transformers.model.qwen3_moe"
 
 
 def trained(kind, folder, callbacks=(), rate=0.05, **options):
-    """Return what a Trainer logs, what it has trained with the routers' biases, and the rows of each expert. padded:
+    """Train, and return the Trainer's logs, its weights with the routers' biases, and the rows of each expert. padded:
     sequences of other lengths, summed over micro-batches, and evaluated."""
     model, counts, is_padded = model_of(kind), ExpertLoadCallback(), kind == "padded"
     options["gradient_accumulation_steps"] = 1 + is_padded
@@ -265,7 +265,7 @@ def test_documents_that_attention_would_not_keep_apart_are_an_error(ranks, train
 @pytest.mark.parametrize("length", [6, 12])
 @pytest.mark.parametrize(("option", "rank"), [("cp", 0), ("cp", 1), ("sp", 0), ("sp", 1)])
 def test_documents_are_told_from_a_sequence_that_is_one(option, rank, length):
-    """By positions that begin anew: in a whole sequence of twelve (cp), or in a rank's half of it (sp)."""
+    """Positions that begin anew tell them: in a whole sequence of twelve (cp), or in a rank's half of it (sp)."""
     whole = torch.arange(12).remainder(length).expand(2, 12)
     config = SimpleNamespace(cp_enabled=option == "cp", sp_enabled=option == "sp", sp_size=WORLD)
     config.sp_handler = SimpleNamespace(sp_attn_implementation="sdpa")
@@ -292,7 +292,7 @@ def test_torch_sinks_is_an_error_by_name_under_both(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_torchs_ring_attention_gives_the_gradients_of_one_gpu(tmp_path):
-    """As the benchmark checks them, of a small model in bf16."""
+    """The benchmark checks the same, here of a small model in bf16."""
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     small = ["--tiny", "--layers", "2", "--lengths", "256", "--csv", str(tmp_path / "long.csv")]
     subprocess.run([*ranks, "-m", "benchmarks.step.long", *small], check=True, timeout=180)

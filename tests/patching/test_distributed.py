@@ -230,7 +230,7 @@ def test_ranks_that_exchange_tokens_of_different_batches_get_the_mean_gradients(
 
 
 def refusals(rank, folder, kind):
-    """Return what a user is told, in each of the ways to ask for token rounding."""
+    """List the messages that a user gets, in each of the ways to ask for token rounding."""
     model = load_parallel(folder, kind)
     with patching(routing=POLICY):
         unaware = load_parallel(folder, kind)
@@ -256,7 +256,7 @@ def test_token_rounding_under_parallelism_of_the_experts_raises_and_names_the_re
 
 
 def adapted_in_parallel(rank, folder, kind, targets):
-    """Return what a user is told who adapts experts that are split over ranks, before anything runs."""
+    """Return the message to a user who adapts experts that are split over ranks, before anything runs."""
     model = load_parallel(folder, kind, experts_implementation="sonicmoe_hf")
     with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
         with_lora(model, targets)(**batch())  # PEFT before 0.21 asks nobody when it makes adapters

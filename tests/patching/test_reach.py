@@ -1,4 +1,5 @@
-"""Whether a call of the experts reaches us: subclasses, forwards that somebody replaced, experts outside the interface."""
+"""Calls of the experts reach us, or an error says why not: subclasses, forwards that somebody replaced, experts outside
+the interface."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""What plan counts of one layer of DeepSeek-V4, beside what it takes on tensors without memory."""
+"""plan's memory of one layer of DeepSeek-V4, compared with what tensors without memory take."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ def small_corpus(monkeypatch, tmp_path):
 
 
 def log_of(folder):
-    """Return what a Trainer logged, from its saved state."""
+    """Read the logs of a Trainer from its saved state."""
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 

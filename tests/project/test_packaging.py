@@ -208,7 +208,7 @@ def test_an_editable_install_imports_from_anywhere(sources, told):
 
 @pytest.mark.slow
 def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(told):
-    """There `sonicmoe_hf` is the checkout's, which links to kernels/ beside it; the folder does not shadow `kernels`."""
+    """`sonicmoe_hf` is the checkout's there, which links to kernels/ beside it; the folder does not shadow `kernels`."""
     assert told["python -m"].startswith("sonicmoe-hf ")
 
 

@@ -1,4 +1,4 @@
-"""What publishes a release: .ci/release.py, and workflows that end before the upload unless a tag is pushed."""
+"""Releases are published by .ci/release.py, and by workflows that end before the upload unless a tag is pushed."""
 
 import importlib.util
 import re

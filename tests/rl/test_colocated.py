@@ -80,7 +80,7 @@ def other_experts(complete):
 def test_the_experts_that_vllm_returned_are_used_in_scoring_and_in_every_update(
     config, base, engine, tmp_path, monkeypatch
 ):
-    """Also where TRL masks completions that were cut off, as all are here."""
+    """TRL may mask completions that were cut off, as all are here."""
     monkeypatch.setattr(engine, "_complete", other_experts(engine._complete))
     trainer = make(GRPOTrainer, base, tmp_path, {"beta": 0.1, **config})
     used, given = [], []
@@ -192,7 +192,7 @@ def test_without_vllm_the_policys_own_experts_are_replayed(base, tmp_path):
 
 
 def test_run_makes_a_trainer_of_the_programs_own_class_send_adapters_where_it_has_one(base, engine, tmp_path):
-    """As sitecustomize.py has it: around TRL's constructor, inside that of a subclass."""
+    """sitecustomize.py has it so: around TRL's constructor, inside that of a subclass."""
     session = Session(RunSettings())
 
     class Mine(TRLsGRPOTrainer):

@@ -1,4 +1,4 @@
-"""What vLLM would serve in part, or not at all, is refused before an engine starts."""
+"""Adapters that vLLM would serve in part, or not at all, are refused before an engine starts."""
 
 import sys
 from types import SimpleNamespace

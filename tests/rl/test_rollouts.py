@@ -44,7 +44,7 @@ def test_equal_sequences_get_their_own_in_order_and_others_are_an_error():
 
 
 def test_experts_lie_over_prompts_padded_on_the_left_and_completions_on_the_right():
-    """In batches of more sequences than are laid out at once too."""
+    """Batches may have more sequences than are laid out at once."""
     rollout = Rollout([2, 1] * 10, [1, 3] * 10, [experts(3), experts(4, 50)] * 10)
     assert rollout.mask(6, 3)[:2].tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
     aligned = rollout.aligned(6, 3)

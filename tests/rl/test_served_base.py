@@ -30,7 +30,7 @@ def rounded(base, folder, format):
 
 @pytest.mark.parametrize("family", rest_pinned(WIDE))
 def test_rounded_experts_have_the_values_of_packed_ones_bit_by_bit_and_the_rest_is_untouched(family, tmp_path):
-    """In every format; each expert's matrices are packed with those that Transformers puts beside them."""
+    """Each expert's matrices are packed, in every format, with those that Transformers puts beside them."""
     build(family, **WIDE[family]).bfloat16().save_pretrained(tmp_path / "base")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     for format in FORMATS if family == "qwen3_moe" else ("nf4", "mxfp4"):

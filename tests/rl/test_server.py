@@ -21,7 +21,8 @@ def of(server, **changes):
 
 @pytest.mark.parametrize("mixed", rest_pinned([True, False]))
 def test_each_version_is_loaded_by_a_name_of_its_own_and_the_one_before_is_unloaded(mixed, base, engine, tmp_path):
-    """In PEFT's own form where the server takes it. A second run, after one that was killed, unloads what that left."""
+    """Versions are in PEFT's own form where the server takes it. A second run, after one that was killed, unloads what
+    that left."""
     lora = {"max_lora_rank": 8, "max_loras": 2, "enable_mixed_moe_lora_format": mixed}
     with serving(base, lora_config=lora) as server:
         trainer = make(GRPOTrainer, base, tmp_path, of(server))

@@ -211,7 +211,7 @@ def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, w
 
 @pytest.mark.parametrize("apply", [Offloaded.apply, composable])
 def test_so_it_is_where_routing_is_replayed_in_evaluation(apply):
-    """What it computes again would have the experts that the routers choose by then."""
+    """Layers that are computed again would have the experts that the routers choose by then."""
     model, inputs = patched("qwen3_moe", use_cache=False).eval(), batch()
     with sonicmoe_hf.record_routing(model) as routing:
         model(**inputs)

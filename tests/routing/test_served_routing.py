@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
 
 
 class OtherTopK(TorchFunctionMode):
-    """Has a router's own last top-k, that over all experts, give other experts; -1 keeps its own. The rest of the
+    """Makes a router's own last top-k, that over all experts, give other experts; -1 keeps its own. The rest of the
     router's forward, Transformers' code, then computes their weights."""
 
     def __init__(self, given_TK):

@@ -1,4 +1,4 @@
-"""Whose call a router sees: its thread's and, in backward, its graph's; what errors and interrupts leave behind."""
+"""A router sees the call of its thread and, in backward, of its graph; what errors and interrupts leave behind."""
 
 import functools
 import gc

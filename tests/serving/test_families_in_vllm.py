@@ -36,7 +36,7 @@ def test_base_adapter_and_merged_checkpoint_have_the_log_probabilities_of_transf
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "qwen3_moe"])
 def test_pefts_own_file_is_served_where_it_is_said_to_be(family, tmp_path):
-    """Where ranks and scales are one, under --enable-mixed-moe-lora-format."""
+    """vLLM serves it where ranks and scales are one, under --enable-mixed-moe-lora-format."""
     model = model_for_vllm(family, tmp_path / "base")
     adapted = save_with_factors(get_peft_model(model, config_for_vllm(model)), tmp_path / "adapter", 0.1)
     shapes = build_on_meta(str(tmp_path / "base"))

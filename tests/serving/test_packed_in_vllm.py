@@ -48,7 +48,7 @@ WITHOUT_LORA = {
 
 @pytest.mark.parametrize("family, format, sizes", PACKED)
 def test_vllms_kernels_for_cpus_take_no_adapters_of_packed_experts(family, format, sizes, without_amx, tmp_path):
-    """As docs/rl.md says of bases that GRPO has not been tried with: once they do, this fails."""
+    """docs/rl.md says so of bases that GRPO has not been tried with: once they do, this fails."""
     model_for_vllm(family, tmp_path / "bf16", torch.bfloat16, **sizes)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "packed", "hub", quantize=format)
     refused = pytest.raises((ValueError, NotImplementedError), match=WITHOUT_LORA[format])

@@ -1,4 +1,4 @@
-"""On a GPU, experts in host memory are read over the bus for few tokens: the resident model's bits."""
+"""Experts in host memory are read by a GPU over the bus for few tokens: the resident model's bits."""
 
 import gc
 from unittest import mock

@@ -234,7 +234,8 @@ def where_one_driver_does_not_pin(rank, after, shares):
 
 @pytest.mark.parametrize("after, shares", [(0, True), (LAYERS + 1, True), (3, False)])
 def test_a_rank_whose_driver_does_not_pin_ends_the_others_at_once_with_its_error(ranks, after, shares):
-    """Of the first weight that it fills, of one that another rank fills, and where each rank has a copy."""
+    """The driver fails at the first weight that a rank fills, at one that another rank fills, and where each rank has a
+    copy."""
     for error, left, placed in ranks.run(where_one_driver_does_not_pin, after, shares):
         assert error == "rank 1 of this host: the driver did not pin it"
         assert left == [0, 0, {}] and placed == 2 * LAYERS, "nothing is changed, pinned or open, and all may try again"

@@ -31,7 +31,7 @@ streamed = functools.partial(streamed_of, layers=LAYERS)
 
 
 def lived(model):
-    """Return what a training run gives: two steps of two batches each, an evaluation and a generation between them."""
+    """Train and return the results: two steps of two batches each, an evaluation and a generation between them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, given = torch.optim.SGD(trained, lr=0.1), []
     for step in range(2):

@@ -64,7 +64,7 @@ class AdaptedLayer(NamedTuple):
 
     @property
     def is_gate_up(self) -> bool:
-        """Whether it adapts experts' gate and up."""
+        """Tell whether it adapts experts' gate and up."""
         return self.experts is not None and has_gate(self.experts) and self.target == weight_names(self.experts)[0]
 
 

@@ -29,12 +29,12 @@ class Checked(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the adapter is where it should be, and nowhere else."""
+        """Tell whether the adapter is where it should be, and nowhere else."""
         return self.verdict.kind not in (APPLIED, IN_PART) if self.is_base else self.verdict.kind == APPLIED
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it cannot be told."""
+        """Tell whether it is unknown where the adapter is."""
         return not self.is_base and self.verdict.kind == CANNOT_TELL
 
 

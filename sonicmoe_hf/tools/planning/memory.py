@@ -73,17 +73,17 @@ class Training:
 
     @property
     def full(self) -> bool:
-        """Whether all weights are trained."""
+        """Tell whether all weights are trained."""
         return self.method == "full"
 
     @property
     def fp32_stream(self) -> bool:
-        """Whether hidden states between the layers are in fp32."""
+        """Tell whether hidden states between the layers are in fp32."""
         return self.full and self.weights == "fp32" and self.parallel == "one GPU"
 
     @property
     def splits_experts(self) -> bool:
-        """Whether ranks have experts of their own."""
+        """Tell whether ranks have experts of their own."""
         return self.parallel == "expert parallelism"
 
     @property

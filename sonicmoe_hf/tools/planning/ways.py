@@ -85,7 +85,7 @@ class Way:
 
     @property
     def fits(self) -> bool:
-        """Whether a GPU has as much."""
+        """Tell whether a GPU has as much."""
         return self.needed <= self.gpu_memory
 
 

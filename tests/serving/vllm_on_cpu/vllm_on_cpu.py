@@ -1,5 +1,5 @@
-"""What vLLM 0.32 lacks on CPUs: experts with LoRA, which it has in Triton's kernels for GPUs alone, and experts that are
-loaded anew.
+"""Adds what vLLM 0.32 lacks on CPUs: experts with LoRA, which it has in Triton's kernels for GPUs alone, and experts
+that are loaded anew.
 
 Three functions in torch take the place of those kernels: the experts' two products, and what an adapter adds to either.
 Names of an adapter's tensors, how they are split, stacked and kept in slots, which token has which adapter, and where the
