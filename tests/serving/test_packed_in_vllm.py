@@ -15,14 +15,19 @@ FORMATS = {"fp8": "CPUExpertsFp8", "mxfp4": "CPUExpertsMxfp4"}
 
 
 @pytest.fixture
-def without_amx(monkeypatch):
-    """Have vLLM take its kernels for packed experts on CPUs without AMX, where AVX-512 does their products too."""
-    if not torch.cpu._is_avx512_supported():
-        pytest.skip("vLLM's kernels for packed experts need AVX-512")
+def kernels_for_cpus(monkeypatch):
+    """Have vLLM take its kernels for packed experts on CPUs without AMX."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     for name in FORMATS.values():
         monkeypatch.setattr(getattr(cpu_moe, name), "_supports_current_device", staticmethod(lambda: True))
+
+
+@pytest.fixture
+def without_amx(kernels_for_cpus):
+    """Skip where AVX-512 cannot do their products either."""
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's kernels for packed experts need AVX-512")
 
 
 def replayed(model, completions):
@@ -47,7 +52,7 @@ WITHOUT_LORA = {
 
 
 @pytest.mark.parametrize("family, format, sizes", PACKED)
-def test_vllms_kernels_for_cpus_take_no_adapters_of_packed_experts(family, format, sizes, without_amx, tmp_path):
+def test_vllms_kernels_for_cpus_take_no_adapters_of_packed_experts(family, format, sizes, kernels_for_cpus, tmp_path):
     """docs/rl.md says so of bases that GRPO has not been tried with: once they do, this fails."""
     model_for_vllm(family, tmp_path / "bf16", torch.bfloat16, **sizes)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "packed", "hub", quantize=format)
