@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,15 @@ class Target(NamedTuple):
     holding: Holding
 
 
+@contextmanager
+def _named(weight: str, separator: str = ": ") -> Iterator[None]:
+    """Name the weight in errors of the formats, inside `with`."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{weight}{separator}{error}") from error
+
+
 Stored = dict[str, Any]  # by name: tensors in a list, those of the experts in their order; or Apart
 
 
@@ -133,6 +143,7 @@ class _Conversion(ConversionOps):
             for pattern, found in input_dict.items()
         }
         made = self.make(target, stored)
+        made = as_parameter(made) if isinstance(made, PackedWeight) else made
         linear = self.hf_quantizer.linear
         is_linear = name not in packable(module) and not made.is_meta
         if is_linear and linear is not None and linear.param_needs_quantization(model, full_layer_name):
@@ -161,7 +172,7 @@ class PackExperts(_Conversion):
                 return value.packed(self.format, value.dtype, order, mean)
             return PackedWeight.quantize(value, self.format, is_transposed(target.module), order, mean)
 
-        return _of_holding(target, self.format, pack, value.device)
+        return pack_share(self.format, pack, local_shape(target.dense), value.device, target.holding)
 
 
 class TakePacked(_Conversion):
@@ -177,13 +188,11 @@ class TakePacked(_Conversion):
             raise CheckpointError(f"{target.full_name}: {missing} is missing, a part of this {format.name} weight")
         if target.holding.group is not None:
             tensors = dict(zip(names, stored_share(format, [tensors[name] for name in names], target.holding)))
-        try:
+        with _named(target.full_name.rpartition(".")[0], ", "):
             packed = format.read(target.name, tensors, target.holding.experts.start)
-        except ValueError as error:
-            raise CheckpointError(f"{target.full_name.rpartition('.')[0]}, {error}") from error
         weight = PackedWeight.of(packed, format.name, target.dense.dtype, is_transposed(target.module))
         check_shape(target.full_name, weight.shape, target.dense)
-        return as_parameter(weight)
+        return weight
 
 
 class TakeExperts(_Conversion):
@@ -199,7 +208,7 @@ class TakeExperts(_Conversion):
         wanted, dtype, is_plain = self.format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
             packed = self._joined(self._parts(stored, target), target, target.holding.experts.start)
-            return as_parameter(PackedWeight.of(packed, wanted, dtype))
+            return PackedWeight.of(packed, wanted, dtype)
         order = "concatenated" if len(self.sources) > 1 else "whole"
         device = next(tensor.device for tensors in stored.values() for tensor in tensors)
 
@@ -212,7 +221,7 @@ class TakeExperts(_Conversion):
             packed = FORMATS[wanted].pack(values, local_shape(target.dense), order, mean, device)
             return PackedWeight(packed, wanted, dtype)
 
-        return _of_holding(target, wanted, pack, device)
+        return pack_share(wanted, pack, local_shape(target.dense), device, target.holding)
 
     def _is_plain(self, stored: Stored) -> bool:
         """Tell whether the checkpoint has these experts in floats."""
@@ -227,10 +236,9 @@ class TakeExperts(_Conversion):
         if self.stored_format.name not in FORMATS:
             tensors = [self._tensors(stored, source, target) for source in self.sources]
             for number, expert in enumerate(zip(*tensors), first):
-                try:
-                    yield torch.cat([self.stored_format.dense(*projection) for projection in expert])
-                except CheckpointError as error:
-                    raise CheckpointError(f"{target.full_name}, expert {number}: {error}") from error
+                with _named(f"{target.full_name}, expert {number}"):
+                    values = torch.cat([self.stored_format.dense(*projection) for projection in expert])
+                yield values
             return
         for number, expert in enumerate(zip(*self._parts(stored, target)), first):
             joined = self._joined([[projection] for projection in expert], target, number)
@@ -275,10 +283,8 @@ class TakeExperts(_Conversion):
     def _part(self, stored: Stored, source: str, target: Target) -> list[Quantized]:
         packed = []
         for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
-            try:
+            with _named(f"{target.full_name}, {source} of expert {expert}"):
                 packed.append(self.stored_format.pack(*tensors))
-            except CheckpointError as error:
-                raise CheckpointError(f"{target.full_name}, {source} of expert {expert}: {error}") from error
         return packed
 
 
@@ -305,19 +311,20 @@ class TakeDense(_Conversion):
             raise CheckpointError(
                 f"{layer} is {weight.dtype} with {scales} of {len(needed) - 1} scales; the checkpoint is incomplete"
             )
-        try:
+        with _named(layer):
             dense = self._dense(weight, others, parameter) if is_packed else weight
-        except CheckpointError as error:
-            raise CheckpointError(f"{layer}: {error}") from error
         if is_packed and not bool(torch.isfinite(dense).all()):
             raise CheckpointError(f"{layer} or its scales have NaN or infinite values")
         return dense.to(parameter.dtype)
 
     def _dense(self, weight: torch.Tensor, others: list[torch.Tensor], parameter) -> torch.Tensor:
-        is_shared = mesh_of(parameter) is not None
-        if is_shared and isinstance(self.stored_format, HubFP8):
-            return dense_rows(self.stored_format, weight, others[0], parameter)
-        if is_shared and weight.dtype == torch.int32:
+        is_sharded = mesh_of(parameter) is not None
+        if is_sharded and isinstance(self.stored_format, HubFP8):
+            # Transformers cuts the scales into as many pieces as the weight, but blocks need not end where pieces do
+            _, ((num_blocks, _), _) = self.stored_format.stored("", parameter.shape).values()
+            scales, first = gathered_rows(others[0], num_blocks, parameter)
+            return self.stored_format.dense_rows(weight, scales, parameter.shape[0], first)
+        if is_sharded and weight.dtype == torch.int32:
             raise CheckpointError(
                 "ranks share a linear layer that the checkpoint packs in integers, which cannot be cut; leave out "
                 "fsdp_size, or load it once on one rank and save_pretrained it, which makes linear layers dense"
@@ -325,24 +332,8 @@ class TakeDense(_Conversion):
         return self.stored_format.dense(weight, *others)
 
 
-def _of_holding(target: Target, format: str, pack, device: torch.device) -> torch.Tensor:
-    """Pack the experts of this rank, by `pack` alone where it has them all."""
-    holding = target.holding
-    is_whole = holding.group is None
-    return as_parameter(pack() if is_whole else pack_share(format, pack, local_shape(target.dense), device, holding))
-
-
-def _kinds(part: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in part if tensor is not None]
-
-
-def dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter) -> torch.Tensor:
-    """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many parts as the weight, but
-    blocks need not end where parts do."""
-    rows = parameter.shape[0]
-    _, ((num_blocks, _), _) = format.stored("", parameter.shape).values()
-    whole, first = gathered_rows(scales, num_blocks, parameter)
-    return format.dense_rows(weight, whole, rows, first)
+def _kinds(stored: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in stored if tensor is not None]
 
 
 # the conversions of a model, by what its checkpoint has

@@ -25,10 +25,10 @@ from ..private import attributes
 def pack_share(
     format: str, pack: Callable[..., PackedWeight], shape: torch.Size, device: torch.device, holding: Holding
 ) -> PackedWeight:
-    """Pack a rank's experts, whose weight has this shape, by `pack`, so that they have the values that they have in the
-    whole weight: NF4's scales are stored as differences from the mean of all. All ranks of the group call it. Raises
-    an error on every rank where `pack` raises ValueError or RuntimeError on one."""
-    if not FORMATS[format].is_whole:
+    """Pack the experts of this process, whose weight has this shape, by `pack`. A rank's have the values that they have
+    in the whole weight: NF4's scales are stored as differences from the mean of all. All ranks of the group call it.
+    Raises an error on every rank where `pack` raises ValueError or RuntimeError on one."""
+    if holding.group is None or not FORMATS[format].is_whole:
         return pack()
     values = shape[1:].numel()
     FORMATS[format].check_share(holding.experts, values)
