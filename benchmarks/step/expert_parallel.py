@@ -1,7 +1,7 @@
 """Training steps of Qwen3-30B-A3B's layers on several GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
 
     torchrun --nproc-per-node 4 -m benchmarks.step.expert_parallel [--layers 4] [--tokens 16384] [--spread-load]
-        [--case NAME ...] [--ways gathering,all_to_all] [--liger]
+        [--case NAME ...] [--exchanges gathering,all_to_all] [--liger]
 
 Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A
 step is forward, backward, fused AdamW and zero_grad. The learning rate is 0, so that the routing stays as it is.
@@ -12,9 +12,8 @@ what is for others in an all-to-all. `exchange` is what the experts' ranks excha
 trace of two steps says for how long NCCL's kernels ran (nccl_ms), others did (compute_ms), and any (busy_ms): what NCCL
 hides behind others is the sum of the first two less the third.
 
---ways measures the ways in which tokens can reach our experts, in place of the one that sonicmoe-hf chooses, beside the
-others' top-k. Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. `--device cpu --tiny --tokens 64` checks
-the script.
+--exchanges measures these exchanges of tokens, in place of the one that sonicmoe-hf chooses, beside the others' top-k.
+Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. `--device cpu --tiny --tokens 64` checks the script.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from benchmarks.step.models import add_settings, apply_settings, config_of, sett
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
 from sonicmoe_hf.expert_parallel import collectives
-from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
+from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
 from sonicmoe_hf.tools.random_models import random_packed_model
 
 MODEL = "Qwen3-30B-A3B"
@@ -52,11 +51,11 @@ TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of expe
 
 class Case(NamedTuple):
     """Case: the implementation that brings experts their tokens (None: FSDP2 gathers the weights instead), the
-    routing, and the way of ours (None: the one that it chooses)."""
+    routing, and the exchange of ours (None: the one that it chooses)."""
 
     ep_implementation: str | None
     routing: str | None
-    way: str | None = None
+    exchange: str | None = None
 
 
 CASES = {
@@ -66,7 +65,7 @@ CASES = {
     "FSDP2, top-k": Case(None, None),
     "FSDP2, nearest": Case(None, "token_rounding"),
 }
-BY_WAY = {f"sonicmoe_hf by {way}, top-k": Case("sonicmoe_hf", None, way) for way in WAYS}
+BY_EXCHANGE = {f"sonicmoe_hf by {exchange}, top-k": Case("sonicmoe_hf", None, exchange) for exchange in EXCHANGES}
 OTHERS = ("all_to_all of Transformers, top-k", "FSDP2, top-k")
 
 
@@ -222,13 +221,13 @@ def results_of(options, table: Table, shape: str) -> dict[str, dict]:
     """Measure every case, each a row of the table; those of one implementation share a model."""
     tokens = sequences(options.tokens, options.config.vocab_size, options.device, seed=dist.get_rank())
     results = {}
-    cases = {name: (CASES | BY_WAY)[name] for name in options.case or CASES}
+    cases = {name: (CASES | BY_EXCHANGE)[name] for name in options.case or CASES}
     for implementation in dict.fromkeys(case.ep_implementation for case in cases.values()):
         model = build(implementation, options)
         for name, case in cases.items():
             if case.ep_implementation != implementation:
                 continue
-            with use_way(case.way):
+            with use_exchange(case.exchange):
                 results[name] = measure(model, case, tokens, options)
             table.add(shape, name, results[name])
         del model
@@ -238,7 +237,7 @@ def results_of(options, table: Table, shape: str) -> dict[str, dict]:
 
 def check(results: dict[str, dict]) -> None:
     """Raise AssertionError where losses or gradients of the top-k cases differ."""
-    top_k = {name: found for name, found in results.items() if (CASES | BY_WAY)[name].routing is None}
+    top_k = {name: found for name, found in results.items() if (CASES | BY_EXCHANGE)[name].routing is None}
     first = next(iter(top_k.values()), None)
     for name, found in top_k.items():
         for metric, tolerance in TOLERANCES.items():
@@ -255,12 +254,14 @@ def main() -> None:
     )
     add_settings(parser)
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
-    parser.add_argument("--case", action="append", choices=[*CASES, *BY_WAY], help="default: those that name no way")
-    parser.add_argument("--ways", help=f"of ours, in place of --case: some of {','.join(WAYS)}")
+    parser.add_argument(
+        "--case", action="append", choices=[*CASES, *BY_EXCHANGE], help="default: those that name no exchange"
+    )
+    parser.add_argument("--exchanges", help=f"of ours, in place of --case: some of {','.join(EXCHANGES)}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     options = parser.parse_args()
-    if options.ways:
-        options.case = [*(f"sonicmoe_hf by {way}, top-k" for way in options.ways.split(",")), *OTHERS]
+    if options.exchanges:
+        options.case = [*(f"sonicmoe_hf by {exchange}, top-k" for exchange in options.exchanges.split(",")), *OTHERS]
     sizes = {} if options.vocabulary is None else {"vocab_size": options.vocabulary}
     options.config = config_of(MODEL, options.layers, options.tiny, **sizes)
     rank, num_ranks = join_ranks(options.device)

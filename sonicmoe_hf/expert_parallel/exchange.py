@@ -42,11 +42,11 @@ def _padded(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing), value=value) if missing else tensor
 
 
-WAYS = ("gathering", "all_to_all")
+EXCHANGES = ("gathering", "all_to_all")
 MAX_RANKS_GATHERING = 4
 MANY_BYTES = 2**26  # of gathered tokens: with fewer, the host's time counts more than memory and links
 LENGTHS = 16  # steps from no pairs to a balanced rank's
-_way_in_use: str | None = None  # no thread's own: checkpointing runs layers again in a thread of autograd's
+_exchange_in_use: str | None = None  # no thread's own: checkpointing runs layers again in a thread of autograd's
 
 
 class MaxSizes(NamedTuple):
@@ -57,8 +57,8 @@ class MaxSizes(NamedTuple):
     is_list: int
 
 
-def choose_way(num_ranks: int, gathered_bytes: int) -> str:
-    """Choose how tokens reach the experts of other ranks, the same on all ranks: one of WAYS. gathered_bytes: of the
+def choose_exchange(num_ranks: int, gathered_bytes: int) -> str:
+    """Choose how tokens reach the experts of other ranks, the same on all ranks: one of EXCHANGES. gathered_bytes: of the
     tokens of all ranks, each with as many as the longest.
 
     Gathering sends every token to N - 1 ranks five times a layer, partly beside products. An all-to-all sends a token
@@ -73,15 +73,15 @@ def choose_way(num_ranks: int, gathered_bytes: int) -> str:
 
 
 @contextlib.contextmanager
-def use_way(way: str | None) -> Iterator[None]:
-    """Bring tokens to experts in this way, one of WAYS, inside `with`, forward and backward of a step; None: the one that
-    `choose_way` chooses. For measurements and tests; all ranks do the same."""
-    global _way_in_use
-    before, _way_in_use = _way_in_use, way
+def use_exchange(kind: str | None) -> Iterator[None]:
+    """Bring tokens to experts by this exchange, one of EXCHANGES, inside `with`, forward and backward of a step; None:
+    the one that `choose_exchange` chooses. For measurements and tests; all ranks do the same."""
+    global _exchange_in_use
+    before, _exchange_in_use = _exchange_in_use, kind
     try:
         yield
     finally:
-        _way_in_use = before
+        _exchange_in_use = before
 
 
 def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:
@@ -93,8 +93,8 @@ def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
     """
     sizes = _max_sizes(len(x_TH), routing.expert_index.numel(), routing.token_index is not None, holding)
     gathered_bytes = holding.size * sizes.num_tokens * x_TH.shape[1] * x_TH.element_size()
-    way = _way_in_use or choose_way(holding.size, gathered_bytes)
-    if way == "all_to_all":
+    kind = _exchange_in_use or choose_exchange(holding.size, gathered_bytes)
+    if kind == "all_to_all":
         return by_all_to_all(x_TH, routing, holding, experts)
     return by_gathering(x_TH, routing, holding, experts, sizes)
 

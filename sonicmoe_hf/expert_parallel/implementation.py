@@ -79,8 +79,8 @@ class SonicMoEExpertParallelism(EPImplementation):
 
     - Ranks that share a batch (ep_size == tp_size) run their own experts on all tokens, and sum the outputs.
     - Ranks with different batches gather all tokens and scatter the sum of the outputs, or exchange tokens with an
-      all-to-all, each token once for every rank that has experts of it (exchange.choose_way). Ranks of a tensor-parallel
-      group send a part of the batch each.
+      all-to-all, each token once for every rank that has experts of it (exchange.choose_exchange). Ranks of a
+      tensor-parallel group send a part of the batch each.
     """
 
     def __init__(self, experts, ep_mesh, tp_mesh):

@@ -1,4 +1,4 @@
-"""The exchange of tokens between gloo ranks, in every way: ranks without tokens, pairs in lists, and what backward keeps."""
+"""Every exchange of tokens between gloo ranks: ranks without tokens, pairs in lists, and what backward keeps."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from test_expert_parallel import pytestmark as pytestmark
 
 import sonicmoe_hf
 from sonicmoe_hf.expert_parallel import collectives, exchange
-from sonicmoe_hf.expert_parallel.exchange import WAYS, choose_way, use_way
+from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, choose_exchange, use_exchange
 from sonicmoe_hf.layer import experts_op
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
@@ -34,8 +34,8 @@ def replayed_step(rank, folder):
     """Run a step in which both ranks' tokens all want the first rank's experts."""
     model = load(folder, APART)
     found = []
-    for way in WAYS:
-        with use_way(way), sonicmoe_hf.replay_routing(model, torch.tensor([0, 2]).expand(2, 96, 2)):
+    for kind in EXCHANGES:
+        with use_exchange(kind), sonicmoe_hf.replay_routing(model, torch.tensor([0, 2]).expand(2, 96, 2)):
             found.append(step(model, batch(**OWN_BATCH[rank])))
     return found
 
@@ -67,9 +67,9 @@ def experts_steps(rank, folder, num_tokens):
     world = len(num_tokens[0])
     experts = next(find_layers(load(folder, {"fsdp_size": world, "ep_size": world}))).experts
     found = []
-    for way in WAYS:
+    for kind in EXCHANGES:
         for is_list in (False, True):
-            with use_way(way):
+            with use_exchange(kind):
                 found += [experts_step(experts, sizes[rank], is_list) for sizes in num_tokens]
     return found
 
@@ -86,7 +86,7 @@ def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks
     results = ranks.run(experts_steps, str(tmp_path), num_tokens)
     if world != WORLD:
         ranks.close()
-    cases = [(is_list, sizes) for _ in WAYS for is_list in (False, True) for sizes in num_tokens]
+    cases = [(is_list, sizes) for _ in EXCHANGES for is_list in (False, True) for sizes in num_tokens]
     for number, (is_list, sizes) in enumerate(cases):
         expected = [experts_step(experts, size, is_list) for size in sizes]
         total = {name: sum(one[name] for _, one in expected) / world for name in expected[0][1]}
@@ -96,7 +96,7 @@ def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks
             assert_all_close(experts_own, total, 1e-5, PARTIAL_SUMS)
 
 
-# ways
+# the choice
 
 
 WAIT = 15.4 / 8  # ms a layer that the GPU is idle in an all-to-all: (ms - busy_ms) / 8 of expert_parallel.csv
@@ -110,8 +110,8 @@ def test_ranks_gather_where_it_was_measured_and_where_an_all_to_all_saves_less_t
     others, gigabytes = num_ranks - 1, num_tokens * 4096 / 1e9
     sent = 1 - (1 - 1 / num_ranks) ** 8
     saved = (5 - 4 * sent) * others * gigabytes / GB_PER_MS
-    way = choose_way(num_ranks, num_ranks * num_tokens * 4096)
-    assert way == ("gathering" if num_ranks <= 4 or saved < WAIT else "all_to_all")
+    kind = choose_exchange(num_ranks, num_ranks * num_tokens * 4096)
+    assert kind == ("gathering" if num_ranks <= 4 or saved < WAIT else "all_to_all")
 
 
 def long_steps(rank, folder):

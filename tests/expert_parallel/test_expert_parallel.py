@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
 from sonicmoe_hf.expert_parallel import collectives
-from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
+from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
 from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
@@ -96,11 +96,11 @@ def own_steps(rank, folder, batches, checkpointing=None):
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
     found = []
-    for way in WAYS:
+    for kind in EXCHANGES:
         for routing in (None, POLICY):
             sonicmoe_hf.set_routing(model, routing)
             watch = Watch(model)
-            with use_way(way):
+            with use_exchange(kind):
                 found.append(step(model, batch(**batches[rank])))
             # with other lengths the second rank has too few tokens, and lists top-k's pairs beside rounded ones
             assert set(watch.rounded()) == {routing is not None and (rank == 0 or batches == OWN_BATCH)}
@@ -108,7 +108,7 @@ def own_steps(rank, folder, batches, checkpointing=None):
 
 
 def assert_mean_of_ranks(results, model, batches, names=lambda gradients: gradients):
-    for number, routing in enumerate((None, POLICY) * len(WAYS)):
+    for number, routing in enumerate((None, POLICY) * len(EXCHANGES)):
         sonicmoe_hf.set_routing(model, routing)
         losses, expected = mean_of_ranks(model, batches)
         for own_loss, found in zip(losses, results, strict=True):

@@ -15,7 +15,7 @@ from test_expert_parallel import pytestmark as pytestmark
 from torch.distributed.fsdp import fully_shard
 
 import sonicmoe_hf
-from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
+from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
 from sonicmoe_hf.expert_parallel.gradients import by_mesh, clip_grad_norm_
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.patching.support import find_layers
@@ -33,9 +33,9 @@ def steps(rank, folder):
     found = []
     for sizes, own in ((APART, BATCHES[rank]), (IN_PAIRS, BATCHES_OF_PAIRS[rank // 2])):
         model = load(folder, sizes)
-        for way, routing in itertools.product(WAYS, ROUTINGS):
+        for kind, routing in itertools.product(EXCHANGES, ROUTINGS):
             sonicmoe_hf.set_routing(model, routing)
-            with use_way(way):
+            with use_exchange(kind):
                 found.append(step(model, batch(**own)))
     with fused():
         found.append(step(with_lora(load(folder, IN_PAIRS, POLICY)), batch(**BATCHES_OF_PAIRS[rank // 2])))
@@ -62,7 +62,7 @@ def test_four_ranks_get_the_mean_gradients(ranks, tmp_path):
     model.save_pretrained(tmp_path)
     results = ranks.run(steps, str(tmp_path))
     sonicmoe_hf.patch_model(model)
-    cases = list(itertools.product((BATCHES, BATCHES_OF_PAIRS), WAYS, ROUTINGS))
+    cases = list(itertools.product((BATCHES, BATCHES_OF_PAIRS), EXCHANGES, ROUTINGS))
     for number, (batches, _, routing) in enumerate(cases):
         sonicmoe_hf.set_routing(model, routing)
         assert_mean(results, number, model, batches)

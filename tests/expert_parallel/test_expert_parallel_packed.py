@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.expert_parallel.exchange import WAYS, use_way
+from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
 from sonicmoe_hf.formats.shares import pack_share
 from sonicmoe_hf.layer.holding import Holder, Holding
 from sonicmoe_hf.layer.packed_weight import PackedWeight
@@ -31,13 +31,13 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 
 
 def held_logits(model, rank, sizes, routing=None):
-    """Return this rank's logits in training, with tokens brought in every way, and the values of its packed weights."""
+    """Return this rank's logits in training, by every exchange of tokens, and the values of its packed weights."""
     held = packed_in(model)
     assert len(held) == 4 and all(len(weight) == len(weight.codes) == 4 for weight in held.values())
     found = []
     sonicmoe_hf.set_routing(model, routing)
-    for way in WAYS:
-        with use_way(way):
+    for kind in EXCHANGES:
+        with use_exchange(kind):
             found.append(model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).logits.detach())
     return found, {name: weight.dequantize() for name, weight in held.items()}
 
@@ -128,14 +128,14 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
 
 
 def from_hub(rank, folder, format):
-    """Return logits, packed values, and a step with adapters on the experts, with tokens brought in every way."""
+    """Return logits, packed values, and a step with adapters on the experts, by every exchange of tokens."""
     model = load(folder, APART, experts_quantization=format, dtype=torch.float32)
     with torch.no_grad():
         logits = model(**batch(**OWN_BATCH[rank])).logits
     held = {name: weight.dequantize() for name, weight in packed_in(model).items()}
     model, found = with_lora(model), []
-    for way in WAYS:
-        with use_way(way):
+    for kind in EXCHANGES:
+        with use_exchange(kind):
             found.append(step(model, batch(**OWN_BATCH[rank])))
     return logits, held, found
 

@@ -3,7 +3,7 @@ the rooms that train."""
 
 from __future__ import annotations
 
-from ...expert_parallel.exchange import MANY_BYTES, choose_way
+from ...expert_parallel.exchange import MANY_BYTES, choose_exchange
 from ...layer.pieces import MAX_ROWS, tokens_of_piece
 from ...streaming.memory import packed_nbytes
 
@@ -17,7 +17,7 @@ def is_in_pieces(num_tokens: int, num_rows: int) -> bool:
 
 def gathers_tokens(num_ranks: int, gathered_bytes: int) -> bool:
     """Tell whether expert parallelism gathers the tokens of all ranks, which take so many bytes."""
-    return choose_way(num_ranks, gathered_bytes) == "gathering"
+    return choose_exchange(num_ranks, gathered_bytes) == "gathering"
 
 
 def makes_room_for_all_ranks(gathered_bytes: int) -> bool:
