@@ -72,7 +72,11 @@ class SmallSteps(TrainerCallback):
             compile_once(model, self.compile_options)
         modules = [] if model is None else list(model.modules())
         models = [each for each in modules if has_liger_forward(each)]
-        self.hooks = [each.register_forward_pre_hook(_enlarge_chunks, with_kwargs=True) for each in models]
+        self.hooks = [
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+            for each in models
+            for module, hook in ((each, _enlarge_chunks), (each.base_model, _keep_from_layers))
+        ]
         self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_parts(modules)
         self.hooks += [hook for each in models for hook in gather_head(each)]
 
@@ -147,3 +151,9 @@ def _enlarge_chunks(model: Any, args, kwargs):
         return None
     size = chunk_mem_const(ids.numel(), model.config.get_text_config().hidden_size)
     return args, {**kwargs, "chunk_mem_const": size}
+
+
+def _keep_from_layers(model: Any, args, kwargs):
+    """Take the size of chunks, which is the loss's alone, out of what layers get: compiled ones would be compiled again
+    for another size."""
+    return args, {name: value for name, value in kwargs.items() if name != "chunk_mem_const"}

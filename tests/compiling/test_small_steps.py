@@ -78,7 +78,7 @@ def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
     from liger_kernel.transformers.model import qwen3_moe as liger
 
-    noted = []
+    noted, got = [], []
 
     def loss(hidden_states, lm_head_weight, labels, **options):
         noted.append(options.get("chunk_mem_const"))
@@ -86,6 +86,7 @@ def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
 
     model = patched("qwen3_moe")
     apply_liger_kernel_to_qwen3_moe(rope=False, rms_norm=False, swiglu=False, model=model)
+    model.model.layers[0].register_forward_pre_hook(lambda _, args, options: got.extend(options), with_kwargs=True)
     trainer = trainer_for(model, tmp_path, max_steps=1)
     sonicmoe_hf.attach(trainer)
     with mock.patch.object(liger, "LigerForCausalLMLoss", loss):
@@ -93,6 +94,7 @@ def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
         rows, columns = trainer.train_dataset[0]["input_ids"].shape[0], trainer.args.per_device_train_batch_size
         model.train()(**{name: column[None] for name, column in trainer.train_dataset[0].items()})
     assert noted == [LOGITS_BYTES // (2 * rows * columns * model.config.hidden_size), None]
+    assert got and "chunk_mem_const" not in got  # compiled layers would be compiled again for each size
 
 
 @pytest.mark.parametrize(
