@@ -80,15 +80,21 @@ class SmallSteps(TrainerCallback):
         self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_parts(modules)
         self.hooks += [hook for each in models for hook in gather_head(each)]
 
-    def expect(self, model, batches: list, has_lengths: bool = False) -> None:
-        """Let compiled layers take any length from their first call on, where it is said that lengths vary, or a step's
-        micro-batches have several."""
+    def expect(self, model, batches: list, masks: list[torch.Tensor]) -> None:
+        """Let compiled layers take any length from their first call on, where micro-batches are packed, or a step's have
+        several lengths.
+
+        masks: [1, N], of the rows in which the micro-batches are packed.
+        """
         if self.is_compiled and not self.has_lengths:
             columns = [batch.get("input_ids") if hasattr(batch, "get") else None for batch in batches]
             lengths = {ids.shape[-1] for ids in columns if isinstance(ids, torch.Tensor)}
-            self.has_lengths = has_lengths or len(lengths) > 1
+            self.has_lengths = bool(masks) or len(lengths) > 1
             if self.has_lengths:
                 expect_lengths(model)
+        if self.has_lengths:
+            for mask in masks:  # which compiled layers read beside their arguments
+                mark_as_any_size(mask, 1)
 
     def note(self, inputs) -> None:
         """Observe the sizes of a training micro-batch."""

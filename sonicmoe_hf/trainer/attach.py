@@ -61,7 +61,8 @@ def _get_batch_samples(trainer, get_batch_samples, *args, **kwargs):
     if (packed_steps := find_callback(trainer, PackedSteps)) is not None:
         packed_steps.arrange(trainer, batches, num_items)
     if (small_steps := find_callback(trainer, SmallSteps)) is not None:
-        small_steps.expect(trainer.model, batches, bool(packed_steps and packed_steps.rows))
+        rows = [] if packed_steps is None else packed_steps.rows.values()
+        small_steps.expect(trainer.model, batches, [row.token_mask for row in rows])
     return batches, num_items
 
 

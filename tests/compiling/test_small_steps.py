@@ -11,6 +11,7 @@ from helpers.training import arguments, trainer_for
 from transformers import TrainerState
 
 import sonicmoe_hf
+from sonicmoe_hf.compiling import small_steps
 from sonicmoe_hf.compiling.small_steps import LOGITS_BYTES, OBSERVED, SmallSteps
 from sonicmoe_hf.trainer.methods import find_callback
 
@@ -52,6 +53,16 @@ def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths,
 
 
 @pytest.mark.pinned
+@pytest.mark.parametrize(("compiled", "marked"), [(True, [1]), (False, [])])
+def test_compiled_layers_take_packed_rows_of_any_length(compiled, marked, tmp_path):
+    """Their routers read which tokens are no padding beside their arguments, so torch 2.11 needs that marked too."""
+    callback, model, mask = SmallSteps(), patched("qwen3_moe"), torch.ones(1, 16)
+    callback.on_train_begin(arguments(tmp_path, torch_compile=compiled), TrainerState(), None, model=model)
+    with mock.patch.object(small_steps, "mark_as_any_size") as mark:
+        callback.expect(model, [], [mask])
+    assert [(call.args[0] is mask, call.args[1]) for call in mark.mock_calls] == [(True, dim) for dim in marked]
+
+
 def test_a_run_that_fails_puts_attention_back(tmp_path, monkeypatch):
     trainer = trainer_for(patched("qwen3_moe"), tmp_path, max_steps=OBSERVED + 1, count=64)
     sonicmoe_hf.attach(trainer)

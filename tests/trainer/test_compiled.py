@@ -83,7 +83,7 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
 
 @pytest.mark.pinned
 def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(tmp_path):
-    """torch by itself compiles for the first length, and again for any, as torch 2.11 does here too."""
+    """torch by itself compiles for the first length, and again for any, as Transformers 5.17 has it do here too."""
     torch._dynamo.reset()
     counters.clear()
     lengths = iter([20, 17, 19, 24])
