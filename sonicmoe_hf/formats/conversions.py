@@ -39,7 +39,7 @@ from ..layer.holding import Holding, holding_of, local_shape, mesh_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from .hub import WEIGHT, HubFormat, HubFP8
 from .loading_errors import keeping_errors
-from .shares import gathered_rows, pack_share, stored_share
+from .shares import dense_shard, pack_share, stored_share
 from .state import check_shape
 
 # DeepSeek-V4's names of scales, and those that we go by
@@ -320,10 +320,7 @@ class TakeDense(_Conversion):
     def _dense(self, weight: torch.Tensor, others: list[torch.Tensor], parameter) -> torch.Tensor:
         is_sharded = mesh_of(parameter) is not None
         if is_sharded and isinstance(self.stored_format, HubFP8):
-            # Transformers cuts the scales into as many pieces as the weight, but blocks need not end where pieces do
-            _, ((num_blocks, _), _) = self.stored_format.stored("", parameter.shape).values()
-            scales, first = gathered_rows(others[0], num_blocks, parameter)
-            return self.stored_format.dense_rows(weight, scales, parameter.shape[0], first)
+            return dense_shard(self.stored_format, weight, others[0], parameter)
         if is_sharded and weight.dtype == torch.int32:
             raise CheckpointError(
                 "ranks share a linear layer that the checkpoint packs in integers, which cannot be cut; leave out "

@@ -20,6 +20,7 @@ from ..kernels.packed.nf4 import NF4, NF4_BLOCK, SCALE_SCALES, SCALES_PER_SCALE
 from ..layer.holding import Holder, Holding, holding_of, local_part, mesh_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
+from .hub import HubFP8
 
 
 def pack_share(
@@ -127,6 +128,14 @@ def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
     received = sent.new_empty(count * most, sent.shape[1])
     dist.all_gather_into_tensor(received, sent, group=mesh.get_group(dim))
     return received[:rows].view(piece.dtype), rank * -(-parameter.shape[0] // count)
+
+
+def dense_shard(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many pieces as the weight, but blocks
+    need not end where pieces do."""
+    _, ((num_blocks, _), _) = format.stored("", parameter.shape).values()
+    whole, first = gathered_rows(scales, num_blocks, parameter)
+    return format.dense_rows(weight, whole, parameter.shape[0], first)
 
 
 def is_split(model: nn.Module) -> bool:

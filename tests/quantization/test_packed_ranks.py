@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonicmoe_hf
-from sonicmoe_hf.formats.conversions import dense_rows
 from sonicmoe_hf.formats.hub import HubFP8
+from sonicmoe_hf.formats.shares import dense_shard
 
 
 def packed_with_adapters(format, family="qwen3_moe", **changes):
@@ -107,7 +107,7 @@ def fp8_rows(rank, sizes):
             distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
             for tensor in (values, scales, dense, torch.empty_like(dense))
         )
-        found.append((dense_rows(HubFP8(), values.to_local(), scales.to_local(), parameter), wanted.to_local()))
+        found.append((dense_shard(HubFP8(), values.to_local(), scales.to_local(), parameter), wanted.to_local()))
     return found
 
 
