@@ -131,8 +131,8 @@ def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
 
 
 def dense_shard(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many pieces as the weight, but blocks
-    need not end where pieces do."""
+    """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many pieces as the weight, but
+    blocks need not end where pieces do."""
     _, ((num_blocks, _), _) = format.stored("", parameter.shape).values()
     whole, first = gathered_rows(scales, num_blocks, parameter)
     return format.dense_rows(weight, whole, parameter.shape[0], first)

@@ -247,7 +247,10 @@ LATEST = {"trained biases": [pytest.mark.pinned]}  # PEFT 0.20 does not save the
     "case",
     [
         *(pytest.param(case, id=name, marks=LATEST.get(name, ())) for name, case in (MERGED_BY_PEFT | OTHERS).items()),
-        *(pytest.param(case, id=f"for engines: {name}") for name, case in FOR_ENGINES.items()),
+        *(
+            pytest.param(case, id=f"for engines: {name}", marks=pytest.mark.pinned)
+            for name, case in FOR_ENGINES.items()
+        ),
         *(of_a_resized("head adapted", tied, target_modules=["lm_head"]) for tied in (False, True)),
         *(of_a_resized("whole", tied, modules_to_save=["embed_tokens", "lm_head"]) for tied in (False, True)),
     ],

@@ -81,6 +81,7 @@ def test_what_does_not_fit_is_an_error(change, words):
         sonicmoe_hf.torch_sinks(**given)
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_the_document_on_kernels_runs_where_transformers_is_not_installed():
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(ROOT / "docs" / "kernels.md")]

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from helpers.models import batch, patched
 from helpers.training import arguments, trainer_for
 from transformers import TrainerState
@@ -109,7 +110,8 @@ def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("busy", "is_said", "hook"), [(35, True, None), (90, False, None), (None, False, None), (35, True, "compiled")]
+    ("busy", "is_said", "hook"),
+    rest_pinned([(35, True, None), (90, False, None), (None, False, None), (35, True, "compiled")], 3),
 )
 def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, hook, monkeypatch, caplog):
     """The message names the layers that torch left to Python, why, and what to do."""

@@ -66,6 +66,7 @@ def found(tmp_path):
     return losses(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_that_are_committed(found):
     """Torch 2.11, 2.13 and 2.15 gave the same digits on one machine. Weights that differ by 2e-7, as sums in another order
     do, were 2e-6 apart in the first six losses; after that tokens change their experts, and it grew to 7e-4."""

@@ -44,13 +44,16 @@ def merged(inputs, index, layout="concatenated", activation=None):
 )
 @pytest.mark.parametrize(
     "bias, save, ranks",
-    [
-        (True, "input", (3, 2)),
-        (False, "preactivation", (8, 9)),
-        (True, "preactivation", (3, 0)),  # of one weight alone
-        (True, "preactivation", (0, 2)),
-        (True, "preactivation", (20, 3)),
-    ],
+    rest_pinned(
+        [
+            (True, "input", (3, 2)),
+            (False, "preactivation", (8, 9)),
+            (True, "preactivation", (3, 0)),  # of one weight alone
+            (True, "preactivation", (0, 2)),
+            (True, "preactivation", (20, 3)),
+        ],
+        2,
+    ),
 )
 def test_it_agrees_with_merged_weights_and_its_gradients_with_finite_differences(layout, name, bias, save, ranks):
     options = {"layout": layout, "activation": Activation(name)}

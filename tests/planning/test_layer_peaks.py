@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.marks import rest_slow
 from helpers.peaks import Peak
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING
@@ -37,7 +38,7 @@ def peak_of_one_layer(kind, attention, length):
 
 
 @pytest.mark.pinned  # torch 2.15's FakeTensors give no fp32 to a bf16 parameter
-@pytest.mark.parametrize("attention, length", [("eager", 8192), ("torch_pieces", 2048)])
+@pytest.mark.parametrize("attention, length", rest_slow([("eager", 8192), ("torch_pieces", 2048)]))
 def test_a_layers_scores_and_hyper_connections_are_counted_within_15_percent(attention, length, tmp_path):
     """Eager attention has scores in fp32, of compressed keys too."""
     config = CONFIG_MAPPING["deepseek_v4"](architectures=["DeepseekV4ForCausalLM"])

@@ -101,6 +101,7 @@ def assert_adapters_trained(folder, layers=2):
     assert sum("self_attn" in name for name in trained) == 4 * layers
 
 
+@pytest.mark.slow
 def test_a_chat_is_trained_on_its_answers_alone_with_the_template_of_the_model(run, hub, tmp_path, capsys):
     names = run(CHAT, {**FEW_STEPS, **AS_TRACED})
     assert has_compiled_parts(names["model"].modules())
@@ -127,6 +128,7 @@ def test_prompts_with_answers_need_no_template_that_marks_them(run, tmp_path):
     assert_adapters_trained(tmp_path / "outputs" / "chat")
 
 
+@pytest.mark.slow
 def test_dpo_prefers_the_chosen_answers(run, tmp_path):
     changes = {
         "learning_rate=5e-6": "learning_rate=1e-2",

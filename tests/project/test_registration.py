@@ -274,6 +274,7 @@ def test_adapters_of_our_experts_form_no_merged_weight_in_whatever_order_things_
     assert (outcomes / order).read_text() == "right"
 
 
+@pytest.mark.pinned
 def test_importing_sonicmoe_hf_imports_no_other_package_than_transformers_models_do_and_hooks_neither_imports_nor_modules():
     code = (
         "import sys, torch, transformers.modeling_utils, transformers.models.auto.modeling_auto\n"
@@ -284,8 +285,9 @@ def test_importing_sonicmoe_hf_imports_no_other_package_than_transformers_models
         "assert not any(type(finder).__module__.startswith('sonicmoe_hf') for finder in sys.meta_path)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    allowed = {"sonicmoe_hf", "tokenizers", "psutil", "resource"}  # the last two come with Transformers 5.24
-    assert done.returncode == 0 and set(done.stdout.split()) <= allowed, done.stdout + done.stderr
+    assert done.returncode == 0 and set(done.stdout.split()) <= {"sonicmoe_hf", "tokenizers"}, (
+        done.stdout + done.stderr
+    )
 
 
 def test_an_old_peft_is_named_with_the_remedy(uninstalled, monkeypatch):

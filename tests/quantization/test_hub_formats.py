@@ -266,6 +266,7 @@ def without(part):
     return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "change, match",
     [

@@ -53,6 +53,7 @@ def test_a_server_that_keeps_the_first_adapter_is_far_away(base, engine, tmp_pat
     assert first < GAP and second > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_several_epochs_sample_every_prompt_again_with_the_adapter_as_it_is(base, engine, tmp_path):
     config = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16, "max_completion_length": 3}

@@ -315,6 +315,7 @@ def train_until_one_is_killed(rank, folder):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_memory_is_freed_when_one_rank_is_killed_and_the_other_has_ended_with_an_error(tmp_path):
     processes = [

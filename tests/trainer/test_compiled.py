@@ -81,6 +81,7 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
     assert hasattr(prepared, "_orig_mod") is (bool(given) and expected is None)
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(tmp_path):
     """torch by itself compiles for the first length, and again for any, as Transformers 5.17 has it do here too."""

@@ -4,7 +4,7 @@ not do it are an error."""
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.marks import rest_pinned
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import ORDER_OF_SUMS, batch, build, loss_and_gradients, patched, relative_error, twin
 from helpers.training import (
     CHECKPOINTED_TRAINING,
@@ -181,7 +181,7 @@ class Generation(TrainerCallback):
     on_train_begin = on_evaluate
 
 
-@pytest.mark.parametrize("kind", rest_pinned(["non_reentrant", "reentrant"]))
+@pytest.mark.parametrize("kind", rest_slow(["non_reentrant", "reentrant"]))
 def test_compiled_and_checkpointed_layers_train_evaluate_generate_and_resume_as_others(kind, tmp_path):
     """Steps of two micro-batches, rounded and counted. Training alone is compiled: torch takes no more than eight variants
     of a layer, and generation would have one for each. A reentrant checkpoint's forward may be another than its second."""

@@ -1,5 +1,6 @@
 """TokenRoundingCallback in a real Trainer: the schedule, evaluation by top-k, checkpointing, padding."""
 
+import itertools
 import weakref
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
-from helpers.marks import crossed, rest_pinned
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import (
     CONFIGS,
     OF_64,
@@ -238,7 +239,8 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: self.shapes.append(tensor.shape) or tensor.clone(), lambda tensor: tensor)
 
 
-@pytest.mark.parametrize("kind, experts", crossed(CHECKPOINTING, ["dense", "nf4"], everywhere=1))
+@pytest.mark.pinned
+@pytest.mark.parametrize("kind, experts", rest_slow(itertools.product(CHECKPOINTING, ["dense", "nf4"])))
 def test_checkpoints_of_layers_in_host_memory_change_no_bit(kind, experts, tmp_path, monkeypatch):
     """Transformers' option beside accumulation, balancing, evaluation and resuming. It copies the layers' inputs alone:
     neither frozen nor packed weights."""
