@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
+from ..formats.hub_names import HubNames
 from ..layer.experts_module import has_gate, is_experts, weight_names
 from ..lora.factors import Factors, as_alpha, gate_and_up
-from ..lora.hub_names import HubNames
 from ..lora.names import PREFIX, endings, is_in_router
 from .adapter import EXPERT, Adapter, is_in_pefts_form, is_interleaved
 from .peft_form import MERGED, rewritten_config, wrapped

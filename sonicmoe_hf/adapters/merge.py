@@ -19,7 +19,8 @@ from ..checkpoints.atomic_folder import new_folder
 from ..checkpoints.companions import OF_TRAINING
 from ..checkpoints.comparing import same_bytes
 from ..checkpoints.config_only import build_from_config
-from ..checkpoints.convert import Conversion, Target, own_target, target_of, write_checkpoint
+from ..checkpoints.configs import family_of, has_native_layout
+from ..checkpoints.convert import Conversion, Target, dense_target, own_target, target_of, write_checkpoint
 from ..checkpoints.converters import (
     ALTERNATING,
     NOT_INVERTED,
@@ -36,14 +37,14 @@ from ..checkpoints.output import TARGETS, finite_bounds
 from ..checkpoints.source import Source
 from ..checkpoints.stored import TIED, HubMatrix, StoredWeights, Weight
 from ..errors import CheckpointError
+from ..formats.hub_names import HubNames
 from ..kernels.packed.dither import Dither
 from ..layer.config import check_choice
 from ..layer.experts_module import packable
 from ..lora.dithering import ROUNDINGS, dither_of
-from ..lora.hub_names import HubNames
 from ..lora.named_base import other_family
 from ..lora.packed_base import SCALED, PackedBase
-from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
+from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
 from .rules import ADAPTER_WEIGHTS
 
@@ -114,15 +115,16 @@ def _target(
     if quantize == KEEP and layout not in (None, own):
         raise CheckpointError(f"quantize='keep' writes the base's own layout, {own!r}; leave layout out")
     keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
-    if stored.packed_here and not keeps and family not in NATIVE_FAMILIES:
-        raise CheckpointError(
-            f"{stored.folder} has the experts of a {family} packed, and conversion writes the hub's names of "
-            f"{', '.join(NATIVE_FAMILIES)} alone; quantize='keep' (--quantize keep) writes a packed checkpoint as it is, "
-            "and for the hub's names merge into the checkpoint that it was packed from, without --layout"
-        )
+    model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
+    if stored.packed_here and not keeps and not has_native_layout(stored.config):
+        if layout == "native" or quantize is not None:
+            family_of(stored.config, stored.folder / CONFIG_FILE)  # raises
+        notices = add_adapter(stored, model, adapter, seed)
+        target = dense_target(stored, model)
+        return target._replace(notices=notices + target.notices, adapter=adapter)
     is_moved = not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here)
     stored = Source(stored.folder) if is_moved else stored
-    notices = add_adapter(stored, build_from_config(stored.config, stored.folder / CONFIG_FILE), adapter, seed)
+    notices = add_adapter(stored, model, adapter, seed)
     if isinstance(stored, Source):
         target = target_of(stored, layout or ("hub" if quantize else own), quantize=quantize)
     else:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ..errors import CheckpointError
+from ..formats.hub_names import HubNames
 from ..lora.factors import Factors, as_alpha, to_peft
-from ..lora.hub_names import HubNames
 from ..lora.names import PREFIX, TAKEN_FOR_EXPERTS, endings
 from .adapter import Adapter
 

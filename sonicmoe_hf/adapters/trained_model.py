@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.layouts import NATIVE_NAMES
 from ..errors import CheckpointError
+from ..formats.hub_names import HubNames
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
-from ..lora.hub_names import HubNames
 from ..lora.names import KEY, is_target_parameter, without_wrappers
 from .rules import NATIVE_ORDER, AdapterConfig
 

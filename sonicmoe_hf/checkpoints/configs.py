@@ -15,15 +15,21 @@ QUANTIZATIONS = ("mxfp4", "fp8", MODELOPT, QUANT_METHOD, *METHODS)
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 
 
+def has_native_layout(config: dict) -> bool:
+    """Tell whether config.json names a family with a native layout, in either layout."""
+    return str(config.get("model_type")).removeprefix(NATIVE_PREFIX) in NATIVE_FAMILIES
+
+
 def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
     """Return the family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
     name = str(model_type).removeprefix(NATIVE_PREFIX)
-    if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
+    if not isinstance(model_type, str) or not has_native_layout(config):
         raise CheckpointError(
-            f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}. Load other "
-            "checkpoints as they are (sonicmoe_hf.from_pretrained), and merge adapters under the files' own names: "
-            "sonicmoe-hf merge BASE ADAPTER DST, without --layout, and without --quantize or with --quantize keep"
+            f"{path}: model_type is {model_type!r}; {', '.join(NATIVE_FAMILIES)} have a native layout and packed experts "
+            "in the hub's. Of others, sonicmoe-hf convert SRC DST --layout hub makes quantized weights bf16, "
+            "sonicmoe_hf.from_pretrained(SRC, experts_quantization=FORMAT) packs experts, and sonicmoe-hf merge BASE "
+            "ADAPTER DST, without --layout, and without --quantize or with --quantize keep, merges adapters"
         )
     native = model_type.startswith(NATIVE_PREFIX)
     if native and config.get(VERSION_KEY) != LAYOUT_VERSION:

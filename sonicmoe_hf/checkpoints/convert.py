@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..formats.declared import EXPERT_DTYPE, MODELOPT_FILE
@@ -22,9 +23,12 @@ from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
 from .atomic_folder import appearing_whole, copy_file, new_folder, save_tensors, write_json
 from .companions import companions
-from .configs import hub_config, native_config
-from .files import CONFIG_FILE, INDEX_FILE
+from .config_only import build_from_config
+from .configs import has_native_layout, hub_config, native_config
+from .converters import check_complete, weight_groups
+from .files import CONFIG_FILE, INDEX_FILE, read_config
 from .hub import local_folder
+from .hub_named import HubNamed
 from .model_card import Origin, add_card, origin_of
 from .output import TARGETS, Output, OutputTensors, shell
 from .packed_config import check_format, quantization_config
@@ -72,7 +76,8 @@ def convert_checkpoint(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Convert a checkpoint between the hub layout and the native one. Weights are moved; they change only if a cast,
-    quantization or dequantization is asked for.
+    quantization or dequantization is asked for. Of families without a native layout, quantized checkpoints become dense,
+    and packed ones get the hub's names.
 
     Args:
         src: folder, or hub id. dst: the new folder; it must not exist. layout: "native" or "hub".
@@ -101,8 +106,11 @@ def convert_checkpoint(
         if dequantize:
             raise CheckpointError(f"quantize={quantize!r} and dequantize=True contradict each other; leave one out")
     dst = new_folder(dst)
-    source = Source(local_folder(src, revision))
-    target = target_of(source, layout, dtype, dequantize, quantize)
+    folder = local_folder(src, revision)
+    if has_native_layout(read_config(folder)) or layout == "native" or quantize is not None:
+        target = target_of(Source(folder), layout, dtype, dequantize, quantize)
+    else:
+        target = _dense_target(StoredWeights(folder), dtype, dequantize)
     return write_checkpoint(target, dst, origin_of("convert", src), max_shard_size, verify, on_progress)
 
 
@@ -202,6 +210,33 @@ def target_of(
     if source.layout != target_layout or quantize is not None:
         output = Relayout(source, target_layout, wanted, None if quantize is None else FORMATS[quantize])
     return Target(*layouts, output, _config(source, layout, dtype, packed), notices)
+
+
+def _dense_target(stored: StoredWeights, dtype: str | None, dequantize: bool | None) -> Target:
+    """Describe `stored`, of a family without a native layout, dense under the hub's names.
+
+    Raises:
+        CheckpointError: it is so already; weights are missing, or a packed one has no such name.
+    """
+    if stored.quantization is None and dtype is None:
+        raise CheckpointError(
+            f"{stored.folder} is not quantized, and {stored.config['model_type']} has no other layout; give dtype= to cast it"
+        )
+    model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
+    groups = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
+    check_complete(model, groups, stored.folder)
+    return dense_target(stored, model, dtype, dequantize)
+
+
+def dense_target(
+    stored: StoredWeights, model: PreTrainedModel, dtype: str | None = None, dequantize: bool | None = None
+) -> Target:
+    """Describe `stored`, of a family without a native layout, dense: under the names of its files, or where sonicmoe_hf
+    packed it under the hub's. model: the checkpoint's, on the meta device."""
+    notices, wanted = _quantization_notices(stored, dequantize), None if dtype is None else DTYPES[dtype]
+    output = HubNamed(stored, model, wanted) if stored.packed_here else Output(stored, wanted)
+    config = dense_config(stored, stored.config, dtype)
+    return Target(str(stored.config["model_type"]), "hub", "hub", output, config, notices)
 
 
 def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_format: bool) -> Target:

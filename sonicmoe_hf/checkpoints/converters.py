@@ -91,6 +91,11 @@ class WeightGroup:
         self.shapes[name] = tuple(shape)
         self.sources.setdefault(pattern, {})[number] = name
 
+    @property
+    def converts(self) -> bool:
+        """Tell whether a parameter is made of weights by operations; otherwise one weight is one."""
+        return self._converter is not None
+
     def missing(self) -> str | None:
         """Say which weight is not there, of those that the model's parameters are made of; None where all are."""
         for pattern in self._converter.source_patterns if self._converter else ():

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from ..formats.hub_names import HubNames
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, find_layers
-from .hub_names import HubNames
 from .names import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:

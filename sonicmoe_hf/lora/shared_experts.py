@@ -31,7 +31,7 @@ from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
 from . import dropout, packed_base
 from .config import without_false_alarms
-from .hub_names import names_that_are_loaded
+from .loaded_names import names_that_are_loaded
 from .named_base import warn_of_other_family
 
 NOT_MERGED = (

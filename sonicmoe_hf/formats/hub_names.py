@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -15,8 +13,6 @@ from transformers.core_model_loading import (
     WeightTransform,
     rename_source_key,
 )
-
-from .names import KEY, PREFIX
 
 
 class HubNames:
@@ -59,23 +55,13 @@ class HubNames:
 
         There are none where the hub has no tensor for each expert. Gate comes before up.
         """
+        names = self.weights(name)
+        return names if names and all("{expert}" in each for each in names) else []
+
+    def weights(self, name: str) -> list[str]:
+        """Return the hub's names of the weights that a conversion makes of a parameter, "{expert}" for the number of
+        one; there are none where none does."""
         renamed, pattern = rename_source_key(name, [], self._converters, reverse=True)
         targets = next((item.target_patterns for item in self._converters if pattern in item.source_patterns), [])
-        if not targets or not all(".*." in target for target in targets):
-            return []
         names = [self.parameter(renamed.replace(targets[0], target)) for target in targets]
         return [matrix.replace(".*.", ".{expert}.") for matrix in names]
-
-
-def names_that_are_loaded(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors of an adapter, as PEFT saves them of `model`, under names that it loads them by again."""
-    if not isinstance(model, PreTrainedModel):
-        return tensors
-    hub, renamed = HubNames(model), {}
-    for name, tensor in tensors.items():
-        prefix = PREFIX if name.startswith(PREFIX) else ""
-        if match := KEY.match(name.removeprefix(PREFIX)):
-            module = match["module"]
-            name = f"{prefix}{hub.in_adapter(module) or module}{name.removeprefix(prefix + module)}"
-        renamed[name] = tensor
-    return renamed
