@@ -220,7 +220,8 @@ def _dense_target(stored: StoredWeights, dtype: str | None, dequantize: bool | N
     """
     if stored.quantization is None and dtype is None:
         raise CheckpointError(
-            f"{stored.folder} is not quantized, and {stored.config['model_type']} has no other layout; give dtype= to cast it"
+            f"{stored.folder} is not quantized, and {stored.config['model_type']} has no other layout; give dtype= "
+            "to cast it"
         )
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
     groups = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})

@@ -24,19 +24,11 @@ class HubNamed(Output):
     Args:
         stored: the checkpoint. model: its model, on the meta device. dtype: to cast weights to; None keeps what is
             stored.
-    Raises:
-        CheckpointError: weights of the hub become several parameters of the model at once.
     """
 
     def __init__(self, stored: StoredWeights, model: PreTrainedModel, dtype: torch.dtype | None = None):
         super().__init__(stored, dtype)
         self._groups = _groups(model)
-        for name in stored.weights:
-            if (group := self._groups.get(name)) is not None and len(group.targets) > 1:
-                raise CheckpointError(
-                    f"{stored.folder}: {' and '.join(group.targets)} are one weight under the hub's names, which "
-                    f"conversion does not join; {IN_MEMORY}"
-                )
 
     def written_name(self, weight: Weight) -> str:
         """See Output."""
@@ -48,36 +40,55 @@ class HubNamed(Output):
         group = self._groups.get(weight.name)
         if group is None or not group.converts:
             return super().tensors_of(weight)
-        experts = [None] if group.num_experts is None else range(group.num_experts)
-        return [self._converted(weight, group, expert) for expert in experts]
+        if weight.name != group.targets[0]:  # the first stands for all
+            return []
+        is_whole = group.num_experts is None or None in group.owners.values()
+        return [self._converted(group, expert) for expert in ([None] if is_whole else range(group.num_experts or 0))]
 
-    def _converted(self, weight: Weight, group: WeightGroup, expert: int | None) -> OutputTensors:
-        """Describe what a weight becomes, or one expert of it."""
-        like = torch.zeros(group.parameter_shape(weight.name, expert), dtype=weight.dtype, device="meta")
-        shells = {
-            name: shell(tuple(made.shape), self.wanted_dtype(name, weight.dtype))
-            for name, made in self._weights(group, weight.name, like, expert).items()
+    def _converted(self, group: WeightGroup, expert: int | None) -> OutputTensors:
+        """Describe what the parameters of a group become, or one expert of them."""
+        weights = [self.stored.weights[name] for name in group.targets]
+        likes = {
+            each.name: torch.zeros(group.parameter_shape(each.name, expert), dtype=each.dtype, device="meta")
+            for each in weights
         }
-        return OutputTensors(shells, partial(self._fill, weight, group, expert, list(shells)))
+        shells = {
+            name: shell(tuple(made.shape), self.wanted_dtype(name, made.dtype))
+            for name, made in _there_and_back(group, likes, expert)[0].items()
+        }
+        return OutputTensors(shells, partial(self._fill, group, weights, expert, list(shells)))
 
     def _fill(
-        self, weight: Weight, group: WeightGroup, expert: int | None, names: list[str], outs: list[torch.Tensor]
+        self,
+        group: WeightGroup,
+        weights: list[Weight],
+        expert: int | None,
+        names: list[str],
+        outs: list[torch.Tensor],
     ) -> None:
-        values = weight.merged(expert)
-        made = self._weights(group, weight.name, values, expert)
-        if not expert and not same_bytes(group.parameters(made, expert)[weight.name], values):
-            raise CheckpointError(f"{weight.name} does not come back from the hub's {names[0]}; {IN_MEMORY}")
+        values = {each.name: each.merged(expert) for each in weights}
+        made, back = _there_and_back(group, values, expert)
+        for name, own in values.items():
+            if not expert and not same_bytes(back[name], own):  # others as the first
+                raise CheckpointError(f"{name} does not come back from the hub's {names[0]}; {IN_MEMORY}")
         for name, out in zip(names, outs):
-            out.copy_(made[name] if weight.delta else in_range(made[name], out.dtype, name))
+            out.copy_(in_range(made[name], out.dtype, name))
 
-    def _weights(self, group: WeightGroup, name: str, values: torch.Tensor, expert: int | None) -> Tensors:
-        try:
-            return group.weights({name: values}, expert)
-        except NOT_INVERTED as error:
-            raise CheckpointError(
-                f"Transformers' conversion has no inverse for {name} ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}), which keeps a packed checkpoint's own name: --quantize keep"
-            ) from error
+
+def _there_and_back(group: WeightGroup, parameters: Tensors, expert: int | None) -> tuple[Tensors, Tensors]:
+    """Make the hub's weights of parameters, or of one expert of them, and the parameters that loading makes of these.
+
+    Raises:
+        CheckpointError: there is no way, or none back.
+    """
+    try:
+        made = group.weights(parameters, expert)
+        return made, group.parameters(made, expert)
+    except NOT_INVERTED as error:
+        raise CheckpointError(
+            f"{' and '.join(group.targets)} cannot be written under the hub's names one layer at a time "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); {IN_MEMORY}"
+        ) from error
 
 
 def _groups(model: PreTrainedModel) -> dict[str, WeightGroup]:

@@ -18,7 +18,12 @@ from ..kernels.packed.grid import Rounded
 from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Header, opened, read_config, read_headers
 
-TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
+TRANSPOSED = (
+    "aria",
+    "aria_text",
+    "gpt_oss",
+    "openai_privacy_filter",
+)  # model types whose dense experts are [E, in, out], and packed ones [E, out, in]
 TIED = "tie_word_embeddings"  # of config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from sonicmoe_hf import PackedWeight, convert_checkpoint
 from sonicmoe_hf.checkpoints.comparing import same_bytes
 from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.tools.random_models import fill_tables
 
 SHARDS = "30KB"  # small models in several files, so that a layer's experts lie in more than one
 FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
@@ -275,11 +276,13 @@ def make_deepseek_v4(folder):
         vocab_size=64, hidden_size=96, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         n_routed_experts=4, num_experts_per_tok=2, head_dim=32, qk_rope_head_dim=16, q_lora_rank=32, o_lora_rank=32,
         o_groups=2, index_n_heads=2, index_head_dim=32, max_position_embeddings=64, sliding_window=16,
+        mlp_layer_types=["hash_moe", "moe"],
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    fill_tables(model)
     for name in ("fp4", "dense"):
         model.save_pretrained(folder / name)
     stored, dense = in_fp4(tensors_in(folder / "fp4"))

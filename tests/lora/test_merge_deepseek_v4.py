@@ -2,16 +2,24 @@
 
 import pytest
 import torch
-from helpers.checkpoints import config_in, make_deepseek_v4, same_bits, tensors_in
+from helpers.checkpoints import config_in, load_whole, make_deepseek_v4, same_bits, tensors_in
 from helpers.marks import loads_hub_formats
 from helpers.models import relative_error
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from sonicmoe_hf import CheckpointError, from_pretrained, lora_config, merge_adapter
+from sonicmoe_hf import (
+    CheckpointError,
+    convert_adapter,
+    convert_checkpoint,
+    from_pretrained,
+    lora_config,
+    merge_adapter,
+)
 
 pytestmark = loads_hub_formats
 BF16 = 2**-8  # half a step of bf16, doubled: Transformers' and our sum may be rounded to neighbours
+WHOLE = 0.05  # relative error of logits: every weight is rounded to bf16, in two layers of four streams
 STEPS = {"mxfp4": 0.2, "fp8": 0.05}  # relative error of a matrix that is rounded up or down at random
 
 
@@ -69,9 +77,61 @@ def test_it_keeps_fp4_and_fp8_where_that_is_asked(trained, tmp_path):
         assert 0 < relative_error(found[name].float(), expected[name].float()) < step, name
 
 
-def test_a_packed_copy_keeps_its_format_and_says_where_the_hubs_names_are(trained, tmp_path):
+def test_a_packed_copy_keeps_its_format_or_becomes_dense_under_the_hubs_names(trained, tmp_path):
     from_pretrained(trained / "fp4", experts_quantization="mxfp4").save_pretrained(tmp_path / "packed")
-    with pytest.raises(CheckpointError, match=r"--quantize keep.* merge into the checkpoint that it was packed from"):
-        merge_adapter(tmp_path / "packed", trained / "adapter", tmp_path / "merged")
-    merge_adapter(tmp_path / "packed", trained / "adapter", tmp_path / "merged", quantize="keep")
-    assert tensors_in(tmp_path / "merged").keys() == tensors_in(tmp_path / "packed").keys()
+    merge_adapter(tmp_path / "packed", trained / "adapter", tmp_path / "kept", quantize="keep")
+    assert tensors_in(tmp_path / "kept").keys() == tensors_in(tmp_path / "packed").keys()
+    merge_adapter(tmp_path / "packed", trained / "adapter", tmp_path / "merged", verify=True)
+    found, expected = tensors_in(tmp_path / "merged"), tensors_in(trained / "by peft")
+    assert found.keys() == expected.keys()
+    assert all(relative_error(found[name].float(), expected[name].float()) < BF16 for name in expected)
+
+
+def test_conversion_makes_the_hubs_and_packed_copies_dense_and_names_what_else_there_is(trained, tmp_path):
+    from_pretrained(trained / "fp4", experts_quantization="mxfp4", dtype=torch.float32).save_pretrained(
+        tmp_path / "packed"
+    )
+    dense = tensors_in(trained / "dense")
+    for source in (trained / "fp4", tmp_path / "packed"):
+        done = convert_checkpoint(source, tmp_path / f"from {source.name}", "hub", dtype="float32")
+        assert (done.family, done.source_layout, done.target_layout) == ("deepseek_v4", "hub", "hub")
+        found = tensors_in(done.path)
+        assert found.keys() == dense.keys()
+        assert all(
+            torch.equal(found[name].float(), dense[name].bfloat16().float()) for name in dense if "experts" in name
+        )
+        load_whole(done.path)
+    for refused, options in (("native layout", {}), ("native layout", {"layout": "hub", "quantize": "mxfp4"})):
+        with pytest.raises(CheckpointError, match=f"{refused}.* --layout hub makes quantized weights bf16"):
+            convert_checkpoint(trained / "fp4", tmp_path / "refused", **options)
+    with pytest.raises(CheckpointError, match=r"is not quantized, and deepseek_v4 has no other layout; give dtype="):
+        convert_checkpoint(trained / "dense", tmp_path / "refused", "hub")
+
+
+def test_a_users_whole_way_from_fp4_to_what_transformers_serves(tmp_path):
+    """Three steps of the Trainer, resumed after the second; its adapter converted, merged and checked."""
+    make_deepseek_v4(tmp_path)
+    torch.manual_seed(0)
+    rows = torch.randint(0, 64, (8, 16))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    options = {"max_steps": 3, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    arguments = TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True, disable_tqdm=True, **options)
+
+    def made():
+        model = from_pretrained(tmp_path / "fp4", experts_quantization="mxfp4", dtype=torch.float32)
+        return Trainer(get_peft_model(model, lora_config(model, r=2)), arguments, train_dataset=data)
+
+    first = made()
+    first.train()
+    first.save_model(str(tmp_path / "adapter"))
+    again = made()
+    again.train(resume_from_checkpoint=True)
+    again.save_model(str(tmp_path / "resumed"))
+    assert same_bits(tensors_in(tmp_path / "resumed"), tensors_in(tmp_path / "adapter"))
+    convert_adapter(tmp_path / "adapter", tmp_path / "hub adapter", "hub")
+    assert same_bits(tensors_in(tmp_path / "hub adapter"), tensors_in(tmp_path / "adapter"))
+    merge_adapter(tmp_path / "fp4", tmp_path / "adapter", tmp_path / "merged")
+    with torch.no_grad():
+        expected = again.model.eval()(input_ids=rows).logits
+        served = load_whole(tmp_path / "merged").eval()(input_ids=rows).logits
+    assert relative_error(served, expected) < WHOLE
