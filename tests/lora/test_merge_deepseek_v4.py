@@ -1,10 +1,13 @@
 """An adapter trained over DeepSeek-V4's checkpoint, linear layers in FP8 and experts in FP4, merged into it."""
 
+import shutil
+
 import pytest
 import torch
-from helpers.checkpoints import config_in, load_whole, make_deepseek_v4, same_bits, tensors_in
+from helpers.checkpoints import config_in, edit_tensors, load_whole, make_deepseek_v4, same_bits, tensors_in
 from helpers.marks import loads_hub_formats
 from helpers.models import relative_error
+from helpers.trl_trainers import word_tokenizer
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -16,6 +19,8 @@ from sonicmoe_hf import (
     lora_config,
     merge_adapter,
 )
+from sonicmoe_hf.tools.checking.check import check_adapter
+from sonicmoe_hf.tools.checking.models import Loading
 
 pytestmark = loads_hub_formats
 BF16 = 2**-8  # half a step of bf16, doubled: Transformers' and our sum may be rounded to neighbours
@@ -135,3 +140,21 @@ def test_a_users_whole_way_from_fp4_to_what_transformers_serves(tmp_path):
         expected = again.model.eval()(input_ids=rows).logits
         served = load_whole(tmp_path / "merged").eval()(input_ids=rows).logits
     assert relative_error(served, expected) < WHOLE
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_check_finds_the_adapter_in_what_was_merged_and_not_in_the_base(dtype, trained, tmp_path):
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    shutil.copytree(trained / "fp4", base)
+    edit_tensors(
+        base, lambda found: found.update({n: t.bfloat16() for n, t in found.items() if t.dtype == torch.float32})
+    )
+    word_tokenizer("<{}>").save_pretrained(base)
+    text = tmp_path / "text"
+    text.write_text(" ".join(f"<{word}>" for word in torch.randint(4, 64, (380,)).tolist()))
+    convert_adapter(trained / "adapter", adapter, "hub", trained_on=base, base_model=str(base))
+    merge_adapter(base, adapter, merged)
+    places = [str(trained / "adapter"), str(merged), str(base)]
+    loading = Loading(dtype, experts_quantization="mxfp4")
+    found = check_adapter(str(base), str(adapter), places, text=str(text), loading=loading)
+    assert [place.verdict.kind for place in found.places] == ["applied", "applied", "not applied"]

@@ -46,7 +46,12 @@ class Loading(NamedTuple):
             options["experts_memory"] = self.experts_memory
             return from_pretrained(folder, experts_quantization=self.experts_quantization, **options).eval()
         auto_class = auto_class_of(AutoConfig.from_pretrained(folder)) or AutoModelForCausalLM
-        return auto_class.from_pretrained(folder, **options).eval()
+        model = auto_class.from_pretrained(folder, **options).eval()
+        parameters = list(model.parameters())
+        if self.dtype == "float32" and all(parameter.dtype.itemsize > 1 for parameter in parameters):
+            for parameter in parameters:  # Transformers leaves the files' dtype to what is dense beside quantized layers
+                parameter.data = parameter.data.float()
+        return model
 
 
 @torch.no_grad()
