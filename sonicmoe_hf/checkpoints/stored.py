@@ -18,12 +18,8 @@ from ..kernels.packed.grid import Rounded
 from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Header, opened, read_config, read_headers
 
-TRANSPOSED = (
-    "aria",
-    "aria_text",
-    "gpt_oss",
-    "openai_privacy_filter",
-)  # model types whose dense experts are [E, in, out], and packed ones [E, out, in]
+# model types whose dense experts are [E, in, out], and packed ones [E, out, in]
+TRANSPOSED = ("aria", "aria_text", "gpt_oss", "openai_privacy_filter")
 TIED = "tie_word_embeddings"  # of config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
