@@ -17,8 +17,9 @@ TAG = "sonicmoe_hf"
 NO_HEADER = "---\n{}\n---\n"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 VERSIONS = ("torch", "transformers", "peft")
+HEADING = "## How these files were made"
 SECTION = """
-## How these files were made
+{heading}
 
 By `sonicmoe-hf {command}` of sonicmoe_hf {version} ({others}).
 
@@ -59,9 +60,16 @@ def add_card(folder: Path, name: str, origin: Origin, format: str, notices: list
     """
     path = folder / CARD
     text = path.read_text(encoding="utf-8") if path.is_file() else f"# {name}\n"
-    path.write_text(
-        _with_metadata(text, origin).rstrip("\n") + "\n" + _section(name, origin, format, notices), "utf-8"
-    )
+    text = _titled(_with_metadata(text, origin), name, origin)
+    path.write_text(text.rstrip("\n") + "\n" + _section(name, origin, format, notices), "utf-8")
+
+
+def _titled(text: str, name: str, origin: Origin) -> str:
+    """Return a card with the new folder's name in its title, where a card that was written here has its source's."""
+    if HEADING not in text:
+        return text
+    titles = (f"# {Path(source).name}" for source in (origin.base, origin.adapter) if source)
+    return re.sub(f"^({'|'.join(map(re.escape, titles))})$", lambda _: f"# {name}", text, count=1, flags=re.MULTILINE)
 
 
 def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
@@ -79,7 +87,12 @@ def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
     others = ", ".join(f"{package} {installed[package]}" for package in VERSIONS)
     listed = "\n".join(f"- {line}" for line in lines)
     return SECTION.format(
-        command=origin.command, version=installed["sonicmoe-hf"], others=others, lines=listed, check=check
+        heading=HEADING,
+        command=origin.command,
+        version=installed["sonicmoe-hf"],
+        others=others,
+        lines=listed,
+        check=check,
     )
 
 

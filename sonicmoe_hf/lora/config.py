@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..formats.hub_names import HubNames
-from ..layer.experts_module import weight_names
+from ..layer.experts_module import packable, weight_names
 from ..patching.support import check_accelerated, find_layers
 from .names import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_wrappers
 
@@ -104,18 +104,18 @@ def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, di
 @contextlib.contextmanager
 def without_false_alarms(config: Any, model: nn.Module) -> Iterator[None]:
     """Filter a false warning of PEFT 0.21 inside. It looks for the names in rank_pattern and alpha_pattern among modules
-    alone, and warns that those of parameters are ignored, which they are not."""
-    patterns = {name: getattr(config, name, None) for name in ("rank_pattern", "alpha_pattern")}
-    if not (getattr(config, "target_parameters", None) and any(patterns.values())):
-        yield
-        return
+    alone, and warns that those of parameters are ignored, which they are not. Where a config targets the experts of an
+    older Transformers, as "all-linear" does, PEFT itself writes such names."""
     names = [without_wrappers(name) for name, _ in model.named_parameters()]
-    adapted = [name for name in names if is_target_parameter(name, vars(config))]
+    targets = vars(config) if getattr(config, "target_parameters", None) else None
+    adapted = [name for name in names if targets and is_target_parameter(name, targets)]
+    by_peft = {rf".*\.{re.escape(name)}" for module in model.modules() for name in packable(module)}
     with warnings.catch_warnings():
-        for field, pattern in patterns.items():
-            keys = [key for key in pattern or {} if any(_names(key, name) for name in adapted)]
-            message = f"The following {field} keys did not match any targeted module and were ignored: {sorted(keys)}."
-            warnings.filterwarnings("ignore", re.escape(message), RuntimeWarning)
+        for field in ("rank_pattern", "alpha_pattern"):
+            given = {key for key in getattr(config, field, None) or {} if any(_names(key, name) for name in adapted)}
+            keys = "|".join(re.escape(repr(key)) for key in given | by_peft)
+            message = rf"The following {field} keys did not match any .* were ignored: \[(({keys})(, )?)+\]\.$"
+            warnings.filterwarnings("ignore", message, RuntimeWarning)
         yield
 
 

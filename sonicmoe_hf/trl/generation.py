@@ -40,6 +40,8 @@ class AdapterGeneration(Theirs):
 
     def _init_vllm(self) -> None:
         """Start, or reach, an engine that takes adapters."""
+        if not self._module().is_vllm_available():
+            super()._init_vllm()  # raises TRL's error, which says what to install
         dtype = dtype_of(self.model, self.accelerator.mixed_precision)
         self.versions = AdapterVersions(
             self.model, self.accelerator, self.serving.folder(self.output_dir), self._engine_dtype(dtype)

@@ -33,6 +33,9 @@ def test_a_merged_folder_says_what_it_was_made_of_and_how_to_check_it(folders):
         "    sonicmoe-hf check base lora merged\n" in text and f"sonicmoe_hf {sonicmoe_hf.__version__} (torch" in text
     )
     assert str(folders) not in text, "whose paths are nobody else's to know"
+    merge_adapter(folders / "merged", folders / "lora", folders / "twice")
+    text = read(folders / "twice")
+    assert "# twice\n" in text and "# merged\n" not in text, "a title that is the source's name is not kept"
 
 
 def test_converted_adapters_and_checkpoints_have_cards_and_keep_those_that_were_there(folders):

@@ -98,9 +98,13 @@ def test_doctor_names_versions_outside_the_tested_range(version, says, capsys, m
 
 
 def test_doctor_alone_prints_versions_devices_and_backends(capsys, monkeypatch):
-    monkeypatch.delenv("SONICMOE_HF_BACKEND", raising=False)
+    for name in ("SONICMOE_HF_BACKEND", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
+    reason = "plain PyTorch, correct but no faster than without sonicmoe-hf: the device is cpu"
+    assert sum(reason in line for line in printed.splitlines()) == 1, "nothing wraps where no terminal ends"
     assert transformers.__version__ in printed
     assert "cpu" in printed and "eager" in printed
     assert "SONICMOE_HF_BACKEND is not set" in printed

@@ -15,7 +15,7 @@ from helpers.models import batch, build, patched
 from helpers.native import native_twin
 from helpers.small_families import small_model
 from packaging.version import Version
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import tuners_utils
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -261,6 +261,11 @@ def test_nobody_is_told_that_the_experts_own_rank_is_ignored(tmp_path):
     ranks = {factor.shape[0] // 8 for name, factor in loaded.named_parameters() if ".experts.lora_A" in name}
     assert ranks == {2}
     if "were ignored" in inspect.getsource(tuners_utils):  # not in PEFT 0.20
+        with warnings.catch_warnings(record=True) as heard:  # PEFT itself adds the experts and their pattern
+            warnings.simplefilter("always")
+            loaded = get_peft_model(build("qwen3_moe"), LoraConfig(r=4, target_modules="all-linear"))
+        assert not [warning for warning in heard if "_pattern" in str(warning.message)]
+        assert loaded.peft_config["default"].rank_pattern == {r".*\.gate_up_proj": 8}
         config = sonicmoe_hf.lora_config(build("olmoe"), 16, experts_r=2, rank_pattern={"no_such_layer": 4})
         with pytest.warns(RuntimeWarning, match="rank_pattern keys did not match .*no_such_layer"):
             get_peft_model(build("olmoe"), config)

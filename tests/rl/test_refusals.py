@@ -1,5 +1,6 @@
 """Adapters that vLLM would serve in part, or not at all, are refused before an engine starts."""
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -36,6 +37,12 @@ def test_an_adapter_that_vllm_serves_in_part_is_refused(message, base, engine, t
     with pytest.raises(ValueError, match=message):
         make(GRPOTrainer, base, tmp_path, peft_config=LoraConfig(r=4, **REFUSED[message]))
     assert not engine.made
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="of an environment without vLLM")
+def test_trl_says_what_to_install_where_there_is_no_vllm(base, tmp_path):
+    with pytest.raises(ImportError, match=r"vLLM is not available .* Please install vLLM"):
+        make(GRPOTrainer, base, tmp_path)
 
 
 def test_no_adapter_and_several_are_refused(base, engine, tmp_path):

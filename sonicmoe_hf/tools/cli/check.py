@@ -29,10 +29,11 @@ def check(base: str, adapter: str, folders: list[str], as_json: bool, **options)
 def _print(result: Check) -> None:
     """Print distances, shares and verdicts as a table, and the reasons below."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
+    from .console import make_console
+
+    console = make_console(markup=False)
     parts = list(dict.fromkeys(part for place in result.places for part in place.verdict.shares))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")

@@ -90,11 +90,12 @@ def _write(description: str, write, *arguments, verify: bool, **options) -> int:
 def _print_roundings(roundings) -> None:
     """Print by layer the adapter's change beside what rounding added to it, and how much of it the layer's worst and its
     median matrix have."""
-    from rich.console import Console
     from rich.table import Table
+
+    from .console import make_console
 
     table = Table("layer", "adapter's change", "rounding error", "left: worst", "median", title_justify="left")
     for layer in roundings:
         shares = (f"{share:.1%}" for share in (layer.worst, layer.median))
         table.add_row(layer.layer, f"{layer.change:.4g}", f"{layer.error:.4g}", *shares)
-    Console().print(table)
+    make_console().print(table)

@@ -9,13 +9,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...layer import backends
+from .console import make_console
 
 YES_OR_NO = {True: "[green]yes[/]", False: "[red]no[/]"}
 
 
 def print_doctor(facts: dict[str, Any]) -> None:
     """Print versions, devices and, where a model was examined, its layers."""
-    console = Console()
+    console = make_console()
     table = Table(title="Versions", title_justify="left", show_header=False)
     for package, version in facts["versions"].items():
         table.add_row(package, version, style="dim" if version == "not installed" else None)

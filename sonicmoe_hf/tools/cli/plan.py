@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -23,7 +22,6 @@ PARTS = {  # fields of planning.memory.Memory, and their headings
     "logits": "logits",
     "communication": "comm.",
 }
-PIPED = 1000  # columns
 EXAMPLE = re.compile(r"(?<!\S)examples/(?=\w+\.(?:py|yaml|json)(?!\S))")
 
 
@@ -88,13 +86,12 @@ def runnable(command: str) -> str:
 def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, known: int) -> None:
     """Print the ways that fit as a table, their commands, and what does not fit. known: ways, with those left out."""
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPED  # as wide as it is, since no line of a file or of grep's ends at a screen's edge
+    from .console import make_console
+
+    console = make_console(soft_wrap=True)
     fitting, too_large = shown(ways)
     console.print(
         f"{escape(sizes.name)}: {sizes.total / 1e9:.1f}e9 parameters, {sizes.experts / sizes.total:.0%} of them in "
