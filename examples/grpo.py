@@ -10,8 +10,8 @@ CPU.
     python examples/grpo.py --model Qwen/Qwen3-30B-A3B --dataset trl-lib/tldr --bf16 --vllm colocate
     python examples/grpo.py --model Qwen/Qwen3-30B-A3B --dataset trl-lib/tldr --bf16 --vllm http://localhost:8000
 
---vllm: "colocate", in this process, or the URL of `vllm serve`, TRL 1.11 or newer; an error says what command line that
-needs. Logged are serving/kl, serving/largest_gap and serving/divergence, between vLLM and the trainer.
+--vllm, with a GPU: "colocate", in this process, or the URL of `vllm serve`, TRL 1.11 or newer; an error says what command
+line that needs. Logged are serving/kl, serving/largest_gap and serving/divergence, between vLLM and the trainer.
 """
 
 from __future__ import annotations

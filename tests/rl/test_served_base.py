@@ -3,9 +3,12 @@ folder; and another one is told apart."""
 
 import pytest
 import torch
+from accelerate import Accelerator
+from helpers.checkpoints import tensors_in
 from helpers.marks import rest_pinned
 from helpers.models import build
 from helpers.rl import GAP, loaded, logged, make
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer as TRLsGRPOTrainer
 
@@ -13,6 +16,7 @@ import sonicmoe_hf
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.trl import vllm_adapters
+from sonicmoe_hf.trl.adapter_versions import AdapterVersions
 from sonicmoe_hf.trl.served_base import check_served_base
 
 WIDE = {
@@ -65,6 +69,24 @@ def test_a_base_rounded_as_the_trainer_holds_it_has_its_log_probabilities_and_an
     assert "--layout hub --round nf4" in caplog.text and "served_base=" in caplog.text
     unrounded.train()
     assert min(logged(unrounded)) > 1e-3
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize("family, format, width", [("qwen3_moe", "fp8", 128), ("gpt_oss", "mxfp4", 64)])
+def test_a_checkpoint_that_is_packed_on_the_hub_is_served_from_the_trained_folder(
+    family, format, width, tmp_path, caplog
+):
+    """The adapter's versions are read by names and shapes of the model as if it were not packed."""
+    build(family, **dict.fromkeys(WIDE[family], width)).bfloat16().save_pretrained(tmp_path / "base")
+    sonicmoe_hf.convert_checkpoint(tmp_path / "base", tmp_path / "packed", "hub", quantize=format)
+    model = loaded(tmp_path / "packed", experts_quantization=format)
+    model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=4))
+    check_served_base(model, str(tmp_path / "packed"), is_given=True)
+    with pytest.raises(ValueError, match=rf"base, which vLLM serves, are \d+\.\d% away .*in {format}\)"):
+        check_served_base(model, str(tmp_path / "base"), is_given=True)
+    version = AdapterVersions(model, Accelerator(cpu=True), tmp_path / "versions", torch.float32).publish()
+    names = tensors_in(version.folder)
+    assert any("experts" in name for name in names) and "was not compared" not in caplog.text
 
 
 def test_a_native_model_is_compared_whatever_the_order_of_its_rows_and_a_base_elsewhere_is_passed_over(
