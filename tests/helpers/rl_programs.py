@@ -9,7 +9,8 @@ from pathlib import Path
 from helpers.programs import write_rows
 from helpers.rl_prompts import GAP, PROMPTS, SETTINGS
 
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # TRL has set them in this process if vLLM ran in it
+# TRL has set them in this process if vLLM ran in it
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ROOT = Path(__file__).resolve().parents[2]
 START = "import sys; from sonicmoe_hf_command import main; sys.exit(main())"
 REWARD = """
@@ -40,7 +41,7 @@ def train_by_trls_command(base, folder, before=""):
     options += ["--model_name_or_path", str(base), "--dataset_name", str(folder / "prompts"), "--output_dir", "out"]
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in OF_RANKS},
+        **{name: value for name, value in os.environ.items() if name not in RENDEZVOUS},
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
