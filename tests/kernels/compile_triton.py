@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for GPUs that need not be there, with the arguments that the backend's functions launch.
 
     python compile_triton.py 90 ...                  everything for these targets
-    python compile_triton.py representative 90 ...   REPRESENTATIVE: variants by target; for sm_89 also what has none
+    python compile_triton.py representative 90 ...   REPRESENTATIVE: variants by target; of packed ones for sm_89 NF4 alone
+    python compile_triton.py others 89               the rest for sm_89: the other packed formats, and what has no variant
 
 One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts the tensor cores'
 instructions in PTX), and where everything is compiled |instructions N, all of the machine code's but its padding: reading
@@ -319,14 +320,14 @@ def compiled_calls(target, calls):
             yield name if is_product else f"{name}: {kernel.__name__}", compile_launch(target, kernel, *arguments)
 
 
-def main(target: int, labels, packed, with_others: bool, with_instructions: bool):
+def main(target: int, labels, packed, formats=FORMATS, with_others=True, with_instructions=False):
     config.gpu_kind = lambda device: GPU_KINDS[target]
     config.multiplies_fp8 = lambda device: target >= 89
     for module in [module for name, module in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]:
         for kept in vars(module).values():
             getattr(kept, "cache_clear", lambda: None)()
     of_variant = {"": others()} if with_others else {}
-    for label, name in product(packed, FORMATS):
+    for label, name in product(packed, formats):
         of_variant[f"{name}, {label}"] = packed_products(name, *PACKED[label])
     for label in labels:
         of_variant[label] = scaled_products(*SCALED[label]) if label in SCALED else products(VARIANTS[label])
@@ -336,9 +337,12 @@ def main(target: int, labels, packed, with_others: bool, with_instructions: bool
 
 
 if __name__ == "__main__":
-    is_representative = "representative" in sys.argv
-    for target in map(int, sys.argv[1 + is_representative :]):
-        if is_representative:
-            main(target, REPRESENTATIVE[target], REPRESENTATIVE_PACKED.get(target, ()), target == 89, False)
+    kind, *targets = sys.argv[1:] if sys.argv[1] in ("representative", "others") else ["everything", *sys.argv[1:]]
+    for target in map(int, targets):
+        packed = REPRESENTATIVE_PACKED.get(target, ())
+        if kind == "everything":
+            main(target, VARIANTS | SCALED, PACKED, with_instructions=True)
+        elif kind == "others":
+            main(target, (), packed, [name for name in FORMATS if name != "nf4"])
         else:
-            main(target, VARIANTS | SCALED, PACKED, True, True)
+            main(target, REPRESENTATIVE[target], packed, ["nf4"] if target == 89 else FORMATS, with_others=False)
