@@ -3,7 +3,9 @@ users."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 OURS, RUN = (
@@ -46,3 +48,17 @@ def put_back(*function: Any) -> None:
         REPLACED.remove(each)
         if inspect.getattr_static(each.owner, each.name) is each.ours:
             setattr(each.owner, each.name, each.original)
+
+
+@contextlib.contextmanager
+def temporarily_replaced(owner: Any, name: str, ours: Any) -> Iterator[Any]:
+    """Put `ours` in the place of a function inside the `with`; yields what was there."""
+    entry = Replaced(owner, name, vars(owner)[name], ours)
+    REPLACED.append(entry)
+    setattr(owner, name, ours)
+    try:
+        yield entry.original
+    finally:
+        if entry in REPLACED:  # else put_back was called meanwhile
+            REPLACED.remove(entry)
+        setattr(owner, name, entry.original)

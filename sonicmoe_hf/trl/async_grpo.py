@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import CheckpointError
+from ..private.replaced import temporarily_replaced
 from .adapter_versions import AdapterVersions, adapter_of
-from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks, temporarily_replaced
+from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks
 from .serving import Serving, dtype_of
 
 BUILDER = "validate_lora_for_vllm_sync"

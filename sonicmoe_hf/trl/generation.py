@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
+from ..private.replaced import temporarily_replaced
 from .adapter_versions import AdapterVersions
 from .engine import EngineWithAdapter
-from .hooks import Theirs, temporarily_replaced
+from .hooks import Theirs
 from .rollouts import GeneratedSequences
 from .served_base import check_served_base
 from .server import Server

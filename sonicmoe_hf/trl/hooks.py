@@ -3,11 +3,9 @@ that TRL no longer calls would be silent."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..private.versions import versions
@@ -92,14 +90,3 @@ def builder_of(trainer_class: type, name: str) -> Any:
     """Find the module of TRL in which the constructor of a trainer looks up its global `name`; None without one."""
     modules = (sys.modules[cls.__module__] for cls in trainer_class.__mro__ if cls.__module__.startswith("trl."))
     return next((module for module in modules if name in vars(module)), None)
-
-
-@contextlib.contextmanager
-def temporarily_replaced(owner: Any, name: str, ours: Any) -> Iterator[Any]:
-    """Put `ours` in the place of an attribute inside the `with`; yields what was there."""
-    original = vars(owner)[name]
-    setattr(owner, name, ours)
-    try:
-        yield original
-    finally:
-        setattr(owner, name, original)

@@ -13,10 +13,11 @@ import torch
 
 from ..models.patch import patch_model
 from ..patching.support import every_experts, is_patched
+from ..private.replaced import temporarily_replaced
 from ..routing.divergence import serving_divergence
 from ..routing.replay import record_routing, replay_routing
 from .generation import AdapterGeneration
-from .hooks import SYNC, Theirs, builder_of, check_hooks, check_replay_hooks, temporarily_replaced
+from .hooks import SYNC, Theirs, builder_of, check_hooks, check_replay_hooks
 from .rollouts import DTYPE, Rollout, as_calls
 from .serving import Serving
 

@@ -15,6 +15,7 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 import sonicmoe_hf
+from sonicmoe_hf.private.replaced import REPLACED
 from sonicmoe_hf.tools.autopatch.session import Session
 from sonicmoe_hf.tools.autopatch.settings import RunSettings
 from sonicmoe_hf.trl import GRPOTrainer, RLOOTrainer, vllm_adapters
@@ -152,14 +153,16 @@ def test_an_interrupted_constructor_puts_back_what_was_replaced(mode, starts, ba
         init_communicator = vllm_generation.VLLMClient.init_communicator
 
         def __init__(self, *args, **options):
+            registered.extend(each.name for each in REPLACED)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(vllm_generation, starts, Failing)
-    builder, connect = grpo_trainer.VLLMGeneration, Failing.init_communicator
+    builder, connect, before, registered = grpo_trainer.VLLMGeneration, Failing.init_communicator, list(REPLACED), []
     with pytest.raises(KeyboardInterrupt):
         make(GRPOTrainer, base, tmp_path, {"vllm_mode": mode})
     assert grpo_trainer.VLLMGeneration is builder and getattr(vllm_generation, starts) is Failing
     assert Failing.init_communicator is connect
+    assert "VLLMGeneration" in registered and before == REPLACED
 
 
 @pytest.mark.pinned
