@@ -33,7 +33,7 @@ from sonicmoe_hf.tools.checking.models import Loading
 RESULTS = Path(__file__).parents[1] / "results" / "check_defects.csv"
 NUM_LAYERS, NUM_EXPERTS, VOCABULARY = 4, 8, 256
 SIZES = (1.0, 0.5, 0.2)  # of a part of the adapter that is missing
-DTYPES = ("float32", "bfloat16")
+PARTS = ("float32", "bfloat16", "right")
 WHOLE = "lm_head", "norm"
 FACTORS = 0.1  # standard deviation of lora_B
 LESS = (0.3, 0.05, 0.03, 0.02)  # of adapters whose change is more or less than that, without a defect
@@ -218,25 +218,38 @@ def write_text(path: Path, num_words: int, draws: random.Random, last: int = VOC
     return str(path)
 
 
+def damaged(folder: Path, text: str, dtype: str, num_draws: int, draws: random.Random) -> list[dict[str, Any]]:
+    """Judge an adapter with defects, and one that has weights trained whole without those."""
+    parts = [NONE, *(draw(kind, size, draws) for kind in KINDS for size in SIZES for _ in range(num_draws))]
+    rows = []
+    for defects in (parts, [NONE, *(draw(kind, 1.0, draws) for kind in WHOLE)]):
+        rows += rows_of(defects, measure(folder, word_tokenizer(), text, dtype, defects), dtype)
+    return rows
+
+
+def right(folder: Path, text: str) -> list[dict[str, Any]]:
+    """Judge adapters of several sizes as they are, in bf16."""
+    rows = []
+    for factors in LESS:
+        for name, loaded in (("bfloat16", "auto"), ("float32 of bfloat16", "float32")):
+            verdicts = measure(folder, word_tokenizer(), text, "bfloat16", [NONE], factors, loaded)
+            rows += rows_of([NONE], verdicts, name, factors)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=3, help="of each kind and size")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     arguments = parser.parse_args()
-    draws, rows = random.Random(arguments.seed), []
-    for dtype in DTYPES:
+    rows = []
+    for part in arguments.parts:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
+            folder, draws = Path(temporary), random.Random(f"{arguments.seed} {part}")
             text = write_text(folder / "text", 4096, draws)
-            parts = [NONE, *(draw(k, s, draws) for k in KINDS for s in SIZES for _ in range(arguments.draws))]
-            for defects in (parts, [NONE, *(draw(kind, 1.0, draws) for kind in WHOLE)]):
-                rows += rows_of(defects, measure(folder, word_tokenizer(), text, dtype, defects), dtype)
-            if dtype == "bfloat16":
-                for factors in LESS:
-                    for name, loaded in (("bfloat16", "auto"), ("float32 of bfloat16", "float32")):
-                        verdicts = measure(folder, word_tokenizer(), text, dtype, [NONE], factors, loaded)
-                        rows += rows_of([NONE], verdicts, name, factors)
+            rows += right(folder, text) if part == "right" else damaged(folder, text, part, arguments.draws, draws)
     with arguments.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -9,6 +9,7 @@ from helpers.adapters import adapt
 from helpers.checkpoints import make, rewrite, tensors_in
 from transformers import AutoModelForCausalLM
 
+from benchmarks.quality import check_defects
 from benchmarks.quality.check_defects import KINDS, NONE, SIZES, Defect, draw, measure, word_tokenizer, write_text
 from sonicmoe_hf.tools.checking.check import check_adapter
 
@@ -57,6 +58,18 @@ def test_no_defect_drawn_at_random_is_applied_in_fp32(tmp_path):
     text = write_text(tmp_path / "text", 500, draws)
     defects = [draw(kind, draws.choice(SIZES), draws) for kind in draws.sample(KINDS, 4)]
     assert all(kind != "applied" for kind, _ in measure(tmp_path, word_tokenizer(), text, "float32", defects))
+
+
+@pytest.mark.slow
+def test_what_rounding_hides_in_bf16_is_told_in_float32(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_defects, "NUM_LAYERS", 1)
+    text = write_text(tmp_path / "text", 1100, random.Random(0))
+    verdicts = {
+        loaded: measure(tmp_path, word_tokenizer(), text, "bfloat16", [NONE], 0.015, loaded)[0]
+        for loaded in ("auto", "float32")
+    }
+    assert verdicts["auto"][0] == "cannot tell" and "add --dtype float32" in verdicts["auto"][1]
+    assert verdicts["float32"] == ("applied", "")
 
 
 WHOLE = {  # what an adapter may train whole: PEFT's options, the tensors, and their name

@@ -68,7 +68,7 @@ def test_the_rounding_of_the_trained_model_itself_is_no_part_that_is_missing(par
             0.0,
             4.0,
             "cannot tell",
-            "between 41% and 152% of its experts and between 72% and 125% of the change is there",
+            "between 4.% and 15.% of its experts and between 7.% and 12.% of the change is there",
         ),
         (-0.3, 0.4, "other", "13.% of that by its experts"),
     ],

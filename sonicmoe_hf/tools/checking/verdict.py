@@ -27,6 +27,7 @@ ROUNDING = 2.0  # times the noise: they differ by 0.63 to 1.05 times it, which i
 SMALL = 0.05  # of the adapter's change: what a part that makes less than it does to the texts may hide in the noise
 NEAR = 0.1  # of a part: they lack -0.03 to 0.03 of each, and larger models may lack more
 PARTLY = 0.25  # of a part: where more than that may be missing, or may not, nothing is said
+LEVERAGE = 0.01  # a token that alone decides a factor is off by nothing that could be divided
 UNEXPLAINED = 0.5  # of the adapter's change: more is something else, where the noise of the place is not known
 ROUNDED = "merged and rounded"
 LOST = f"merge it by --rounding dithered, or {UNMERGED}"
@@ -143,12 +144,17 @@ def _shares(change: torch.Tensor, reference: Reference) -> dict[str, float | Non
 
 def _fit(change: torch.Tensor, directions: list[torch.Tensor]) -> tuple[list[float], list[float]]:
     """Fit `change` [T] by directions [2, T], whose second runs are the instruments; where both are one, that is by least
-    squares. Returns the factors of the directions and their standard errors."""
+    squares. Returns the factors of the directions and their standard errors.
+
+    A few tokens, for which a router takes other experts, may be most of a difference. So an error is that of tokens of
+    different variance, each judged by the others (HC3: MacKinnon and White 1985).
+    """
     matrix, instruments = torch.stack(directions, dim=-1)  # [T, directions]
     inverse = torch.linalg.pinv(instruments.T @ matrix) @ instruments.T
     factors = inverse @ change
-    errors = rms(change - matrix @ factors) * inverse.norm(dim=1)
-    return factors.tolist(), errors.tolist()
+    leverage = (matrix * inverse.T).sum(dim=1)
+    residual = (change - matrix @ factors) / (1 - leverage).clamp(min=LEVERAGE)
+    return factors.tolist(), (inverse * residual).norm(dim=1).tolist()
 
 
 class _Told(NamedTuple):
