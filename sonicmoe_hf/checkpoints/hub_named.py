@@ -93,7 +93,8 @@ def _there_and_back(group: WeightGroup, parameters: Tensors, expert: int | None)
 
 def _groups(model: PreTrainedModel) -> dict[str, WeightGroup]:
     """Group the hub's weights of a model, by its parameters."""
-    hub, shapes = HubNames(model), {}
+    hub = HubNames(model)
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
         for weight in hub.weights(name) or [hub.parameter(name)]:
             experts = range(len(tensor)) if "{expert}" in weight else (0,)

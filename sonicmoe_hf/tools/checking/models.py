@@ -49,9 +49,7 @@ class Loading(NamedTuple):
         model = auto_class.from_pretrained(folder, **options).eval()
         parameters = list(model.parameters())
         if self.dtype == "float32" and all(parameter.dtype.itemsize > 1 for parameter in parameters):
-            for (
-                parameter
-            ) in parameters:  # Transformers leaves the files' dtype to what is dense beside quantized layers
+            for parameter in parameters:  # Transformers leaves what was not quantized in the files' dtype
                 parameter.data = parameter.data.float()
         return model
 
