@@ -20,10 +20,9 @@ from .pieces import arguments_of, piece_of
 from .piecewise import EAGER, NAME, check_call, in_pieces, probabilities
 
 MODULE = modeling_module("deepseek_v4")
-GATHERED_FROM = (
-    16  # times as many compressed keys as a query picks: from there on picked keys are gathered. At 8 times
-)
-# (16k tokens) an H200 takes 454 ms a layer without and 849 ms with it (benchmarks/results/heads_512.csv)
+# Times as many compressed keys as a query picks, above which picked keys are gathered. An H200 takes 640 ms a layer
+# without and 659 with it at 8 times (16k tokens), 7,151 and 3,662 at 32 (benchmarks/results/deepseek_v4_attention.csv).
+GATHERED_FROM = 8
 
 
 class Keys(NamedTuple):

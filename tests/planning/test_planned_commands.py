@@ -60,7 +60,7 @@ def test_every_command_is_one_that_its_launcher_and_its_example_take(monkeypatch
     [
         ("qwen3_vl_moe", {"full", "lora", "qlora"}, False),  # AutoModelForCausalLM does not know it
         ("qwen3_moe", {"qlora"}, True),
-        ("glm4_moe", {"qlora"}, False),  # which convert does not know
+        ("glm4_moe", {"qlora"}, True),
     ],
 )
 def test_the_planned_commands_load_their_checkpoint(family, methods, converts, tmp_path, monkeypatch):

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...attention.models import IN_PIECES as FP32_SCORES  # their sinks stay in fp32, and so all scores are
 from ...attention.models import has_sinks, takes_pieces
 from ...checkpoints.config_only import build_on_meta
-from ...checkpoints.configs import family_of, quantization_of
-from ...checkpoints.files import CONFIG_FILE
+from ...checkpoints.configs import quantization_of
 from ...errors import CheckpointError, UnsupportedModelError
 from ...formats.declared import declared_quantization
 from ...layer.experts_module import matrix_shape, weight_names
@@ -227,7 +226,6 @@ def of_eager(heads: int) -> tuple[float, float]:
 
 def _is_convertible(config: PreTrainedConfig) -> bool:
     try:
-        family_of(config.to_dict(), Path(CONFIG_FILE))
         declared = quantization_of(config.to_dict(), Path())
         return declared is not None and declared.stored() is not None
     except CheckpointError:
