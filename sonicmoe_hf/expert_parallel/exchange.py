@@ -50,7 +50,7 @@ _exchange_in_use: str | None = None  # no thread's own: checkpointing runs layer
 
 
 class MaxSizes(NamedTuple):
-    """MaxSizes: the maximum T and P of the ranks, and whether any of them lists its pairs with their tokens."""
+    """The maximum T and P of the ranks, and whether any of them lists its pairs with their tokens."""
 
     num_tokens: int
     num_pairs: int

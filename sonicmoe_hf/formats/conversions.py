@@ -79,7 +79,7 @@ class Apart(list):
         return PackedWeight(packed, format, dtype)
 
 
-class Target(NamedTuple):
+class TargetParameter(NamedTuple):
     """The parameter that a conversion makes. dense: what stands for it in the model, on the meta device. holding: of the
     experts of its module."""
 
@@ -137,7 +137,7 @@ class _Conversion(ConversionOps):
     def convert(self, input_dict, *, full_layer_name, model, **options):
         """Make {full_layer_name: parameter} of lists of tensors by the patterns of their names, or of bare tensors."""
         module, name = get_module_from_name(model, full_layer_name)
-        target = Target(full_layer_name, module, name, getattr(module, name), holding_of(module))
+        target = TargetParameter(full_layer_name, module, name, getattr(module, name), holding_of(module))
         stored = {
             pattern.removeprefix(WHOLE_NAME).removesuffix("$"): found if isinstance(found, list) else [found]
             for pattern, found in input_dict.items()
@@ -151,7 +151,7 @@ class _Conversion(ConversionOps):
             return operation.convert({full_layer_name: made}, full_layer_name=full_layer_name, model=model, **options)
         return {full_layer_name: made}
 
-    def make(self, target: Target, stored: Stored) -> torch.Tensor:
+    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
         """Make the parameter."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class _Conversion(ConversionOps):
 class PackExperts(_Conversion):
     """A packed weight of experts in floats. What else is quantized goes to the quantizer of linear layers."""
 
-    def make(self, target: Target, stored: Stored) -> torch.Tensor:
+    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
         """See _Conversion."""
         (found,) = stored.values()
         if target.name not in packable(target.module):
@@ -178,7 +178,7 @@ class PackExperts(_Conversion):
 class TakePacked(_Conversion):
     """A packed weight of the tensors that store it."""
 
-    def make(self, target: Target, stored: Stored) -> torch.Tensor:
+    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
         """See _Conversion."""
         tensors = {name.rpartition(".")[2]: found[0] for name, found in stored.items()}
         format = FORMATS[self.format]
@@ -203,7 +203,7 @@ class TakeExperts(_Conversion):
         super().__init__(hf_quantizer)
         self.stored_format, self.sources = stored_format, sources
 
-    def make(self, target: Target, stored: Stored) -> torch.Tensor:
+    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
         """See _Conversion."""
         wanted, dtype, is_plain = self.format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
@@ -230,7 +230,7 @@ class TakeExperts(_Conversion):
         is_packed = any(stored.get(name) for name in scales) or not weights
         return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
 
-    def _values(self, stored: Stored, target: Target) -> Iterator[torch.Tensor]:
+    def _values(self, stored: Stored, target: TargetParameter) -> Iterator[torch.Tensor]:
         """Yield the values [N, K] of each expert."""
         first = target.holding.experts.start
         if self.stored_format.name not in FORMATS:
@@ -244,7 +244,7 @@ class TakeExperts(_Conversion):
             joined = self._joined([[projection] for projection in expert], target, number)
             yield FORMATS[self.stored_format.name].expert(joined, 0)
 
-    def _parts(self, stored: Stored, target: Target) -> list[list[Quantized]]:
+    def _parts(self, stored: Stored, target: TargetParameter) -> list[list[Quantized]]:
         """List the experts as the checkpoint has them, [projection][expert]."""
         parts = [self._part(stored, source, target) for source in self.sources]
         alike = _kinds(parts[0][0])
@@ -257,14 +257,14 @@ class TakeExperts(_Conversion):
                     )
         return parts
 
-    def _joined(self, parts: list[list[Quantized]], target: Target, first: int) -> Quantized:
+    def _joined(self, parts: list[list[Quantized]], target: TargetParameter, first: int) -> Quantized:
         """Join experts from the `first` on, all or some of those of the weight."""
         packed, format = self.stored_format.join(parts), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, first)
         check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
         return packed
 
-    def _tensors(self, stored: Stored, source: str, target: Target) -> list[tuple[torch.Tensor, ...]]:
+    def _tensors(self, stored: Stored, source: str, target: TargetParameter) -> list[tuple[torch.Tensor, ...]]:
         """List the tensors that store a projection of each expert."""
         there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
         if target.holding.group is not None:  # of vectors Transformers gives a rank pieces, and of every expert
@@ -280,7 +280,7 @@ class TakeExperts(_Conversion):
             )
         return list(zip(*by_name.values()))
 
-    def _part(self, stored: Stored, source: str, target: Target) -> list[Quantized]:
+    def _part(self, stored: Stored, source: str, target: TargetParameter) -> list[Quantized]:
         packed = []
         for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
             with _named(f"{target.full_name}, {source} of expert {expert}"):
@@ -295,7 +295,7 @@ class TakeDense(_Conversion):
         super().__init__(hf_quantizer)
         self.stored_format = stored_format
 
-    def make(self, target: Target, stored: Stored) -> torch.Tensor:
+    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
         """See _Conversion."""
         weight_name, parameter, layer = WEIGHT[1:], target.dense, target.full_name
         needed = self.stored_format.names(weight_name)

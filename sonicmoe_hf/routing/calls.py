@@ -127,7 +127,7 @@ class Forward:
         return self.outer is None or self.outer.call is not self.call
 
 
-class Checkpoint:
+class CheckpointedFunction:
     """Use of torch.utils.checkpoint, whose `function` is part of `forward`, also when backward computes it again."""
 
     def __init__(self, function: Callable, is_reentrant: bool):
@@ -142,7 +142,7 @@ class Checkpoint:
         self.has_run = True
         return run(*args)
 
-    def enter(self) -> Checkpoint | None:
+    def enter(self) -> CheckpointedFunction | None:
         """Begin in this thread, and return the checkpoint around this one."""
         around, _thread.checkpoint = checkpoint_in_progress(), self
         return around
@@ -184,7 +184,7 @@ def in_progress(state: RoutingState | None = None) -> Forward | None:
     return forward
 
 
-def checkpoint_in_progress() -> Checkpoint | None:
+def checkpoint_in_progress() -> CheckpointedFunction | None:
     """Find the innermost use of torch.utils.checkpoint in this thread, outside compiled code."""
     return getattr(_thread, "checkpoint", None)
 
@@ -256,7 +256,7 @@ def capture() -> None:
 
 def _non_reentrant(checkpointed: Callable, function: Callable, *args, **kwargs):
     """Wrap the generator of torch.utils.checkpoint: torch runs it to its yield, calls `function`, then resumes it."""
-    checkpoint = Checkpoint(function, is_reentrant=False)
+    checkpoint = CheckpointedFunction(function, is_reentrant=False)
     steps = checkpointed(checkpoint.run_again, *args, **kwargs)
     around = checkpoint.enter()
     try:
@@ -267,4 +267,4 @@ def _non_reentrant(checkpointed: Callable, function: Callable, *args, **kwargs):
 
 def _reentrant(checkpointed: Callable, ctx, function: Callable, *args):
     """Wrap the forward of torch.utils.checkpoint's CheckpointFunction."""
-    return checkpointed(ctx, Checkpoint(function, is_reentrant=True), *args)
+    return checkpointed(ctx, CheckpointedFunction(function, is_reentrant=True), *args)

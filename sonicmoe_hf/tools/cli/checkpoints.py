@@ -18,7 +18,7 @@ def convert(
     """Run `sonicmoe-hf convert`."""
     from ...adapters.convert import is_adapter
     from ...checkpoints.convert import convert_checkpoint
-    from ...checkpoints.rounding import round_checkpoint
+    from ...checkpoints.rounded import round_checkpoint
 
     given = {name: value for name, value in of_models.items() if value is not None}
     if is_adapter(src):
