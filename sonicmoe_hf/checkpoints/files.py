@@ -43,9 +43,13 @@ def read_config(folder: Path) -> dict:
     """Read the config.json of the model in `folder`.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it names no model_type.
+        CheckpointError: there is none, as in an adapter's folder, it cannot be read, or it names no model_type.
     """
     path = folder / CONFIG_FILE
+    adapter = folder / ADAPTER_CONFIG
+    if not path.exists() and adapter.exists():
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise CheckpointError(f"{folder} holds an adapter, where a model is expected: give its base, {base!r}")
     config = read_json(path, model_type=str, architectures=list, text_config=dict, quantization_config=dict)
     if not config.get("model_type"):
         raise CheckpointError(f"{path}: model_type is {config.get('model_type')!r}; download it again")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ..errors import CheckpointError
+from ..formats.loading_errors import not_there
 from .files import CONFIG_FILE, expanded
 
 SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
@@ -36,7 +37,5 @@ def local_folder(src: str | os.PathLike, revision: str | None = None, only: list
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
-        remedy = "; unset HF_HUB_OFFLINE, or give a local folder" if constants.HF_HUB_OFFLINE else ""
-        if only is not None and CONFIG_FILE in only:
-            remedy = f"{remedy or '; give a local folder'}, of which {CONFIG_FILE} is enough"
-        raise CheckpointError(f"there is no folder {name}, and the hub did not give it{remedy}: {reason}") from error
+        enough = f"of which {CONFIG_FILE} is enough" if only is not None and CONFIG_FILE in only else ""
+        raise CheckpointError(f"{not_there(name, enough)}: {reason}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError
-from ..formats.json_files import check_type
+from ..formats.declared import declared_quantization
+from ..formats.json_files import check_type, read_json
 from ..layer.experts_module import packable
 from ..layer.holding import is_partitioned, local_part
 from ..layer.packed_weight import PackedWeight
@@ -133,6 +135,16 @@ def _norms_of(model: nn.Module) -> dict[str, float]:
     return {} if is_shared else {name: _size(weight) for name, weight in few}
 
 
+def _stored_format(model: nn.Module) -> str | None:
+    """Find the experts' format in the folder that a model was loaded from; None of dense ones and of the hub's."""
+    file = Path(getattr(model, "name_or_path", ""), "config.json")
+    try:
+        declared = declared_quantization(read_json(file), file.parent) if file.is_file() else None
+        return None if declared is None else declared.format()
+    except CheckpointError:  # no format of ours
+        return None
+
+
 def remember(config: Any, model: nn.Module) -> None:
     """Note in the config of an adapter, which PEFT puts on `model`, what it is trained on; warn once where that
     changes."""
@@ -140,6 +152,8 @@ def remember(config: Any, model: nn.Module) -> None:
         return
     trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
     sentence = None if trained is None else trained.other_than(here, type(model).__name__)
+    if here is None and trained is not None and trained.format == _stored_format(model):
+        sentence = None  # Transformers expanded the very values
     if sentence is not None and sentence not in _said:
         _said.add(sentence)
         logger.warning(f"sonicmoe_hf: {sentence}")

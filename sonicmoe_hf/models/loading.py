@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..attention.models import choose_attention
 from ..errors import UnsupportedModelError
-from ..formats.loading_errors import named_errors
+from ..formats.loading_errors import named_errors, named_source
 from ..layer.config import COMPUTE_CHOICES, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..patching.patch import guard_streamed
@@ -65,6 +66,7 @@ def from_pretrained(
         UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None.
         UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
         MemoryError: host memory does not hold the experts.
+        OSError: there is no such model; the message says what the folder lacks.
     """
     policy = as_routing_policy(routing)
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
@@ -77,18 +79,19 @@ def from_pretrained(
             f"experts_implementation={implementation!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or "
             f"load with {auto_class.__name__}.from_pretrained"
         )
-    if experts_quantization is None:
-        check_not_packed(pretrained_model_name_or_path, kwargs)
-    else:
-        kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
-    loading = None
-    if experts_memory is not None:
-        kwargs, loading = with_experts_memory(kwargs, experts_memory)
-    one_by_one: Any = contextlib.nullcontext()
-    if loading is not None or _packs_again(kwargs):  # threads would read faster than weights are taken or packed
-        one_by_one = loaded_one_by_one(loading.take if loading is not None else _leave)
-    with named_errors(), one_by_one:
-        loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    with named_source(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")):
+        if experts_quantization is None:
+            check_not_packed(pretrained_model_name_or_path, kwargs)
+        else:
+            kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
+        loading = None
+        if experts_memory is not None:
+            kwargs, loading = with_experts_memory(kwargs, experts_memory)
+        one_by_one: Any = contextlib.nullcontext()
+        if loading is not None or _packs_again(kwargs):  # threads would read faster than weights are taken or packed
+            one_by_one = loaded_one_by_one(loading.take if loading is not None else _leave)
+        with named_errors(), one_by_one:
+            loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     if experts_quantization is None and not os.path.isdir(pretrained_model_name_or_path):
         check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here

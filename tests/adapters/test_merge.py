@@ -303,6 +303,7 @@ def test_a_damaged_adapter_and_one_of_another_model_are_refused(folders, tmp_pat
         (tmp_path / "other", *folders[1:]), "have shapes.* trained on .*base, and this model is a Qwen3MoeFor"
     )
     assert_refused((folders[0], folders[0], folders[2]), "adapter_config.json")
+    assert_refused((folders[1], folders[0], folders[2]), "holds an adapter, where a model is expected: give its base")
     (folders[1] / "adapter_model.safetensors").write_bytes(b"short")
     assert_refused(folders, "not a whole safetensors file")
 

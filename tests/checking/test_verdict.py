@@ -112,7 +112,7 @@ def test_other_differences_are_said_in_the_size_of_the_change(parts):
             0.0,
             0.0,
             "applied in part",
-            "merged and rounded: 0% of the change (experts) is there, beside noise 0.0 times",
+            "merged and rounded: 0% of the change (experts) is there, beside noise 0.00 times",
         ),
         (2.0, 0.3, "other", "200% of the change (experts)"),
     ],
@@ -128,7 +128,7 @@ def test_a_merge_that_rounding_undid_is_told_from_another_adapter(parts):
     experts, rest, noise = parts
     all_packed = Reference(twice(torch.zeros_like(experts)), twice(experts), [])
     lost = judge(0 * experts, all_packed, is_rounded=True)
-    assert lost.kind == "not applied" and "0% of the change is there, beside noise 0.0 times" in lost.reason
+    assert lost.kind == "not applied" and "0% of the change is there, beside noise 0.00 times" in lost.reason
     assert judge(rest, all_packed, is_rounded=True).kind == "other"
     a_fifth = judge(0.2 * experts + 0.2 * noise, all_packed, is_rounded=True)
     assert a_fifth.kind == "applied in part" and a_fifth.reason.startswith("merged and rounded: 2")

@@ -1,5 +1,7 @@
 """An adapter remembers how the experts of its base were packed, and says where it meets others."""
 
+import json
+
 import pytest
 import torch
 from helpers.adapters import adapt
@@ -10,6 +12,7 @@ from peft import PeftModel
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter, convert_checkpoint, merge_adapter
+from sonicmoe_hf.formats.declared import QUANT_METHOD
 from sonicmoe_hf.lora import packed_base
 from sonicmoe_hf.lora.packed_base import ENTRY
 
@@ -49,6 +52,14 @@ def test_an_adapter_warns_on_another_packing_and_not_on_its_own(format, task, tm
         (record,) = caplog.records
         assert MESSAGE.format(format) in record.getMessage() and shown in record.getMessage()
         assert (how is None) == (f"--experts-quantization {format})" in record.getMessage())
+    caplog.clear()
+    packed_base._said.clear()
+    expanded, file = load(tmp_path / "base"), tmp_path / "base" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] = {"quant_method": QUANT_METHOD, "experts": format}
+    file.write_text(json.dumps(config))
+    PeftModel.from_pretrained(expanded, tmp_path / "again")
+    assert not caplog.records, "Transformers has expanded a checkpoint in that very format"
 
 
 @pytest.mark.pinned

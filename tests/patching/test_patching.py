@@ -155,6 +155,22 @@ def test_from_pretrained_loads_patches_and_hands_on_what_transformers_says_of_th
     assert routing_state(model).policy is None and not information["missing_keys"]
 
 
+def test_from_pretrained_says_what_a_folder_lacks(tmp_path):
+    (tmp_path / "empty").mkdir()
+    build("qwen3_moe").config.save_pretrained(tmp_path / "config")
+    for folder, words in (
+        (
+            "none",
+            "there is no folder .*none, and the hub did not give it.*: ",
+        ),
+        ("empty", "empty has no config.json, so it is no model's folder: "),
+        ("config", "config has a config.json, but Transformers cannot load its weights: .*model.safetensors"),
+    ):
+        for format in (None, "nf4"):
+            with pytest.raises(OSError, match=words):
+                sonicmoe_hf.from_pretrained(tmp_path / folder, experts_quantization=format)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_saving_a_patched_model_saves_the_plain_one(family, tmp_path):
     plain, model = build(family), patched(family, "token_rounding")

@@ -288,7 +288,7 @@ def _rounded(
     if max(known.values()) > 1 + PARTLY or (least < PARTLY and noise > UNEXPLAINED * effect):
         return None
     there = f"{max(least, 0.0):.0%} of the change" + ("" if len(parts) == 1 else f" ({part})")
-    reason = f"{ROUNDED}: {there} is there, beside noise {noise / effect:.1f} times as large as it"
+    reason = f"{ROUNDED}: {there} is there, beside noise {noise / effect:.2f} times as large as it"
     if least >= 1 - PARTLY:
         return _Judgement(APPLIED, reason)
     return _Judgement(NOT_APPLIED if max(known.values()) < NEAR else IN_PART, f"{reason}; {LOST}")
