@@ -8,11 +8,13 @@ from helpers.rl import PROMPTS, lengths, loaded
 from helpers.trl_trainers import sentence_tokenizer
 from helpers.vllm_stand_in import serving
 from peft import LoraConfig
-from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, weight_transfer
 
 import sonicmoe_hf
-from sonicmoe_hf.trl import AsyncGRPOTrainer
 
+of_trl = pytest.importorskip(
+    "trl.experimental.async_grpo", reason="TRL 1.14 needs aiohttp for it", exc_type=ImportError
+)
+async_grpo_trainer = of_trl.async_grpo_trainer
 FUNCTIONS = ("validate_lora_for_vllm_sync", "save_lora_adapter")
 
 
@@ -21,14 +23,14 @@ def built(base, tmp_path, monkeypatch):
     """Return a constructor of trainers of a server, whose rollouts nobody makes."""
     # TRL looks up a GPU's speed, and vLLM for sending whole weights
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: 1e12, raising=False)
-    monkeypatch.setattr(weight_transfer, "is_vllm_available", lambda **options: True)
+    monkeypatch.setattr(of_trl.weight_transfer, "is_vllm_available", lambda **options: True)
 
     def build(server, **options):
         worker = SimpleNamespace(rollout_buffer=None, update_model_version=lambda version: None)
         config = {"model_init_kwargs": {"dtype": "float32"}, "max_staleness": 0, "max_steps": 1, "report_to": []}
         config |= {"use_cpu": True, "bf16": False, "vllm_server_base_url": server.url}
-        return AsyncGRPOTrainer(
-            str(base), reward_funcs=lengths, args=AsyncGRPOConfig(str(tmp_path), **config),
+        return sonicmoe_hf.trl.AsyncGRPOTrainer(
+            str(base), reward_funcs=lengths, args=of_trl.AsyncGRPOConfig(str(tmp_path), **config),
             train_dataset=Dataset.from_list(PROMPTS), processing_class=sentence_tokenizer(), rollout_worker=worker,
             **{"peft_config": sonicmoe_hf.lora_config(loaded(base), r=4), **options},
         )  # fmt: skip
