@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from helpers.checkpoints import edit_config, edit_tensors, load_whole, make, ten
 from helpers.models import ORDER_OF_SUMS, logits_of, relative_error
 from helpers.served import edit
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.core_model_loading import Concatenate, ConversionOps
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, merge_adapter
@@ -171,6 +173,26 @@ def name_the_base(folder):
     return folder.merge(adapter=folder.convert("hub", trained_on=folder.base))
 
 
+def without_an_inverse(folder):
+    """Merge as if Transformers could not write this family's experts back."""
+    with mock.patch.object(Concatenate, "reverse_op", property(ConversionOps.reverse_op.fget)):
+        return folder.merge()
+
+
+def with_peft_in_memory(folder):
+    """Merge as WITH_PEFT says; the model is computed with, and not saved."""
+    adapted = PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(folder.base), folder.adapter)
+    return logits_of(adapted.merge_and_unload())
+
+
+def pack_beside_bitsandbytes(folder):
+    """Pack the base beside linear layers of bitsandbytes, and merge into that."""
+    linear = BitsAndBytesConfig(load_in_4bit=True)
+    model = sonicmoe_hf.from_pretrained(folder.base, experts_quantization="nf4", quantization_config=linear)
+    model.save_pretrained(folder.path / "packed")
+    return folder.merge(base=folder.path / "packed")
+
+
 def remove(name, of="base"):
     """Remove an entry of config.json, or a file of the adapter's folder."""
 
@@ -230,6 +252,18 @@ OTHERS = {
             lambda folder: shutil.copy(folder.adapter / "adapter_model.safetensors", folder.adapter / WEIGHTS_FILE)
         ),
         [remove(WEIGHTS_FILE, of="adapter")],
+    ),
+    "no inverse": Case(
+        "cannot be written back.*has no inverse.*merge_and_unload",
+        trained("mixtral"),
+        without_an_inverse,
+        [with_peft_in_memory],
+    ),
+    "linear layers of bitsandbytes": Case(
+        "merge the adapter into the model's bf16 checkpoint",
+        trained(of={"hidden_size": 64, "moe_intermediate_size": 64}),
+        pack_beside_bitsandbytes,
+        [merge],
     ),
     "other weights": Case(
         "remove the entry",
