@@ -108,6 +108,20 @@ def compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def cached_graphs() -> Counter[str]:
+    """Count what torch's cache on disk has done with graphs so far: autograd_cache_hit, _saved, _bypass and more."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["aot_autograd"])
+
+
+def compile_cache_folder() -> str:
+    """Get the folder of torch's cache of compiled code."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return cache_dir()
+
+
 def compiled_call(module: nn.Module) -> Any:
     """Get the function that Module.compile has put in the place of a module's call."""
     return module._compiled_call_impl

@@ -2,36 +2,68 @@
 
 import pytest
 import torch
-from helpers.adapters import with_lora
 from helpers.models import batch, loss_and_gradients, patched
-from helpers.training import checkpointed
+from helpers.programs import make_model
+from helpers.training import CHECKPOINTED_TRAINING, trainer_for
+from peft import get_peft_model
 from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import sonicmoe_hf
+from sonicmoe_hf.private.torch import cached_graphs
+from sonicmoe_hf.tools.cli import compiled
+from sonicmoe_hf.tools.cli.main import main
+
+
+def kept_graphs():
+    """Count the graphs that torch's cache had, that it has taken, and that it does not take."""
+    return [cached_graphs()[f"autograd_cache_{what}"] for what in ("hit", "saved", "bypass")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("quantization", "has_adapters", "kind"), [("nf4", True, "non_reentrant"), (None, False, None)]
-)
-def test_a_second_start_takes_compiled_layers_from_torchs_cache(
-    quantization, has_adapters, kind, tmp_path, monkeypatch
-):
-    """Also in torch 2.11, whose cache passes by graphs with a function that it does not know."""
+def test_a_second_start_takes_compiled_layers_from_torchs_cache(tmp_path, monkeypatch):
+    """No version of torch keeps graphs with a function that it does not know, but in a checkpoint since 2.13."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = patched("qwen3_moe", use_cache=False, num_hidden_layers=1)
+    sonicmoe_hf.compile_layers(model)
     found = []
     for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
-        model = patched("qwen3_moe", use_cache=False, num_hidden_layers=1, hidden_size=64, moe_intermediate_size=64)
-        if quantization is not None:
-            sonicmoe_hf.quantize_experts(model, quantization)
-        if has_adapters:
-            model = with_lora(model)
-            model.enable_input_require_grads()
-        sonicmoe_hf.compile_layers(checkpointed(model, kind))
         with config.patch(fallback_by_default=True):  # torch's own kernels, so that no C++ compiler runs
             loss_and_gradients(model, batch())
-        found.append([counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "saved", "bypass")])
+        found.append(kept_graphs())
     assert found == [[0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.slow
+@pytest.mark.pinned  # Transformers 5.17 has layers compiled twice
+def test_warmup_fills_torchs_cache_for_a_run_of_other_lengths(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "LENGTHS", (24, 16))
+    make_model(tmp_path / "model", torch.bfloat16, hidden_size=64, moe_intermediate_size=64)
+    lengths = iter([20, 12])
+
+    def rows_of_a_length(rows):
+        length = next(lengths)
+        return {name: torch.stack([row[name][:length] for row in rows]) for name in rows[0]}
+
+    with config.patch(fallback_by_default=True):
+        torch._dynamo.reset()
+        assert main(["warmup", str(tmp_path / "model"), "--compile", "--quantize", "nf4", "--rank", "4"]) == 0
+        assert "1 graphs of layers" in (printed := capsys.readouterr().out) and "1 compiled now" in printed
+        torch._dynamo.reset()
+        counters.clear()
+        model = sonicmoe_hf.from_pretrained(tmp_path / "model", experts_quantization="nf4", dtype=torch.bfloat16)
+        model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=4))
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1, "bf16": True}
+        trainer = trainer_for(model, tmp_path, torch_compile=True, **CHECKPOINTED_TRAINING["non_reentrant"], **options)
+        trainer.data_collator = rows_of_a_length
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+    assert kept_graphs() == [1, 0, 0]
+
+
+def test_warmup_wants_a_model_to_compile(capsys):
+    assert main(["warmup", "--shape", "2048,768", "--compile"]) == 2
+    assert "warmup MODEL --compile" in capsys.readouterr().err

@@ -110,7 +110,7 @@ COMMANDS = {
         """Compile every Hopper kernel that the layers of a model (hub id or local folder; only its config is read) or of
         given sizes need, forward, backward and with frozen parts, into the cache on disk (SONICMOE_HF_CACHE, or
         ~/.cache/sonicmoe_hf). Needs no GPU. Exit code: 0 if all are there, 1 if a layer's sizes are not for these
-        kernels, 2 if nothing could be compiled.""",
+        kernels, 2 if nothing could be compiled. With --compile 1 if something of the layers is left uncompiled.""",
         (
             _option("model", nargs="?", help=MODEL),
             _option("--shape", type=_sizes, action="append", metavar="H,I", default=[], help=SHAPE),
@@ -121,6 +121,19 @@ COMMANDS = {
             _option("--bias", action="store_true", help="--shape's experts have biases"),
             _option("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default %(default)s)"),
             _option("--processes", type=_at_least(1), help="that compile at a time (default: one for each CPU)"),
+            _option(
+                "--compile",
+                action="store_true",
+                help="instead train a step of the model's first layers, with random weights, adapters and "
+                "torch_compile=True, on this machine's device: torch's cache on disk then has the compiled layers",
+            ),
+            _option("--quantize", choices=FORMATS, help="of --compile: the experts (default: not packed)"),
+            _option("--rank", type=_at_least(1), default=16, help="of --compile: the adapters' (default %(default)s)"),
+            _option(
+                "--batch-size", type=_at_least(1), default=1, help="of --compile: sequences (default %(default)s)"
+            ),
+            _option("--tokens", type=_at_least(2), help="of --compile: of every sequence (default: any number)"),
+            _option("--liger", action="store_true", help="of --compile: with use_liger_kernel=True"),
         ),
     ),
     "plan": Command(

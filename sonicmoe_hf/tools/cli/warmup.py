@@ -1,4 +1,5 @@
-"""`sonicmoe-hf warmup`: the Hopper kernels that layers need, compiled ahead of the first step into the cache on disk."""
+"""`sonicmoe-hf warmup`: the Hopper kernels that layers need, compiled ahead of the first step into the cache on disk, or
+with --compile what torch.compile makes of a model's layers."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from ...layer.config import LAYOUTS, check_order
 from ...layer.moe_experts import Activation
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.support import accelerated_layers, supports
+from ...private.torch import compile_cache_folder
 from .bar import progress
 
 
@@ -58,6 +60,12 @@ def warmup(
     bias: bool,
     dtype: str,
     processes: int | None,
+    compile: bool,
+    quantize: str | None,
+    rank: int,
+    batch_size: int,
+    tokens: int | None,
+    liger: bool,
 ) -> int:
     """Run `sonicmoe-hf warmup`."""
     if (model is None) == (not shape):
@@ -65,6 +73,10 @@ def warmup(
             "give a model, or --shape H,I: sonicmoe-hf warmup MODEL, or sonicmoe-hf warmup --shape 2048,768"
         )
     torch_dtype = getattr(torch, dtype)
+    if compile:
+        if model is None:
+            raise ValueError("--compile takes a model: sonicmoe-hf warmup MODEL --compile")
+        return _warm_up_torch(model, torch_dtype, quantize, rank, batch_size, tokens, liger)
     if model is None:
         kinds = [LayerKind(*sizes, torch_dtype, Activation(activation), layout, bias) for sizes in shape]
     else:
@@ -91,6 +103,24 @@ def warmup(
     for kind in on_triton_too:
         print(placement(kind.hidden, kind.inner, kind.activation))
     return 1 if on_triton_too else 0
+
+
+def _warm_up_torch(model: str, *settings) -> int:
+    from .compiled import Settings, compile_ahead  # which imports PEFT
+
+    began = time.perf_counter()
+    graphs = compile_ahead(model, Settings(*settings))
+    seconds = time.perf_counter() - began
+    folder, total = compile_cache_folder(), graphs.there + graphs.added
+    print(f"{total} graphs of layers in {folder}: {graphs.added} compiled now, {seconds:.1f} s")
+    obstacles = list(graphs.reasons)
+    if graphs.refused:
+        obstacles.append(
+            f"torch {torch.__version__} does not keep {graphs.refused} graphs more; TORCH_LOGS=+aot says why"
+        )
+    for obstacle in obstacles:
+        print(obstacle)
+    return 1 if obstacles or not total else 0
 
 
 def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind]:
