@@ -70,6 +70,18 @@ def test_workflows_call_what_is_there(path):
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", uses[0]) and re.search(r"# v\d+\.\d+\.\d+", uses[1]), uses
 
 
+def test_the_container_is_linted_and_built_and_its_files_are_there():
+    nightly = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8"))
+    runs = [step["run"] for step in nightly["jobs"]["container"]["steps"] if "run" in step]
+    assert "hadolint Dockerfile" in runs[0] and runs[1].startswith("docker build")
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert re.search(r"^FROM \S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE) and re.search(
+        r"^USER \d+$", text, re.MULTILINE
+    )
+    let_in = re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name in let_in if not (ROOT / name).exists()] == [] and "constraints.txt" in let_in
+
+
 def test_everything_up_to_the_upload_runs_without_a_tag_and_nothing_after_it():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))["jobs"]
     rehearsed = {name for name, job in jobs.items() if "if" not in job and job.get("needs") in (None, "build")}
