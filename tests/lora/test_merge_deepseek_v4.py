@@ -111,6 +111,7 @@ def test_conversion_makes_the_hubs_and_packed_copies_dense_and_names_what_else_t
             convert_checkpoint(trained / "fp4", tmp_path / "refused", **options)
     with pytest.raises(CheckpointError, match=r"is not quantized, and deepseek_v4 has no other layout; give dtype="):
         convert_checkpoint(trained / "dense", tmp_path / "refused", "hub")
+    assert convert_checkpoint(trained / "dense", tmp_path / "cast", "hub", dtype="bfloat16").path.is_dir()
 
 
 def test_a_users_whole_way_from_fp4_to_what_transformers_serves(tmp_path):
