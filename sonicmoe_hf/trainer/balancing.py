@@ -152,19 +152,23 @@ class LoadBalancing(StepCallback):
         self._balancing = self._prepare(model)
 
     def _warn_of_second_loss(self, args, model) -> None:
-        """Warn where TRL's trainers add Transformers' router loss, by their arguments, else by the model's config."""
-        if self.per_layer_loss is None or not hasattr(args, "router_aux_loss_coef"):
-            return
+        """Warn where Transformers' router loss is added too: by TRL's trainers, as their arguments or else the model's
+        config say, and by models whose config has them return router logits."""
         config = transformers_model(model).config.get_text_config()
-        coefficient = args.router_aux_loss_coef
+        by_trl = hasattr(args, "router_aux_loss_coef")
+        adds = hasattr(config, "output_router_logits") if by_trl else getattr(config, "output_router_logits", False)
+        coefficient = getattr(args, "router_aux_loss_coef", None)
         if coefficient is None:
             coefficient = getattr(config, "router_aux_loss_coef", 0.0)
-        if coefficient and hasattr(config, "output_router_logits"):
-            logger.warning(
-                f"sonicmoe_hf: this trainer adds a router loss of its own, times {coefficient}, to that of "
-                f"LoadBalancing(per_layer_loss={self.per_layer_loss}), so that both count; pass router_aux_loss_coef=0.0 "
-                f"to {type(args).__name__}, or leave LoadBalancing out"
-            )
+        if self.per_layer_loss is None or not adds or not coefficient:
+            return
+        off = f"pass router_aux_loss_coef=0.0 to {type(args).__name__}"
+        off = off if by_trl else "set model.config.output_router_logits = False"
+        logger.warning(
+            f"sonicmoe_hf: a router loss of {'this trainer' if by_trl else 'the model'}'s own, times {coefficient}, is "
+            f"added to that of LoadBalancing(per_layer_loss={self.per_layer_loss}), so that both count; {off}, or leave "
+            "LoadBalancing out"
+        )
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Balance in this step.

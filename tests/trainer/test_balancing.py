@@ -100,16 +100,24 @@ def test_a_scale_before_the_first_call_is_an_error_that_says_so():
 
 
 @pytest.mark.parametrize(
-    "given, warns", [({}, False), ({"router_aux_loss_coef": None}, True), ({"router_aux_loss_coef": 0.0}, False)]
+    "given, returns_logits, remedy",
+    [
+        ({}, False, None),
+        ({}, True, "set model.config.output_router_logits = False"),
+        ({"router_aux_loss_coef": None}, False, "pass router_aux_loss_coef=0.0"),
+        ({"router_aux_loss_coef": 0.0}, False, None),
+    ],
 )
-def test_a_router_loss_of_the_trainers_own_beside_it_gives_a_warning_with_the_remedy(given, warns, messages):
+def test_a_router_loss_of_the_trainers_own_beside_it_gives_a_warning_with_the_remedy(
+    given, returns_logits, remedy, messages
+):
     LoadBalancing(per_layer_loss=WEIGHT).on_train_begin(
         SimpleNamespace(load_best_model_at_end=False, **given),
         SimpleNamespace(global_step=0),
         None,
-        build("qwen3_moe"),
+        build("qwen3_moe", output_router_logits=returns_logits),
     )
-    assert bool(messages.about("pass router_aux_loss_coef=0.0")) == warns
+    assert bool(messages.about("so that both count")) == bool(messages.about(remedy or "both count")) == bool(remedy)
 
 
 def test_under_token_rounding_it_counts_top_k():
