@@ -229,7 +229,12 @@ def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
 def test_an_adapter_of_packed_experts_that_was_merged_into_the_dense_base_is_applied(place, capsys, tmp_path):
     """Packing changes the base, which does not count as a missing part of the adapter."""
     merge_adapter(place.base, place.adapter, tmp_path / "merged")
-    code, (merged,) = check(place, capsys, tmp_path / "merged", "--experts-quantization", "nf4")
+    words = random.Random(1)
+    text = tmp_path / "text"
+    text.write_text(" ".join(WORD.format(words.randint(4, 63)) for _ in range(1600)))
+    longer = SimpleNamespace(**{**vars(place), "text": text})
+    code, (merged,) = check(longer, capsys, tmp_path / "merged", "--experts-quantization", "nf4")
+    assert not merged["reason"]
     assert (merged["kind"], code) == ("applied", 0) and min(merged["shares"].values()) > 0.9
 
 
