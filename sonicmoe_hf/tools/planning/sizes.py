@@ -42,6 +42,10 @@ class Projection(NamedTuple):
 
 
 MASKED_BY_HEAD = "minimax_m3_sparse"  # a kind of layers, whose mask is [B, heads, S, S]
+# By model type, bytes of a pair of tokens and head: the mask with a bias of each head; probabilities in fp32 beside it.
+WITH_BIAS = {"inkling_text": (2.0, 2.0), "inkling2_text": (6.0, 8.1)}
+# By model type, MiB of a token and layer of Kimi delta attention without flash-linear-attention's kernels.
+PLAIN_LINEAR = {"kimi_linear": 6.6, "bailing_hybrid": 6.6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +216,9 @@ def _of_pair(config: Any, heads: int) -> tuple[float, float]:
     if config.model_type in FP32_SCORES:  # and the compressed keys of DeepSeek-V4 beside the tokens'
         keys = 1.0 + 1.0 / min((getattr(config, "compress_rates", None) or {"": float("inf")}).values())
         return 4.0 * heads * keys, 8.5 * heads * keys
+    if config.model_type in WITH_BIAS:
+        kept, made = WITH_BIAS[config.model_type]
+        return kept * heads, made * heads
     if _attention(config) == "eager":
         return of_eager(heads)
     if MASKED_BY_HEAD in (getattr(config, "layer_types", None) or ()):
@@ -268,6 +275,11 @@ def _notes(model: PreTrainedModel, support: list[LayerSupport]) -> tuple[str, ..
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if any("linear" in kind or "mamba" in kind for kind in kinds):
         notes.append("what its linear attention or Mamba layers keep beside their projections' outputs is not counted")
+    if (plain := PLAIN_LINEAR.get(config.get_text_config().model_type)) is not None:
+        notes.append(
+            f"without flash-linear-attention (pip install flash-linear-attention) one of its linear layers takes {plain} "
+            "MiB a token, which is not counted"
+        )
     if config.get_text_config() is not config:
         notes.append("parts for images or sound are counted as weights; their activations are not")
     return tuple(notes)
