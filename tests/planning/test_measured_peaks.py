@@ -301,7 +301,8 @@ def test_every_measured_peak_is_met_within_7_percent_and_none_is_promised_too_lo
 def test_every_file_with_peaks_is_compared():
     with_peaks = {path.name for path in RESULTS.glob("*.csv") if ",peak_GiB," in path.read_text(encoding="utf-8")}
     of_attention_alone = {"heads_512.csv", "deepseek_v4_attention.csv"}
-    assert with_peaks - of_attention_alone == set(READERS) - {"small_batches_in_turn.csv"}
+    of_trainers = {"common_runs.csv"}  # whole runs of Transformers' and TRL's, with steps that plan has no names for
+    assert with_peaks - of_attention_alone - of_trainers == set(READERS) - {"small_batches_in_turn.csv"}
 
 
 def test_every_recipe_is_planned_or_exempt_with_a_reason():
