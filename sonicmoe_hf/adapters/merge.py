@@ -27,8 +27,7 @@ from ..checkpoints.converters import (
     WITH_PEFT,
     Tensors,
     WeightGroup,
-    check_complete,
-    weight_groups,
+    complete_groups,
 )
 from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.hub import local_folder
@@ -144,8 +143,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
         CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
             files, the adapter was trained beside norms that AWQ scaled and that these are not; or as Adapter.read.
     """
-    found = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
-    check_complete(model, found, stored.folder)
+    found = complete_groups(model, stored.shapes, stored.folder)
     groups = {target: group for group in found for target in group.targets}
     adapter = Adapter.read(folder, model)
     tied = model.all_tied_weights_keys

@@ -25,7 +25,7 @@ from .atomic_folder import appearing_whole, copy_file, new_folder, save_tensors,
 from .companions import companions
 from .config_only import build_from_config
 from .configs import has_native_layout, hub_config, native_config
-from .converters import check_complete, weight_groups
+from .converters import complete_groups
 from .files import CONFIG_FILE, INDEX_FILE, read_config
 from .hub import local_folder
 from .hub_named import HubNamed
@@ -224,8 +224,7 @@ def _dense_target(stored: StoredWeights, dtype: str | None, dequantize: bool | N
             "to cast it"
         )
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    groups = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
-    check_complete(model, groups, stored.folder)
+    complete_groups(model, stored.shapes, stored.folder)  # raises
     return dense_target(stored, model, dtype, dequantize)
 
 

@@ -7,7 +7,7 @@ E is the number of experts. Where a conversion takes each expert alone, so does 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -221,8 +221,10 @@ def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> 
     return int(match[1]) if match else 0
 
 
-def check_complete(model: PreTrainedModel, groups: Collection[WeightGroup], folder: Path) -> None:
-    """Raise CheckpointError where the weights of `groups`, those in `folder`, are not all that `model` has."""
+def complete_groups(model: PreTrainedModel, weights: Shapes, folder: Path) -> list[WeightGroup]:
+    """Group `weights`, those in `folder`, as `weight_groups` does. Raises CheckpointError where they are not all that
+    `model` has."""
+    groups = weight_groups(model, weights)
     there = {target for group in groups for target in group.targets}
     tied = {b if a in there else a for a, b in model.all_tied_weights_keys.items()}
     patterns = missing_allowed(model)
@@ -234,3 +236,4 @@ def check_complete(model: PreTrainedModel, groups: Collection[WeightGroup], fold
             f"{folder}: {missing} is missing, which {type(model).__name__} has; download the checkpoint again, or "
             "convert it to the hub's layout"
         )
+    return groups

@@ -67,10 +67,13 @@ class HubNamed(Output):
         outs: list[torch.Tensor],
     ) -> None:
         values = {each.name: each.merged(expert) for each in weights}
-        made, back = _there_and_back(group, values, expert)
-        for name, own in values.items():
-            if not expert and not same_bytes(back[name], own):  # others as the first
-                raise CheckpointError(f"{name} does not come back from the hub's {names[0]}; {IN_MEMORY}")
+        if expert:  # comes back as the first does
+            made = group.weights(values, expert)
+        else:
+            made, back = _there_and_back(group, values, expert)
+            for name, own in values.items():
+                if not same_bytes(back[name], own):
+                    raise CheckpointError(f"{name} does not come back from the hub's {names[0]}; {IN_MEMORY}")
         for name, out in zip(names, outs):
             out.copy_(in_range(made[name], out.dtype, name))
 

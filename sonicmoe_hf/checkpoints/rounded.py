@@ -21,7 +21,7 @@ from ..model_patches import NATIVE_PREFIX
 from .atomic_folder import new_folder
 from .config_only import build_from_config
 from .convert import Conversion, Target, own_target, write_checkpoint
-from .converters import ALTERNATING, NOT_INVERTED, Tensors, WeightGroup, check_complete, weight_groups
+from .converters import ALTERNATING, NOT_INVERTED, Tensors, WeightGroup, complete_groups
 from .files import CONFIG_FILE
 from .hub import local_folder
 from .model_card import origin_of
@@ -68,8 +68,7 @@ def rounded_target(stored: StoredWeights, format: str) -> Target:
             f"{stored.folder} is {stored.quantization} already, and engines read it so; serve it as it is"
         )
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    found = weight_groups(model, {name: weight.shape for name, weight in stored.weights.items()})
-    check_complete(model, found, stored.folder)
+    found = complete_groups(model, stored.shapes, stored.folder)
     groups = {target: group for group in found for target in group.targets}
     rounded = lru_cache(ALTERNATING)(lambda target: _RoundedParameter(stored, groups[target], model, target, format))
     targets = [f"{name}.{own}" for name, module in model.named_modules() for own in packable(module)]

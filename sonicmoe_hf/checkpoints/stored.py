@@ -288,6 +288,11 @@ class StoredWeights:
         """Every tensor's header, by name."""
         return read_headers(self.folder)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight once it is read, by name."""
+        return {name: weight.shape for name, weight in self.weights.items()}
+
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """Every weight, by name."""

@@ -45,11 +45,7 @@ def check_served_base(model: nn.Module, served: str, is_given: bool) -> None:
     try:
         stored = StoredWeights(local_folder(served))
         hub = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-        groups = {
-            target: group
-            for group in weight_groups(hub, {name: weight.shape for name, weight in stored.weights.items()})
-            for target in group.targets
-        }
+        groups = {target: group for group in weight_groups(hub, stored.shapes) for target in group.targets}
     except (CheckpointError, OSError) as error:
         logger.warning(f"sonicmoe_hf: the base that vLLM serves was not compared with the trainer's: {error}")
         return

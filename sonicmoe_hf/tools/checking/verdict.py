@@ -183,7 +183,7 @@ class _Told(NamedTuple):
 
     @property
     def least(self) -> float:
-        """How far the factor is from 0 at least. What was misread cannot be so by less than nothing."""
+        """Compute how far the factor is from 0 at least. What was misread cannot be so by less than nothing."""
         is_misread = self.hypothesis is not None and self.hypothesis.kind == MISREAD
         return (self.factor if is_misread else abs(self.factor)) - self.error
 
@@ -193,7 +193,7 @@ class _Told(NamedTuple):
 
     @property
     def range(self) -> str:
-        """How much of what the hypothesis leaves out is there."""
+        """Say how much of what the hypothesis leaves out is there."""
         if self.hypothesis is not None and self.hypothesis.kind == MISREAD:
             return f"up to {self.most:.0%} of this, {self.hypothesis.name},"
         name = "the change" if self.hypothesis is None else self.hypothesis.name
