@@ -13,7 +13,7 @@ from torch import nn
 from ..private import attributes
 from ..private.torch import guard_module_hooks
 from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
-from .unpacked import warn_of_dense_experts
+from .unpacked import warn_of_dense_experts, warn_of_linear_layers_on_cpus
 
 logger = logging.getLogger(__name__)
 INPUTS = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
@@ -64,6 +64,7 @@ class ExpertsGuard:
         elif is_replaced or not self.is_checked:
             undo_liger_and_check(model)
             warn_of_dense_experts(model)
+            warn_of_linear_layers_on_cpus(model)
             if not is_replica(model):  # one would live on here, with its weights
                 self.watch(model)
                 self.is_checked = True

@@ -49,8 +49,8 @@ class LayerSupport(NamedTuple):
     """Support of one mixture-of-experts layer.
 
     name: of the block in the model. family: name of the model's family, or None where model_patches has no facts of it.
-    accelerated: sonicmoe_hf computes the experts. reason: why something does not work, with the remedy, or "everything
-    works".
+    accelerated: sonicmoe_hf computes the experts. reason: why something does not work, with the remedy, or "fully
+    supported".
     """
 
     name: str
@@ -280,7 +280,7 @@ def supports(model: nn.Module) -> list[LayerSupport]:
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
         reason = _why_not_accelerated(model, layer, bound_by_liger)
-        layers.append(LayerSupport(layer.name, family, reason is None, reason or "everything works"))
+        layers.append(LayerSupport(layer.name, family, reason is None, reason or "fully supported"))
     return layers or [
         LayerSupport(name, None, False, f"{type(module).__name__} {OUTSIDE}")
         for name, module in outside_interface(model).items()

@@ -1,4 +1,4 @@
-"""Experts that stay dense in a quantized model: bitsandbytes quantizes linear layers alone."""
+"""What bitsandbytes does beside experts: it quantizes linear layers alone, and on some CPUs its layers lose gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ DENSE = (
     '{dtype}: pack them, by sonicmoe_hf.from_pretrained(..., experts_quantization="nf4") or sonicmoe-hf run '
     "--experts-quantization nf4"
 )
+ON_CPUS = (
+    "the linear layers of {model} are bitsandbytes' on a CPU with AVX512-BF16, where they pass no gradients on once the "
+    "model has been evaluated: leave quantization_config out to train there"
+)
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_warned_on_cpus: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def dense_beside_bitsandbytes(model: nn.Module) -> torch.dtype | None:
@@ -40,6 +45,15 @@ def warn_of_dense_experts(model: nn.Module) -> None:
     experts = _nbytes(weight for module in every_experts(model) for weight in module.parameters())
     share = experts / _nbytes(model.parameters())
     logger.warning(f"sonicmoe_hf: {DENSE.format(model=type(model).__name__, share=share, dtype=dtype)}")
+
+
+def warn_of_linear_layers_on_cpus(model: nn.Module) -> None:
+    """Warn, once for a model and those in it, of linear layers that bitsandbytes lays out for inference when they are
+    evaluated."""
+    layers = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
+    if any(layer.weight.device.type == "cpu" and layer not in _warned_on_cpus for layer in layers):
+        _warned_on_cpus.update(layers)
+        logger.warning(f"sonicmoe_hf: {ON_CPUS.format(model=type(model).__name__)}")
 
 
 def _nbytes(weights: Iterable[Any]) -> int:

@@ -172,7 +172,7 @@ def test_a_patch_report_reads_as_doctor_does():
     model = build("qwen3_moe", num_hidden_layers=4)
     assert str(sonicmoe_hf.patch_model(model)).splitlines() == [
         "4 mixture-of-experts layers patched; routing: top-k",
-        "  model.layers[0-3].mlp (qwen3_moe): everything works",
+        "  model.layers[0-3].mlp (qwen3_moe): fully supported",
     ]
     rounding = str(sonicmoe_hf.patch_model(model, "token_rounding")).splitlines()[0]
     assert "TokenRounding(rounding='nearest'" in rounding and rounding.endswith("in training")

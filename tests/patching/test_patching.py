@@ -108,7 +108,7 @@ def test_the_report_names_every_layer():
     report = sonicmoe_hf.patch_model(build("deepseek_v3", num_hidden_layers=3))
     assert [layer.name for layer in report.layers] == ["model.layers.1.mlp", "model.layers.2.mlp"]
     assert all(
-        layer.family == "deepseek_v3" and layer.accelerated and layer.reason == "everything works"
+        layer.family == "deepseek_v3" and layer.accelerated and layer.reason == "fully supported"
         for layer in report.layers
     )
 
@@ -253,7 +253,7 @@ def test_a_block_with_a_forward_that_is_not_transformers_rounds_no_tokens():
 def test_supports_works_on_the_meta_device():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"]())
-    assert [layer.reason for layer in supports(model)] == ["everything works"]
+    assert [layer.reason for layer in supports(model)] == ["fully supported"]
 
 
 def test_models_that_cannot_be_patched_raise_with_the_reason():

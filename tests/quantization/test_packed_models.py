@@ -158,6 +158,26 @@ def test_bitsandbytes_quantizes_the_linear_layers_beside_packed_experts(tmp_path
     assert torch.equal(logits(from_pretrained(tmp_path / "packed")), expected)
 
 
+def test_linear_layers_that_lose_gradients_on_cpus_are_told_at_the_first_call(tmp_path, caplog):
+    from bitsandbytes.nn import Linear4bit
+
+    small("qwen3_moe").bfloat16().save_pretrained(tmp_path)
+    linear = BitsAndBytesConfig(load_in_4bit=True)
+    for lays_out_for_inference in (False, True):
+        model = from_pretrained(tmp_path, experts_quantization="nf4", quantization_config=linear)
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module.support_avx512bf16_for_cpu = lays_out_for_inference  # bitsandbytes asks the CPU
+        for _ in range(2):
+            logits(model)
+        told = [message for message in caplog.messages if "pass no gradients on" in message]
+        assert len(told) == lays_out_for_inference
+    assert "leave quantization_config out" in told[0]
+    model = from_pretrained(tmp_path, experts_quantization="nf4")  # as it says
+    logits(model)
+    assert caplog.messages.count(told[0]) == 1
+
+
 def test_kbit_preparation_leaves_packed_experts_and_what_they_compute_in(tmp_path):
     model = quantize_experts(small("gpt_oss").bfloat16())
     patch_model(model)
