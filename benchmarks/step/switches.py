@@ -42,7 +42,7 @@ STEPS = 24  # of which the last half counts
 PROFILED = 6
 CASES = (
     *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
-    *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered"),
+    *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered", "layers+expanded"),
     *("liger+torch_compile+second", "liger+torch_compile+packed+second"),
     *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+torch_compile+packed+lengths"),
 )
@@ -177,7 +177,10 @@ def attach(trainer: Trainer, case: str) -> None:
     """Attach what this case names."""
     switches = case.split("+")
     sonicmoe_hf.attach(
-        trainer, packed_tokens=8192 if "packed" in switches else None, few_lengths="lengths" in switches or None
+        trainer,
+        packed_tokens=8192 if "packed" in switches else None,
+        few_lengths="lengths" in switches or None,
+        expanded_memory="60GiB" if "expanded" in switches else None,
     )
 
 

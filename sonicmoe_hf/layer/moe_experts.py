@@ -62,6 +62,14 @@ def _compute_dtype(x, gate_up, down):
     return None
 
 
+def _in_dtype(weight, dtype, compute):
+    """Cast a dense weight; take a packed one as it is, or expanded where `expanded_memory` keeps it so."""
+    if not isinstance(weight, PackedWeight):
+        return weight.to(dtype)
+    expanded = weight.expanded
+    return weight if expanded is None or compute is not None or expanded.dtype != dtype else expanded
+
+
 def check_fp8(gate_up, down, has_bias: bool, layout: str, activation: str) -> None:
     """Raise a ValueError where FP8 products do not support the layer."""
     formats = [weight.format if isinstance(weight, PackedWeight) else str(weight.dtype) for weight in (gate_up, down)]
@@ -214,7 +222,7 @@ def moe_experts(
     dtype_out = x.dtype
     if (dtype := _compute_dtype(x, gate_up, down)) is not None:
         x = x.to(dtype)
-        gate_up, down = (w if isinstance(w, PackedWeight) else w.to(dtype) for w in (gate_up, down))
+        gate_up, down = (_in_dtype(weight, dtype, compute) for weight in (gate_up, down))
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, act.name)

@@ -44,11 +44,13 @@ class PackedWeight(torch.Tensor):
 
     codes, scales, state: what is stored (kernels.packed.Quantized), of the transpose if `is_transposed`.
     format: "nf4", "mxfp4", "fp8", "nvfp4", "int4" or "uint4".
+    expanded: the dense weight, where `expanded_memory` keeps it beside what is stored.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     state: torch.Tensor | None
+    expanded: torch.Tensor | None
     format: str
     is_transposed: bool
     refusal, frozen = NOT_DENSE, FROZEN
@@ -69,6 +71,7 @@ class PackedWeight(torch.Tensor):
 
     def _hold(self, packed: Quantized) -> None:
         self.codes, self.scales, self.state = packed
+        self.expanded = None
 
     @property
     def packed(self) -> Quantized:
@@ -256,6 +259,8 @@ def _copy(weight, source, non_blocking=False):
     for part, value in zip(_stored(weight), _stored(source)):
         if part is not None:
             part.copy_(value, non_blocking=non_blocking)
+    if isinstance(weight, PackedWeight):
+        weight.expanded = None
     return weight
 
 

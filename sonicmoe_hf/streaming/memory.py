@@ -14,27 +14,26 @@ from ..layer.expanded import free_on_card
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 AUTO = "auto"
+EXPERTS_MEMORY = 'experts_memory is {}; give the bytes of experts that stay on the GPU, such as "8GiB" or 0, or "auto"'
 # Share of the card for adapters, activations and what the allocator cannot use, where experts_memory="auto".
 LEFT_FREE = 0.25
 PROC, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 UNLIMITED = 2**60  # cgroups of version 1 say so by a larger number
 
 
-def as_bytes(experts_memory: str | int) -> int:
+def as_bytes(memory: str | int, wanted: str = EXPERTS_MEMORY) -> int:
     """Read a number of bytes: 8589934592 of "8GiB", or of "8.6 GB" counted in thousands, or the number itself.
 
+    wanted: the error's sentence, whose {} is what was given.
     Raises:
         ValueError: it is neither, or negative.
     """
-    if isinstance(experts_memory, int) and not isinstance(experts_memory, bool) and experts_memory >= 0:
-        return experts_memory
-    given = experts_memory if isinstance(experts_memory, str) else ""
+    if isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
+        return memory
+    given = memory if isinstance(memory, str) else ""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", given, re.IGNORECASE)
     if match is None or match[2].upper() not in UNITS:
-        raise ValueError(
-            f'experts_memory is {experts_memory!r}; give the bytes of experts that stay on the GPU, such as "8GiB" or 0, '
-            'or "auto"'
-        )
+        raise ValueError(wanted.format(repr(memory)))
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 

@@ -11,6 +11,7 @@ from ..private.transformers import LOADING_METHODS, forget_dequantization
 from .callbacks import ExpertLoadCallback, StepCallback, TokenRoundingCallback
 from .compiled import compile_options
 from .documents import check_documents
+from .expanded_memory import ExpandedMemory, add_expanded_memory
 from .few_lengths import with_few_lengths
 from .load_reports import send_histograms
 from .loss_scale import loss_with_scale
@@ -42,6 +43,8 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
     finally:
         if (callback := find_callback(trainer, SmallSteps)) is not None:
             callback.end()
+        if (memory := find_callback(trainer, ExpandedMemory)) is not None:
+            memory.end()
         if is_patched(trainer.model):
             drop_step(trainer.model)
 
@@ -79,7 +82,11 @@ def _floating_point_ops(trainer, floating_point_ops, inputs):
 
 
 def attach(
-    trainer, compile: bool | None = None, packed_tokens: int | None = None, few_lengths: bool | None = None
+    trainer,
+    compile: bool | None = None,
+    packed_tokens: int | None = None,
+    few_lengths: bool | None = None,
+    expanded_memory: str | int | None = None,
 ) -> ExpertLoadCallback:
     """Log the experts' load in a Trainer, restore its checkpoints whole and scale balancing. Call it before training,
     when the Trainer has its callbacks.
@@ -107,12 +114,15 @@ def attach(
             less than a tenth or 8 tokens. Where lengths vary, sizes come again, and with them what was prepared for them;
             losses and gradients stay the same. Batches with more than input_ids, labels and attention_mask [B, L] stay as
             they are.
+        expanded_memory: the memory of the GPU ("20GiB", or a number of bytes) in which packed experts lie expanded too
+            while the Trainer trains, of as many layers as fit: their products expand nothing, and results stay the same.
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
         ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
-            of TRL's that would send vLLM experts with adapters, or packed ones. In the first step: packed_tokens where a
-            row's loss, ranks or sequences are not apart. TypeError: `trainer` is no Trainer.
+            of TRL's that would send vLLM experts with adapters, or packed ones; expanded_memory. In the first step:
+            packed_tokens where a row's loss, ranks or sequences are not apart. TypeError: `trainer` is no Trainer.
+            UnsupportedExpertsError: expanded_memory, and no layer's experts are packed on this device.
     Example:
         sonicmoe_hf.attach(trainer, packed_tokens=8192)  # gradient_accumulation_steps=4, short texts
     """
@@ -138,6 +148,8 @@ def attach(
         small_steps = SmallSteps()
         callbacks.insert(0, small_steps)  # it compiles before the others look whether anything is compiled
         trainer.add_callback(FirstStepReport())
+    if expanded_memory is not None:
+        add_expanded_memory(trainer, expanded_memory)
     small_steps.few_lengths = small_steps.few_lengths if few_lengths is None else few_lengths
     small_steps.compile = small_steps.compile if compile is None else compile
     small_steps.compile_options = compile_options(trainer, small_steps.compile)

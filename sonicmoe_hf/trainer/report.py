@@ -40,6 +40,13 @@ def _dtype(weight: torch.Tensor) -> torch.dtype:
     return computing_dtype(weight.dtype, state.AcceleratorState().mixed_precision if is_mixed else "no")
 
 
+def _expanded(every: set[Any]) -> str:
+    """Say in how many layers packed experts lie expanded too."""
+    layers = [[weight for weight in experts.parameters() if isinstance(weight, PackedWeight)] for experts in every]
+    count = sum(any(weight.expanded is not None for weight in weights) for weights in layers)
+    return f" and in {count} of {len(layers)} layers expanded" if count else ""
+
+
 def _training(model: nn.Module, remedies: Remedies) -> str:
     """Say which of the experts' weights are trained, and what would change it."""
     modules: list[Any] = list(model.modules())
@@ -49,7 +56,7 @@ def _training(model: nn.Module, remedies: Remedies) -> str:
     weights: list[Any] = [weight for experts in every for weight in experts.parameters()]
     formats = (weight.format for weight in weights if isinstance(weight, PackedWeight))
     packed = next(filter(None, formats), None)  # dense weights on the host have the format ""
-    held = "frozen" if packed is None else f"frozen, packed as {packed}"
+    held = "frozen" if packed is None else f"frozen, packed as {packed}{_expanded(every)}"
     dense = dense_beside_bitsandbytes(model)
     if dense is not None:
         held = f"frozen, in {dense} beside bitsandbytes' linear layers ({remedies.pack} packs them)"

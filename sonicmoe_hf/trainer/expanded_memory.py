@@ -1,0 +1,41 @@
+"""expanded_memory of attach: packed experts lie expanded beside what is stored, while a Trainer trains."""
+
+from __future__ import annotations
+
+from transformers import TrainerCallback
+
+from ..streaming.expanded_memory import ExpandedWeights, check_expanded_memory
+from .methods import find_callback
+
+
+class ExpandedMemory(TrainerCallback):
+    """Keeps experts expanded from the beginning of training to its end. `attach` adds it to a Trainer."""
+
+    def __init__(self, expanded_memory: str | int) -> None:
+        self.expanded_memory = expanded_memory
+        self.expanded: ExpandedWeights | None = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Expand as many layers' experts as the memory holds."""
+        self.end()  # of an attempt with a larger batch (auto_find_batch_size)
+        if model is not None:
+            self.expanded = ExpandedWeights(model, self.expanded_memory)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Give the memory back."""
+        self.end()
+
+    def end(self) -> None:
+        """Give the memory back, also where training has ended by an error."""
+        if self.expanded is not None:
+            self.expanded.release()
+        self.expanded = None
+
+
+def add_expanded_memory(trainer, expanded_memory: str | int) -> None:
+    """Give a Trainer its ExpandedMemory, or the one that it has other bytes. Raises as `ExpandedWeights` does."""
+    check_expanded_memory(trainer.model, expanded_memory)
+    if (callback := find_callback(trainer, ExpandedMemory)) is None:
+        trainer.add_callback(ExpandedMemory(expanded_memory))
+    else:
+        callback.expanded_memory = expanded_memory
