@@ -116,6 +116,20 @@ def test_the_wheel_holds_the_packages_the_licence_and_nothing_else(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sonicmoe_hf", "sonicmoe_hf_command.py"}
 
 
+@pytest.mark.pinned
+def test_the_readme_of_a_package_index_links_to_files_that_the_repository_has(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    text = archive.read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    ours = r"https://(github|raw\.githubusercontent)\.com/[\w-]+/sonicmoe-hf/(?:blob/)?main/([^#]+)"
+    links = [match.groups() for target in targets if (match := re.match(ours, target))]
+    assert len(links) > 30 and [path for _, path in links if not (ROOT / path).exists()] == []
+    assert [path for host, path in links if host != "github"] == ["docs/images/moe_layer.png"]
+
+
 def test_every_package_of_the_checkout_is_in_the_wheel(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("sonicmoe_hf", "examples", "kernels", "model_patches"):
