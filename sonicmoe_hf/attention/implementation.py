@@ -86,7 +86,7 @@ def _check(module, query, value, dropout, s_aux, kwargs) -> None:
     if s_aux is _MISSING:
         obstacle = f"not a {name}, which passes no sinks (s_aux)"
     elif dropout:
-        obstacle = f"no dropout={dropout}: set config.attention_dropout = 0.0"
+        obstacle = f"no dropout={dropout}: load the model with attention_dropout=0.0"
     elif kwargs.get("output_attentions"):
         obstacle = "no output_attentions=True, since it computes no probabilities"
     elif unknown:

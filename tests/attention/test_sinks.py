@@ -292,7 +292,7 @@ class ChoosesKeys(Attention):
 
 
 REFUSALS = {
-    "dropout": ({"dropout": 0.1}, "takes no dropout=0.1: set config.attention_dropout = 0.0"),
+    "dropout": ({"dropout": 0.1}, "takes no dropout=0.1: load the model with attention_dropout=0.0"),
     "output_attentions": ({"output_attentions": True}, f'{NAME} takes no output_attentions.*"eager"'),
     "cache": ({"cache": object()}, "takes no cache"),
     "softcap": ({"softcap": 30.0}, "takes no softcap"),

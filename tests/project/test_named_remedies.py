@@ -1,9 +1,13 @@
-"""The register of remedies, remedies.txt: each message that names one is there, below the test that does what it says."""
+"""The register of remedies, remedies.txt: each message that names one is there, below the test that does what it says.
+
+A row begins with + where the test gets the message first, and with ~ where it does without.
+"""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -12,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 REGISTER = Path(__file__).with_name("remedies.txt")
 NO_MESSAGES = ("tools/cli/commands.py", "tools/cli/example.py", "tools/demo/", "tools/planning/", "examples/")
 NOT_CARRIED_OUT = "Not carried out: "
+ROW = re.compile(r"    (?:(?P<mark>[+~]) )?(?P<module>[\w/]+\.py): (?P<words>.+)")
 VERBS = (
     "add|adapt|attach|bring|build|call|cast|choose|compute|convert|copy|download|drop|give|group|hand|"
     "have|import|install|keep|launch|leave|let|load|log|make|merge|move|name|open|pack|pad|pass|pick|put|"
@@ -43,26 +48,56 @@ def messages() -> list[tuple[str, str]]:
     return found
 
 
-def register() -> list[tuple[str, str, str]]:
-    """Read the heading, the module and the words of each row."""
+class Row(NamedTuple):
+    heading: str  # a test, or why there is none
+    gets: bool  # whether the test gets the message
+    module: str
+    words: str  # of the message
+
+
+def register() -> list[Row]:
+    """Read the rows of the register."""
     rows, heading = [], ""
     for line in REGISTER.read_text().splitlines():
         if line.startswith("    "):
-            rows.append((heading, *line.strip().split(": ", 1)))
-        elif line:
+            row = ROW.fullmatch(line)
+            assert row and bool(row["mark"]) != heading.startswith(NOT_CARRIED_OUT), line
+            rows.append(Row(heading, row["mark"] == "+", row["module"], row["words"]))
+        elif line and not line.startswith("#"):
             heading = line
     return rows
 
 
+def asked_for(test: ast.Module) -> Iterator[str]:
+    """Give the pieces of a test module's strings, of which some are patterns."""
+    for text in texts_of(test):
+        yield from (re.sub(r"\\(.)", r"\1", piece) for piece in re.split(r"\.\*|\\S\+|\{\}|\|", text))
+
+
+def overlap(asked: str, message: str) -> bool:
+    """Tell whether a test asks for a part of a message, or for one with what is formatted into it."""
+    pieces = (piece.strip(" ,;:()") for piece in message.split("{}"))
+    return len(asked) > 10 and (asked in message or any(len(piece) > 10 and piece in asked for piece in pieces))
+
+
 def test_each_message_that_names_a_remedy_is_below_a_test_that_carries_it_out():
     rows, there = register(), messages()
-    new = [m for m in there if not any(words in m[1] for _, _, words in rows)]
+    new = [m for m in there if not any(row.words in m[1] for row in rows)]
     assert not new, f"carry the remedy out in a test, and put the message below its name in {REGISTER}"
-    gone = [row for row in rows if not any(row[2] in m[1] for m in there)]
-    assert not gone, "no message has these words any longer"
+    gone = [row for row in rows if not any(row.module == module and row.words in text for module, text in there)]
+    assert not gone, "no message of the module has these words any longer"
 
 
-def test_the_tests_of_the_register_are_there():
-    for heading in {heading for heading, *_ in register() if not heading.startswith(NOT_CARRIED_OUT)}:
-        path, name = heading.split("::")
-        assert f"def {name}(" in (ROOT / path).read_text(), heading
+def test_the_tests_of_the_register_are_there_and_ask_for_the_messages_that_they_get():
+    modules: dict[str, ast.Module] = {}
+    there = messages()
+    for row in register():
+        if row.heading.startswith(NOT_CARRIED_OUT):
+            continue
+        path, name = row.heading.split("::")
+        if path not in modules:
+            modules[path] = ast.parse((ROOT / path).read_text())
+        assert name in {node.name for node in modules[path].body if isinstance(node, ast.FunctionDef)}, row.heading
+        texts = [text for module, text in there if module == row.module and row.words in text]
+        asks = any(overlap(piece.strip(), text) for piece in asked_for(modules[path]) for text in texts)
+        assert asks or not row.gets, f"{path} does not ask for: {row.words}"
