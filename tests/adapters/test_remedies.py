@@ -303,7 +303,9 @@ def test_a_head_that_was_tied_is_merged_into_an_fp8_base_as_bf16(tmp_path):
     to_fp8(tmp_path / "base")
     expected = logits_of(adapt(load_whole(tmp_path / "dense"), tmp_path / "adapter", target_modules=["lm_head"]))
     folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
-    with pytest.raises(CheckpointError, match=r"lm_head.weight .*has no weight of its own in .* .--quantize keep. out"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight .*has no weight of its own in .* .--quantize keep. out"
+    ):
         merge_adapter(*folders, quantize="keep")
     merge_adapter(*folders)
     assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 0.02, "weights rounded to bf16"
