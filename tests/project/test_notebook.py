@@ -64,8 +64,14 @@ def test_the_notebook_for_24_gb_plans_and_trains_beside_packed_experts(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["quickstart.ipynb", "qwen3_30b_24gb.ipynb"])
-def test_a_notebook_is_kept_without_outputs_and_linked_from_the_readme(name):
+def test_a_notebook_has_no_outputs_is_linked_from_the_readme_and_stands_alone(name):
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
     assert f"/blob/main/examples/{name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    text = "\n".join(cell.source for cell in notebook.cells)
+    (installed,) = re.findall(r"%pip install -q (.+)", text)
+    assert ("use_liger_kernel" in text) == ("liger-kernel" in installed), "no extra but full has it"
+    links = re.findall(r"\]\(([^)]+)\)", text)  # Colab has the notebook alone
+    paths = [re.search(r"/sonicmoe-hf/blob/main/(.+)", link)[1] for link in links if link.startswith("https://")]
+    assert len(paths) == len(links) and all((ROOT / path).is_file() for path in paths)
