@@ -19,6 +19,8 @@ CSV.
 Where several rows differ, `mean`, `sum` or `max` stands before the name. `1e-3 * NAME` is in another unit.
 `A ÷ B` is a ratio, in which A's conditions hold for B unless it has its own. Decimals, signs, `k` and `%` stay as the
 cell has them.
+
+docs/performance.md also has beside each link to a CSV the commits that its rows were measured at.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ MARKER = re.compile(r"^<!-- figures ([\w.]+)(.*?)\n(.*?)\n-->\n\n", re.MULTILINE
 VALUE = re.compile(r"(?:([\d.e+-]+) \* )?(?:(mean|sum|max) )?(.+)$")
 TOTALS = {"mean": statistics.fmean, "sum": sum, "max": max}
 UNITS = {"k": 1e3, "%": 0.01}
+WITH_COMMITS = "docs/performance.md"
+LINK = re.compile(r"(?<=\()\.\./benchmarks/results/(\w+\.csv)\)((?:\s(?:of|and)\s[0-9a-f]{8})*)")
 WITHOUT_COMMIT = {"quality_corpus.csv"}  # a list of packages
 
 
@@ -158,6 +162,15 @@ def updated(text: str, folder: Path) -> Iterator[tuple[int, int, str, str]]:
             start += len(line) + 1
 
 
+def with_commits(text: str, folder: Path) -> Iterator[tuple[int, int, str, str]]:
+    """Yield (start, end, commits, what is wrong) of what stands behind each link to a CSV."""
+    for link in LINK.finditer(text):
+        commits = sorted({row["commit"][:8] for row in rows_of(folder / link[1])})
+        after = f" of {' and '.join(commits)}"
+        is_right = link[2].split() == after.split()
+        yield *link.span(2), link[2] if is_right else after, "" if is_right else f"{link[1]} is{after}"
+
+
 def unnamed(root: Path, texts: str) -> Iterator[str]:
     """Yield CSVs that no document names, or whose rows do not name their commit."""
     for path in sorted((root / "benchmarks" / "results").glob("*.csv")):
@@ -176,7 +189,11 @@ def main(arguments: list[str] | None = None) -> None:
     documents = [options.root / "README.md", *sorted((options.root / "docs").glob("*.md"))]
     for path in documents:
         before = text = path.read_text(encoding="utf-8")
-        for start, end, line, fault in reversed(list(updated(before, options.root / "benchmarks" / "results"))):
+        results = options.root / "benchmarks" / "results"
+        changes = list(updated(before, results))
+        if path == options.root / WITH_COMMITS:
+            changes += with_commits(before, results)
+        for start, end, line, fault in sorted(changes, reverse=True):
             text = text[:start] + line + text[end:]
             if fault:
                 faults.append(f"{path.relative_to(options.root)}:{before.count(chr(10), 0, start) + 1}: {fault}")

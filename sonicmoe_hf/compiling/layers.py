@@ -45,10 +45,8 @@ CACHED = dict.fromkeys(IN_GRAPHS, SOURCE)
 if Version(torch.__version__) < Version("2.13"):
     # keeps the state of random numbers for a GPU's attention that is computed again; newer versions take it by themselves
     CACHED["torch.ops.higher_order.graphsafe_run_with_rng_state"] = torch.__version__
-SAID = (
-    "sonicmoe_hf: {layers} layers are compiled on their own{mode}, once for all that are alike, and not the model as a "
-    "whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
-)
+SAID = "sonicmoe_hf: torch compiles each of the {layers} layers on its own{mode}, once for all that are alike"
+OF_A_TRAINER = ", and not the model as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
 REMEDIES = {  # by a word of torch's reason
     "liger_kernel": "switch that kernel off in liger_kernel_config",
     "offload": "train with gradient checkpointing that offloads nothing",
@@ -105,14 +103,17 @@ def compile_layers(model: nn.Module, **options) -> int:
     return len(layers)
 
 
-def compile_once(model: Any, options: dict[str, Any]) -> None:
-    """Compile a model's layers, unless parts of it are compiled already, and say so."""
+def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None:
+    """Compile a model's layers, unless parts of it are compiled already, and say so.
+
+    by_argument: a Trainer's torch_compile asks for it, which by itself compiles the model as a whole.
+    """
     if has_compiled_parts(list(model.modules())):
         return
     count = compile_layers(model, **options)
     if is_first_rank():
         mode = f" in mode {options['mode']}" if "mode" in options else ""
-        logger.warning(SAID.format(layers=count, mode=mode))
+        logger.warning(SAID.format(layers=count, mode=mode) + (OF_A_TRAINER if by_argument else ""))
 
 
 def expect_lengths(model: nn.Module) -> None:

@@ -24,15 +24,14 @@ FEW_TOKENS = 8192  # of a micro-batch; attention of more takes the GPU longer th
 SAMPLED_STEPS = range(6, 11)  # of a run: the first ones compile
 BUSY = 60  # percent
 LOGITS_BYTES = 2**29  # of a chunk of the fused loss
-ADVICE = (
-    "sonicmoe_hf: the GPU is busy {busy}% of the time, and waits for Python in the rest. What helps: {compiled}attach("
-    "trainer, packed_tokens=8192), which computes accumulated micro-batches as one row, or few_lengths=True, by which "
-    "sizes come again; more sequences a micro-batch and fewer accumulation steps"
-)
+ADVICE = "sonicmoe_hf: the GPU is busy {busy}% of the time, and waits for Python in the rest. What helps: {switches}"
 COMPILE = (
     "torch_compile=True in the Trainer's arguments, attach(trainer, compile=True) or `sonicmoe-hf run --compile`, which "
-    "compile each layer; "
+    "compile each layer"
 )
+PACK = "attach(trainer, packed_tokens=8192), which computes the micro-batches of a step as one row without padding"
+LARGER = "more sequences a micro-batch"
+FEW_LENGTHS = "attach(trainer, few_lengths=True), by which sizes come again"
 
 
 class SmallSteps(TrainerCallback):
@@ -61,7 +60,7 @@ class SmallSteps(TrainerCallback):
         self.count = self.tokens = 0
         self.samples: list[int] = []
         self.flops_per_token: float | None = None
-        self.is_compiled = self.has_disabled_cudnn = self.has_lengths = False
+        self.is_compiled = self.is_packed = self.has_disabled_cudnn = self.has_lengths = False
         self.hooks: list[Any] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -69,7 +68,7 @@ class SmallSteps(TrainerCallback):
         self.end()  # of an attempt with a larger batch (auto_find_batch_size)
         self._begin(state.global_step)
         if model is not None and self.compile_options is not None:
-            compile_once(model, self.compile_options)
+            compile_once(model, self.compile_options, by_argument=self.compile is None)
         modules = [] if model is None else list(model.modules())
         models = [each for each in modules if has_liger_forward(each)]
         self.hooks = [
@@ -86,6 +85,7 @@ class SmallSteps(TrainerCallback):
 
         masks: [1, N], of the rows in which the micro-batches are packed.
         """
+        self.is_packed = self.is_packed or bool(masks)
         if self.is_compiled and not self.has_lengths:
             columns = [batch.get("input_ids") if hasattr(batch, "get") else None for batch in batches]
             lengths = {ids.shape[-1] for ids in columns if isinstance(ids, torch.Tensor)}
@@ -126,14 +126,22 @@ class SmallSteps(TrainerCallback):
         if step == SAMPLED_STEPS[-1] and is_first_rank():
             busy = round(statistics.median(self.samples))
             if busy < BUSY:
-                logger.warning(ADVICE.format(busy=busy, compiled=self._what_to_compile(model)))
+                logger.warning(ADVICE.format(busy=busy, switches=self._switches(args, model)))
             else:
                 logger.info(f"sonicmoe_hf: the GPU is busy {busy}% of the time")
 
-    def _what_to_compile(self, model) -> str:
-        if not self.is_compiled:
-            return COMPILE
-        return "".join(f"{reason}; " for reason in why_in_python(model))
+    def _switches(self, args, model) -> str:
+        """Name what gives this run speed: compiled layers gain nothing where each micro-batch has a length of its own."""
+        switches = why_in_python(model) if self.is_compiled else []
+        can_pack = args.gradient_accumulation_steps > 1 and not self.is_packed
+        varies = len(self.shapes) > 1 and not (self.is_packed or can_pack)
+        if can_pack:
+            switches.append(PACK)
+        if varies and not self.few_lengths:
+            switches.append(FEW_LENGTHS)
+        if not self.is_compiled and not varies:
+            switches.append(COMPILE)
+        return "; ".join([*switches, LARGER])
 
     def end(self) -> None:
         """Put torch's settings back as they were, when `trainer.train` ends, also by an error."""

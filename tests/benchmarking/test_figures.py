@@ -9,7 +9,8 @@ from benchmarks import figures
 
 pytestmark = pytest.mark.pinned
 ROOT = Path(__file__).parents[2]
-CSV = "case,metric,median,commit\nours,ms,12.34,abc\nours,GiB,1.06,abc\ntheirs,ms,24680,abc\ntwice,ms,1,abc\ntwice,ms,3,abc\n"
+CASES = ("ours,ms,12.34", "ours,GiB,1.06", "theirs,ms,24680", "twice,ms,1", "twice,ms,3")
+CSV = "".join(f"{row}\n" for row in ("case,metric,median,commit", *(f"{case},0a1b2c3d4e5f" for case in CASES)))
 DOCUMENT = """From steps.csv:
 
 <!-- figures steps.csv
@@ -57,6 +58,17 @@ def test_figures_that_are_their_csvs_stay(root, capsys):
     assert run(capsys, root) == (0, "every figure is its CSV's\n", DOCUMENT)
 
 
+def test_the_commits_beside_the_csvs_of_performance_are_those_of_their_rows(root, capsys):
+    path = root / "docs" / "performance.md"
+    path.write_text("Of ([CSV](../benchmarks/results/steps.csv) of 0123abcd, `command`).\n", encoding="utf-8")
+    code, fault, _ = run(capsys, root)
+    assert code == 1 and "docs/performance.md:1: steps.csv is of " in fault
+    written = path.read_text(encoding="utf-8")
+    commit = figures.rows_of(root / "benchmarks" / "results" / "steps.csv")[0]["commit"][:8]
+    assert f"steps.csv) of {commit}, `command`" in written and "0123abcd" not in written
+    assert run(capsys, root, "--check")[0] == 0
+
+
 def test_figures_of_a_new_measurement_are_written_as_the_old_ones_were(root, capsys):
     path = root / "benchmarks" / "results" / "steps.csv"
     path.write_text(CSV.replace("12.34", "10").replace("1.06", "0.5"), encoding="utf-8")
@@ -89,7 +101,9 @@ def test_a_comment_that_does_not_fit_its_table_or_csv_is_a_fault(root, capsys, b
 
 def test_a_csv_needs_a_commit_and_a_document_that_names_it(root, capsys):
     shutil.copy(root / "benchmarks" / "results" / "steps.csv", root / "benchmarks" / "results" / "other.csv")
-    (root / "benchmarks" / "results" / "steps.csv").write_text(CSV.replace("twice,ms,3,abc", "twice,ms,3,"), "utf-8")
+    (root / "benchmarks" / "results" / "steps.csv").write_text(
+        CSV.replace("twice,ms,3,0a1b2c3d4e5f", "twice,ms,3,"), "utf-8"
+    )
     _, output, _ = run(capsys, root)
     assert output == "other.csv: no document names it\nsteps.csv: rows without a commit\n"
 

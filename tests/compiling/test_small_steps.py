@@ -124,7 +124,7 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, h
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("sonicmoe_hf"), "propagate", True)
-    callback, args = SmallSteps(), SimpleNamespace(device=torch.device("cuda", 0))
+    callback, args = SmallSteps(), SimpleNamespace(device=torch.device("cuda", 0), gradient_accumulation_steps=1)
     model = None
     if hook is not None:
         torch._dynamo.reset()
@@ -143,3 +143,22 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, h
         assert "busy 35% of the time" in caplog.text
         remedies = ["torch_compile=True", "take that out of the layer"]
         assert [remedy in caplog.text for remedy in remedies] == [hook is None, hook is not None]
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize(
+    ("accumulated", "lengths", "settings", "switches"),
+    [
+        (1, [16], {}, [small_steps.COMPILE]),
+        (1, [16, 17], {}, [small_steps.FEW_LENGTHS]),  # compiled layers gain nothing there
+        (1, [16, 17], {"few_lengths": True}, []),
+        (1, [16], {"is_compiled": True}, []),
+        (4, [16, 17], {}, [small_steps.PACK, small_steps.COMPILE]),
+        (4, [16, 17], {"is_packed": True}, [small_steps.COMPILE]),
+        (4, [16, 17], {"is_packed": True, "is_compiled": True}, []),
+    ],
+)
+def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, switches):
+    callback, args = SmallSteps(), SimpleNamespace(gradient_accumulation_steps=accumulated)
+    vars(callback).update(settings, shapes={(2, length) for length in lengths})
+    assert callback._switches(args, patched("qwen3_moe")) == "; ".join([*switches, small_steps.LARGER])
