@@ -19,7 +19,7 @@ from sonicmoe_hf.layer import backends
 from sonicmoe_hf.tools.cli import doctor
 from sonicmoe_hf.tools.cli.commands import COMMANDS
 from sonicmoe_hf.tools.cli.main import build_parser, main
-from sonicmoe_hf.tools.planning.memory import METHODS
+from sonicmoe_hf.tools.planning.training import METHODS
 from sonicmoe_hf.tools.planning.ways import SEQUENCE
 
 ROOT = Path(__file__).parents[2]

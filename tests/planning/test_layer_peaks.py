@@ -9,8 +9,9 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Model
 
 from sonicmoe_hf.attention.indexers import use_pieces
-from sonicmoe_hf.tools.planning.memory import Training, backward_bytes, layer_bytes
 from sonicmoe_hf.tools.planning.sizes import PLAIN_LINEAR, WITH_BIAS, sizes_of_checkpoint, sizes_of_model
+from sonicmoe_hf.tools.planning.step import Step
+from sonicmoe_hf.tools.planning.training import Training
 from sonicmoe_hf.tools.planning.ways import ways_of
 
 FP32 = ("attn_hc", "ffn_hc", "hc_head", "sinks", "norm")
@@ -44,9 +45,9 @@ def test_a_layers_scores_and_hyper_connections_are_counted_within_15_percent(att
     config = CONFIG_MAPPING["deepseek_v4"](architectures=["DeepseekV4ForCausalLM"])
     config.save_pretrained(tmp_path)
     sizes = sizes_of_checkpoint(str(tmp_path))
-    training = Training(method="qlora", experts="mxfp4", tokens=length, sequence=length, attention=attention)
+    step = Step(sizes, Training(method="qlora", experts="mxfp4", tokens=length, sequence=length, attention=attention))
     assert sizes.streams == 4
-    counted = length * (layer_bytes(sizes, training) + backward_bytes(sizes, training)[0])
+    counted = length * (step.layer_bytes + step.backward_bytes[0])
     peak = peak_of_one_layer("compressed_sparse_attention", attention, length)
     assert counted == pytest.approx(peak, rel=0.15)
     (lora, *_) = ways_of(sizes, gpus=1, gpu_memory=80, tokens=length, method="qlora")
@@ -82,8 +83,8 @@ def test_biases_of_each_head_are_counted_within_15_percent(family, monkeypatch):
     length, config = 8192, small(family)
     with torch.device("meta"):
         sizes = sizes_of_model(family, AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-    training = Training(method="qlora", tokens=length, sequence=length, r=0, experts_r=0, liger=False)
-    counted = length * (layer_bytes(sizes, training) + backward_bytes(sizes, training)[0])
+    step = Step(sizes, Training(method="qlora", tokens=length, sequence=length, r=0, experts_r=0, liger=False))
+    counted = length * (step.layer_bytes + step.backward_bytes[0])
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModel.from_config(config, dtype=torch.bfloat16)
         assert counted == pytest.approx(peak_of(model, length), rel=0.15)

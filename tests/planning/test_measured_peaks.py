@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.step import models
-from sonicmoe_hf.tools.planning.memory import GIB, SHARDED, Training, memory
+from sonicmoe_hf.tools.planning.memory import GIB, memory
 from sonicmoe_hf.tools.planning.sizes import sizes_of_model
+from sonicmoe_hf.tools.planning.step import Step
+from sonicmoe_hf.tools.planning.training import SHARDED, Training
 from sonicmoe_hf.tools.random_models import config_from
 
 pytestmark = pytest.mark.pinned
@@ -291,7 +293,7 @@ def test_every_measured_peak_is_met_within_7_percent_and_none_is_promised_too_lo
     """More than 3% below what was measured, a way that is said to fit would not."""
     missed, count = [], 0
     for label, peak, sizes, training in measured():
-        planned, count = memory(sizes, training).total / GIB, count + 1
+        planned, count = memory(Step(sizes, training)).total / GIB, count + 1
         if not 0.97 * peak <= planned <= 1.07 * peak:
             missed.append(f"{label}: {planned:.1f} GiB, measured {peak:.1f}")
     assert not missed, "\n".join(missed)
@@ -315,12 +317,12 @@ def test_a_part_is_never_negative_and_the_peak_grows_with_tokens_and_falls_with_
     for method in ("full", "lora"):
         last = 0.0
         for tokens in (1, 128, 4096, 65536):
-            found = memory(sizes, Training(method=method, tokens=tokens))
+            found = memory(Step(sizes, Training(method=method, tokens=tokens)))
             assert min(value for name, value in vars(found).items() if name != "moment") >= 0
             assert found.total > last
             last = found.total
         sharded = [
-            memory(sizes, Training(method=method, tokens=4096, parallel="FSDP2", gpus=gpus)).total
+            memory(Step(sizes, Training(method=method, tokens=4096, parallel="FSDP2", gpus=gpus))).total
             for gpus in (2, 4, 8)
         ]
         assert sharded == sorted(sharded, reverse=True)
@@ -328,7 +330,7 @@ def test_a_part_is_never_negative_and_the_peak_grows_with_tokens_and_falls_with_
 
 if __name__ == "__main__":  # the comparison, row by row
     for label, peak, sizes, training in measured():
-        planned = memory(sizes, training)
+        planned = memory(Step(sizes, training))
         print(
             f"{planned.total / GIB / peak - 1:+6.1%} {planned.total / GIB:6.1f} {peak:6.1f} {label}", file=sys.stdout
         )

@@ -29,8 +29,10 @@ from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.cli.commands import gibibytes
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.cli.plan import PARTS, runnable
-from sonicmoe_hf.tools.planning.memory import GIB, Training, adapter_parameters, layer_bytes, memory, stored_bytes
+from sonicmoe_hf.tools.planning.memory import GIB, memory, stored_bytes
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
+from sonicmoe_hf.tools.planning.step import Step
+from sonicmoe_hf.tools.planning.training import Training
 from sonicmoe_hf.tools.planning.ways import LIGER, in_sequences, left_out, shown, ways_of
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B, config_from
 
@@ -107,9 +109,9 @@ def test_a_card_that_the_experts_do_not_fit_has_as_many_of_them_as_it_holds(hub,
 def test_layers_in_host_memory_leave_those_that_stay_and_two_buffers():
     sizes = sizes_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
     training = Training(method="qlora", experts="nf4", tokens=2048)
-    layer, resident = stored_bytes(sizes, "nf4") / 48, memory(sizes, training)
+    layer, resident = stored_bytes(sizes, "nf4") / 48, memory(Step(sizes, training))
     for kept, expected in ((0, 2), (3 * layer, 5), (3.5 * layer, 5), (100 * layer, 48)):
-        streamed = memory(sizes, replace(training, experts_memory=int(kept) + (kept > 0)))
+        streamed = memory(Step(sizes, replace(training, experts_memory=int(kept) + (kept > 0))))
         assert streamed.experts == pytest.approx(expected * layer, rel=1e-9)
         assert resident.total - streamed.total == pytest.approx((48 - expected) * layer, abs=1)
 
@@ -125,13 +127,13 @@ def test_a_long_sequence_takes_what_pieces_and_offloading_leave(hub, capsys):
     of = {"method": "qlora", "experts": "nf4", "liger": True}
     whole, cut, more = (Training(**of, tokens=tokens, sequence=tokens) for tokens in (32768, 131072, 262144))
     h = 2 * 8 * 2 * sizes.inner
-    assert layer_bytes(sizes, whole) - layer_bytes(sizes, cut) == h, "h of a token, which pieces do not keep"
+    assert Step(sizes, whole).layer_bytes - Step(sizes, cut).layer_bytes == h, "h of a token, which pieces do not keep"
     stream = 2 * sizes.hidden * cut.tokens
-    offloaded = memory(sizes, replace(cut, offloading=True))
-    assert memory(sizes, cut).activations - offloaded.activations == pytest.approx((48 - 2) * stream, rel=0.05)
-    per_token = (memory(sizes, more).activations - memory(sizes, cut).activations) / cut.tokens
+    offloaded = memory(Step(sizes, replace(cut, offloading=True)))
+    assert memory(Step(sizes, cut)).activations - offloaded.activations == pytest.approx((48 - 2) * stream, rel=0.05)
+    per_token = (memory(Step(sizes, more)).activations - memory(Step(sizes, cut)).activations) / cut.tokens
     assert per_token == pytest.approx(
-        layer_bytes(sizes, cut) + 12 * sizes.mixer_output + 48 * 2 * sizes.hidden, rel=0.1
+        Step(sizes, cut).layer_bytes + 12 * sizes.mixer_output + 48 * 2 * sizes.hidden, rel=0.1
     )
 
 
@@ -209,7 +211,7 @@ def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_sp
     assert way.name == "QLoRA NF4, r=8, expert parallelism + checkpointing"
     assert "DeepSeek-V3 --experts-quantization nf4" in way.command and "convert" not in way.command
     assert way.training.liger
-    on_experts, on_attention = adapter_parameters(sizes, way.training)
+    on_experts, on_attention = way.step.adapter_parameters
     assert way.memory.adapters == 12 * (on_experts / 8 + on_attention)
     assert way.memory.experts == stored_bytes(sizes, "nf4") / 8
 
@@ -228,7 +230,7 @@ def test_deepseek_v3_fits_on_few_gpus_of_80_gib_with_its_experts_in_host_memory(
     parallel = "DDP" if gpus > 1 else "one GPU"
     assert way.name == f"QLoRA NF4 {parts}, 314 GiB of experts in host memory, {parallel} + checkpointing"
     assert way.command.endswith(options) and way.memory.host == stored_bytes(sizes, "nf4")
-    trained = sum(adapter_parameters(sizes, way.training))  # 2.5e9, which Adam keeps in 12 bytes each, or in 6
+    trained = sum(way.step.adapter_parameters)  # 2.5e9, which Adam keeps in 12 bytes each, or in 6
     assert way.memory.adapters == pytest.approx((6.03 if "8-bit" in parts else 12) * trained, rel=1e-3)
     assert way.memory.rest / GIB == pytest.approx(10.9, abs=0.1), "31.9 in bf16"
     loading = 2 * sizes.rest + (1 + 0.52) * sizes.largest_weight  # dense linear layers, a weight in FP8 and in NF4
@@ -311,7 +313,7 @@ def test_attention_with_sinks_is_planned_as_it_is_loaded():
     eager = by_name["full fp32, one GPU"]
     assert eager.training.attention is None and sizes.attention == "eager"
     assert (
-        memory(sizes, Training(method="lora", tokens=4096)).total
+        memory(Step(sizes, Training(method="lora", tokens=4096))).total
         > by_name["LoRA, one GPU + checkpointing"].memory.total
     )
 
@@ -354,11 +356,15 @@ def test_experts_that_read_a_latent_are_planned_with_its_size_and_all_else_with_
     assert (sizes.hidden, sizes.experts_hidden) == (latent.hidden_size, latent.moe_latent_size) == (32, 24)
     assert of_plain.hidden == of_plain.experts_hidden == 32
     training = Training(method="full", tokens=64, sequence=64)
-    more = layer_bytes(sizes, training) - layer_bytes(of_plain, training)
+    more = Step(sizes, training).layer_bytes - Step(of_plain, training).layer_bytes
     assert more == kept_for_backward(latent, 64) - kept_for_backward(plain, 64)
-    in_loss = [memory(each, Training(method="lora", tokens=10**6, liger=False)).logits for each in (sizes, of_plain)]
+    in_loss = [
+        memory(Step(each, Training(method="lora", tokens=10**6, liger=False))).logits for each in (sizes, of_plain)
+    ]
     assert in_loss[0] == in_loss[1]
-    assert memory(sizes, training).activations > sizes.layers * 2 * 32 * 64, "hidden states between layers, in bf16"
+    assert memory(Step(sizes, training)).activations > sizes.layers * 2 * 32 * 64, (
+        "hidden states between layers, in bf16"
+    )
 
 
 @pytest.mark.parametrize("family", CONFIGS)

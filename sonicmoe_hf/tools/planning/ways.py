@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ...errors import UnsupportedModelError
 from ...kernels.packed import FORMATS
-from .memory import GIB, METHODS, Memory, Training, memory, stored_bytes
+from .memory import GIB, Memory, memory, stored_bytes
 from .sizes import ModelSizes
+from .step import Step
+from .training import METHODS, Training
 
 SEQUENCE = 4096  # the longest, unless asked otherwise
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
@@ -51,12 +54,25 @@ OFFLOADING = {"checkpointing": True, "offloading": True}  # with adapters, of lo
 
 @dataclass(frozen=True)
 class Way:
-    """One way: its settings and command, what it takes, and GiB of a GPU."""
+    """One way: a step of it, which says what it takes and which command does it, and GiB of a GPU."""
 
-    training: Training
-    command: str
-    memory: Memory
+    step: Step
     gpu_memory: float
+
+    @property
+    def training(self) -> Training:
+        """Its settings."""
+        return self.step.training
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What it takes at its peak."""
+        return memory(self.step)
+
+    @property
+    def command(self) -> str:
+        """The command of the example that does it."""
+        return _command(self.step)
 
     @property
     def kind(self) -> str:
@@ -120,11 +136,10 @@ def ways_of(
                 training = replace(training, attention=IN_PIECES)
             elif sizes.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=ATTENTION_WITH_SINKS)
-            planned.append(_way(sizes, training, gpu_memory))
+            planned.append(Way(Step(sizes, training), gpu_memory))
     packed = [way for way in planned if way.training.method == "qlora"]
     if not any(way.fits for way in packed):
-        by_example = [way.training for way in packed if _is_of_qlora_example(way.training)]
-        planned += [_from_host_memory(sizes, training, gpu_memory) for training in by_example]
+        planned += [_from_host_memory(way) for way in packed if _is_of_qlora_example(way.training)]
     if not planned:
         raise UnsupportedModelError(
             f"{sizes.name}: {left_out(sizes) or f'there is no way of training it by {method}'}"
@@ -132,24 +147,21 @@ def ways_of(
     return planned
 
 
-def _way(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
-    return Way(training, _command(sizes, training), memory(sizes, training), gpu_memory)
-
-
-def _from_host_memory(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
+def _from_host_memory(way: Way) -> Way:
     """Plan the way with as many GiB of experts on the GPU as fit there, and the others in host memory, of which several
     ranks share one copy. What takes less comes where the way does not fit without: 8-bit Adam, and beside experts in 4
     bits packed linear layers before it and a smaller rank after it."""
+    sizes, training = way.step
     training = replace(training, parallel="one GPU" if training.gpus == 1 else "DDP", experts_memory=0)
     is_small = FORMATS[training.experts].element_size < 1
     smaller = replace(training, linear="nf4" if is_small and not sizes.is_packed else training.linear)
     least = replace(smaller, optimizer="adam8bit")
     of_rank = [replace(least, r=rank, experts_r=rank) for rank in SMALLER_RANKS if is_small]
     for each in (training, smaller, least, *of_rank):
-        alone = _way(sizes, each, gpu_memory)
+        alone = replace(way, step=Step(sizes, each))
         if alone.fits:
-            left = int((gpu_memory - alone.needed) / GAPS)
-            return _way(sizes, replace(each, experts_memory=left * GIB), gpu_memory)
+            left = int((way.gpu_memory - alone.needed) / GAPS)
+            return replace(way, step=Step(sizes, replace(each, experts_memory=left * GIB)))
     return alone
 
 
@@ -271,8 +283,9 @@ def _formats(sizes: ModelSizes) -> Iterator[str]:
         yield format
 
 
-def _command(sizes: ModelSizes, training: Training) -> str:
+def _command(step: Step) -> str:
     """Write the command of the example that does it, under its launcher, with the options that it takes."""
+    sizes, training = step
     model, gpus = f"--model {shlex.quote(sizes.name)}", training.gpus
     launcher = "python" if training.parallel == "one GPU" else f"torchrun --nproc-per-node {gpus}"
     options = []
@@ -291,7 +304,7 @@ def _command(sizes: ModelSizes, training: Training) -> str:
         options += ["--optim adamw_8bit"] * (training.optimizer == "adam8bit")
         options += [f"--rank {training.r}"] * (training.r in SMALLER_RANKS)
     else:
-        script, options = "finetune", _of_finetune(sizes, training)
+        script, options = "finetune", _of_finetune(step)
         if training.parallel == "FSDP2":
             launcher = f"accelerate launch --config_file examples/fsdp2.yaml --num_processes {gpus}"
     options += ["--activation-offloading"] * training.offloading
@@ -299,8 +312,9 @@ def _command(sizes: ModelSizes, training: Training) -> str:
     return " ".join([launcher, f"examples/{script}.py", model, batch, *options])
 
 
-def _of_finetune(sizes: ModelSizes, training: Training) -> list[str]:
+def _of_finetune(step: Step) -> list[str]:
     """Choose the options of examples/finetune.py. Full training checkpoints if told to, adapters' unless told not to."""
+    sizes, training = step
     options: dict[str, bool] = {
         "--bf16": training.full and (training.weights == "fp32" or training.parallel == "ZeRO-3"),
         "--dtype bfloat16": training.full and training.weights == "bf16" and training.parallel != "ZeRO-3",

@@ -1,0 +1,165 @@
+"""One step of a model's training: the adapters, what a token leaves for backward, and the rows of its experts.
+
+Letters: T tokens of a step on this GPU, H hidden size, I experts' inner size, E experts, K experts per token, r rank.
+Experts that read a latent have its size in place of H.
+
+What a layer keeps for backward was counted by saved-tensor hooks over Transformers' modules, with the op of
+`moe_experts` (layer/experts_op.py: x, h and the routing) and PEFT's adapters; norms are Transformers', or Liger's.
+What backward of a layer's experts holds at once is dh, a' and dx of its rows (layer/products.py). FP8 products have codes
+transposed instead, and dh and dout in FP8, which is not more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .run_time import MAX_ROWS, gathers_tokens, is_in_pieces, makes_room_for_all_ranks
+from .sizes import ModelSizes, Projection, of_eager
+from .training import Training
+
+STREAM_COPIES = 5.5  # of the streams in fp32, that a layer's two hyper-connections keep, by tensors without memory
+
+
+class Step(NamedTuple):
+    """One step of a model of these sizes under these settings, on one of its GPUs."""
+
+    sizes: ModelSizes
+    training: Training
+
+    # adapters
+
+    @property
+    def adapted(self) -> list[Projection]:
+        """The attention's linear layers that have adapters."""
+        targets, r = self.training.targets, self.training.r
+        return [p for p in self.sizes.projections if (targets is None or p.name in targets) and r]
+
+    @property
+    def adapter_parameters(self) -> tuple[int, int]:
+        """Parameters of adapters on the experts and on the attention."""
+        sizes, training = self
+        if training.full:
+            return 0, 0
+        on_experts = sum(count * training.experts_r * (out + in_) for count, out, in_ in sizes.expert_weights)
+        on_attention = sum(training.r * p.num_layers * (p.features_in + p.features_out) for p in self.adapted)
+        return on_experts, on_attention
+
+    @property
+    def adapter_parameters_of_rank(self) -> float:
+        """Parameters of adapters that one GPU has."""
+        on_experts, on_attention = self.adapter_parameters
+        if self.training.splits_experts:  # the attention's are whole on every rank
+            return on_experts / self.training.gpus + on_attention
+        return (on_experts + on_attention) / self.training.shards
+
+    # the experts' rows
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Tell whether experts are computed in pieces of the tokens."""
+        sizes, training = self
+        is_top_k = not training.extra_rows and not training.splits_experts
+        return is_top_k and is_in_pieces(training.tokens, training.tokens * sizes.top_k)
+
+    @property
+    def keeps_h(self) -> bool:
+        """Tell whether h stays for backward, which computes it again otherwise."""
+        return self.training.save == "preactivation" and not self.is_in_pieces
+
+    @property
+    def rows(self) -> float:
+        """The routed rows of a token that there is memory for."""
+        sizes, training = self
+        rows = sizes.top_k + sizes.num_experts * training.extra_rows / training.tokens
+        has_room_for_all = self.gathers_tokens and makes_room_for_all_ranks(self._gathered_bytes)
+        return rows * (training.gpus if has_room_for_all else 1)
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Tell whether expert parallelism gathers the tokens of all ranks."""
+        return self.training.splits_experts and gathers_tokens(self.training.gpus, self._gathered_bytes)
+
+    @property
+    def _gathered_bytes(self) -> int:
+        return 2 * self.sizes.experts_hidden * self.training.tokens * self.training.gpus
+
+    @property
+    def exchanged_bytes(self) -> float:
+        """Bytes of the hidden states that a token has from other ranks, of all their tokens where these are gathered."""
+        sizes, training = self
+        if not training.splits_experts:
+            return 0.0
+        copies = training.gpus if self.gathers_tokens else min(sizes.top_k, training.gpus)
+        return 2.0 * sizes.experts_hidden * (copies - 1)
+
+    # bytes of a token
+
+    @property
+    def stream_bytes(self) -> float:
+        """Bytes of a token's hidden states between two layers."""
+        return (4.0 if self.training.fp32_stream else 2.0) * self.sizes.hidden * self.sizes.streams
+
+    def norm_bytes(self, features: int, fp32: bool) -> float:
+        """Count what an RMSNorm keeps: its input with Liger, else an fp32 copy, and the normalised values where its
+        weight is trained. fp32: whether it reads fp32."""
+        is_liger = self.training.liger is True
+        if fp32:
+            return (4.0 if is_liger else 8.0) * features
+        return (2.0 if is_liger else 6.0 if self.training.full else 4.0) * features
+
+    @property
+    def pair_bytes(self) -> tuple[float, float]:
+        """Bytes of a pair of tokens in a layer's attention, (kept for backward, made beside that)."""
+        sizes, training = self
+        if training.attention in (None, sizes.attention):
+            return sizes.kept_of_pair, sizes.made_of_pair
+        return of_eager(sizes.heads) if training.attention == "eager" else (0.0, 0.0)
+
+    @property
+    def layer_bytes(self) -> float:
+        """What a layer keeps of a token for backward: norms, inputs of linear layers, attention, h, adapters' rows."""
+        sizes, training = self
+        hidden, full, adapted = sizes.hidden, training.full, self.adapted
+        has_experts_adapters = training.experts_r and not full
+        inputs = 5 if training.fp32_stream else 2  # q, k and v share one, but for casts of autocast
+        if not full:  # each adapter has a copy of its own
+            inputs = sum(p.features_in == hidden and p.name != "o_proj" for p in adapted)
+        kept = 2 * self.norm_bytes(hidden, training.fp32_stream) + 2.0 * hidden * inputs
+        kept += 2.0 * sizes.experts_hidden if has_experts_adapters else 0.0
+        if full and sizes.experts_hidden != hidden:  # latents: what experts read, and what becomes hidden states again
+            kept += 2 * 2.0 * sizes.experts_hidden
+        kept += 2.0 * (sizes.mixer + sizes.mixer_output) + self.norm_bytes(sizes.head_norms, fp32=False)
+        if full or any(p.name == "o_proj" for p in adapted):
+            kept += 2.0 * sizes.mixer_output  # the contiguous copy that o_proj reads
+        read = sizes.projections if full else adapted
+        kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
+        kept += self.pair_bytes[0] * training.sequence
+        if sizes.streams > 1:
+            kept += STREAM_COPIES * 4.0 * sizes.hidden * sizes.streams
+        rows = self.rows
+        kept += 2.0 * sizes.up_rows * sizes.inner * rows if self.keeps_h else 0.0
+        kept += 2 * 2.0 * max(training.experts_r, 16) * rows if has_experts_adapters else 0.0
+        kept += 4.0 * sizes.num_experts + 28.0 * sizes.top_k  # the router's scores; weights, ids, and where rows stand
+        # dense and shared MLPs: gate, its activation, up, their product
+        kept += 4 * 2.0 * sizes.plain_inner / sizes.layers
+        return kept + (0.0 if self.gathers_tokens else self.exchanged_bytes)
+
+    @property
+    def backward_bytes(self) -> tuple[float, float]:
+        """What a layer's backward holds beside what was kept, (before, after) the gradients of the experts' weights.
+
+        Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/products.py). Adapters
+        need a' only before dx.
+        """
+        sizes, training = self
+        rows = 2.0 * (MAX_ROWS / training.tokens if self.is_in_pieces else self.rows)
+        dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
+        h = dh if self.keeps_h else 0.0
+        around = 3 * self.stream_bytes
+        if training.splits_experts:  # the output's gradient from all ranks, and x's for them
+            around += 2 * (2.0 * sizes.experts_hidden + self.exchanged_bytes)
+        before = max(dh + a + dh - h, dh + dx - h + (a if training.full else 0.0)) + around
+        if self.is_in_pieces:  # attention's: dq in fp32 too, dk and dv of every query head, and dout
+            before = max(before, 12.0 * sizes.mixer_output)
+        before = max(before, self.pair_bytes[1] * training.sequence)
+        return before, (a - h + around) if training.full else 0.0
