@@ -29,6 +29,7 @@ from ..checkpoints.model_card import Origin, add_card, origin_of
 from ..checkpoints.output import TARGETS
 from ..errors import CheckpointError
 from ..layer.config import check_choice
+from ..lora.packed_base import option_to_load
 from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
 from .engines import ENGINES, MERGED, engine_form
@@ -106,7 +107,8 @@ def run_adapter_conversion(
     if base_model is None and is_native(base) == (layout == "native"):
         base_model = given.get("base_model_name_or_path") or os.fspath(trained_on or "")
     config["base_model_name_or_path"] = base_model or None
-    card = origin_of("convert", given.get("base_model_name_or_path") or trained_on or "", src)
+    named = given.get("base_model_name_or_path") or trained_on or ""
+    card = origin_of("convert", named, src, option_to_load(given.get("auto_mapping"), base.parent))
     _write(src, dst, tensors, config, verify, card, f"{layout} layout")
     return hints
 

@@ -42,10 +42,10 @@ from ..layer.config import check_choice
 from ..layer.experts_module import packable
 from ..lora.dithering import ROUNDINGS, dither_of
 from ..lora.named_base import other_family
-from ..lora.packed_base import SCALED, PackedBase
+from ..lora.packed_base import SCALED, PackedBase, option_to_load
 from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
-from .rules import ADAPTER_WEIGHTS
+from .rules import ADAPTER_WEIGHTS, AdapterConfig
 
 KEEP, DITHERED = "keep", ROUNDINGS[0]
 QUANTIZE = (KEEP, "mxfp4", "fp8", "int4")
@@ -101,7 +101,9 @@ def merge_adapter(
     stored = StoredWeights(local_folder(base, revision))
     folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *OF_TRAINING])
     target = _target(stored, folder, layout, quantize, seed if rounding == DITHERED else None)
-    return write_checkpoint(target, dst, origin_of("merge", base, adapter), max_shard_size, verify, on_progress)
+    trained_in = option_to_load(AdapterConfig(folder).entries.get("auto_mapping"), stored.folder)
+    origin = origin_of("merge", base, adapter, trained_in)
+    return write_checkpoint(target, dst, origin, max_shard_size, verify, on_progress)
 
 
 def _target(

@@ -28,16 +28,20 @@ By `sonicmoe-hf {command}` of sonicmoe_hf {version} ({others}).
 CHECK = """
 Whether they compute what was trained:
 
-    sonicmoe-hf check {base} {adapter} {name}
+    sonicmoe-hf check {base} {adapter} {name}{options}
 """
 
 
 class Origin(NamedTuple):
-    """The source of a folder: the command that writes it, and folders or hub ids of the base and the adapter."""
+    """The source of a folder: the command that writes it, and folders or hub ids of the base and the adapter.
+
+    experts_quantization: by which the base was loaded to train the adapter, where it is stored otherwise.
+    """
 
     command: str
     base: str
     adapter: str | None = None
+    experts_quantization: str | None = None
 
     @property
     def base_on_the_hub(self) -> str | None:
@@ -78,7 +82,9 @@ def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
     check = ""
     if origin.adapter is not None:
         lines.insert(1, f"adapter: {shown(origin.adapter)}")
-        check = CHECK.format(base=shown(origin.base), adapter=shown(origin.adapter), name=name)
+        quantization = origin.experts_quantization
+        options = "" if quantization is None else f" --experts-quantization {quantization}"
+        check = CHECK.format(base=shown(origin.base), adapter=shown(origin.adapter), name=name, options=options)
     paths = {str(Path(each).absolute()): shown(each) for each in (origin.base, origin.adapter) if each}
     for notice in notices:
         for path, short in paths.items():
@@ -113,6 +119,11 @@ def _with_metadata(text: str, origin: Origin) -> str:
     return card.content
 
 
-def origin_of(command: str, base: str | os.PathLike, adapter: str | os.PathLike | None = None) -> Origin:
+def origin_of(
+    command: str,
+    base: str | os.PathLike,
+    adapter: str | os.PathLike | None = None,
+    experts_quantization: str | None = None,
+) -> Origin:
     """Make an Origin of paths or hub ids."""
-    return Origin(command, os.fspath(base), None if adapter is None else os.fspath(adapter))
+    return Origin(command, os.fspath(base), None if adapter is None else os.fspath(adapter), experts_quantization)

@@ -61,6 +61,11 @@ class PackedBase(NamedTuple):
     def __str__(self) -> str:
         return f"{self.format} (checksums {', '.join(map(str, self.codes)) or 'unknown'})"
 
+    @property
+    def option(self) -> str:
+        """The experts_quantization by which experts get this packing."""
+        return self.format.removeprefix("u")  # "int4" takes uint4
+
     @classmethod
     def of_model(cls, model: nn.Module) -> PackedBase | None:
         """Find the packing of a model in memory, on a rank that has the first experts; None of dense experts."""
@@ -112,9 +117,8 @@ class PackedBase(NamedTuple):
         """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
         if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
-        name = self.format.removeprefix("u")  # experts_quantization="int4" takes uint4
         if here is None:
-            return DENSE.format(trained=self.format, place=place, name=name)
+            return DENSE.format(trained=self.format, place=place, name=self.option)
         return OTHER.format(trained=self, place=place, here=here)
 
 
@@ -135,9 +139,16 @@ def _norms_of(model: nn.Module) -> dict[str, float]:
     return {} if is_shared else {name: _size(weight) for name, weight in few}
 
 
-def _stored_format(model: nn.Module) -> str | None:
-    """Find the experts' format in the folder that a model was loaded from; None of dense ones and of the hub's."""
-    file = Path(getattr(model, "name_or_path", ""), "config.json")
+def option_to_load(auto_mapping: dict | None, base: Path) -> str | None:
+    """Find the experts_quantization with which the folder `base` has to be loaded to have the experts that an adapter was
+    trained beside; None where it has them as it is stored."""
+    trained = PackedBase.of_adapter(auto_mapping)
+    return None if trained is None or trained.format == _stored_format(base) else trained.option
+
+
+def _stored_format(folder: Path) -> str | None:
+    """Find the experts' format in a model's folder; None of dense ones, and where there is no folder."""
+    file = folder / "config.json"
     try:
         declared = declared_quantization(read_json(file), file.parent) if file.is_file() else None
         return None if declared is None else declared.format()
@@ -152,7 +163,7 @@ def remember(config: Any, model: nn.Module) -> None:
         return
     trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
     sentence = None if trained is None else trained.other_than(here, type(model).__name__)
-    if here is None and trained is not None and trained.format == _stored_format(model):
+    if here is None and trained is not None and trained.format == _stored_format(Path(getattr(model, "name_or_path", ""))):
         sentence = None  # Transformers expanded the very values
     if sentence is not None and sentence not in _said:
         _said.add(sentence)

@@ -38,6 +38,18 @@ def test_a_merged_folder_says_what_it_was_made_of_and_how_to_check_it(folders):
     assert "# twice\n" in text and "# merged\n" not in text, "a title that is the source's name is not kept"
 
 
+def test_the_command_that_checks_an_adapter_names_the_packing_that_its_base_is_not_stored_in(folders):
+    command = "    sonicmoe-hf check {} qlora {}{}\n"
+    model = sonicmoe_hf.from_pretrained(folders / "base", experts_quantization="nf4")
+    model.save_pretrained(folders / "packed")
+    adapt(model, folders / "qlora", task_type="CAUSAL_LM")
+    for base, option in (("base", " --experts-quantization nf4"), ("packed", "")):
+        merge_adapter(folders / base, folders / "qlora", folders / f"merged {base}")
+        assert command.format(base, f"merged {base}", option) in read(folders / f"merged {base}")
+    convert_adapter(folders / "qlora", folders / "vllm", "vllm", trained_on=folders / "base")
+    assert command.format("base", "vllm", " --experts-quantization nf4") in read(folders / "vllm")
+
+
 def test_converted_adapters_and_checkpoints_have_cards_and_keep_those_that_were_there(folders):
     (folders / "lora" / CARD).write_text("---\nlicense: mit\ntags: [mine]\n---\n# My adapter\n\nMy words.\n")
     (folders / "base" / CARD).write_text("---\nlicense: [not, closed\n---\nMy words.\n")
