@@ -163,7 +163,7 @@ def remember(config: Any, model: nn.Module) -> None:
         return
     trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
     sentence = None if trained is None else trained.other_than(here, type(model).__name__)
-    if here is None and trained is not None and trained.format == _stored_format(Path(getattr(model, "name_or_path", ""))):
+    if here is None and option_to_load(config.auto_mapping, Path(getattr(model, "name_or_path", ""))) is None:
         sentence = None  # Transformers expanded the very values
     if sentence is not None and sentence not in _said:
         _said.add(sentence)
