@@ -275,6 +275,9 @@ def test_the_extras_hold_what_they_promise(wheel):
 
     assert of("hopper") == {"apache-tvm-ffi", "nvidia-cutlass-dsl", "triton"}, "what backends.HOPPER_PACKAGES asks for"
     assert of("all") >= of("hopper") | of("peft") | of("train")
+    assert "nvidia-ml-py" in of("train"), (
+        "without which torch.cuda.utilization, and the advice on small steps, is silent"
+    )
 
 
 def test_the_pins_satisfy_the_declared_ranges():
