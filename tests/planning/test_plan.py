@@ -33,7 +33,7 @@ from sonicmoe_hf.tools.planning.memory import GIB, memory, stored_bytes
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import Training
-from sonicmoe_hf.tools.planning.ways import LIGER, in_sequences, left_out, shown, ways_of
+from sonicmoe_hf.tools.planning.ways import GAPS, LIGER, in_sequences, left_out, shown, ways_of
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B, config_from
 
 pytestmark = pytest.mark.pinned
@@ -114,6 +114,18 @@ def test_layers_in_host_memory_leave_those_that_stay_and_two_buffers():
         streamed = memory(Step(sizes, replace(training, experts_memory=int(kept) + (kept > 0))))
         assert streamed.experts == pytest.approx(expected * layer, rel=1e-9)
         assert resident.total - streamed.total == pytest.approx((48 - expected) * layer, abs=1)
+
+
+def test_what_is_left_holds_whole_layers_expanded_and_is_said_where_all_ways_are(hub, capsys):
+    folder = hub / "Qwen" / "Qwen3-30B-A3B"
+    of_layer = 128 * 3 * 2048 * 768 * 2 / GIB  # three matrices of 128 experts in bf16
+    for way in ways_of(sizes_of_checkpoint(str(folder)), gpus=1, gpu_memory=80, tokens=4096):
+        layers = int((80 - way.needed) / GAPS / of_layer) if way.training.method == "qlora" else 0
+        assert way.expanded_layers == layers <= 48, way.name
+        assert layers * of_layer <= way.expanded_memory < layers * of_layer + 1
+    assert main(["plan", str(folder), "--gpu-memory", "80GiB", "--all"]) == 0
+    assert "by which packed experts lie expanded: 2: 22GiB, 3: 39GiB, 4: 34GiB" in capsys.readouterr().out
+    assert plan_json(capsys, folder, "--gpu-memory", "80GiB")[1]["ways"][-1]["expanded_memory_GiB"] > 0
 
 
 def test_a_long_sequence_takes_what_pieces_and_offloading_leave(hub, capsys):

@@ -59,6 +59,7 @@ def plan(
             notes,
             f"{gpus} GPU{'s' * (gpus > 1)} of {gpu_memory:g} GiB",
             len(ways),
+            all,
         )
     return 0 if any(way.fits for way in ways) else 1
 
@@ -73,6 +74,7 @@ def _as_json(way: Way) -> dict:
         "moment": way.memory.moment,
         "parts_GiB": {part: round(getattr(way.memory, part) / GIB, 2) for part in PARTS},
         "command": runnable(way.command),
+        "expanded_memory_GiB": way.expanded_memory,  # what is left of it, for attach(trainer, expanded_memory=...)
     }
 
 
@@ -83,8 +85,9 @@ def runnable(command: str) -> str:
     return EXAMPLE.sub(lambda match: shlex.quote(f"{FOLDER}/"), command)
 
 
-def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, known: int) -> None:
-    """Print the ways that fit as a table, their commands, and what does not fit. known: ways, with those left out."""
+def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, known: int, is_all: bool = False) -> None:
+    """Print the ways that fit as a table, their commands, and what does not fit. known: ways, with those left out.
+    is_all: whether all were asked for, and what they leave room for."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -113,6 +116,11 @@ def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, know
         for number, way in enumerate(fitting, 1):
             console.print(f"[bold]{number}[/]  {escape(runnable(way.command))}")
         console.print(f"\n{advice(fitting)}")
+        room = (f"{number}: {way.expanded_memory}GiB" for number, way in enumerate(fitting, 1) if way.expanded_layers)
+        if is_all and (listed := ", ".join(room)):
+            console.print(
+                f"Room for attach(trainer, expanded_memory=...), by which packed experts lie expanded: {listed}."
+            )
     for way in too_large:
         console.print(
             f"does not fit: {escape(way.name)}: {way.needed:.0f} GiB (at the {way.memory.moment} "

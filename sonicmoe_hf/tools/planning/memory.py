@@ -111,6 +111,11 @@ def stored_bytes(sizes: ModelSizes, format: str) -> float:
     )
 
 
+def expanded_bytes(sizes: ModelSizes, layers: int) -> float:
+    """Count the bytes of the experts of so many layers, expanded to bf16."""
+    return 2.0 * sizes.experts / sizes.moe_layers * layers
+
+
 def _fixed(step: Step) -> Memory:
     """Compute the memory that is taken all the time: weights, the optimiser's state and adapters."""
     sizes, training = step

@@ -10,10 +10,10 @@ from typing import Any
 
 from ...errors import UnsupportedModelError
 from ...kernels.packed import FORMATS
-from .memory import GIB, Memory, memory, stored_bytes
+from .memory import GIB, Memory, expanded_bytes, memory, stored_bytes
 from .sizes import ModelSizes
 from .step import Step
-from .training import METHODS, Training
+from .training import METHODS, SHARDED, Training
 
 SEQUENCE = 4096  # the longest, unless asked otherwise
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
@@ -103,6 +103,20 @@ class Way:
     def fits(self) -> bool:
         """Tell whether a GPU has as much."""
         return self.needed <= self.gpu_memory
+
+    @property
+    def expanded_layers(self) -> int:
+        """Count the layers whose packed experts can also lie expanded in what is left (`attach`'s expanded_memory)."""
+        sizes, training = self.step
+        if training.experts == "bf16" or training.experts_memory is not None or training.parallel in SHARDED:
+            return 0
+        left = (self.gpu_memory - self.needed) / GAPS * GIB
+        return max(0, min(sizes.moe_layers, int(left // expanded_bytes(sizes, 1))))
+
+    @property
+    def expanded_memory(self) -> int:
+        """Whole GiB that they take."""
+        return -int(-expanded_bytes(self.step.sizes, self.expanded_layers) // GIB)
 
 
 def in_sequences(tokens: int, longest: int = SEQUENCE) -> tuple[int, int]:
