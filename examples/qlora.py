@@ -83,6 +83,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         'layer; or "auto"',
     )
     parser.add_argument(
+        "--expanded-memory",
+        help="such as 20GiB: how much of the GPU holds packed experts expanded too; `sonicmoe-hf plan --all` says what "
+        "is left",
+    )
+    parser.add_argument(
         "--linear-nf4",
         action=argparse.BooleanOptionalAction,
         help="bitsandbytes' NF4 for linear layers; default: where it is installed and the checkpoint is not quantized",
@@ -238,7 +243,7 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
         processing_class=tokenizer,
         callbacks=[sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)],
     )
-    sonicmoe_hf.attach(prepared)
+    sonicmoe_hf.attach(prepared, expanded_memory=arguments.expanded_memory)
     keep_gradients_once(prepared)
     return prepared
 
