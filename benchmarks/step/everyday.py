@@ -39,8 +39,9 @@ from benchmarks.step import models
 from benchmarks.step.models import OURS, SpreadLoad
 from benchmarks.step.run import Run, bare, trained
 from benchmarks.step.training import GIB, RANK, WHOLE_ATTENTION, optimizer_of, record, sequences
-from sonicmoe_hf.compiling.small_steps import SmallSteps, chunk_mem_const
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.trainer.lengths import VaryingLengths
+from sonicmoe_hf.trainer.liger_loss import LigerLoss, chunk_mem_const
 
 MODEL, FIELD = "Qwen3-30B-A3B", "field"
 COMPILED, CAPTURED, GROUPED = f"{OURS}, compiled layers", f"{OURS}, captured layers", "grouped_mm"
@@ -78,11 +79,11 @@ def _padded(lengths: list[int], vocabulary: int, device: str) -> dict:
     }
 
 
-def take_step(model, optimizer, batches: list[dict], device: str, callback: SmallSteps) -> torch.Tensor:
-    """Return the mean loss of the micro-batches, on the device. callback: what `attach` adds to a Trainer."""
+def take_step(model, optimizer, batches: list[dict], device: str, lengths: VaryingLengths) -> torch.Tensor:
+    """Compute the mean loss of the micro-batches, on the device. lengths: what `attach` adds to a Trainer."""
     losses, hidden = [], model.config.hidden_size
     for batch in batches:
-        callback.note(batch)
+        lengths.note(batch)
         chunk = {"chunk_mem_const": chunk_mem_const(batch["input_ids"].numel(), hidden)} if device == "cuda" else {}
         with torch.autocast(device, torch.bfloat16):
             loss = model(**batch, use_cache=False, **chunk).loss / len(batches)
@@ -133,20 +134,21 @@ def build(contender: str, experts: str, checkpointing: bool, options):
 def measure(model, setting: str, options) -> dict:
     """Measure one setting: metric -> values."""
     torch.compiler.reset()
-    callback = SmallSteps()
-    callback.on_train_begin(None, TrainerState(), None, model=model)
+    lengths, loss_chunks = VaryingLengths(), LigerLoss()
+    for callback in (lengths, loss_chunks):
+        callback.on_train_begin(None, TrainerState(), None, model=model)
     steps = steps_of(setting, WARMUP + options.steps, model.config.vocab_size, options.device, options.tiny)
     optimizer, clock = optimizer_of(model), Clock(1 + options.steps)
     began = time.perf_counter()
     for batches in steps[:WARMUP]:
-        take_step(model, optimizer, batches, options.device, callback)
+        take_step(model, optimizer, batches, options.device, lengths)
     synchronize()
     warmup_s = time.perf_counter() - began
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     clock.note()
     for batches in steps[WARMUP:]:
-        loss = take_step(model, optimizer, batches, options.device, callback)
+        loss = take_step(model, optimizer, batches, options.device, lengths)
         clock.note()
     ms = clock.milliseconds()
     tokens = [sum(int((batch["labels"] >= 0).sum()) for batch in batches) for batches in steps[WARMUP:]]
@@ -158,14 +160,15 @@ def measure(model, setting: str, options) -> dict:
     }
     if options.device == "cuda":
         values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
-        step = partial(take_step, model, optimizer, steps[-1], options.device, callback)
+        step = partial(take_step, model, optimizer, steps[-1], options.device, lengths)
         kernels = kernels_of(step)
         values |= {"busy_ms": kernels.busy_ms, "kernels": sum(kernels.launches.values())}
         values["ms_over_busy"] = statistics.median(ms) / kernels.busy_ms
         if setting in options.detail:
             for name, total in kernels.ms.most_common(30):
                 print(f"      {total:8.2f} ms x{kernels.launches[name]:5d}  {name}", flush=True)
-    callback.end()
+    for callback in (lengths, loss_chunks):
+        callback.end()
     return values
 
 

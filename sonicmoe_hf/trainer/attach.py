@@ -5,17 +5,20 @@ from __future__ import annotations
 from torch import nn
 from transformers import Trainer
 
-from ..compiling.small_steps import SmallSteps
 from ..patching.support import is_patched
 from ..private.transformers import LOADING_METHODS, forget_dequantization
 from .callbacks import ExpertLoadCallback, StepCallback, TokenRoundingCallback
-from .compiled import compile_options
+from .compiled import CompiledLayers
 from .documents import check_documents
-from .expanded_memory import ExpandedMemory, add_expanded_memory
+from .expanded_memory import add_expanded_memory
 from .few_lengths import with_few_lengths
+from .flops import FlopsPerToken, count_flops
+from .gpu_advice import GpuAdvice
+from .lengths import VaryingLengths
+from .liger_loss import LigerLoss
 from .load_reports import send_histograms
 from .loss_scale import loss_with_scale
-from .methods import find_callback, wrap_method
+from .methods import WhileTraining, find_callback, wrap_method
 from .packed_steps import PackedSteps, has_packed_steps
 from .rank_states import save_rank_states
 from .report import FirstStepReport
@@ -41,44 +44,31 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
     try:
         return train(*args, **kwargs)
     finally:
-        if (callback := find_callback(trainer, SmallSteps)) is not None:
-            callback.end()
-        if (memory := find_callback(trainer, ExpandedMemory)) is not None:
-            memory.end()
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, WhileTraining):
+                callback.end()
         if is_patched(trainer.model):
             drop_step(trainer.model)
 
 
 def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
-    """Call `trainer.compute_loss`, of which small steps choose and note the sizes and balancing needs the scale."""
-    if model.training and (callback := find_callback(trainer, SmallSteps)) is not None:
-        if callback.few_lengths and find_callback(trainer, PackedSteps) is None:
+    """Call `trainer.compute_loss` with inputs of few lengths where that is asked for, and with the scale of balancing."""
+    if model.training and (lengths := find_callback(trainer, VaryingLengths)) is not None:
+        if lengths.few_lengths and find_callback(trainer, PackedSteps) is None:
             inputs = with_few_lengths(trainer, inputs)
-        callback.note(inputs)
+        lengths.note(inputs)
     return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
 
 
 def _get_batch_samples(trainer, get_batch_samples, *args, **kwargs):
-    """Call `trainer.get_batch_samples`, arrange its micro-batches in rows, and tell small steps of their lengths."""
+    """Call `trainer.get_batch_samples`, arrange its micro-batches in rows, and prepare for their lengths."""
     batches, num_items = get_batch_samples(*args, **kwargs)
     if (packed_steps := find_callback(trainer, PackedSteps)) is not None:
         packed_steps.arrange(trainer, batches, num_items)
-    if (small_steps := find_callback(trainer, SmallSteps)) is not None:
+    if (lengths := find_callback(trainer, VaryingLengths)) is not None:
         rows = [] if packed_steps is None else packed_steps.rows.values()
-        small_steps.expect(trainer.model, batches, [row.token_mask for row in rows])
+        lengths.expect(trainer.model, batches, [row.token_mask for row in rows])
     return batches, num_items
-
-
-def _floating_point_ops(trainer, floating_point_ops, inputs):
-    """Call `trainer.floating_point_ops` once a run, and else compute it from the tokens of a micro-batch: it counts the
-    parameters of all modules each time, which takes longer than Python has while a GPU computes a small step."""
-    callback = find_callback(trainer, SmallSteps)
-    ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
-    if callback is None or ids is None or getattr(trainer.model, "main_input_name", "input_ids") != "input_ids":
-        return floating_point_ops(inputs)
-    if callback.flops_per_token is None:
-        callback.flops_per_token = floating_point_ops(inputs) / max(ids.numel(), 1)
-    return callback.flops_per_token * ids.numel()
 
 
 def attach(
@@ -143,16 +133,16 @@ def attach(
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
-    small_steps = find_callback(trainer, SmallSteps)
-    if small_steps is None:
-        small_steps = SmallSteps()
-        callbacks.insert(0, small_steps)  # it compiles before the others look whether anything is compiled
-        trainer.add_callback(FirstStepReport())
+    compiled, lengths = find_callback(trainer, CompiledLayers), find_callback(trainer, VaryingLengths)
+    if compiled is None or lengths is None:
+        compiled, lengths = CompiledLayers(), VaryingLengths()
+        callbacks[:0] = [compiled, lengths]  # what is compiled is compiled before others ask for it
+        for each in (LigerLoss(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
+            trainer.add_callback(each)
     if expanded_memory is not None:
         add_expanded_memory(trainer, expanded_memory)
-    small_steps.few_lengths = small_steps.few_lengths if few_lengths is None else few_lengths
-    small_steps.compile = small_steps.compile if compile is None else compile
-    small_steps.compile_options = compile_options(trainer, small_steps.compile)
+    lengths.few_lengths = lengths.few_lengths if few_lengths is None else few_lengths
+    compiled.choose(trainer, compile)
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
@@ -160,10 +150,10 @@ def attach(
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
     wrap_method(trainer, "train", _train_to_the_end)
-    if not has_packed_steps(trainer, packed_tokens, small_steps.few_lengths):
+    if not has_packed_steps(trainer, packed_tokens, lengths.few_lengths):
         wrap_method(trainer, "training_step", check_documents)
     wrap_method(trainer, "get_batch_samples", _get_batch_samples)
     wrap_method(trainer, "compute_loss", _compute_loss)
     if type(trainer).floating_point_ops is Trainer.floating_point_ops:
-        wrap_method(trainer, "floating_point_ops", _floating_point_ops)
+        wrap_method(trainer, "floating_point_ops", count_flops)
     return callback

@@ -5,9 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.utils import DynamoBackend
+from transformers import TrainerCallback
 
-from ..compiling.layers import decoder_layers
+from ..compiling.layers import compile_once, decoder_layers
 from .methods import wrap_method
+
+
+class CompiledLayers(TrainerCallback):
+    """Compiles a model's layers when training begins, where that is asked for. `attach` adds it to a Trainer, before
+    callbacks that look whether anything is compiled.
+
+    compile: what `attach` was given, by which `choose` finds the options.
+    """
+
+    def __init__(self) -> None:
+        self.compile: bool | None = None
+        self.options: dict[str, Any] | None = None
+
+    def choose(self, trainer: Any, compile: bool | None) -> None:
+        """Choose for a Trainer; compile=None leaves what was chosen before."""
+        self.compile = self.compile if compile is None else compile
+        self.options = compile_options(trainer, self.compile)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Compile the layers."""
+        if model is not None and self.options is not None:
+            compile_once(model, self.options, by_argument=self.compile is None)
 
 
 def compile_options(trainer: Any, compile: bool | None) -> dict[str, Any] | None:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from transformers import TrainerCallback
+from typing import Any
 
 from ..streaming.expanded_memory import ExpandedWeights, check_expanded_memory
-from .methods import find_callback
+from .methods import WhileTraining, find_callback
 
 
-class ExpandedMemory(TrainerCallback):
+class ExpandedMemory(WhileTraining):
     """Keeps experts expanded from the beginning of training to its end. `attach` adds it to a Trainer."""
 
     def __init__(self, expanded_memory: str | int) -> None:
         self.expanded_memory = expanded_memory
         self.expanded: ExpandedWeights | None = None
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def begin(self, args: Any, model: Any) -> None:
         """Expand as many layers' experts as the memory holds."""
-        self.end()  # of an attempt with a larger batch (auto_find_batch_size)
         if model is not None:
             self.expanded = ExpandedWeights(model, self.expanded_memory)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        """Give the memory back."""
-        self.end()
-
     def end(self) -> None:
-        """Give the memory back, also where training has ended by an error."""
+        """Give the memory back."""
         if self.expanded is not None:
             self.expanded.release()
         self.expanded = None

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from transformers import TrainerCallback
+
 Callback = TypeVar("Callback")
 
 
@@ -20,3 +22,21 @@ def wrap_method(trainer: Any, name: str, function: Callable) -> None:
 def find_callback(trainer: Any, kind: type[Callback]) -> Callback | None:
     """Find the first callback of this class that a Trainer has; None without one."""
     return next((each for each in trainer.callback_handler.callbacks if isinstance(each, kind)), None)
+
+
+class WhileTraining(TrainerCallback):
+    """Callback whose settings hold while a Trainer trains. `attach` ends it with `trainer.train`, after an error or
+    Ctrl-C too."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """End an attempt with a larger batch (auto_find_batch_size), and begin this one."""
+        self.end()
+        self.begin(args, model)
+
+    def begin(self, args: Any, model: Any) -> None:
+        """Make the settings for a run of this model, or of None."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Put back what was before; without effect where nothing has begun."""
+        raise NotImplementedError

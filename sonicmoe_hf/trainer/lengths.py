@@ -1,0 +1,83 @@
+"""Lengths of micro-batches that vary: attention and compiled layers for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..compiling.layers import expect_lengths
+from ..private.torch import has_compiled_parts, mark_as_any_size
+from .methods import WhileTraining
+
+OBSERVED = 8  # micro-batches, in which a choice is made
+FEW_TOKENS = 8192  # of a micro-batch; attention of more takes the GPU longer than planning takes the host
+
+
+class VaryingLengths(WhileTraining):
+    """Observes the lengths of a run's micro-batches, and prepares attention and compiled layers for those to come.
+    `attach` adds it to a Trainer.
+
+    cuDNN's attention, which torch prefers on Hopper, plans for some 80 ms whenever a length is new. Where most of the
+    first micro-batches have new lengths and few tokens, it is off until the run ends. Compiled code keeps the attention
+    that it was compiled with, so there it is off from the second length on, for which torch compiles for any.
+
+    Where the micro-batches of the first step have several lengths, layers are compiled for any at once.
+    """
+
+    def __init__(self) -> None:
+        self.few_lengths = False  # what `attach` was given
+        self.has_disabled_cudnn = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.shapes: set[tuple[int, ...]] = set()
+        self.count = self.tokens = 0
+        self.is_compiled = self.is_packed = self.has_lengths = False
+
+    def begin(self, args: Any, model: Any) -> None:
+        """Observe this run."""
+        self._forget()
+        modules = [] if model is None else list(model.modules())
+        self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_parts(modules)
+
+    def expect(self, model, batches: list, masks: list[torch.Tensor]) -> None:
+        """Let compiled layers take any length from their first call on, where micro-batches are packed, or a step's have
+        several lengths.
+
+        masks: [1, N], of the rows in which the micro-batches are packed.
+        """
+        self.is_packed = self.is_packed or bool(masks)
+        if self.is_compiled and not self.has_lengths:
+            columns = [batch.get("input_ids") if hasattr(batch, "get") else None for batch in batches]
+            lengths = {ids.shape[-1] for ids in columns if isinstance(ids, torch.Tensor)}
+            self.has_lengths = bool(masks) or len(lengths) > 1
+            if self.has_lengths:
+                expect_lengths(model)
+        if self.has_lengths:
+            for mask in masks:  # which compiled layers read beside their arguments
+                mark_as_any_size(mask, 1)
+
+    def note(self, inputs) -> None:
+        """Observe the sizes of a training micro-batch."""
+        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+        if self.count >= OBSERVED or not isinstance(ids, torch.Tensor):
+            return
+        self.count += 1
+        self.tokens += ids.numel()
+        self.shapes.add(tuple(ids.shape))
+        if self.has_lengths:
+            for column in inputs.values():  # a mask is also read in compiled layers
+                if isinstance(column, torch.Tensor) and column.shape == ids.shape and ids.shape[-1] > 1:
+                    mark_as_any_size(column, column.dim() - 1)
+        varies = len(self.shapes) > (1 if self.is_compiled else OBSERVED // 2)
+        are_short = self.tokens <= self.count * FEW_TOKENS
+        if varies and are_short and torch.backends.cuda.cudnn_sdp_enabled():
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self.has_disabled_cudnn = True
+
+    def end(self) -> None:
+        """Put cuDNN's attention back as it was."""
+        if self.has_disabled_cudnn:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+        self.has_disabled_cudnn = False
