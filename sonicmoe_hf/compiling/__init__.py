@@ -1,1 +1,1 @@
-"""Training steps in which a GPU waits for Python: layers compiled on their own, and what a Trainer does beside them."""
+"""Decoder layers compiled on their own, with Liger's kernels in them."""
