@@ -17,13 +17,11 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.atomic_folder import new_folder
 from ..checkpoints.companions import OF_TRAINING
-from ..checkpoints.comparing import same_bytes
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import family_of, has_native_layout
 from ..checkpoints.convert import Conversion, Target, dense_target, own_target, target_of, write_checkpoint
 from ..checkpoints.converters import (
     ALTERNATING,
-    NOT_INVERTED,
     WITH_PEFT,
     Tensors,
     WeightGroup,
@@ -34,7 +32,8 @@ from ..checkpoints.hub import local_folder
 from ..checkpoints.model_card import origin_of
 from ..checkpoints.output import TARGETS, finite_bounds
 from ..checkpoints.source import Source
-from ..checkpoints.stored import TIED, HubMatrix, StoredWeights, Weight
+from ..checkpoints.stored import TIED, StoredWeights
+from ..checkpoints.weight import Change, GroupChange, HubMatrix, Weight
 from ..errors import CheckpointError
 from ..formats.hub_names import HubNames
 from ..kernels.packed.dither import Dither
@@ -164,13 +163,13 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     notices = _untie(stored, model, groups, changed)
     delta = lru_cache(ALTERNATING)(lambda target: _GroupDelta(stored, adapter, groups[target], replaced))
     for target in {groups[name].targets[0] for name in changed}:
-        for name, owner in groups[target].owners.items():
+        for name in groups[target].owners:
             if (weight := stored.weights.get(name)) is not None:
-                weight.delta = partial(delta, target)
-                weight.num_experts, weight.number = groups[target].num_experts if owner is None else None, owner or 0
+                dither = None
                 if seed is not None and weight.format is not None:
                     module = model.get_submodule(target.rpartition(".")[0])
-                    weight.dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
+                    dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
+                weight.change = Change.of(name, groups[target], partial(delta, target), dither)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is not None and trained.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
         raise CheckpointError(SCALED.format(place=stored.folder))
@@ -262,30 +261,25 @@ def _untie(
     ]
 
 
-class _GroupDelta:
+class _GroupDelta(GroupChange):
     """An adapter's part of weights that become parameters of a model together: a product, or other values of them all."""
 
+    remedy = f"; {WITH_PEFT}"
+
     def __init__(self, stored: StoredWeights, adapter: Adapter, group: WeightGroup, replaced: set[str]):
-        self._stored, self._group, self._is_checked = stored, group, False
+        super().__init__(stored.weights, group)
         given = {name: adapter.factors[name] for name in group.targets if name in adapter.factors}
         self._factors = {name: own._replace(a=own.a.float(), b=own.b.float()) for name, own in given.items()}
         self._replaced = {name: adapter.replaced[name].float() for name in group.targets if name in replaced}
-        self._expert: int | None = None
-        self._made: Tensors = {}
 
-    def add_to(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
-        """Add to the values of a weight, or to an expert's [1, ...] of them, in fp32. What is added to others that are
-        made at once, such as up beside gate, is kept until it is asked for.
+    def apply(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
+        """Add to the values of a weight, or to an expert's [1, ...] of them, in fp32.
 
         Raises:
             CheckpointError: the sum is not finite in the dtype of the weight.
         """
-        owner = self._group.owners[weight.name]
-        expert = expert if owner is None else owner
-        if expert != self._expert or weight.name not in self._made:
-            self._expert, self._made = expert, self._convert(expert)
-        made = self._made.pop(weight.name)
-        total, dtype = made if self._replaced else made.add_(values), weight.dtype
+        made, dtype = super().apply(weight, values, expert), weight.dtype
+        total = made if self._replaced else made.add_(values)
         if not finite_bounds(total, dtype):
             raise CheckpointError(
                 f"{weight.name} with the adapter added has NaN or infinite values in {dtype}; look for them in the "
@@ -293,40 +287,20 @@ class _GroupDelta:
             )
         return total
 
-    def _convert(self, expert: int | None) -> Tensors:
-        parameters = {name: self._product(name, expert) for name in self._group.targets}
+    def new_parameters(self, dtype: torch.dtype, expert: int | None) -> Tensors:
+        """See GroupChange: in fp32, and what is added alone where no whole weight is replaced."""
+        parameters = {name: self._product(name, expert) for name in self.group.targets}
         if self._replaced:
             rows = slice(None) if expert is None else slice(expert, expert + 1)
             replaced = {name: whole[rows] for name, whole in self._replaced.items()}
-            for name, values in (self._of_the_base(expert) | replaced).items():
+            for name, values in (self.old_parameters(expert, torch.float32) | replaced).items():
                 parameters[name] += values
-        try:
-            weights = self._group.weights(parameters, expert)
-            if not self._is_checked:
-                back = self._group.parameters(weights, expert)
-                if not all(same_bytes(back[name], parameter) for name, parameter in parameters.items()):
-                    raise ValueError("it comes back with other values")
-        except NOT_INVERTED as error:
-            raise CheckpointError(
-                f"{self._group.targets[0]} cannot be written back as {next(iter(self._group.shapes))}, since "
-                f"Transformers' conversion of this family has no inverse ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}); {WITH_PEFT}"
-            ) from error
-        self._is_checked = True
-        return weights
-
-    def _of_the_base(self, expert: int | None) -> Tensors:
-        """Read the parameters as they are in the base, in fp32."""
-        weights = {
-            name: self._stored.weights[name].read(own, torch.float32).float()
-            for name, own in self._group.reads_of(expert).items()
-        }
-        return self._group.parameters(weights, expert)
+        return parameters
 
     def _product(self, name: str, expert: int | None) -> torch.Tensor:
         """Compute scale * B A of a parameter, or of one expert's [1, ...] of it; zeros where it is not adapted."""
         if name not in self._factors:
-            return torch.zeros(self._group.parameter_shape(name, expert), dtype=torch.float32, device="cpu")
+            return torch.zeros(self.group.parameter_shape(name, expert), dtype=torch.float32, device="cpu")
         factors = self._factors[name]
         if factors.a.dim() == 2:
             return factors.product()

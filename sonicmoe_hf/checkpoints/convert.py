@@ -35,7 +35,8 @@ from .packed_config import check_format, quantization_config
 from .relayout import Relayout
 from .roundings import LayerRounding
 from .source import Source
-from .stored import DTYPES, StoredWeights, UntiedWeight
+from .stored import DTYPES, StoredWeights
+from .weight import UntiedWeight
 
 ALIGNED = 64  # bytes
 OF_QUANTIZED = ("quantization_config", EXPERT_DTYPE)  # entries of config.json that dense checkpoints do not have
@@ -203,7 +204,7 @@ def target_of(
             return own_target(source, layouts, keeps_format=True)
         check_format(source, quantize, layout)
         packed = quantization_config(source, quantize, layout)
-        if keeps and not any(weight.delta for weight in source.weights.values()):
+        if keeps and not any(weight.change for weight in source.weights.values()):
             notices = [f"the experts' {quantize} blocks are those of {source.folder}"]
     wanted = None if dtype is None else DTYPES[dtype]
     output = Output(source, wanted)

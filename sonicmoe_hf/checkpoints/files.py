@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -129,3 +130,39 @@ def read_headers(folder: Path) -> dict[str, Header]:
     if lost := sorted(weight_map.keys() - by_name.keys()):
         raise CheckpointError(f"{index} names {lost[0]}, which is in none of the files; download the checkpoint again")
     return by_name
+
+
+class TensorFiles:
+    """The tensors in a checkpoint's files, by name; the headers are read when they are first asked for.
+
+    Raises:
+        CheckpointError: as `read_headers`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._open: tuple[str, Any] | None = None
+
+    @cached_property
+    def tensors(self) -> dict[str, Header]:
+        """Every tensor's header, by name."""
+        return read_headers(self.folder)
+
+    def _handle(self, name: str):
+        """Open the file that has the tensor. One file is open at a time: its mapped pages count as memory."""
+        file = self.tensors[name].file
+        if self._open is None or self._open[0] != file:
+            self.close()
+            self._open = (file, opened(self.folder / file))
+        return self._open[1]
+
+    def map(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Map a stored tensor, or one expert's [1, ...] of it."""
+        if expert is None:
+            return self._handle(name).get_tensor(name)
+        with torch.device("cpu"):  # where safetensors would hand out a slice on torch's default device
+            return self._handle(name).get_slice(name)[expert : expert + 1]
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        self._open = None

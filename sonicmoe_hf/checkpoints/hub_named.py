@@ -13,7 +13,8 @@ from ..formats.hub_names import HubNames
 from .comparing import same_bytes
 from .converters import NOT_INVERTED, Tensors, WeightGroup, weight_groups
 from .output import Output, OutputTensors, in_range, shell
-from .stored import StoredWeights, Weight
+from .stored import StoredWeights
+from .weight import Weight
 
 IN_MEMORY = "where memory allows, sonicmoe_hf.from_pretrained(SRC).dequantize().save_pretrained(DST) writes them"
 
@@ -66,7 +67,7 @@ class HubNamed(Output):
         names: list[str],
         outs: list[torch.Tensor],
     ) -> None:
-        values = {each.name: each.merged(expert) for each in weights}
+        values = {each.name: each.changed(expert) for each in weights}
         if expert:  # comes back as the first does
             made = group.weights(values, expert)
         else:

@@ -10,7 +10,8 @@ import torch
 
 from ..errors import CheckpointError
 from .roundings import Roundings
-from .stored import StoredWeights, UntiedWeight, Weight
+from .stored import StoredWeights
+from .weight import UntiedWeight, Weight
 
 TARGETS = ("native", "hub")
 
@@ -86,11 +87,11 @@ class Output:
         """List the tensors of one weight under its own name; dense, none of what is for inference in the format alone."""
         if not self.keeps_format:
             return [] if self.stored.is_unused(weight.name) else [self._dense(weight)]
-        if weight.format is None and (weight.delta or isinstance(weight, UntiedWeight)):
+        if weight.format is None and (weight.change or isinstance(weight, UntiedWeight)):
             return [self._dense(weight)]
-        headers = {part: self.stored.tensors[part] for part in weight.parts}
-        shells = {part: shell(header.shape, header.dtype) for part, header in headers.items()}
-        return [OutputTensors(shells, partial(self._round if weight.delta else _copy, weight))]
+        headers = {tensor: self.stored.tensors[tensor] for tensor in weight.tensor_names}
+        shells = {tensor: shell(header.shape, header.dtype) for tensor, header in headers.items()}
+        return [OutputTensors(shells, partial(self._round if weight.change else _copy, weight))]
 
     def written_name(self, weight: Weight) -> str:
         """Name a weight as it is written, if it is not part of others."""
@@ -107,8 +108,8 @@ class Output:
 
         def fill(outs: list[torch.Tensor]) -> None:
             for expert, (out,) in weight.by_expert(outs):
-                values = weight.merged(expert)
-                out.copy_((values if weight.delta else in_range(values, dtype, name)).view(out.shape))
+                values = weight.changed(expert)
+                out.copy_((values if weight.change else in_range(values, dtype, name)).view(out.shape))
 
         return OutputTensors({name: shell(weight.shape, dtype)}, fill)
 
@@ -117,7 +118,7 @@ class Output:
         for out, stored in zip(outs[2:], weight.raw()[2:]):
             out.copy_(stored)
         for expert, own in weight.by_expert(outs):
-            before, exact, rounded = weight.changed(expert)
+            before, exact, rounded = weight.rounded(expert)
             self.roundings.add(weight.name, before, exact, rounded.values, expert)
             for out, made in zip(own, weight.rewritten(rounded)):
                 out.copy_(made.view(out.dtype).view(out.shape))

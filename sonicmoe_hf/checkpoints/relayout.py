@@ -20,7 +20,7 @@ from .output import Output, OutputTensors, in_range, shell
 from .packed_config import hub_format
 from .roundings import Roundings
 from .source import Source
-from .stored import Weight
+from .weight import Weight
 
 Experts = Sequence[int]
 
@@ -104,8 +104,8 @@ class Relayout(Output):
         here, matrices = self._source.experts[target], []
         for weight in self._weights_of(target, expert):
             own = None if here.is_per_expert else expert
-            values = weight.merged(own) if adapter else weight.read(own)
-            values = values if weight.delta else in_range(values, dtype, weight.name)
+            values = weight.changed(own) if adapter else weight.read(own)
+            values = values if weight.change else in_range(values, dtype, weight.name)
             values = values if here.is_per_expert else values[0]
             matrices.append(values.T if here.is_transposed else values)
         return self._experts[target].join(here.split(matrices))
@@ -127,9 +127,9 @@ class Relayout(Output):
         return self._stored([Quantized(*own) for own in zip(*moved)], target, shells)
 
     def _rows(self, weight: Weight, expert: int | None) -> list[torch.Tensor]:
-        if not weight.delta:
+        if not weight.change:
             return weight.rows(expert)
-        before, exact, rounded = weight.changed(expert)
+        before, exact, rounded = weight.rounded(expert)
         self.roundings.add(weight.name, before, exact, rounded.values, expert)
         return weight.rows(expert, rounded)
 
@@ -146,7 +146,7 @@ class Relayout(Output):
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
             made.append(packed)
             is_changed = any(
-                self._source.weights[each].delta for each in self._source.experts[target].names_of(experts[0])
+                self._source.weights[each].change for each in self._source.experts[target].names_of(experts[0])
             )
             if is_changed or there.is_per_expert or experts[0] == 0:
                 exact = self._read_rows(target, dtype, experts[0])[number]

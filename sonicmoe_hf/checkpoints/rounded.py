@@ -21,11 +21,12 @@ from ..model_patches import NATIVE_PREFIX
 from .atomic_folder import new_folder
 from .config_only import build_from_config
 from .convert import Conversion, Target, own_target, write_checkpoint
-from .converters import ALTERNATING, NOT_INVERTED, Tensors, WeightGroup, complete_groups
+from .converters import ALTERNATING, Tensors, WeightGroup, complete_groups
 from .files import CONFIG_FILE
 from .hub import local_folder
 from .model_card import origin_of
-from .stored import StoredWeights, Weight
+from .stored import StoredWeights
+from .weight import Change, GroupChange
 
 
 def round_checkpoint(
@@ -81,60 +82,39 @@ def rounded_target(stored: StoredWeights, format: str) -> Target:
             FORMATS[format].shapes(matrix_shape(experts, getattr(experts, own)), row_order(experts, own))
         except ValueError as error:
             raise CheckpointError(f"{target}: {error}") from error
-        for name, owner in groups[target].owners.items():
-            stored.weights[name].delta = partial(rounded, target)
-            stored.weights[name].num_experts = groups[target].num_experts if owner is None else None
+        for name in groups[target].owners:
+            stored.weights[name].change = Change.of(name, groups[target], partial(rounded, target))
     notice = f"the experts have the values of {format}; serve this where experts_quantization={format!r} trains"
     done = own_target(stored, (family, "hub", "hub"), keeps_format=False)
     return done._replace(notices=[notice, *done.notices])
 
 
-class _RoundedParameter:
-    """A parameter of experts, packed, and its weights in the files made of that."""
+class _RoundedParameter(GroupChange):
+    """A parameter of experts, packed, whose values the weights in the files get."""
 
     def __init__(self, stored: StoredWeights, group: WeightGroup, model: nn.Module, target: str, format: str):
+        super().__init__(stored.weights, group)
         module, _, own = target.rpartition(".")
         experts = model.get_submodule(module)
-        self._stored, self._group, self._target = stored, group, target
+        self._target, self._is_transposed = target, is_transposed(experts)
         self._format: Format = FORMATS[format]
-        self._is_transposed = is_transposed(experts)
         shape = matrix_shape(experts, getattr(experts, own))
         try:
             self._packed: Quantized = self._format.pack(self._matrices(shape[0]), shape, row_order(experts, own))
         except ValueError as error:
             raise CheckpointError(f"{target}: {error}; nothing is written") from error
-        self._expert: int | None = None
-        self._made: Tensors = {}
 
     def _matrices(self, num_experts: int) -> Iterator[torch.Tensor]:
         """Yield the experts' matrices [N, K]."""
-        whole = None if self._group.num_experts else self._parameter(None)
+        whole = None if self.group.num_experts else self.old_parameters(None)[self._target]
         for expert in range(num_experts):
-            matrix = self._parameter(expert)[0] if whole is None else whole[expert]
+            matrix = self.old_parameters(expert)[self._target][0] if whole is None else whole[expert]
             yield matrix.T if self._is_transposed else matrix
 
-    def _parameter(self, expert: int | None) -> torch.Tensor:
-        tensors = {name: self._stored.weights[name].read(own) for name, own in self._group.reads_of(expert).items()}
-        return self._group.parameters(tensors, expert)[self._target]
-
-    def add_to(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
-        """Return the rounded values of a weight, or of an expert's [1, ...] of it, in the place of `values`."""
-        owner = self._group.owners[weight.name]
-        expert = expert if owner is None else owner
-        if expert != self._expert or weight.name not in self._made:
-            self._expert, self._made = expert, self._convert(weight.dtype, expert)
-        return self._made.pop(weight.name)
-
-    def _convert(self, dtype: torch.dtype, expert: int | None) -> Tensors:
+    def new_parameters(self, dtype: torch.dtype, expert: int | None) -> Tensors:
+        """See GroupChange."""
         if expert is None:
             rounded = self._format.dequantize(self._packed, dtype)
         else:
             rounded = self._format.dequantize_expert(self._packed, dtype, expert)[None]
-        parameter = rounded.transpose(1, 2).contiguous() if self._is_transposed else rounded
-        try:
-            return self._group.weights({self._target: parameter}, expert)
-        except NOT_INVERTED as error:
-            raise CheckpointError(
-                f"{self._target} cannot be written back, since Transformers' conversion of this family has no inverse "
-                f"({type(error).__name__}: {' '.join(str(error).split())})"
-            ) from error
+        return {self._target: rounded.transpose(1, 2).contiguous() if self._is_transposed else rounded}

@@ -1,0 +1,307 @@
+"""Weight: one weight of a checkpoint, read from the tensors that store it, changed, and rounded to its format again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..formats.hub import HubFormat
+from ..kernels.packed import FORMATS, Format, Quantized
+from ..kernels.packed.dither import Dither
+from ..kernels.packed.format import Stored
+from ..kernels.packed.grid import Rounded
+from .comparing import same_bytes
+from .converters import NOT_INVERTED, Tensors, WeightGroup
+from .files import Header, TensorFiles
+
+
+class Change(NamedTuple):
+    """What is done to a weight when it is written: an adapter is added, or the values of a format take its place.
+
+    group: gives the change of all weights that become a parameter with it. num_experts: E of a weight that holds all
+    experts, which are made one by one; None of others. expert: the number of the expert whose own it is; 0 of others.
+    dither: by which a quantized weight is rounded; None rounds to nearest.
+    """
+
+    group: Callable[[], GroupChange]
+    num_experts: int | None
+    expert: int
+    dither: Dither | None
+
+    @classmethod
+    def of(
+        cls, name: str, group: WeightGroup, make: Callable[[], GroupChange], dither: Dither | None = None
+    ) -> Change:
+        """Describe the change of the weight `name`, one of a group's, whose change `make` gives."""
+        owner = group.owners[name]
+        return cls(make, group.num_experts if owner is None else None, owner or 0, dither)
+
+
+class GroupChange:
+    """New values of weights that become parameters of a model together, such as gate and up of an expert.
+
+    Values of all of them are made at once, of one expert after the other, and kept until they are asked for.
+    """
+
+    remedy = ""  # what to do where Transformers' conversion has no inverse
+
+    def __init__(self, weights: Mapping[str, Weight], group: WeightGroup):
+        self._weights, self.group = weights, group
+        self._expert: int | None = None
+        self._made: Tensors = {}
+        self._is_checked = False
+
+    def apply(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
+        """Return the new values of a weight, or of an expert's [1, ...] of it, whose old ones are `values`."""
+        owner = self.group.owners[weight.name]
+        expert = expert if owner is None else owner
+        if expert != self._expert or weight.name not in self._made:
+            self._expert, self._made = expert, self._to_weights(self.new_parameters(weight.dtype, expert), expert)
+        return self._made.pop(weight.name)
+
+    def new_parameters(self, dtype: torch.dtype, expert: int | None) -> Tensors:
+        """Make the new parameters, or one expert's [1, ...] of them, for weights of this dtype."""
+        raise NotImplementedError
+
+    def old_parameters(self, expert: int | None, dtype: torch.dtype | None = None) -> Tensors:
+        """Read the parameters as the files have them, or one expert's [1, ...] of them; in `dtype`, or that of each."""
+        weights = {name: self._weights[name].read(own, dtype) for name, own in self.group.reads_of(expert).items()}
+        return self.group.parameters(
+            {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}, expert
+        )
+
+    def _to_weights(self, parameters: Tensors, expert: int | None) -> Tensors:
+        """Make the weights of parameters. Raises CheckpointError where loading would not make these of them again."""
+        try:
+            weights = self.group.weights(parameters, expert)
+            if not self._is_checked:
+                back = self.group.parameters(weights, expert)
+                if not all(same_bytes(back[name], parameter) for name, parameter in parameters.items()):
+                    raise ValueError("it comes back with other values")
+        except NOT_INVERTED as error:
+            raise CheckpointError(
+                f"{self.group.targets[0]} cannot be written back as {next(iter(self.group.shapes))}, since "
+                f"Transformers' conversion of this family has no inverse ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}){self.remedy}"
+            ) from error
+        self._is_checked = True
+        return weights
+
+
+class RoundedMatrix(NamedTuple):
+    """A changed matrix [N, K], in fp32 before and with the change, and rounded to the format that it has."""
+
+    before: torch.Tensor
+    exact: torch.Tensor
+    rounded: Rounded
+
+
+class Weight:
+    """A weight of a checkpoint, which one tensor of its files stores, or several where it is quantized.
+
+    Attributes:
+        name: the weight's. tensor_names: of the tensors that store it: values or codes, scales and what else the format
+            has. format: a Format or HubFormat of quantized weights, None of others. change: what is done to it when it is
+            written; None where nothing is.
+    """
+
+    change: Change | None = None
+
+    def __init__(self, files: TensorFiles, name: str, format: Any = None):
+        self._files, self.name, self.format = files, name, format
+        self.tensor_names = [name] if format is None else format.names(name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight once it is read."""
+        return self._files.tensors[self.tensor_names[0]].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight once it is read."""
+        return self._files.tensors[self.tensor_names[0]].shape
+
+    def by_expert(self, tensors: list[torch.Tensor]) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
+        """Yield each expert's number with its slices of `tensors`; None with them whole, where the weight has no change
+        that is made expert by expert."""
+        if self.change is None or self.change.num_experts is None:
+            yield None, tensors
+        else:
+            yield from ((expert, [each[expert] for each in tensors]) for expert in range(self.change.num_experts))
+
+    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+        """Return by name the shape of each tensor that stores a weight of this shape, its rows in this order of ORDERS,
+        and the dtypes that it may have: () is any."""
+        return {self.name: (shape, ())}
+
+    def raw(self, expert: int | None = None) -> list[torch.Tensor]:
+        """Map the tensors that store it, or one expert's [1, ...] of them, as the file has them."""
+        return [self._files.map(name, expert) for name in self.tensor_names]
+
+    def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read the weight, or one expert's [1, ...] of one that holds all; it owns its memory.
+
+        dtype: of what a quantized weight becomes; None is its `dtype`.
+        """
+        return self.raw(expert)[0].clone()
+
+    def changed(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read it; where it has a change with that, in fp32 where an adapter is added, to be rounded once."""
+        values = self.read(expert, dtype)
+        return values if self.change is None else self.change.group().apply(self, values, expert)
+
+    def rounded(self, expert: int | None = None) -> RoundedMatrix:
+        """Change a quantized weight, or one expert's of one that holds all, and round it to its format: each block keeps
+        its scale unless a new one is clearly better."""
+        raise NotImplementedError
+
+    def _before_and_after(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.change is not None
+        before = self.read(expert, torch.float32)
+        return before, self.change.group().apply(self, before, expert)
+
+    def _uniform(self, shape: torch.Size, expert: int | None) -> torch.Tensor | None:
+        """Return the numbers in [0, 1) by which a matrix of this shape is dithered."""
+        if self.change is None or self.change.dither is None:
+            return None
+        return self.change.dither.uniform(self.change.expert if expert is None else expert, shape)
+
+    @property
+    def scales(self) -> Header:
+        """The header of its scales, where it is in a format, in the shape that they have here."""
+        return self._files.tensors[self.tensor_names[1]]
+
+    def rewritten(self, rounded: Rounded) -> list[torch.Tensor]:
+        """Return the first of the tensors that store it, or an expert of it, once it was rounded; those behind stay."""
+        return [rounded.codes, rounded.scales]
+
+    def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
+        """Read what stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
+        all. rounded: codes and scales to take in place of its own."""
+        return self.raw(expert)
+
+
+class UntiedWeight(Weight):
+    """A weight that the files hold under the name of another, `tensor`, to which the model ties it."""
+
+    def __init__(self, files: TensorFiles, name: str, tensor: str):
+        super().__init__(files, name)
+        self.tensor_names = [tensor]
+
+
+class PackedExperts(Weight):
+    """The weight of all experts, packed [E, out, in] under their parameter's name: here, or as gpt-oss has it.
+
+    Args:
+        dense_dtype: of what it becomes. is_transposed: whether that is [E, in, out].
+    """
+
+    def __init__(self, files: TensorFiles, name: str, format: Format, dense_dtype: torch.dtype, is_transposed: bool):
+        super().__init__(files, name, format)
+        self._dense_dtype, self.is_transposed = dense_dtype, is_transposed
+
+    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Turn a dense weight's shape into the packed one's, and back."""
+        return (shape[0], *shape[:0:-1]) if self.is_transposed else shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Weight."""
+        return self._dense_dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See Weight."""
+        shapes = (self._files.tensors[tensor].shape for tensor in self.tensor_names)
+        stored = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
+        return self._turned(self.format.shape(stored))
+
+    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+        """See Weight. Of how many values share a scale the files alone know."""
+        turned, scales = self._turned(shape), self._files.tensors[self.tensor_names[1]].shape
+        return self.format.stored(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
+
+    def rounded(self, expert: int | None = None) -> RoundedMatrix:
+        """See Weight."""
+        assert expert is not None
+        before, exact = (
+            (values[0].T if self.is_transposed else values[0]).contiguous()
+            for values in self._before_and_after(expert)
+        )
+        packed, number = (self._packed(None), expert) if self.format.is_whole else (self._packed(expert), 0)
+        rounded = self.format.round_expert(packed, number, exact, self._uniform(exact.shape, expert))
+        return RoundedMatrix(before, exact, rounded)
+
+    def _packed(self, expert: int | None) -> Quantized:
+        packed = Quantized(*self.raw(expert))
+        self.format.check(self.name, packed)
+        return packed
+
+    def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See Weight."""
+        dtype = dtype or self.dtype
+        if expert is not None and self.format.is_whole:
+            weight = self.format.dequantize_expert(self._packed(None), dtype, expert)[None]
+        else:
+            weight = self.format.dequantize(self._packed(expert), dtype)
+        return weight.transpose(1, 2) if self.is_transposed else weight
+
+    def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
+        """See Weight."""
+        packed = self._packed(expert)
+        if rounded is not None:
+            packed = packed._replace(codes=rounded.codes[None], scales=rounded.scales[None])
+        return self.format.rows(packed)
+
+
+class HubMatrix(Weight):
+    """A matrix [out, in] in a format of the hub: an expert's projection, or a linear layer's weight."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, files: TensorFiles, name: str, format: HubFormat):
+        super().__init__(files, name, format)
+        optional = [tensor for tensor in format.optional_names(name) if tensor in files.tensors]
+        self.tensor_names = [*format.names_in(name, files.tensors), *optional]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See Weight."""
+        return self.format.dense_shape(self._files.tensors[self.tensor_names[0]].shape)
+
+    @property
+    def scales(self) -> Header:
+        """See Weight."""
+        header = super().scales
+        return header._replace(shape=self.format.scales_shape(self.shape, header.shape))
+
+    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+        """See Weight."""
+        return dict(zip(self.tensor_names, self.format.stored(self.name, shape).values()))
+
+    def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See Weight."""
+        return self.format.dense(*self.raw()).to(dtype or self.dtype)
+
+    def rounded(self, expert: int | None = None) -> RoundedMatrix:
+        """See Weight."""
+        before, exact = self._before_and_after(expert)
+        return RoundedMatrix(before, exact, self.format.round(self.raw(), exact, self._uniform(exact.shape, expert)))
+
+    def rewritten(self, rounded: Rounded) -> list[torch.Tensor]:
+        """See Weight."""
+        return self.format.rewritten(self.raw(), rounded)
+
+    def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
+        """See Weight."""
+        stored = self.raw() if rounded is None else self.rewritten(rounded)
+        rows, format = self.format.pack(*stored), FORMATS[self.format.name]
+        for part, tensor in zip(format.parts, rows):
+            if not format.is_sound(part, tensor):
+                raise CheckpointError(
+                    f"{self.name} has NaN or infinite values in its {part}: the checkpoint is damaged"
+                )
+        return [part for part in rows if part is not None]
