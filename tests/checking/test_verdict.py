@@ -103,6 +103,32 @@ def test_other_differences_are_said_in_the_size_of_the_change(parts):
     assert set(verdict.shares.values()) == {None}
 
 
+@pytest.mark.parametrize(("left", "kind"), [(1.0, "cannot tell"), (0.5, "other")])
+def test_a_server_of_unknown_noise_that_has_all_of_the_change_is_not_called_another(left, kind, parts):
+    experts, rest, noise = parts
+    verdict = judge(left * experts + rest + noise, reference(experts, rest))
+    assert verdict.kind == kind and "other differences, 0." in verdict.reason
+    assert ("let the server have the base" in verdict.reason) == (left == 1)
+
+
+@pytest.mark.parametrize(
+    ("experts_left", "rest_left", "noise", "tokens", "kind", "words"),
+    [
+        (1.0, 1.0, 4.0, 200, "cannot tell", "check what merge writes without --quantize"),
+        (0.1, 0.95, 1.0, TOKENS, "applied in part", "9% of the change (experts) is there, beside noise 0.70"),
+        (0.1, 0.1, 1.0, TOKENS, "other", "another adapter, base or quantization"),
+    ],
+)
+def test_noise_of_packed_weights_that_hides_the_change_is_not_called_another_adapter(
+    experts_left, rest_left, noise, tokens, kind, words, parts
+):
+    """A small adapter that is merged with --quantize keep: the dither is several times its change."""
+    experts, rest, random = (part[:tokens] for part in parts)
+    found = experts_left * experts + rest_left * rest + noise * random
+    verdict = judge(found, reference(experts, rest), is_rounded=True)
+    assert verdict.kind == kind and words in verdict.reason
+
+
 @pytest.mark.parametrize(
     ("left", "noise", "kind", "words"),
     [

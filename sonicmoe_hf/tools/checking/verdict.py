@@ -36,6 +36,8 @@ TOO_FEW = "{} tokens are too few to tell, give a longer --text"
 TOO_LITTLE = "{} there; what the adapter changes of these texts is too little to tell more beside rounding: {}"
 IN_FULL = "add --dtype float32"
 MORE_TEXT = "give longer text like that it was trained on, --text"
+UNPACKED = f"{MORE_TEXT}, or check what merge writes without --quantize"
+WITH_BASE = "let the server have the base beside the adapter, which is then compared too"
 
 
 class Reference(NamedTuple):
@@ -245,7 +247,10 @@ def _judged(
         missing = {part: share for part, share in known.items() if share < 1 - PARTLY}
         if missing and rms(_rest(change, reference.parts)) < UNEXPLAINED * effect:
             return _Judgement(IN_PART, _listed(missing), is_share=True)
-        return _Judgement(OTHER, _unexplained(known, beside / effect))
+        reason = _unexplained(known, beside / effect)
+        if noise is None and _may_be_applied(shares, is_rounded):
+            return _Judgement(CANNOT_TELL, f"{reason}; {UNPACKED if is_rounded else WITH_BASE}")
+        return _Judgement(OTHER, reason)
     smallest = (FLOOR if reference.is_exact else SMALL) * effect
     partly = [each for each in tests if each.is_partly_true and each.size >= smallest]
     if partly:
@@ -280,18 +285,28 @@ def _rounded(
     change: torch.Tensor, parts: dict[str, torch.Tensor], shares: dict[str, float | None], effect: float
 ) -> _Judgement | None:
     """Say how much of the adapter's change is in packed weights; None where the texts do not tell, or it is more or so
-    little that something else may be there."""
+    little of every part that something else may be there."""
     known = {part: share for part, share in shares.items() if share is not None}
     if len(known) < len(shares) or not known:
         return None
     noise, (part, least) = rms(_rest(change, parts)), min(known.items(), key=lambda each: each[1])
-    if max(known.values()) > 1 + PARTLY or (least < PARTLY and noise > UNEXPLAINED * effect):
+    most = max(known.values())
+    is_other = least < PARTLY and most < 1 - PARTLY and noise > UNEXPLAINED * effect
+    if most > 1 + PARTLY or is_other:
         return None
     there = f"{max(least, 0.0):.0%} of the change" + ("" if len(parts) == 1 else f" ({part})")
     reason = f"{ROUNDED}: {there} is there, beside noise {noise / effect:.2f} times as large as it"
     if least >= 1 - PARTLY:
         return _Judgement(APPLIED, reason)
     return _Judgement(NOT_APPLIED if max(known.values()) < NEAR else IN_PART, f"{reason}; {LOST}")
+
+
+def _may_be_applied(shares: dict[str, float | None], is_rounded: bool) -> bool:
+    """Tell whether the adapter may be there in full beside differences that are larger than the place's known noise.
+    Rounding hides shares, or takes of them."""
+    least = PARTLY if is_rounded else 1 - PARTLY
+    known = [share for share in shares.values() if share is not None]
+    return (is_rounded or len(known) == len(shares)) and all(least <= share <= 1 + PARTLY for share in known)
 
 
 def _rest(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
