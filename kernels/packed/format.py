@@ -48,8 +48,8 @@ class Format:
     name: in FORMATS. block: what K must be a multiple of. dims: the dimensions of codes, scales and state, None where
     there is none.
 
-    In checkpoints: parts: what follows a parameter's name in those of the tensors that store it, in the order of
-    Quantized. values: what bytes of a part stand for, where they are floats. loss: percent of normally distributed
+    In checkpoints: suffixes: what follows a parameter's name in those of the tensors that store it, in the order of
+    Quantized. values: by suffix, what bytes stand for, where they are floats. loss: percent of normally distributed
     weights that rounding changes (root mean squares of error and weight). element_size: bytes a weight that device_map
     counts with, somewhat more than is stored. is_whole: whether what is stored ties experts together.
     """
@@ -57,7 +57,7 @@ class Format:
     name: str
     block: int
     dims: tuple[int | None, ...]
-    parts: tuple[str, ...]
+    suffixes: tuple[str, ...]
     values: ClassVar[dict[str, torch.dtype]] = {}
     loss: int
     element_size = 0.6  # 4.13, 4.25 and 4.5 bits
@@ -111,7 +111,7 @@ class Format:
         return (torch.float32,) if field == "state" else (torch.uint8,)
 
     def check_shapes(self, packed: Quantized) -> None:
-        """Raise ValueError where the parts of a packed weight do not fit together."""
+        """Raise ValueError where the tensors of a packed weight do not fit together."""
         for field, tensor, dims in zip(Quantized._fields, packed, self.dims):
             num_dims = None if tensor is None else tensor.dim()
             if num_dims != dims:
@@ -136,7 +136,7 @@ class Format:
     def quantize(self, weight_ENK: torch.Tensor, order: str = "whole", mean: Mean = torch.mean) -> Quantized:
         """Pack a weight [E, N, K] of any strides and float dtype, on its device; its rows in an order of ORDERS.
 
-        mean: of NF4's scales [n] in fp32. Where the weight is a part of the experts, that of the whole weight's.
+        mean: of NF4's scales [n] in fp32. Where the weight is a share of the experts, that of the whole weight's.
 
         Raises:
             ValueError: NaN or infinity in the weight, or K no multiple of the format's block.
@@ -154,13 +154,13 @@ class Format:
         """Pack a weight of this shape [E, N, K] whose experts [N, K] come one after the other, on their device. Raises
         ValueError as `quantize`."""
         packed = [
-            torch.empty(part, dtype=self.dtypes(field)[0], device=device)
-            for field, part in zip(Quantized._fields, self.shapes(shape, order))
-            if part is not None
+            torch.empty(stored, dtype=self.dtypes(field)[0], device=device)
+            for field, stored in zip(Quantized._fields, self.shapes(shape, order))
+            if stored is not None
         ]
         for expert, weight in enumerate(experts):
-            for part, values in zip(packed, self.pack_expert(in_fp32(weight), *ORDERS[order]), strict=True):
-                part[expert] = values
+            for tensor, values in zip(packed, self.pack_expert(in_fp32(weight), *ORDERS[order]), strict=True):
+                tensor[expert] = values
         return Quantized(*packed)
 
     def pack_expert(self, weight_NK: torch.Tensor, parts: int, kinds: int) -> tuple[torch.Tensor, ...]:
@@ -202,7 +202,7 @@ class Format:
 
     def names(self, weight: str) -> list[str]:
         """Return the names of the tensors that store the parameter `weight`."""
-        return [f"{weight}_{part}" for part in self.parts]
+        return [f"{weight}_{suffix}" for suffix in self.suffixes]
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
         """Return the parameter of which a checkpoint's tensor is the first that stores it; None of another tensor."""
@@ -211,7 +211,7 @@ class Format:
 
     def tensors(self, name: str, packed: Quantized) -> dict[str, torch.Tensor]:
         """Return the tensors that store the parameter `name`, by name."""
-        return dict(zip(self.names(name), (part for part in packed if part is not None), strict=True))
+        return dict(zip(self.names(name), (tensor for tensor in packed if tensor is not None), strict=True))
 
     def read(self, name: str, tensors: dict[str, torch.Tensor], first: int = 0) -> Quantized:
         """Return the weight that `tensors` took apart. Raises ValueError as `check`."""
@@ -226,18 +226,18 @@ class Format:
             self.check_shapes(packed)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        for part, tensor in zip(self.parts, packed):
+        for suffix, tensor in zip(self.suffixes, packed):
             if tensor is None or tensor.is_meta:
                 continue
             for number, one in enumerate(tensor if tensor.dim() > 1 else [tensor], first):  # the check takes memory
-                if not self.is_sound(part, one):
+                if not self.is_sound(suffix, one):
                     where = f" in expert {number}" if tensor.dim() > 1 else ""
-                    raise ValueError(f"{name}_{part} has NaN or infinite values{where}: the checkpoint is damaged")
+                    raise ValueError(f"{name}_{suffix} has NaN or infinite values{where}: the checkpoint is damaged")
 
-    def is_sound(self, part: str, tensor: torch.Tensor) -> bool:
-        """Tell whether one of `parts` stands for finite values."""
-        is_bytes = tensor.dtype == torch.uint8 and part in self.values
-        return is_sound(tensor.view(self.values[part]) if is_bytes else tensor)
+    def is_sound(self, suffix: str, tensor: torch.Tensor) -> bool:
+        """Tell whether the tensor whose name ends in `suffix` stands for finite values."""
+        is_bytes = tensor.dtype == torch.uint8 and suffix in self.values
+        return is_sound(tensor.view(self.values[suffix]) if is_bytes else tensor)
 
     def stored(self, name: str, shape: tuple[int, ...], order: str, group: int | None = None) -> Stored:
         """Return by name the shape of each of the tensors that store the weight `name` [E, N, K], and the dtypes that it
@@ -248,24 +248,24 @@ class Format:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         fields = zip(self.names(name), Quantized._fields, shapes)
-        return {stored: (part, self.dtypes(field)) for stored, field, part in fields if part is not None}
+        return {stored: (shape, self.dtypes(field)) for stored, field, shape in fields if shape is not None}
 
     def rows(self, packed: Quantized) -> list[torch.Tensor]:
         """List the tensors that store a weight, each [E, rows, ...] with its rows in the weight's order, so that whatever
         moves the rows of a dense weight moves these."""
-        return [part for part in packed if part is not None]
+        return [tensor for tensor in packed if tensor is not None]
 
     def has_blocks_of(self, other: Any) -> bool:
         """Tell whether weights in `other`, a format of experts or of the hub's matrices, or None, have these blocks."""
         return other is not None and other.name == self.name and other.has_our_blocks
 
-    # A rank's part of the experts: whatever belongs to one expert alone goes along with it.
+    # A rank's share of the experts: whatever belongs to one expert alone goes along with it.
 
     def check_share(self, experts: slice, values_per_expert: int) -> None:
         """Raise ValueError where these experts cannot be stored apart with the values that they have in all of them."""
 
-    def join(self, part: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return one of `parts` of the whole weight, from those of the ranks in their order."""
+    def join(self, suffix: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Join what the ranks hold, in their order, of the tensor whose name ends in `suffix`."""
         return torch.cat(tensors)
 
 

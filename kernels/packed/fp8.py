@@ -59,7 +59,7 @@ class FP8(Format):
     """
 
     name, block, dims = "fp8", 16, (3, 5, None)
-    parts, loss, element_size = ("values", "scale_inv"), 3, 1.1
+    suffixes, loss, element_size = ("values", "scale_inv"), 3, 1.1
     values: ClassVar = {"values": torch.float8_e4m3fn, "scale_inv": torch.float8_e8m0fnu}
 
     def shape(self, packed: Quantized) -> tuple[int, int, int]:

@@ -73,7 +73,7 @@ class Int4(Format):
 
     def __init__(self, has_zeros: bool):
         self.name, self.loss = ("uint4", 8) if has_zeros else ("int4", 10)
-        self.parts = ("packed", "scale", "zero") if has_zeros else ("packed", "scale")
+        self.suffixes = ("packed", "scale", "zero") if has_zeros else ("packed", "scale")
         self.dims = (3, 3, 3 if has_zeros else None)
 
     def shape(self, packed: Quantized) -> tuple[int, int, int]:

@@ -36,7 +36,7 @@ class MXFP4(Format):
     """
 
     name, block, dims = "mxfp4", BLOCK, (4, 3, None)
-    parts, loss = ("blocks", "scales"), 12
+    suffixes, loss = ("blocks", "scales"), 12
     values: ClassVar = {"scales": torch.float8_e8m0fnu}
 
     def grid(self) -> Grid:

@@ -17,7 +17,7 @@ NF4_VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
-# where the parts of an NF4 weight's `state` lie
+# where the numbers of an NF4 weight's `state` lie
 SCALE_MAP = slice(0, 256)  # the values that `scales` are indices into
 VALUE_MAP = slice(256, 272)  # those of the weights' codes
 SCALE_OFFSET = 272  # the mean of all scales
@@ -100,7 +100,7 @@ class NF4(Format):
     """
 
     name, block, dims = "nf4", NF4_BLOCK, (3, 3, 1)
-    parts, loss, is_whole = ("codes", "absmax", "state"), 9, True
+    suffixes, loss, is_whole = ("codes", "absmax", "state"), 9, True
 
     def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds, group):
         codes, scales = ((num_experts, size_out, size_in // size) for size in (2, NF4_BLOCK))
@@ -109,7 +109,7 @@ class NF4(Format):
     def pack(self, experts, shape, order="whole", mean=torch.mean, device="cpu") -> Quantized:
         """See Format."""
         shapes = self.shapes(shape, order)
-        codes, scales = (torch.empty(part, dtype=torch.uint8, device=device) for part in shapes[:2])
+        codes, scales = (torch.empty(each, dtype=torch.uint8, device=device) for each in shapes[:2])
         absmax = torch.empty(shapes.scales, dtype=torch.float32, device=device)
         for expert, weight in enumerate(experts):
             blocks = in_fp32(weight).unflatten(1, (-1, NF4_BLOCK))
@@ -156,8 +156,8 @@ class NF4(Format):
         first, end = (bound * scales_per_expert // SCALES_PER_SCALE for bound in (experts.start, experts.stop))
         return torch.cat((state[: SCALE_SCALES.start], state[SCALE_SCALES][first:end]))
 
-    def join(self, part: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def join(self, suffix: str, tensors: list[torch.Tensor]) -> torch.Tensor:
         """See Format."""
-        if part != "state":
-            return super().join(part, tensors)
+        if suffix != "state":
+            return super().join(suffix, tensors)
         return torch.cat((tensors[0][: SCALE_SCALES.start], *(state[SCALE_SCALES] for state in tensors)))

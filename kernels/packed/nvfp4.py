@@ -38,7 +38,7 @@ class NVFP4(Format):
     """
 
     name, block, dims = "nvfp4", BLOCK, (3, 3, 3)
-    parts, loss = ("packed", "scale", "scale_2"), 10
+    suffixes, loss = ("packed", "scale", "scale_2"), 10
     values: ClassVar = {"scale": torch.float8_e4m3fn}
 
     def parts_and_kinds(self, packed: Quantized) -> tuple[int, int]:

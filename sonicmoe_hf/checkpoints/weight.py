@@ -299,9 +299,9 @@ class HubMatrix(Weight):
         """See Weight."""
         stored = self.raw() if rounded is None else self.rewritten(rounded)
         rows, format = self.format.pack(*stored), FORMATS[self.format.name]
-        for part, tensor in zip(format.parts, rows):
-            if not format.is_sound(part, tensor):
+        for suffix, tensor in zip(format.suffixes, rows):
+            if not format.is_sound(suffix, tensor):
                 raise CheckpointError(
-                    f"{self.name} has NaN or infinite values in its {part}: the checkpoint is damaged"
+                    f"{self.name} has NaN or infinite values in its {suffix}: the checkpoint is damaged"
                 )
         return [part for part in rows if part is not None]

@@ -60,7 +60,7 @@ class Apart(list):
     @property
     def shape(self) -> torch.Size:
         """The shape [E, N, K] of their merged weight. Raises RuntimeError, as merging does, where they do not fit."""
-        return torch.cat([torch.stack([each.to("meta") for each in part]) for part in self], dim=1).shape
+        return torch.cat([torch.stack([each.to("meta") for each in source]) for source in self], dim=1).shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -185,7 +185,9 @@ class TakePacked(_Conversion):
         names = format.names(target.name)
         missing = next((name for name in names if name not in tensors), None)
         if missing is not None:
-            raise CheckpointError(f"{target.full_name}: {missing} is missing, a part of this {format.name} weight")
+            raise CheckpointError(
+                f"{target.full_name}: {missing} is missing, which stores this {format.name} weight too"
+            )
         if target.holding.group is not None:
             tensors = dict(zip(names, stored_share(format, [tensors[name] for name in names], target.holding)))
         with _named(target.full_name.rpartition(".")[0], ", "):
@@ -207,7 +209,7 @@ class TakeExperts(_Conversion):
         """See _Conversion."""
         wanted, dtype, is_plain = self.format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
-            packed = self._joined(self._parts(stored, target), target, target.holding.experts.start)
+            packed = self._joined(self._projections(stored, target), target, target.holding.experts.start)
             return PackedWeight.of(packed, wanted, dtype)
         order = "concatenated" if len(self.sources) > 1 else "whole"
         device = next(tensor.device for tensors in stored.values() for tensor in tensors)
@@ -240,26 +242,26 @@ class TakeExperts(_Conversion):
                     values = torch.cat([self.stored_format.dense(*projection) for projection in expert])
                 yield values
             return
-        for number, expert in enumerate(zip(*self._parts(stored, target)), first):
+        for number, expert in enumerate(zip(*self._projections(stored, target)), first):
             joined = self._joined([[projection] for projection in expert], target, number)
             yield FORMATS[self.stored_format.name].expert(joined, 0)
 
-    def _parts(self, stored: Stored, target: TargetParameter) -> list[list[Quantized]]:
+    def _projections(self, stored: Stored, target: TargetParameter) -> list[list[Quantized]]:
         """List the experts as the checkpoint has them, [projection][expert]."""
-        parts = [self._part(stored, source, target) for source in self.sources]
-        alike = _kinds(parts[0][0])
-        for source, experts in zip(self.sources, parts):
-            for expert, part in enumerate(experts, target.holding.experts.start):
-                if _kinds(part) != alike:
+        projections = [self._projection(stored, source, target) for source in self.sources]
+        alike = _kinds(projections[0][0])
+        for source, experts in zip(self.sources, projections):
+            for expert, packed in enumerate(experts, target.holding.experts.start):
+                if _kinds(packed) != alike:
                     raise CheckpointError(
                         f"{target.full_name}, {source} of expert {expert}: its weight and scales are stored as "
-                        f"{_kinds(part)}, others of this layer as {alike}"
+                        f"{_kinds(packed)}, others of this layer as {alike}"
                     )
-        return parts
+        return projections
 
-    def _joined(self, parts: list[list[Quantized]], target: TargetParameter, first: int) -> Quantized:
+    def _joined(self, projections: list[list[Quantized]], target: TargetParameter, first: int) -> Quantized:
         """Join experts from the `first` on, all or some of those of the weight."""
-        packed, format = self.stored_format.join(parts), FORMATS[self.stored_format.name]
+        packed, format = self.stored_format.join(projections), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, first)
         check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
         return packed
@@ -280,7 +282,7 @@ class TakeExperts(_Conversion):
             )
         return list(zip(*by_name.values()))
 
-    def _part(self, stored: Stored, source: str, target: TargetParameter) -> list[Quantized]:
+    def _projection(self, stored: Stored, source: str, target: TargetParameter) -> list[Quantized]:
         packed = []
         for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
             with _named(f"{target.full_name}, {source} of expert {expert}"):

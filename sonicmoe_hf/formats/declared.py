@@ -146,10 +146,10 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
         CheckpointError: what declares it is damaged.
     """
     if isinstance(config, dict):
-        parts = [config, *(config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict))]
+        configs = [config, *(config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict))]
     else:
-        parts = [vars(config), vars(config.get_text_config())]
-    declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", EXPERT_DTYPE))
+        configs = [vars(config), vars(config.get_text_config())]
+    declared, of_experts = (_first(configs, entry) for entry in ("quantization_config", EXPERT_DTYPE))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
         declared = _modelopts(folder / MODELOPT_FILE)
     if declared is None:
@@ -171,8 +171,8 @@ def _modelopts(path: Path) -> dict | None:
     return None if quantization["quant_algo"] is None else {"quant_method": MODELOPT, **quantization}
 
 
-def _first(parts: list[dict], entry: str):
-    return next((part[entry] for part in parts if part.get(entry) is not None), None)
+def _first(configs: list[dict], entry: str):
+    return next((config[entry] for config in configs if config.get(entry) is not None), None)
 
 
 def check_undeclared(files: Iterable[Path]) -> None:

@@ -80,8 +80,8 @@ class HubFormat(ABC):
 
     def check(self, *tensors: torch.Tensor) -> None:
         """Raise CheckpointError where a matrix and its scales do not fit together."""
-        parts = self.stored("weight", self.dense_shape(tensors[0].shape)).items()
-        for tensor, (stored, (shape, dtypes)) in zip(tensors, parts):
+        expected = self.stored("weight", self.dense_shape(tensors[0].shape)).items()
+        for tensor, (stored, (shape, dtypes)) in zip(tensors, expected):
             check_matrix(tensor, shape, dtypes, stored)
 
     @abstractmethod
@@ -197,8 +197,8 @@ class MXFP4Matrix(HubFormat):
         """See HubFormat."""
         rows, columns = shape
         scales = (torch.float8_e8m0fnu, torch.uint8)
-        parts = ((rows, columns // 2), self.codes), ((rows, columns // mxfp4.BLOCK), scales)
-        return dict(zip(self.names(name), parts))
+        shapes = ((rows, columns // 2), self.codes), ((rows, columns // mxfp4.BLOCK), scales)
+        return dict(zip(self.names(name), shapes))
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat."""
@@ -264,7 +264,7 @@ class HubNVFP4(HubFormat):
         rows, columns = shape
         shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), ()
         dtypes = self.dtype, torch.float8_e4m3fn, torch.float32
-        return {part: (shape, (dtype,)) for part, shape, dtype in zip(self.names(name), shapes, dtypes)}
+        return {stored: (shape, (dtype,)) for stored, shape, dtype in zip(self.names(name), shapes, dtypes)}
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat. weight_scale_2 stays: engines that fuse projections want theirs to be equal."""

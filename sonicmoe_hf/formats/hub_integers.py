@@ -66,7 +66,7 @@ class _RenamedFormat(HubFormat):
 
 
 def _as_one_expert(packed: Quantized) -> Quantized:
-    return Quantized(*(None if part is None else part[None] for part in packed))  # type: ignore[arg-type]
+    return Quantized(*(None if tensor is None else tensor[None] for tensor in packed))  # type: ignore[arg-type]
 
 
 class HubIntegers(_RenamedFormat):
@@ -372,7 +372,7 @@ class CompressedNVFP4(_RenamedFormat):
         rows, columns = shape
         shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), (1,)
         dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
-        return {part: (shape, (dtype,)) for part, shape, dtype in zip(self.names(name), shapes, dtypes)}
+        return {stored: (shape, (dtype,)) for stored, shape, dtype in zip(self.names(name), shapes, dtypes)}
 
     def check(self, *tensors: torch.Tensor) -> None:
         """See HubFormat."""

@@ -181,7 +181,7 @@ class ExpertsQuantizer(HfQuantizer):
                 weight = module._parameters[name]
                 if isinstance(weight, PackedWeight):
                     use_stored_names(module)
-                elif holding_of(module).by is not Holder.THEIR_EXPERT_PARALLEL:  # its parts are DTensors
+                elif holding_of(module).by is not Holder.THEIR_EXPERT_PARALLEL:  # its shares are DTensors
                     raise CheckpointError(f"the checkpoint has no {prefix}.{name}: some of its experts are missing")
         mark_model_packed(model)
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)
@@ -206,7 +206,7 @@ class ExpertsQuantizer(HfQuantizer):
 
 def _renames(conversion, names: list[str]) -> bool:
     """Tell whether a conversion of the hub's names would rename one that the model itself has. Transformers leaves such a
-    name alone where it is a parameter's, and a packed weight's parts are none."""
+    name alone where it is a parameter's, and a packed weight's tensors are none."""
     if not isinstance(conversion, WeightRenaming):
         return False
     renaming = copy.deepcopy(conversion)  # it notes that it was used

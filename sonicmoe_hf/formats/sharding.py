@@ -19,7 +19,7 @@ from ..private.torch import collectives
 aten = torch.ops.aten
 all_gather, wait_tensor = collectives.all_gather_into_tensor.default, collectives.wait_tensor.default
 UNEVEN = (
-    "{experts} experts cannot be sharded in parts of {part}: FSDP over packed experts needs a number of ranks that "
+    "{experts} experts cannot be cut into shards of {size}: FSDP over packed experts needs a number of ranks that "
     "divides them; use such a number, or replicate the weights (fully_shard's ignored_params)"
 )
 RESHARDED = (
@@ -42,8 +42,8 @@ class PackedShard(PackedWeight):
     refusal = NOT_SAVED
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Raise RuntimeError: one rank has a part of the weight alone."""
-        raise RuntimeError("this is one rank's part of a packed weight sharded by FSDP; unshard the module first")
+        """Raise RuntimeError: one rank has a shard of the weight alone."""
+        raise RuntimeError("this is one rank's shard of a packed weight sharded by FSDP; unshard the module first")
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Name what FSDP2 gathers, and what stays as it is."""
@@ -59,46 +59,46 @@ class PackedShard(PackedWeight):
 
 
 def _by_expert(weight: PackedWeight) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with a part for each expert: all but the state that ties experts together."""
+    """List the tensors with a row for each expert: all but the state that ties experts together."""
     is_tied = weight.state is None or FORMATS[weight.format].is_whole
     return weight.packed[:2] if is_tied else weight.packed  # type: ignore[return-value]
 
 
-def _made(kind: type[PackedWeight], weight: PackedWeight, parts: Sequence[torch.Tensor]) -> Any:
-    """Make a weight or a shard like `weight` of other experts' parts."""
-    return kind(_with_state(parts, weight.state), weight.format, weight.dtype, weight.is_transposed)
+def _made(kind: type[PackedWeight], weight: PackedWeight, tensors: Sequence[torch.Tensor]) -> Any:
+    """Make a weight or a shard like `weight` of other experts' tensors."""
+    return kind(_with_state(tensors, weight.state), weight.format, weight.dtype, weight.is_transposed)
 
 
-def _with_state(parts: Sequence[torch.Tensor], state: torch.Tensor | None) -> Quantized:
-    codes, scales, *own = parts
+def _with_state(tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> Quantized:
+    codes, scales, *own = tensors
     return Quantized(codes, scales, own[0] if own else state)
 
 
-def _shard(weight: PackedWeight, parts: Sequence[torch.Tensor]) -> PackedShard:
-    return _made(PackedShard, weight, parts)
+def _shard(weight: PackedWeight, tensors: Sequence[torch.Tensor]) -> PackedShard:
+    return _made(PackedShard, weight, tensors)
 
 
 def _split(weight, size, dim=0):
     if dim != 0 or type(weight) is not PackedWeight:
         return NotImplemented
     if weight.shape[0] % size:
-        raise RuntimeError(UNEVEN.format(experts=weight.shape[0], part=size))
+        raise RuntimeError(UNEVEN.format(experts=weight.shape[0], size=size))
     # fully_shard splits a weight once for each number of ranks that it will be sharded over, all before any forward
-    if vars(weight).setdefault("part", size) != size:
+    if vars(weight).setdefault("shard_size", size) != size:
         raise RuntimeError(RESHARDED)
-    return [_shard(weight, parts) for parts in zip(*(part.split(size) for part in _by_expert(weight)))]
+    return [_shard(weight, tensors) for tensors in zip(*(tensor.split(size) for tensor in _by_expert(weight)))]
 
 
 def _new_zeros(weight, size, *, dtype=None, layout=None, device=None, pin_memory=None):
     if tuple(size[1:]) != tuple(weight.shape[1:]):
         return NotImplemented
-    return _shard(weight, [part.new_zeros(size[0], *part.shape[1:]) for part in _by_expert(weight)])
+    return _shard(weight, [tensor.new_zeros(size[0], *tensor.shape[1:]) for tensor in _by_expert(weight)])
 
 
 def _slice(weight, dim=0, start=None, end=None, step=1):
     if dim != 0 or step != 1 or not isinstance(weight, PackedShard):
         return NotImplemented
-    return _shard(weight, [part[start:end] for part in _by_expert(weight)])
+    return _shard(weight, [tensor[start:end] for tensor in _by_expert(weight)])
 
 
 def _view(weight, size):
@@ -119,8 +119,8 @@ def _gather(weight, group_size, group_name):
     """Gather a sharded weight for DTensor.full_tensor()."""
     if not isinstance(weight, PackedShard):
         return NotImplemented
-    parts = [wait_tensor(all_gather(part, group_size, group_name)) for part in _by_expert(weight)]
-    return _made(PackedWeight, weight, parts)
+    tensors = [wait_tensor(all_gather(tensor, group_size, group_name)) for tensor in _by_expert(weight)]
+    return _made(PackedWeight, weight, tensors)
 
 
 PackedWeight.operations.update(

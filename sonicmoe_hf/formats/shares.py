@@ -1,6 +1,6 @@
 """Packed weights of which each rank holds some experts: how they are kept from FSDP2, and put together again to be saved.
 
-Under expert parallelism (our own or Transformers') rank i of N has the i-th of N equal parts of every layer's experts.
+Under expert parallelism (our own or Transformers') rank i of N has the i-th of N equal shares of every layer's experts.
 What it holds is a packed weight of these experts alone, with the values that one rank would give them.
 """
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.packed import FORMATS, Format
 from ..kernels.packed.nf4 import NF4, NF4_BLOCK, SCALE_SCALES, SCALES_PER_SCALE
-from ..layer.holding import Holder, Holding, holding_of, local_part, mesh_of
+from ..layer.holding import Holder, Holding, holding_of, local_tensor, mesh_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from .hub import HubFP8
@@ -70,7 +70,7 @@ def keep_from_fsdp(experts: nn.Module, names: tuple[str, ...], format: str) -> N
     """Make these weights buffers as soon as ranks share the experts, until `restore_parameters`: a checkpoint is to
     bring them packed. Transformers calls `fully_shard` after it has split experts and before it reads the checkpoint,
     and that would shard and gather parameters that stay where they are. Splitting raises UnsupportedExpertsError where
-    a rank's part of a weight cannot be packed apart."""
+    a rank's share of a weight cannot be packed apart."""
 
     def hide(experts: nn.Module) -> None:
         vars(experts)[attributes.PARAMETER_NAMES] = list(experts._parameters)
@@ -97,7 +97,7 @@ def restore_parameters(experts: nn.Module) -> None:
         weights[name] = (weights if name in weights else experts._buffers).pop(name)
     if names and holding_of(experts).by is Holder.EXPERT_PARALLEL:
         for name, weight in weights.items():
-            local = local_part(weight)
+            local = local_tensor(weight)
             if isinstance(local, PackedWeight):
                 weights[name] = as_parameter(local)
 
@@ -147,12 +147,12 @@ def is_split(model: nn.Module) -> bool:
     )
 
 
-def _gathered(part: torch.Tensor, holding: Holding) -> list[torch.Tensor] | None:
-    """Gather the ranks' parts in the memory of the host on the first rank of the group; None on the others."""
-    sent = part.contiguous().view(torch.uint8)  # a byte is a byte, whatever dtypes the backend knows
+def _gathered(tensor: torch.Tensor, holding: Holding) -> list[torch.Tensor] | None:
+    """Gather the ranks' shares of a tensor in host memory on the first rank of the group; None on the others."""
+    sent = tensor.contiguous().view(torch.uint8)  # a byte is a byte, whatever dtypes the backend knows
     received = [torch.empty_like(sent) for _ in range(holding.size)] if holding.rank == 0 else None
     dist.gather(sent, received, group=holding.group, group_dst=0)
-    return None if received is None else [one.cpu().view(part.dtype) for one in received]
+    return None if received is None else [one.cpu().view(tensor.dtype) for one in received]
 
 
 def gathered_for_saving(
@@ -162,17 +162,17 @@ def gathered_for_saving(
     `gather_sharded_state_dict_for_save` of a model whose ranks share packed experts, and all ranks call it."""
     whole: dict[str, Any] = {}
     shared = {
-        f"{prefix}.{stored}": (FORMATS[weight.format], part, holding)
+        f"{prefix}.{stored}": (FORMATS[weight.format], suffix, holding)
         for prefix, module in model.named_modules()
         for name, weight in module._parameters.items()
-        if isinstance(weight, PackedWeight) and (holding := holding_of(module)).is_part
-        for stored, part in zip(FORMATS[weight.format].names(name), FORMATS[weight.format].parts)
+        if isinstance(weight, PackedWeight) and (holding := holding_of(module)).is_share
+        for stored, suffix in zip(FORMATS[weight.format].names(name), FORMATS[weight.format].suffixes)
     }
     for name, tensor in state_dict.items():
         if name in shared:
-            format, part, holding = shared[name]
-            parts = _gathered(tensor, holding)
-            tensor = None if parts is None else format.join(part, parts)
+            format, suffix, holding = shared[name]
+            of_ranks = _gathered(tensor, holding)
+            tensor = None if of_ranks is None else format.join(suffix, of_ranks)
         elif isinstance(tensor, torch.Tensor):
             tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
             tensor = tensor.cpu().contiguous() if save_on_this_rank else None

@@ -14,7 +14,7 @@ from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
 
 def check_shape(name: str, found: tuple[int, ...], dense: torch.Tensor) -> None:
     """Raise ValueError where a weight that a checkpoint brings has another shape than `dense`, the model's parameter, or
-    this rank's part of it. Transformers does not compare the shapes of what a quantizer takes."""
+    this rank's share of it. Transformers does not compare the shapes of what a quantizer takes."""
     shape = local_shape(dense)
     if found != shape:
         raise ValueError(f"{name} has shape {tuple(found)} in the checkpoint; the model's is {tuple(shape)}")

@@ -48,7 +48,7 @@ class Exchange(Protocol):
         """Gather the tensors [T, H] of all ranks: [num_tokens, H]."""
 
     def scatter_sum(self, tensor: torch.Tensor) -> Arriving:
-        """Sum [num_tokens, H] over the ranks: this rank's part [T, H]."""
+        """Sum [num_tokens, H] over the ranks: the tokens [T, H] of this rank."""
 
 
 def _experts_forward(call: LayerCall) -> list[torch.Tensor]:

@@ -77,7 +77,7 @@ def fetched(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[Layer
 def _copied(projection: Projection, device: torch.device) -> Quantized:
     """Copy the weight to the device where it is not there."""
     stored = projection.stored()
-    return Quantized(*(part if part is None else part.to(device) for part in stored))  # type: ignore[arg-type]
+    return Quantized(*(tensor if tensor is None else tensor.to(device) for tensor in stored))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class Holding(NamedTuple):
     size: int = 1
 
     @property
-    def is_part(self) -> bool:
+    def is_share(self) -> bool:
         """Tell whether this rank has only some of the layer's experts."""
         return self.by in (Holder.EXPERT_PARALLEL, Holder.THEIR_EXPERT_PARALLEL)
 
@@ -100,8 +100,8 @@ class Holding(NamedTuple):
         )
 
 
-def has_part(experts: Any, num_experts: int | None) -> bool:
-    """Tell whether expert parallelism gives this module only some of the layer's `num_experts`, if they are known: its
+def has_share(experts: Any, num_experts: int | None) -> bool:
+    """Tell whether expert parallelism gives this module a share of the layer's `num_experts`, if they are known: its
     own `num_experts` counts the local ones."""
     is_marked = bool(vars(experts).get("_is_expert_parallel"))
     return is_marked or (num_experts is not None and experts.num_experts < num_experts)
@@ -117,14 +117,14 @@ def is_partitioned(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def local_part(tensor: Any) -> Any:
-    """Take this rank's part of a tensor that ranks share as a DTensor; the tensor itself where they do not."""
+def local_tensor(tensor: Any) -> Any:
+    """Take what this rank holds of a tensor that ranks have as a DTensor; of others the tensor itself."""
     return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
 def local_shape(tensor: Any) -> torch.Size:
-    """Read the shape of `local_part`."""
-    return local_part(tensor).shape
+    """Read the shape of `local_tensor`."""
+    return local_tensor(tensor).shape
 
 
 def holding_of(experts: Any) -> Holding:
@@ -135,7 +135,7 @@ def holding_of(experts: Any) -> Holding:
     weights = [weight for weight in experts._parameters.values() if weight is not None]
     num_local = getattr(experts, "num_experts", 0)
     mesh = next((weight.device_mesh for weight in weights if hasattr(weight, "device_mesh")), None)
-    if has_part(experts, num_experts_in(experts.config) if is_experts(experts) else None):
+    if has_share(experts, num_experts_in(experts.config) if is_experts(experts) else None):
         if mesh is None or mesh.ndim > 1:  # FSDP2 shards them too
             return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local)
         group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()

@@ -32,7 +32,7 @@ OFFLOADED = (
 
 def map_stored(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
     """Apply a function to each of the stored tensors."""
-    return Quantized(*(None if part is None else function(part) for part in packed))  # type: ignore[arg-type]
+    return Quantized(*(None if tensor is None else function(tensor) for tensor in packed))  # type: ignore[arg-type]
 
 
 class PackedWeight(torch.Tensor):
@@ -101,7 +101,7 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
-        """Make a weight of stored parts. Raises ValueError where they do not fit together."""
+        """Make a weight of the tensors that store it. Raises ValueError where they do not fit together."""
         packed = map_stored(packed, torch.Tensor.contiguous)
         FORMATS[format].check_shapes(packed)
         return cls(packed, format, dtype, is_transposed)
@@ -113,12 +113,14 @@ class PackedWeight(torch.Tensor):
 
     def resident(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Copy the weight to a device (default: its own), as an ordinary one."""
-        return self._ordinary(map_stored(self.packed, lambda part: part.to(device=device or self.device, copy=True)))
+        return self._ordinary(
+            map_stored(self.packed, lambda tensor: tensor.to(device=device or self.device, copy=True))
+        )
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The number of stored bytes."""
-        return sum(part.nbytes for part in self.packed if part is not None)
+        return sum(tensor.nbytes for tensor in self.packed if tensor is not None)
 
     def element_size(self) -> float:  # type: ignore[override]
         """Return the bytes stored for each entry, less than one: model.get_memory_footprint() multiplies them by
@@ -137,7 +139,9 @@ class PackedWeight(torch.Tensor):
 
     def _set_data(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
-        self._hold(map_stored(value.packed, lambda part: part.to(value.device)))  # a HostWeight's part is elsewhere
+        self._hold(
+            map_stored(value.packed, lambda tensor: tensor.to(value.device))
+        )  # a HostWeight's tensors are elsewhere
 
     __torch_function__ = without_torch_function  # type: ignore[assignment]
 
@@ -244,7 +248,7 @@ def _to(weight, *, dtype=None, layout=None, device=None, pin_memory=None, non_bl
 
 def _empty_like(weight, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     device = weight.device if device is None else device
-    return weight._ordinary(map_stored(weight.packed, lambda part: torch.empty_like(part, device=device)))
+    return weight._ordinary(map_stored(weight.packed, lambda tensor: torch.empty_like(tensor, device=device)))
 
 
 def _stored(weight):
@@ -256,9 +260,9 @@ def _copy(weight, source, non_blocking=False):
         return NotImplemented
     if isinstance(weight, PackedWeight):
         weight._before_write(source)
-    for part, value in zip(_stored(weight), _stored(source)):
-        if part is not None:
-            part.copy_(value, non_blocking=non_blocking)
+    for tensor, value in zip(_stored(weight), _stored(source)):
+        if tensor is not None:
+            tensor.copy_(value, non_blocking=non_blocking)
     if isinstance(weight, PackedWeight):
         weight.expanded = None
     return weight

@@ -47,14 +47,14 @@ def _pieces(call: LayerCall) -> Iterator[LayerCall]:
     split = {name: getattr(rows, name).split(sizes[name]) for name in Rows._fields}
     us, vs = ([None] * len(xs) if each is None else each.split(pairs) for each in (saved.u, saved.v))
     for i, (x, weight, u, v) in enumerate(zip(xs, weights, us, vs)):
-        of_piece = Rows(**{name: parts[i].clone() for name, parts in split.items()})
+        of_piece = Rows(**{name: pieces[i].clone() for name, pieces in split.items()})
         yield call._replace(x=x, weight=weight, rows=of_piece, saved=Saved(u=u, v=v))
 
 
 def forward(run: Callable[[list[LayerCall]], list[torch.Tensor]], call: LayerCall) -> list[torch.Tensor]:
     """Compute a layer's results by `run` of each piece."""
     results = [run([piece]) for piece in _pieces(call)]
-    return [torch.cat(parts) for parts in zip(*results)]
+    return [torch.cat(pieces) for pieces in zip(*results)]
 
 
 def backward(run: Callable, call: LayerCall, dout_TH: torch.Tensor, needs: tuple[str, ...]) -> list[torch.Tensor]:

@@ -132,10 +132,10 @@ def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: t
     """Raise ValueError where `adapter` does not fit the weight, whose logical view [E, out, in] has this shape."""
     num_experts, size_out, size_in = shape_EON
     a, b = adapter.a, adapter.b
-    for part, factor in (("a", a), ("b", b)):
+    for side, factor in (("a", a), ("b", b)):
         if factor.device != device:
             raise ValueError(
-                f"{name}.{part} is on {factor.device} but its weight is on {device}; move them to one device"
+                f"{name}.{side} is on {factor.device} but its weight is on {device}; move them to one device"
             )
     if a.dim() == 2 and b.dim() == 2:
         columns = a.shape[0]

@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..formats.declared import declared_quantization
 from ..formats.json_files import check_type, read_json
 from ..layer.experts_module import packable
-from ..layer.holding import is_partitioned, local_part
+from ..layer.holding import is_partitioned, local_tensor
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
 
@@ -69,7 +69,7 @@ class PackedBase(NamedTuple):
     @classmethod
     def of_model(cls, model: nn.Module) -> PackedBase | None:
         """Find the packing of a model in memory, on a rank that has the first experts; None of dense experts."""
-        held = [[local_part(getattr(module, name)) for name in packable(module)] for module in model.modules()]
+        held = [[local_tensor(getattr(module, name)) for name in packable(module)] for module in model.modules()]
         layers = [
             weights for weights in held if weights and isinstance(weights[0], PackedWeight) and weights[0].format
         ]

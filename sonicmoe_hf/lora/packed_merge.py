@@ -20,7 +20,7 @@ from ..kernels.packed import FORMATS
 from ..kernels.packed.dither import Dither
 from ..kernels.packed.format import in_fp32
 from ..layer.experts_module import is_transposed
-from ..layer.holding import Holder, holding_of, local_part
+from ..layer.holding import Holder, holding_of, local_tensor
 from ..layer.packed_weight import PackedWeight
 from .dithering import dither_of
 from .factors import Factors
@@ -72,7 +72,7 @@ def unmerge(wrapper: ParamWrapper) -> None:
 def _factors(wrapper: ParamWrapper, adapter: str, num_experts: int) -> Factors:
     """Return an adapter's A [E, r, in] and B [E, out, r] of all experts."""
     sides: Any = wrapper.lora_A, wrapper.lora_B
-    a, b = (local_part(side[adapter].weight.detach()) for side in sides)
+    a, b = (local_tensor(side[adapter].weight.detach()) for side in sides)
     a, b = by_expert(a, b, num_experts)
     return Factors(a, b, wrapper.scaling[adapter])
 

@@ -238,7 +238,7 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
     module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
     if name in module._parameters and _implementation(module) == IMPLEMENTATION:
         _check_split(module, name)
-    return (None, None) if holding_of(module).is_part else _PEFTS_PLAN(model, current_key)
+    return (None, None) if holding_of(module).is_share else _PEFTS_PLAN(model, current_key)
 
 
 def _check_merge_allowed(self) -> None:

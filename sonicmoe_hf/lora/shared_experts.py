@@ -1,11 +1,11 @@
 """PEFT's LoRA on a model whose ranks share its experts (our expert parallelism).
 
-Factors of experts are sharded with them: each is a DTensor, of which a rank holds its own experts' part, as PEFT's whole
-factor would have it. Whole factors appear one at a time, where PEFT makes one, and where an adapter is saved or loaded.
+Factors of experts are sharded with them: each is a DTensor of which a rank holds its own experts' share, as PEFT's whole
+factor has it. Whole factors appear one at a time, where PEFT makes one, and where an adapter is saved or loaded.
 The gradient of the mean of all batches' losses is complete when backward returns: experts' factors see all ranks' tokens,
 and all other adapters are whole on every rank and averaged over the ranks.
 
-Letters: E experts of the layer, r an adapter's rank. PEFT's private parts here are ParamWrapper and, since 0.21,
+Letters: E experts of the layer, r an adapter's rank. PEFT's private names here are ParamWrapper and, since 0.21,
 _reshard_dtensor_values_for_load.
 """
 
@@ -46,7 +46,7 @@ _PEFTS_STATE = save_and_load.get_peft_model_state_dict
 _PEFTS_RESHARD: Any = getattr(save_and_load, "_reshard_dtensor_values_for_load", None)  # since 0.21
 
 
-def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
+def own_share(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
     """Take this rank's experts of PEFT's whole factor, as a DTensor of the whole one's shape."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -63,9 +63,9 @@ def whole_factor(factor: Any, side: str, parallelism: Any) -> torch.Tensor:
     """Gather PEFT's factor of all experts in the memory of the host. All ranks of the group call it."""
     (of_experts, as_peft), holding = SIDES[side], parallelism.holding
     own = of_experts(factor.to_local().detach(), holding.num_local).contiguous()
-    parts = [torch.empty_like(own) for _ in range(holding.size)]
-    dist.all_gather(parts, own, group=holding.group)
-    return as_peft(torch.cat([part.cpu() for part in parts]))
+    shares = [torch.empty_like(own) for _ in range(holding.size)]
+    dist.all_gather(shares, own, group=holding.group)
+    return as_peft(torch.cat([share.cpu() for share in shares]))
 
 
 def _factors(wrapper: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:
@@ -85,12 +85,12 @@ def _sharded_factors(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
                     yield name, side, parallelism
 
 
-def _take_own_part(wrapper, state_dict, prefix, *_):
+def _take_own_share(wrapper, state_dict, prefix, *_):
     parallelism = expert_parallelism(wrapper.get_base_layer())
     for name, side, factor in _factors(wrapper, prefix):
         given = state_dict.get(name)
         if given is not None and given.shape == factor.shape and mesh_of(given) is None:
-            state_dict[name] = own_part(given.to(factor.device), side, parallelism)
+            state_dict[name] = own_share(given.to(factor.device), side, parallelism)
 
 
 def _update_layer(self, adapter_name, *args, **kwargs):
@@ -103,11 +103,11 @@ def _update_layer(self, adapter_name, *args, **kwargs):
     result = _PEFTS_UPDATE(self, adapter_name, *args, **kwargs)
     for side in SIDES:
         linear: Any = getattr(self, side)[adapter_name]
-        part = own_part(linear.weight.detach(), side, parallelism)
-        parallelism.take_values_of_first_rank(part.to_local())
-        linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
+        share = own_share(linear.weight.detach(), side, parallelism)
+        parallelism.take_values_of_first_rank(share.to_local())
+        linear.weight = nn.Parameter(share, requires_grad=linear.weight.requires_grad)
     if is_first:
-        self.register_load_state_dict_pre_hook(_take_own_part)
+        self.register_load_state_dict_pre_hook(_take_own_share)
     return result
 
 
@@ -194,7 +194,7 @@ def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]
 
 
 def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Shard what is loaded as PEFT does, and leave the factors to `_take_own_part`."""
+    """Shard what is loaded as PEFT does, and leave the factors to `_take_own_share`."""
     ours = {name: state_dict.pop(name) for name, *_ in _sharded_factors(model) if name in state_dict}
     return {**_PEFTS_RESHARD(model, state_dict), **ours}
 

@@ -33,7 +33,7 @@ from ..layer.experts_module import (
     weight_names,
     whole_shape,
 )
-from ..layer.holding import has_part, local_part
+from ..layer.holding import has_share, local_tensor
 from ..layer.moe_experts import Activation, check_fp8, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..model_patches.family import modeling_module
@@ -198,7 +198,7 @@ def check_weights(experts: nn.Module) -> None:
 def check_fp8_products(experts: nn.Module) -> None:
     """Raise ValueError where the experts' products cannot multiply in FP8."""
     facts = experts_facts(experts)
-    gate_up, down = (local_part(getattr(experts, name)) for name in weight_names(experts))
+    gate_up, down = (local_tensor(getattr(experts, name)) for name in weight_names(experts))
     check_fp8(gate_up, down, facts.has_bias, facts.layout, facts.activation.name)
 
 
@@ -240,7 +240,7 @@ def sonicmoe_hf_experts_forward(
     facts, names, total = known_facts(self) if known is None or act_fn is not self.act_fn else known
     first, second = names
     adapters = {} if sonicmoe_hf_adapters is None else sonicmoe_hf_adapters.take()
-    is_parallel = has_part(self, total)
+    is_parallel = has_share(self, total)
     if not isinstance(top_k_index, Routing):
         routing = Routing(top_k_index, top_k_weights, sentinels=is_parallel)
     elif is_parallel and not top_k_index.is_local:

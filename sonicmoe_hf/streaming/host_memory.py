@@ -105,7 +105,7 @@ class HostMemory:
 
     def allocate(self, sizes: Sequence[int], pin: Callable[[int, torch.Tensor], None]) -> None:
         """Hand the memory of each weight to `pin`, with its number. Memory that this rank fills comes first, and the
-        others' once they have theirs, so that each takes its part of the host's pages.
+        others' once they have theirs, so that each takes its share of the host's pages.
 
         Raises:
             MemoryError: on every rank of this host, where one of them does not get its memory.
@@ -142,10 +142,10 @@ def digest_of(packed: Quantized) -> str:
     """Compute a digest of a weight from the sums of its words along the rows and columns of a table, which its device
     makes without a copy of aligned tensors, and from the bytes that fill no row."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in packed:
-        if part is not None:
-            digest.update(repr((part.shape, part.dtype)).encode())
-            stored = part.detach().contiguous().view(-1).view(torch.uint8)
+    for tensor in packed:
+        if tensor is not None:
+            digest.update(repr((tensor.shape, tensor.dtype)).encode())
+            stored = tensor.detach().contiguous().view(-1).view(torch.uint8)
             stored = stored.clone() if stored.storage_offset() % 8 else stored
             nbytes = stored.numel() - stored.numel() % (8 * COLUMNS)
             table, rest = stored[:nbytes].view(torch.int64).view(-1, COLUMNS), stored[nbytes:]

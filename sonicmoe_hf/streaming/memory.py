@@ -50,9 +50,9 @@ def packed_nbytes(
     made = FORMATS[format]
     shapes = made.shapes(shape, order, None if like is None else made.group(like))
     total = 0
-    for name, part, own in zip(Quantized._fields, shapes, like or [None] * len(shapes)):
-        if part is not None:
-            total += math.prod(part) * (made.dtypes(name)[0] if own is None else own.dtype).itemsize
+    for name, stored, own in zip(Quantized._fields, shapes, like or [None] * len(shapes)):
+        if stored is not None:
+            total += math.prod(stored) * (made.dtypes(name)[0] if own is None else own.dtype).itemsize
     return total
 
 

@@ -79,14 +79,14 @@ class HostLayer:
 
     def hold(self, projection: str, packed: Quantized) -> Quantized:
         """Copy a weight to the host memory that is reserved for it, unless another rank does."""
-        parts, start = [], 0
-        for part in packed:
-            parts.append(_place(part, self._bytes[projection], start))
-            if part is not None:
+        tensors, start = [], 0
+        for tensor in packed:
+            tensors.append(_like(tensor, self._bytes[projection], start))
+            if tensor is not None:
                 if self.fills:
-                    parts[-1].copy_(part)
-                start += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-        self.weights[projection] = held = Quantized(*parts)
+                    tensors[-1].copy_(tensor)
+                start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.weights[projection] = held = Quantized(*tensors)
         if projection == "gate_up":
             STREAMED[held.codes.data_ptr()] = self
         return held
@@ -113,7 +113,7 @@ class HostLayer:
         return self._mapped or None
 
     def targets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split a device buffer into the parts that the weights are copied to."""
+        """Split a device buffer into the slices that the weights are copied to."""
         sizes = [host.nbytes for host in self._bytes.values()]
         return dict(zip(self._bytes, buffer[: sum(sizes)].split(sizes)))
 
@@ -125,8 +125,8 @@ class HostLayer:
         """Give the weights in memory that holds the bytes of each."""
         views = {}
         for name, packed in self.weights.items():
-            starts = (0 if part is None else part.data_ptr() - self._bytes[name].data_ptr() for part in packed)
-            views[name] = Quantized(*(_place(part, memories[name], start) for part, start in zip(packed, starts)))
+            starts = (0 if tensor is None else tensor.data_ptr() - self._bytes[name].data_ptr() for tensor in packed)
+            views[name] = Quantized(*(_like(tensor, memories[name], start) for tensor, start in zip(packed, starts)))
         return views
 
 
@@ -138,15 +138,15 @@ def room_for(nbytes: int) -> int:
     return ALIGNMENT * (-(-nbytes // ALIGNMENT) + len(Quantized._fields) - 1)
 
 
-def _place(part: torch.Tensor | None, memory: torch.Tensor, start: int) -> Any:
-    """Make a tensor like `part` over bytes of memory that begin at `start`; on the host with a storage of its own, so
+def _like(tensor: torch.Tensor | None, memory: torch.Tensor, start: int) -> Any:
+    """Make a tensor like this one over bytes of memory that begin at `start`; on the host with a storage of its own, so
     that files of state dicts hold its bytes alone."""
-    if part is None:
+    if tensor is None:
         return None
-    own = memory[start : start + part.nbytes]
+    own = memory[start : start + tensor.nbytes]
     if memory.device.type == "cpu":
-        own = torch.frombuffer(own.numpy(), dtype=torch.uint8) if part.nbytes else own.clone()
-    return own.view(part.dtype).view(part.shape)
+        own = torch.frombuffer(own.numpy(), dtype=torch.uint8) if tensor.nbytes else own.clone()
+    return own.view(tensor.dtype).view(tensor.shape)
 
 
 def _unpin(copies: Copies, pinned: dict[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from ..formats.shares import keep_from_fsdp, restore_parameters
 from ..formats.state import hold_packed
 from ..kernels.packed import FORMATS
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
-from ..layer.holding import local_part
+from ..layer.holding import local_tensor
 from ..layer.packed_weight import PackedWeight
 from ..patching.support import find_layers
 from ..private.transformers import auto_class_of
@@ -194,7 +194,7 @@ def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tu
 
 def _random_weight(experts: nn.Module, name: str, format: str, std: float, device: Any) -> PackedWeight:
     """Make a packed weight, one random expert after the other, that stands for a parameter on the meta device."""
-    weight = local_part(experts._parameters[name])
+    weight = local_tensor(experts._parameters[name])
     num_experts, *size = shape = matrix_shape(experts, weight)
     values = (std * torch.randn(size, dtype=torch.float32, device=device) for _ in range(num_experts))
     packed = FORMATS[format].pack(values, shape, row_order(experts, name), device=device)

@@ -23,8 +23,8 @@ def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs)
     """
     config: Any = getattr(trainer.accelerator, "parallelism_config", None)
     is_whole = config is not None and config.cp_enabled
-    is_part = config is not None and config.sp_enabled and config.sp_handler.sp_attn_implementation == "sdpa"
-    positions = inputs.get("position_ids") if is_whole or is_part else None  # GRPO's inputs are a list of prompts
+    is_cut = config is not None and config.sp_enabled and config.sp_handler.sp_attn_implementation == "sdpa"
+    positions = inputs.get("position_ids") if is_whole or is_cut else None  # GRPO's inputs are a list of prompts
     if positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
         has_begin = is_whole or torch.distributed.get_rank() % config.sp_size == 0
         if (positions == 0).sum(1).max() > has_begin:

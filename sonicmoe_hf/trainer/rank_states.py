@@ -1,7 +1,7 @@
 """Resuming of each rank, beside the checkpoints of a model that Transformers loaded sharded.
 
 Transformers' Trainer saves no optimiser of such a model (it asks for save_only_model=True), so that a resumed run would
-begin with an empty one. Here each rank writes its own part of the optimiser's state, the schedule and its random numbers.
+begin with an empty one. Here each rank writes its shard of the optimiser's state, the schedule and its random numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..layer.holding import local_part, mesh_of
+from ..layer.holding import local_tensor, mesh_of
 from ..private.transformers import OPTIMIZER_LOADING_METHOD, save_random_state
 from .methods import find_callback, wrap_method
 
@@ -20,7 +20,7 @@ FILE = "rank{rank}-of-{world}.pt"
 
 
 def _sharded_as(parameter: Any, value: Any) -> Any:
-    """Make a tensor that is sharded as its parameter, from this rank's part of it."""
+    """Make a tensor that is sharded as its parameter, from this rank's shard of it."""
     if mesh_of(parameter) is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     from torch.distributed.tensor import DTensor
@@ -45,8 +45,8 @@ class RankStates(TrainerCallback):
         from accelerate.utils import recursively_apply
 
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        parts = recursively_apply(local_part, optimizer.state_dict())
-        states = {"optimizer": parts, "lr_scheduler": lr_scheduler.state_dict()}
+        shards = recursively_apply(local_tensor, optimizer.state_dict())
+        states = {"optimizer": shards, "lr_scheduler": lr_scheduler.state_dict()}
         save_random_state(self.trainer, str(folder))  # which makes the folder, on a node where no rank wrote weights
         torch.save(states, folder / _file_of(args))
 

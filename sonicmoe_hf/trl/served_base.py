@@ -17,7 +17,7 @@ from ..checkpoints.hub import local_folder
 from ..checkpoints.stored import StoredWeights
 from ..errors import CheckpointError
 from ..layer.experts_module import is_experts, is_native, weight_names
-from ..layer.holding import local_part
+from ..layer.holding import local_tensor
 from ..layer.packed_weight import PackedWeight
 from ..streaming.weight import HostWeight
 
@@ -66,7 +66,7 @@ def check_served_base(model: nn.Module, served: str, is_given: bool) -> None:
 
 def _first_expert(weight: Any) -> torch.Tensor | None:
     """Return the first expert's weight [out, in] or [in, out] in fp32, on the host; None where it is not here yet."""
-    weight = local_part(weight)
+    weight = local_tensor(weight)
     if weight.is_meta or isinstance(weight, HostWeight) or not weight.numel():
         return None
     if isinstance(weight, PackedWeight):

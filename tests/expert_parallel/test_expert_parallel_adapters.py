@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sonicmoe_hf
 from sonicmoe_hf.errors import UnsupportedModelError
-from sonicmoe_hf.layer.holding import local_part
+from sonicmoe_hf.layer.holding import local_tensor
 from sonicmoe_hf.tools.demo.corpus import train_tokenizer
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
@@ -48,7 +48,7 @@ def factors(model):
 
 
 def held_factors(model):
-    return {name: local_part(factor).detach() for name, factor in factors(model).items()}
+    return {name: local_tensor(factor).detach() for name, factor in factors(model).items()}
 
 
 def own_factors(name, whole, rank):

@@ -58,7 +58,7 @@ def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
     name, dense = next((n, p) for n, p in whole.named_parameters() if isinstance(p, sonicmoe_hf.PackedWeight))
     part = peft.get_parameter(name).to_local()
     assert (part.shape[0] * WORLD, part.codes.nbytes * WORLD) == (dense.shape[0], dense.codes.nbytes)
-    with pytest.raises(RuntimeError, match="one rank's part of a packed weight"):
+    with pytest.raises(RuntimeError, match="one rank's shard of a packed weight"):
         part.dequantize()
     again = peft.get_parameter(name).full_tensor()
     assert isinstance(again, sonicmoe_hf.PackedWeight) and torch.equal(again.dequantize(), dense.dequantize())
@@ -67,7 +67,7 @@ def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
     assert set(get_model_state_dict(peft, options=adapters)) == set(found[0])
     with pytest.raises(CheckpointException, match=r"distributed checkpoints .* save the adapters alone"):
         distributed_checkpoint.save(get_model_state_dict(peft), checkpoint_id=folder)
-    with pytest.raises(RuntimeError, match="3 experts cannot be sharded in parts of 2"):
+    with pytest.raises(RuntimeError, match="3 experts cannot be cut into shards of 2"):
         fully_shard(packed_with_adapters(format, num_experts=3))
     return found[0]
 

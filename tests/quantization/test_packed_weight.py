@@ -107,7 +107,7 @@ def test_state_dicts_hold_plain_tensors_and_load_into_packed_modules(weight):
         Experts(PackedWeight.quantize(torch.zeros(weight.shape).bfloat16(), weight.format, weight.is_transposed)),
     )
     state = module.state_dict()
-    names = [f"_{part}" for part in FORMATS[weight.format].parts]
+    names = [f"_{suffix}" for suffix in FORMATS[weight.format].suffixes]
     assert set(state) == {"bias", *(f"weight{name}" for name in names)}
     assert all(type(tensor) is torch.Tensor for tensor in state.values())
     other.load_state_dict(through_a_file(state, weights_only=True))
