@@ -33,7 +33,7 @@ PICKING = {  # DeepSeek's sparse attention: classes whose forward picks keys by 
         ("dots3_note", "Dots3NoteTextIndexer"),
     )
 }
-V4, QWEN4 = modeling_module("deepseek_v4"), modeling_module("qwen4_exp")
+V4, QWEN4, M3 = (modeling_module(folder) for folder in ("deepseek_v4", "qwen4_exp", "minimax_m3_vl"))
 
 
 def use_pieces(model: nn.Module) -> None:
@@ -56,7 +56,7 @@ def _classes() -> Iterator[tuple[type, Callable]]:
     every = [(module, name, _picking) for module, name in PICKING.items()]
     every += [(V4, "DeepseekV4Indexer", _untrained), (V4, "DeepseekV4IndexerScorer", _scoring)]
     every += [(V4, "DeepseekV4Attention", attention_of)]
-    every += [(QWEN4, "Qwen4ExpTextQSAIndexer", without_loop)]
+    every += [(QWEN4, "Qwen4ExpTextQSAIndexer", without_loop), (M3, "MiniMaxM3VLIndexer", _picking_blocks)]
     for module, name, wrap in every:
         if (cls := getattr(sys.modules.get(module), name, None)) is not None:
             yield cls, wrap
@@ -83,25 +83,45 @@ def _picking(original: Callable) -> Callable:
     return forward
 
 
+def _picking_blocks(original: Callable) -> Callable:
+    """Wrap MiniMaxM3VLIndexer.forward, which returns the indices [B, heads, S, k] of blocks of keys; its cache has a layer
+    for each of the model's."""
+    named, cache = arguments_of(original)
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        given = named(args, kwargs)
+        size, num_queries, _ = given["hidden_states"].shape
+        cached = None if given[cache] is None else given[cache].layers[self.layer_idx].idx_keys
+        scores = self.num_heads * (num_queries + (0 if cached is None else cached.shape[2]))
+        if not vars(self).get(attributes.IN_PIECES) or fits(size * num_queries, scores):
+            return original(self, **given)
+        return _in_pieces(self, original, given, cache, piece_of(num_queries, scores), dim=2)
+
+    return forward
+
+
 @torch.compiler.disable
 @torch.no_grad()
-def _in_pieces(self, original: Callable, given: dict[str, Any], cache: str, step: int) -> torch.Tensor:
-    """Run an indexer for `step` queries of a sequence at a time, after its keys were made. cache: the argument's name."""
+def _in_pieces(self, original: Callable, given: dict[str, Any], cache: str, step: int, dim: int = 1) -> torch.Tensor:
+    """Run an indexer for `step` queries of a sequence at a time, after its keys were made. cache: the argument's name.
+    dim: of the tokens in keys, and of the queries in what is picked."""
     size, num_queries = given["hidden_states"].shape[:2]
     places = [(row, first) for row in range(size) for first in range(0, num_queries, step)]
 
     def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
         of_row = len(places) // size
-        return torch.cat([torch.cat(pieces[first : first + of_row], 1) for first in range(0, len(places), of_row)])
+        return torch.cat([torch.cat(pieces[first : first + of_row], dim) for first in range(0, len(places), of_row)])
 
     made: list[torch.Tensor] = []
     for place in places:
         piece = _sliced(given, *place, step)
-        piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
+        if "attention_mask" in piece:
+            piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
         original(self, **{**piece, cache: _Keys(made.append)})
     keys = joined(made)
     if given.get(cache) is not None:
-        keys = given[cache].update_indexer(keys, self.layer_idx)
+        keys = _updated(given[cache], keys, self.layer_idx)
     picked = []
     for row, first in places:
         piece = _sliced(given, row, first, step)
@@ -124,8 +144,15 @@ def _sliced(given: dict[str, Any], row: int, first: int, step: int) -> dict[str,
     return {name: cut(value) for name, value in given.items()}
 
 
+def _updated(cache: Any, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+    """Hand a cache new keys, and get those of all tokens."""
+    if hasattr(cache, "update_indexer"):
+        return cache.update_indexer(keys, layer_idx)
+    return cache.layers[layer_idx].update_index(keys)
+
+
 class _Keys:
-    """Stands for a cache: takes the keys of some tokens, and hands out those of all."""
+    """Stands for a cache, and for each of its layers: takes the keys of some tokens, and hands out those of all."""
 
     def __init__(self, take: Callable | None, keys: torch.Tensor | None = None):
         self._take, self._keys = take, keys
@@ -135,6 +162,25 @@ class _Keys:
         if self._take is not None:
             self._take(keys)
         return keys if self._keys is None else self._keys
+
+    @property
+    def layers(self) -> _EveryLayer:
+        """Stand for the cache's layers."""
+        return _EveryLayer(self)
+
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """Do as a method of this name of a cache's layer."""
+        return self.update_indexer(keys, 0)
+
+
+class _EveryLayer:
+    """Gives one object for each index."""
+
+    def __init__(self, layer: _Keys):
+        self._layer = layer
+
+    def __getitem__(self, index: int) -> _Keys:
+        return self._layer
 
 
 def _scoring(original: Callable) -> Callable:

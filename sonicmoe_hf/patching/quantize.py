@@ -40,7 +40,7 @@ from ..streaming.placement import Placement
 from ..streaming.weight import HostWeight
 from .forwards import unbind_liger
 from .own_configs import use_own_configs
-from .support import REMEDIES
+from .support import loading_remedy
 
 HELD_BY_HOST = (
     "experts of {model} live in host memory already, as they were loaded; pack them while they are loaded "
@@ -186,7 +186,8 @@ def check_not_packed(name, kwargs: dict) -> None:
         return
     if getattr(kwargs.get("quantization_config"), "dequantize", False):
         return
-    raise UnsupportedModelError(f"{name} has {declared.format().upper()} experts: {REMEDIES[declared.method]}")
+    format = declared.format()
+    raise UnsupportedModelError(f"{name} has {format.upper()} experts: {loading_remedy(declared.method, format)}")
 
 
 def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, DeclaredQuantization | None]:

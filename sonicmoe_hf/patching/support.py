@@ -12,37 +12,37 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
+from ..formats.declared import declared_quantization
 from ..layer.experts_module import is_experts
 from ..model_patches import FAMILIES, Family
 from ..private import attributes
 from .experts import check_weights, experts_facts
 from .forwards import LIGERS, is_bound_by_liger, unbind_liger, why_not_reached
 
-REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
-    "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True), or, to keep its experts packed and frozen, "
-    'with sonicmoe_hf.from_pretrained(..., experts_quantization="mxfp4")',
-    "fp8": "to keep its experts packed and frozen, load it with "
-    'sonicmoe_hf.from_pretrained(..., experts_quantization="fp8") ("mxfp4" where its experts are FP4, as in '
-    "DeepSeek-V4); for plain weights, with quantization_config=FineGrainedFP8Config(dequantize=True)",
-    "modelopt": "to keep the experts of an NVFP4 checkpoint packed and frozen, load it with "
-    'sonicmoe_hf.from_pretrained(..., experts_quantization="nvfp4")',
-    "compressed-tensors": "to keep its experts packed and frozen, load it with "
-    'sonicmoe_hf.from_pretrained(..., experts_quantization="int4") ("mxfp4" or "nvfp4" where its experts are FP4); for '
-    "plain weights, of symmetric integers, with quantization_config=CompressedTensorsConfig(dequantize=True)",
-}
-REMEDIES |= dict.fromkeys(  # Transformers would leave experts random
-    ("gptq", "awq", "auto-round"),
-    'to keep its experts packed and frozen, load it with sonicmoe_hf.from_pretrained(..., experts_quantization="int4")',
+KEPT = (
+    "to keep its experts packed and frozen, load it with "
+    'sonicmoe_hf.from_pretrained(..., experts_quantization="{format}")'
 )
-QUANTIZED = {  # experts classes that Transformers' quantizers put in: how to get plain ones
-    "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
-    "FP8Experts": REMEDIES["fp8"],
+DENSE = {  # quantization method: how Transformers makes plain experts; those of others it leaves random
+    "mxfp4": "quantization_config=Mxfp4Config(dequantize=True)",
+    "fp8": "quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "compressed-tensors": "quantization_config=CompressedTensorsConfig(dequantize=True) if they are symmetric integers",
 }
+QUANTIZED = {
+    "Mxfp4GptOssExperts": "mxfp4",
+    "FP8Experts": "fp8",
+}  # classes that Transformers' quantizers put in: the method
 # what wrappers call the module inside them: PEFT's, and as a private attribute FSDP's, checkpointing's, torch.compile's
 WRAPPED = re.compile(r"base_layer|_\w+")
 WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:original_module|modules_to_save\.[^.]+|{WRAPPED.pattern})(?:\.|$)")
 EXPERTS_NAME = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")  # of classes outside the experts interface
-OUTSIDE = "is outside Transformers' experts interface: experts_implementation has no effect on it"
+OUTSIDE = (
+    "is outside Transformers' experts interface: experts_implementation has no effect on it{more}; train this model "
+    "without sonicmoe_hf"
+)
+IDENTITIES = (  # LongCat-Flash's
+    ", and {count} of its {of} experts are identity experts, without weights, which sonicmoe_hf does not have"
+)
 
 
 class LayerSupport(NamedTuple):
@@ -68,6 +68,15 @@ class MoELayer(NamedTuple):
     block: Any  # the modules' attributes are their classes' own
     router: Any
     experts: Any
+
+
+def loading_remedy(method: str, format: str) -> str:
+    """Say how to load a checkpoint quantized by `method`, as from_pretrained takes its experts: first what loses nothing.
+
+    format: of the experts, as `DeclaredQuantization.format` names it.
+    """
+    kept = KEPT.format(format="int4" if format in ("uint4", "int8") else format)
+    return f"{kept}; for plain weights, with {DENSE[method]}" if method in DENSE else kept
 
 
 def _saved_copies(module: nn.Module) -> nn.ModuleDict | None:
@@ -237,6 +246,12 @@ def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
     return outside
 
 
+def _identities(block: Any) -> str:
+    """Say how many experts of a block outside the interface are the identity."""
+    count = getattr(getattr(block, "experts", None), "zero_expert_num", 0)
+    return IDENTITIES.format(count=count, of=count + block.experts.num_routed_experts) if count else ""
+
+
 def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
     """Tell whether use_kernels=True replaced the block's forward (MegaBlocks), past our experts."""
     return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
@@ -245,9 +260,11 @@ def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
 def _why_not_accelerated(
     model: nn.Module, layer: MoELayer, bound_by_liger: Mapping[nn.Module, str | None]
 ) -> str | None:
-    remedy = QUANTIZED.get(type(layer.experts).__name__)
-    if remedy is not None:
-        return f"its experts are quantized ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
+    name = type(layer.experts).__name__
+    if (method := QUANTIZED.get(name)) is not None:
+        declared = declared_quantization(model.config)
+        remedy = loading_remedy(method, declared.format() if declared is not None else method)
+        return f"its experts are quantized ({name}) and never reach sonicmoe_hf; {remedy}"
     if _uses_hub_kernel(model, layer.block):
         return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"
     reason = bound_by_liger.get(layer.experts) or why_not_reached(layer.experts)
@@ -282,7 +299,7 @@ def supports(model: nn.Module) -> list[LayerSupport]:
         reason = _why_not_accelerated(model, layer, bound_by_liger)
         layers.append(LayerSupport(layer.name, family, reason is None, reason or "fully supported"))
     return layers or [
-        LayerSupport(name, None, False, f"{type(module).__name__} {OUTSIDE}")
+        LayerSupport(name, None, False, f"{type(module).__name__} {OUTSIDE.format(more=_identities(module))}")
         for name, module in outside_interface(model).items()
     ]
 

@@ -18,9 +18,12 @@ class Peak(TorchDispatchMode):
         self._seen = weakref.WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self._seen.update(
+            _storages((args, kwargs))
+        )  # made before, as a weight that is first seen when it is transposed
         out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+        for storage in _storages(out):
+            if storage not in self._seen:
                 self._seen.add(storage)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
@@ -29,6 +32,10 @@ class Peak(TorchDispatchMode):
 
     def _free(self, nbytes):
         self.now -= nbytes
+
+
+def _storages(tree):
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def peak_bytes(make_inputs, forward) -> int:

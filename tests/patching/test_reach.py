@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.models import batch, build, loss_and_gradients, patched, relative_error
 from helpers.ranks import Ranks
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig, LongcatFlashConfig
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
@@ -94,6 +95,24 @@ def test_experts_that_transformers_leaves_outside_its_interface_are_named_withou
     config = LongcatFlashConfig(hidden_size=16, expert_ffn_hidden_size=16, n_routed_experts=4, zero_expert_num=2)
     words = why_not_reached(LongcatFlashExperts(config))
     assert "its class's own" in words and "train this model without sonicmoe_hf" in words and "undo" not in words
+
+
+def test_longcat_flashs_identity_experts_are_named_and_it_trains_without_sonicmoe_hf():
+    sizes = dict.fromkeys(("hidden_size", "ffn_hidden_size", "expert_ffn_hidden_size"), 16)
+    sizes |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 4)
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
+    experts = {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2}
+    config = LongcatFlashConfig(vocab_size=64, num_layers=1, num_hidden_layers=2, **sizes, **experts)
+    model = AutoModelForCausalLM.from_config(config)
+    words = (
+        "LongcatFlashMoE is outside .*2 of its 6 experts are identity experts.*; train this model without sonicmoe_hf"
+    )
+    with pytest.raises(UnsupportedModelError, match=words):
+        sonicmoe_hf.patch_model(model)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_b_proj"]))
+    tokens = torch.arange(1, 9)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
 def test_a_class_that_overrides_the_experts_forward_is_refused_by_name():

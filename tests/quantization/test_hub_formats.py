@@ -308,6 +308,8 @@ def test_the_fp4_experts_of_deepseek_v4_are_mxfp4_bit_for_bit(deepseek_v4, tmp_p
     folder, plain = deepseek_v4
     with pytest.raises(ValueError, match=r"'fp8', but the checkpoint is quantized already \(mxfp4\)"):
         from_pretrained(folder, experts_quantization="fp8")
+    with pytest.raises(ValueError, match=r'MXFP4 experts: .*from_pretrained\(\.\.\., experts_quantization="mxfp4"\)'):
+        from_pretrained(folder)
     packed = from_pretrained(folder, experts_quantization="mxfp4", dtype=torch.float32)
     dense = from_pretrained(plain, dtype=torch.float32)
     weights = packed_in(packed)

@@ -131,7 +131,7 @@ def test_mxfp4_nvfp4_and_integers_load_as_the_message_says(tmp_path):
     kept = build("gpt_oss", **ONE)
     with torch.device("meta"):  # what Transformers loads where it has kernels for MXFP4
         kept.model.layers[0].mlp.experts = Mxfp4GptOssExperts(kept.config)
-    with says("load it with quantization_config=Mxfp4Config(dequantize=True)", 'experts_quantization="mxfp4")'):
+    with says('experts_quantization="mxfp4"); for plain', "with quantization_config=Mxfp4Config(dequantize=True)"):
         sonicmoe_hf.patch_model(kept)
     linear = BitsAndBytesConfig(load_in_4bit=True)
     for options, words in (
@@ -149,7 +149,7 @@ def test_mxfp4_nvfp4_and_integers_load_as_the_message_says(tmp_path):
     packed = from_pretrained(tmp_path / "gpt-oss", experts_quantization="mxfp4", dtype=torch.float32)
     assert packed_in(packed) and relative_error(logits_of(packed), logits_of(dense)) < EXACT
     for name, store, words, format in (
-        ("nvfp4", to_nvfp4, "to keep the experts of an NVFP4 checkpoint packed and frozen, load it with", "nvfp4"),
+        ("nvfp4", to_nvfp4, 'experts_quantization="nvfp4")', "nvfp4"),
         ("int4", lambda folder: to_integers(folder, "ct-32"), 'experts_quantization="int4")', "int4"),
     ):
         folder = tmp_path / name

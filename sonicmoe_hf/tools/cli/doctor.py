@@ -21,7 +21,7 @@ from ...layer.config import TokenRounding
 from ...layer.experts_module import weight_names, whole_shape
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.layer_ranges import LayerRange, collapse
-from ...patching.support import REMEDIES, LayerSupport, accelerated_layers, supports
+from ...patching.support import LayerSupport, accelerated_layers, loading_remedy, supports
 from ...private.versions import untested_versions, versions
 from ...routing.support import why_no_rounding, with_rounding
 from .warmup import placement
@@ -164,10 +164,11 @@ def _comes_in_bf16(declared: DeclaredQuantization) -> bool:
 def _remedy(declared: DeclaredQuantization) -> str:
     """Say how to load a quantized checkpoint, or what of its scheme no format takes."""
     try:
-        declared.format()
+        format = declared.format()
     except CheckpointError as error:
         return str(error)
-    return REMEDIES.get(declared.method, NO_REMEDY)
+    is_read = declared.is_per_expert or declared.method == "mxfp4"
+    return loading_remedy(declared.method, format) if is_read else NO_REMEDY
 
 
 def _layer(layers: LayerRange, not_rounding: Collection[str], has_kernels: bool) -> dict[str, Any]:
