@@ -6,6 +6,7 @@ forward runs for some queries at a time, so that the same keys are picked. B seq
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -78,34 +79,43 @@ def _picking(original: Callable) -> Callable:
             return every.expand(size, num_queries, num_keys)
         if fits(size * num_queries, self.n_heads * num_keys):
             return original(self, **given)
-        return _in_pieces(self, original, given, cache, piece_of(num_queries, self.n_heads * num_keys))
+        held = given.get(cache)
+        update = None if held is None else lambda keys: held.update_indexer(keys, self.layer_idx)
+        return _in_pieces(self, original, given, cache, update, piece_of(num_queries, self.n_heads * num_keys))
 
     return forward
 
 
 def _picking_blocks(original: Callable) -> Callable:
-    """Wrap MiniMaxM3VLIndexer.forward, which returns the indices [B, heads, S, k] of blocks of keys; its cache has a layer
-    for each of the model's."""
+    """Wrap MiniMaxM3VLIndexer.forward, which returns indices [B, heads, S, k] of blocks of keys; each layer of its cache
+    holds keys [B, 1, T, D]."""
     named, cache = arguments_of(original)
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         given = named(args, kwargs)
         size, num_queries, _ = given["hidden_states"].shape
-        cached = None if given[cache] is None else given[cache].layers[self.layer_idx].idx_keys
-        scores = self.num_heads * (num_queries + (0 if cached is None else cached.shape[2]))
+        layer = None if given[cache] is None else given[cache].layers[self.layer_idx]
+        held = 0 if layer is None or layer.idx_keys is None else layer.idx_keys.shape[2]
+        scores = self.num_heads * (num_queries + held)
         if not vars(self).get(attributes.IN_PIECES) or fits(size * num_queries, scores):
             return original(self, **given)
-        return _in_pieces(self, original, given, cache, piece_of(num_queries, scores), dim=2)
+        update = None if layer is None else layer.update_index
+        return _in_pieces(self, original, given, cache, update, piece_of(num_queries, scores), dim=2)
 
     return forward
 
 
 @torch.compiler.disable
 @torch.no_grad()
-def _in_pieces(self, original: Callable, given: dict[str, Any], cache: str, step: int, dim: int = 1) -> torch.Tensor:
-    """Run an indexer for `step` queries of a sequence at a time, after its keys were made. cache: the argument's name.
-    dim: of the tokens in keys, and of the queries in what is picked."""
+def _in_pieces(
+    self, original: Callable, given: dict[str, Any], cache: str, update: Callable | None, step: int, dim: int = 1
+) -> torch.Tensor:
+    """Run an indexer for `step` queries of a sequence at a time, after its keys were made.
+
+    cache: the argument's name. update: hands a cache the new keys, and returns those of all tokens. dim: of tokens in
+        keys, and of queries in what is picked.
+    """
     size, num_queries = given["hidden_states"].shape[:2]
     places = [(row, first) for row in range(size) for first in range(0, num_queries, step)]
 
@@ -118,10 +128,12 @@ def _in_pieces(self, original: Callable, given: dict[str, Any], cache: str, step
         piece = _sliced(given, *place, step)
         if "attention_mask" in piece:
             piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
+        if "position_ids" in piece:  # of blocks that a piece's own keys may not reach
+            piece["position_ids"] = torch.zeros_like(piece["position_ids"])
         original(self, **{**piece, cache: _Keys(made.append)})
     keys = joined(made)
-    if given.get(cache) is not None:
-        keys = _updated(given[cache], keys, self.layer_idx)
+    if update is not None:
+        keys = update(keys)
     picked = []
     for row, first in places:
         piece = _sliced(given, row, first, step)
@@ -144,13 +156,6 @@ def _sliced(given: dict[str, Any], row: int, first: int, step: int) -> dict[str,
     return {name: cut(value) for name, value in given.items()}
 
 
-def _updated(cache: Any, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-    """Hand a cache new keys, and get those of all tokens."""
-    if hasattr(cache, "update_indexer"):
-        return cache.update_indexer(keys, layer_idx)
-    return cache.layers[layer_idx].update_index(keys)
-
-
 class _Keys:
     """Stands for a cache, and for each of its layers: takes the keys of some tokens, and hands out those of all."""
 
@@ -164,23 +169,13 @@ class _Keys:
         return keys if self._keys is None else self._keys
 
     @property
-    def layers(self) -> _EveryLayer:
+    def layers(self) -> dict[int, _Keys]:
         """Stand for the cache's layers."""
-        return _EveryLayer(self)
+        return collections.defaultdict(lambda: self)
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
         """Do as a method of this name of a cache's layer."""
         return self.update_indexer(keys, 0)
-
-
-class _EveryLayer:
-    """Gives one object for each index."""
-
-    def __init__(self, layer: _Keys):
-        self._layer = layer
-
-    def __getitem__(self, index: int) -> _Keys:
-        return self._layer
 
 
 def _scoring(original: Callable) -> Callable:

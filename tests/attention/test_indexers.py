@@ -13,8 +13,10 @@ import sonicmoe_hf
 from sonicmoe_hf.attention import indexers, pieces
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4", "axk2", "dots3_note", "deepseek_v4"]
+SPARSE += ["minimax_m3_vl"]
+BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2, "index_local_blocks": 1}  # MiniMax-M3's
 HERE = [family for family in SPARSE if family in families_here()]
-SIZES = {"index_topk": 4, "sliding_window": 8}
+SIZES = {"index_topk": 4, "sliding_window": 8, **BLOCKS}
 GIB = 2**30
 HEADS = 16  # of Qwen4-Exp's indexer: with two, many scores are 0, and which of equals is picked is by chance
 
@@ -39,7 +41,7 @@ def test_logits_and_gradients_are_those_of_whole_scores(family, monkeypatch):
     calls = []
     for name in ("_in_pieces", "_scored"):
         real = getattr(indexers, name)
-        monkeypatch.setattr(indexers, name, lambda *args, real=real: calls.append(1) or real(*args))
+        monkeypatch.setattr(indexers, name, lambda *args, real=real, **dim: calls.append(1) or real(*args, **dim))
     monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 2 * 22 * 5)  # some queries each, of two heads
     expected = step(whole, ids, mask)
     assert not calls
@@ -91,6 +93,26 @@ def test_an_indexer_of_deepseek_v32_takes_a_tenth_of_the_memory_at_8192_tokens()
     assert peak_bytes(inputs, indexer) > 30 * GIB
     indexers.use_pieces(indexer)
     assert peak_bytes(inputs, indexer) < 3 * GIB
+
+
+@pytest.mark.pinned
+@pytest.mark.skipif("minimax_m3_vl" not in families_here(), reason="of Transformers 5.23")
+def test_an_indexer_of_minimax_m3_takes_a_piece_of_the_memory_at_16384_tokens():
+    """Whole, scores of four heads are 4 GiB, and as much where the future is masked."""
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
+
+    config, num_tokens = CONFIG_MAPPING["minimax_m3_vl"]().text_config, 16384
+    indexer = MiniMaxM3VLIndexer(config, 0).bfloat16()
+
+    def inputs():
+        hidden, cos = (
+            torch.zeros(1, num_tokens, n, dtype=torch.bfloat16) for n in (config.hidden_size, config.index_head_dim)
+        )
+        return hidden, (cos, cos), None, torch.arange(num_tokens)[None]
+
+    assert peak_bytes(inputs, indexer) > 8 * GIB
+    indexers.use_pieces(indexer)
+    assert peak_bytes(inputs, indexer) < 2 * GIB
 
 
 def visible_by(kind, size, queries, keys):

@@ -112,6 +112,7 @@ CHANGES = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": {"n_group": 1, "topk_group": 1, "num_expert_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
+    "minimax_m3_vl": {"text_config": {"layer_types": ["full_attention", "minimax_m3_sparse"]}},
     "mistral4": {"head_dim": 16},
     "qwen3_omni_moe": {"audio_config": {"encoder_attention_heads": 4, "encoder_layers": 1}},
     "qwen4_exp": {
