@@ -100,7 +100,7 @@ OWNED := README.md CITATION.cff mkdocs.yml pyproject.toml examples/quickstart.ip
 
 owner:
 	@test -n "$(NAME)" || { echo "name the owner: make owner NAME=acme"; exit 1; }
-	sed -i.bak -E 's#(github(\.com)?)/[^/ ]+/sonicmoe-hf#\1/$(NAME)/sonicmoe-hf#g' $(OWNED)
+	sed -i.bak -E -e 's#(github(\.com)?)/[^/ ]+/sonicmoe-hf#\1/$(NAME)/sonicmoe-hf#g' -e 's#, with its account in the place of `OWNER`##' $(OWNED)
 	rm $(addsuffix .bak,$(OWNED))
 
 clean:

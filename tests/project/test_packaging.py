@@ -312,3 +312,15 @@ def test_every_address_of_the_project_is_the_one_of_pyproject():
     for name in ("README.md", "CITATION.cff", "mkdocs.yml", "pyproject.toml", *notebooks):
         found = re.findall(r"https://github\.com/[\w-]+/sonicmoe-hf", (ROOT / name).read_text(encoding="utf-8"))
         assert found and set(found) == {address}, f"{name}: make owner NAME=... writes it"
+
+
+@pytest.mark.pinned
+def test_make_owner_leaves_no_placeholder(tmp_path):
+    owned = re.search(r"^OWNED := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+    for name in (*owned, "Makefile"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    run("make", "owner", "NAME=acme", cwd=tmp_path)
+    texts = [(tmp_path / name).read_text(encoding="utf-8") for name in owned]
+    assert all("OWNER" not in text and "/acme/sonicmoe-hf" in text for text in texts)
+    assert not list(tmp_path.rglob("*.bak"))

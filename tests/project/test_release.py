@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -80,6 +81,27 @@ def test_the_container_is_linted_and_built_and_its_files_are_there():
     )
     let_in = re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name in let_in if not (ROOT / name).exists()] == [] and "constraints.txt" in let_in
+
+
+def test_the_site_has_each_page_as_markdown_and_a_list_of_all_for_programs(tmp_path):
+    pytest.importorskip("mkdocs")  # which `make docs` installs
+    spec = importlib.util.spec_from_file_location("mkdocs_hooks", ROOT / "docs" / "mkdocs_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    config = SimpleNamespace(repo_url="https://github.com/acme/sonicmoe-hf/", site_dir=str(tmp_path), extra={})
+    config.site_name, config.site_description = "name", "what it is"
+    pages = [
+        SimpleNamespace(file=SimpleNamespace(src_uri=f"{name}.md"), title=name, meta={}) for name in ("lora", "plan")
+    ]
+    hooks.on_nav(SimpleNamespace(pages=pages), config, None)
+    text = "[serving](serving.md#adapters) [code](../examples/qlora.py) [us](../CONTRIBUTING.md)"
+    for page in pages:
+        hooks.on_page_markdown(text, page, config, None)
+    hooks.on_post_build(config)
+    expected = "[serving](serving.md#adapters) [code](repository/examples/qlora.py) [us](contributing.md)"
+    assert (tmp_path / "lora.md").read_text(encoding="utf-8") == expected
+    listed = "# name\n\n> what it is\n\n- [lora](lora.md)\n- [plan](plan.md)\n"
+    assert (tmp_path / "llms.txt").read_text(encoding="utf-8") == listed
 
 
 def test_everything_up_to_the_upload_runs_without_a_tag_and_nothing_after_it():
