@@ -22,9 +22,8 @@ from ..checkpoints.atomic_folder import (
 )
 from ..checkpoints.companions import companions
 from ..checkpoints.config_only import build_from_config
-from ..checkpoints.configs import family_of, hub_config, native_config
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_config
-from ..checkpoints.hub import local_folder
+from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, local_folder, read_config
+from ..checkpoints.layouts import family_of, hub_config, native_config
 from ..checkpoints.model_card import Origin, add_card, origin_of
 from ..checkpoints.output import TARGETS
 from ..errors import CheckpointError

@@ -18,8 +18,6 @@ from transformers import PreTrainedModel
 from ..checkpoints.atomic_folder import new_folder
 from ..checkpoints.companions import OF_TRAINING
 from ..checkpoints.config_only import build_from_config
-from ..checkpoints.configs import family_of, has_native_layout
-from ..checkpoints.convert import Conversion, Target, dense_target, own_target, target_of, write_checkpoint
 from ..checkpoints.converters import (
     ALTERNATING,
     WITH_PEFT,
@@ -27,13 +25,15 @@ from ..checkpoints.converters import (
     WeightGroup,
     complete_groups,
 )
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
-from ..checkpoints.hub import local_folder
+from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, local_folder
+from ..checkpoints.layouts import family_of, has_native_layout
 from ..checkpoints.model_card import origin_of
 from ..checkpoints.output import TARGETS, finite_bounds
 from ..checkpoints.source import Source
 from ..checkpoints.stored import TIED, StoredWeights
+from ..checkpoints.targets import Target, dense_target, own_target, target_of
 from ..checkpoints.weight import Change, GroupChange, HubMatrix, Weight
+from ..checkpoints.writing import Conversion, write_checkpoint
 from ..errors import CheckpointError
 from ..formats.hub_names import HubNames
 from ..kernels.packed.dither import Dither

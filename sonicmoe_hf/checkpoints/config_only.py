@@ -23,8 +23,7 @@ from transformers.utils import logging
 from ..errors import CheckpointError
 from ..formats.declared import MODELOPT_FILE, declared_quantization
 from ..private.transformers import auto_class_of
-from .files import CONFIG_FILE, read_config
-from .hub import local_folder
+from .files import CONFIG_FILE, local_folder, read_config
 
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code
 _quiet = threading.Lock()  # of two threads, the second would take the first one's silence for the level to restore

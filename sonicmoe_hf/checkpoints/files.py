@@ -1,4 +1,4 @@
-"""The files of a checkpoint: config.json, the index, and the headers of the safetensors files."""
+"""The folder of a checkpoint, here or in the hub's cache, and its files: config.json, index, tensors and their headers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
 from ..formats.json_files import read_json
+from ..formats.loading_errors import not_there
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
+DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken", "LICENSE*"]
 # names of weights, in other formats too, and of optimiser states
 WEIGHTS = re.compile(r"\.(safetensors|index\.json|bin|pt|pth|ckpt|gguf|onnx|h5|msgpack|npz)$")
 
@@ -38,6 +43,31 @@ class Header(NamedTuple):
 def expanded(path: str | os.PathLike) -> Path:
     """Replace "~" or "~user" at the beginning of a path by that user's home, where there is such a user."""
     return Path(os.path.expanduser(path))
+
+
+def local_folder(src: str | os.PathLike, revision: str | None = None, only: list[str] | None = None) -> Path:
+    """Find the folder of a checkpoint; a hub id is downloaded into the hub's cache.
+
+    Args:
+        src: folder, or hub id. revision: of a hub id. only: patterns of the files to download; None is all that matter.
+    Raises:
+        CheckpointError: there is no such folder, and it is no hub id that can be reached.
+    """
+    path = expanded(src)
+    if path.is_dir():
+        return path.absolute()
+    name = os.fspath(src)
+    try:
+        # it asks the hub once; hf_hub_download and Transformers ask six times, for 23 seconds, where nothing answers
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=only or DOWNLOADED, ignore_patterns=SECOND_COPIES
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        enough = f"of which {CONFIG_FILE} is enough" if only is not None and CONFIG_FILE in only else ""
+        raise CheckpointError(f"{not_there(name, enough)}: {reason}") from error
 
 
 def read_config(folder: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Layouts of experts' weights in a checkpoint: their names, and the order in which their rows stand.
+"""Layouts of a checkpoint: what config.json says in each, names of experts' weights, and the order of their rows.
 
 Letters: E experts, H hidden size, I expert intermediate size.
 """
@@ -6,16 +6,19 @@ Letters: E experts, H hidden size, I expert intermediate size.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..errors import CheckpointError
 from ..layer.experts_module import Sizes
-from ..model_patches import NativeFamily
+from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily
 
 LAYOUT_VERSION = 1
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"
+HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 NATIVE_NAMES = {  # of the parameters of experts, as the families declare them: what SonicMoEExperts calls them
     "gate_up_proj": "c_fc",
     "gate_up_proj_bias": "c_fc_bias",
@@ -132,3 +135,53 @@ def detect_layout(weights: Collection[str], block: str, family: NativeFamily) ->
         return "gpt_oss" if family.hub_layout == "gpt_oss" else "fused"
     has_matrices = f"{block}.experts.0.gate_proj.weight" in weights and family.hub_layout == "per_expert"
     return "per_expert" if has_matrices else None
+
+
+def has_native_layout(config: dict) -> bool:
+    """Tell whether config.json names a family with a native layout, in either layout."""
+    return str(config.get("model_type")).removeprefix(NATIVE_PREFIX) in NATIVE_FAMILIES
+
+
+def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
+    """Return the family that config.json names, and whether it says the native layout."""
+    model_type = config.get("model_type")
+    name = str(model_type).removeprefix(NATIVE_PREFIX)
+    if not isinstance(model_type, str) or not has_native_layout(config):
+        raise CheckpointError(
+            f"{path}: model_type is {model_type!r}; {', '.join(NATIVE_FAMILIES)} have a native layout and packed experts "
+            "in the hub's. Of others, sonicmoe-hf convert SRC DST --layout hub makes quantized weights bf16, "
+            "sonicmoe_hf.from_pretrained(SRC, experts_quantization=FORMAT) packs experts, and sonicmoe-hf merge BASE "
+            "ADAPTER DST, without --layout, and without --quantize or with --quantize keep, merges adapters"
+        )
+    native = model_type.startswith(NATIVE_PREFIX)
+    if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
+        raise CheckpointError(
+            f"{path}: {VERSION_KEY} is {config.get(VERSION_KEY)!r}; this sonicmoe-hf reads version {LAYOUT_VERSION}"
+        )
+    return NATIVE_FAMILIES[name], native
+
+
+def hub_config(config: dict, family: NativeFamily) -> dict:
+    """Make config.json of the same model in the hub layout."""
+    kept = {key: value for key, value in config.items() if key not in (VERSION_KEY, HUB_CONFIG_KEY)}
+    if config.get("model_type") == family.name:
+        return kept
+    kept.pop("auto_map", None)
+    replaced = config.get(HUB_CONFIG_KEY)
+    hubs = {key: replaced[key] for key in HUB_ENTRIES if key in replaced} if isinstance(replaced, dict) else {}
+    return {**kept, "architectures": [family.causal_lm], **hubs, "model_type": family.name}
+
+
+def native_config(config: dict, family: NativeFamily) -> dict:
+    """Make config.json of the same model in the native layout; what it replaces is kept for the way back."""
+    if config["model_type"] != family.name:
+        return dict(config)
+    kept = {key: value for key, value in config.items() if key != "auto_map"}
+    replaced = {key: config[key] for key in HUB_ENTRIES if key in config}
+    return {
+        **kept,
+        "architectures": [f"SonicMoE{family.causal_lm}"],
+        "model_type": NATIVE_PREFIX + family.name,
+        VERSION_KEY: LAYOUT_VERSION,
+        HUB_CONFIG_KEY: replaced,
+    }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from .roundings import Roundings
+from .rounding_effects import Roundings
 from .stored import StoredWeights
 from .weight import UntiedWeight, Weight
 

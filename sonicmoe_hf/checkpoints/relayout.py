@@ -18,7 +18,7 @@ from .files import Header
 from .layouts import experts_parameters
 from .output import Output, OutputTensors, in_range, shell
 from .packed_config import hub_format
-from .roundings import Roundings
+from .rounding_effects import Roundings
 from .source import Source
 from .weight import Weight
 

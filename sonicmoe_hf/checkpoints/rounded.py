@@ -20,13 +20,13 @@ from ..layer.experts_module import is_transposed, matrix_shape, packable, row_or
 from ..model_patches import NATIVE_PREFIX
 from .atomic_folder import new_folder
 from .config_only import build_from_config
-from .convert import Conversion, Target, own_target, write_checkpoint
 from .converters import ALTERNATING, Tensors, WeightGroup, complete_groups
-from .files import CONFIG_FILE
-from .hub import local_folder
+from .files import CONFIG_FILE, local_folder
 from .model_card import origin_of
 from .stored import StoredWeights
+from .targets import Target, own_target
 from .weight import Change, GroupChange
+from .writing import Conversion, write_checkpoint
 
 
 def round_checkpoint(

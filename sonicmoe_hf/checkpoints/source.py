@@ -17,9 +17,8 @@ from ..patching.experts import sizes_of
 from ..patching.support import find_layers
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import build_from_config
-from .configs import family_of, hub_config
 from .files import CONFIG_FILE
-from .layouts import HUB_MATRICES, detect_layout, experts_parameters, name_in_layout
+from .layouts import HUB_MATRICES, detect_layout, experts_parameters, family_of, hub_config, name_in_layout
 from .stored import StoredWeights
 
 

@@ -10,15 +10,37 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
+from ..formats.declared_integers import METHODS
 from ..formats.hub import HubFormat
-from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, TensorFiles, read_config
 from .weight import HubMatrix, PackedExperts, UntiedWeight, Weight
 
 # model types whose dense experts are [E, in, out], and packed ones [E, out, in]
 TRANSPOSED = ("aria", "aria_text", "gpt_oss", "openai_privacy_filter")
+QUANTIZATIONS = ("mxfp4", "fp8", MODELOPT, QUANT_METHOD, *METHODS)
 TIED = "tie_word_embeddings"  # of config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def quantization_of(config: dict, folder: Path) -> DeclaredQuantization | None:
+    """Read the quantization that the checkpoint in `folder` declares; None where it is not quantized.
+
+    Raises:
+        CheckpointError: it is quantized in a way that conversion does not read.
+    """
+    path = folder / CONFIG_FILE
+    declared = declared_quantization(config, folder)
+    if declared is None:
+        return None
+    if declared.method not in QUANTIZATIONS:
+        raise CheckpointError(f"{path}: quantized by {declared.method!r}; conversion reads {', '.join(QUANTIZATIONS)}")
+    if declared.is_packed_here and declared.entries.get("linear") is not None:
+        raise CheckpointError(
+            f"{folder}: the linear layers are bitsandbytes', which conversion does not read: merge the adapter "
+            "into the model's bf16 checkpoint, or into one packed by sonicmoe-hf convert --quantize"
+        )
+    return declared
 
 
 class StoredWeights(TensorFiles):

@@ -12,8 +12,7 @@ from torch import nn
 
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.converters import WeightGroup, weight_groups
-from ..checkpoints.files import CONFIG_FILE
-from ..checkpoints.hub import local_folder
+from ..checkpoints.files import CONFIG_FILE, local_folder
 from ..checkpoints.stored import StoredWeights
 from ..errors import CheckpointError
 from ..layer.experts_module import is_experts, is_native, weight_names

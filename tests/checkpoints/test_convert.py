@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint
-from sonicmoe_hf.checkpoints import hub
+from sonicmoe_hf.checkpoints import files
 from sonicmoe_hf.formats.hub import HubFP8
 from sonicmoe_hf.tools.cli.main import main
 
@@ -216,7 +216,7 @@ def test_a_hub_id_is_downloaded_or_named_in_the_error(tmp_path, monkeypatch):
 
     with pytest.raises(CheckpointError, match="the hub did not give it"):
         convert_checkpoint("nobody/nothing", tmp_path / "native")
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(files, "snapshot_download", snapshot_download)
     convert_checkpoint("Qwen/Qwen3-30B-A3B", tmp_path / "native", revision="main")
     assert (asked["name"], asked["revision"]) == ("Qwen/Qwen3-30B-A3B", "main")
     assert asked["ignore_patterns"] == ["*/*.safetensors"], "gpt-oss keeps another copy of its weights in original/"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ...adapters.convert import is_adapter
 from ...checkpoints.companions import has_tokenizer
-from ...checkpoints.hub import local_folder
+from ...checkpoints.files import local_folder
 from ...errors import CheckpointError
 from .models import Loading, Scores, adapted, rounded, scores_of
 from .places import Observation, coarser, observed_adapted, observed_by_server, observed_merged
