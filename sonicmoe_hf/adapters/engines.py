@@ -18,7 +18,8 @@ from ..formats.hub_names import HubNames
 from ..layer.experts_module import has_gate, is_experts, weight_names
 from ..lora.factors import Factors, as_alpha, gate_and_up
 from ..lora.names import PREFIX, endings, is_in_router
-from .adapter import EXPERT, Adapter, is_in_pefts_form, is_interleaved
+from .adapter import Adapter, is_in_pefts_form, is_interleaved
+from .assignment import EXPERT
 from .peft_form import MERGED, rewritten_config, wrapped
 from .trained_model import decoder_name
 

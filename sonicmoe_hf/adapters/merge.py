@@ -144,8 +144,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
         CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
             files, the adapter was trained beside norms that AWQ scaled and that these are not; or as Adapter.read.
     """
-    found = complete_groups(model, stored.shapes, stored.folder)
-    groups = {target: group for group in found for target in group.targets}
+    groups = complete_groups(model, stored.shapes, stored.folder)
     adapter = Adapter.read(folder, model)
     tied = model.all_tied_weights_keys
     other = {**tied, **{source: target for target, source in tied.items()}}

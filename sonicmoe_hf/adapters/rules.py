@@ -14,7 +14,7 @@ from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import ADAPTER_CONFIG
 from ..errors import CheckpointError
 from ..formats.json_files import read_json
-from ..lora.names import PREFIX, Names
+from ..lora.names import PREFIX, Names, is_target_parameter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
@@ -151,16 +151,22 @@ class AdapterConfig:
         """Tell whether modules_to_save names the module `name`."""
         return name.endswith(tuple(self.entries.get("modules_to_save") or ()))
 
-    def rank(self, name: str) -> int:
-        """Return the rank of what PEFT calls `name`."""
-        return self._by_pattern("rank_pattern", "r", name)
+    def rank(self, weight: str) -> int:
+        """Return the rank of the factors of a weight of the trained model."""
+        return self._by_pattern("rank_pattern", "r", self._in_patterns(weight))
 
-    def scale(self, name: str) -> float:
-        """Return the factor of B A of `name` in PEFT. Raises CheckpointError where lora_alpha is no number above 0."""
-        alpha, rank = self._by_pattern("alpha_pattern", "lora_alpha", name), self.rank(name)
+    def scale(self, weight: str) -> float:
+        """Return the factor of B A of a weight of the trained model. Raises CheckpointError where lora_alpha is no number
+        above 0."""
+        name, rank = self._in_patterns(weight), self.rank(weight)
+        alpha = self._by_pattern("alpha_pattern", "lora_alpha", name)
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
             raise CheckpointError(f"{self.path}: lora_alpha of {name} is {alpha!r}; it must be a positive number")
         return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
+
+    def _in_patterns(self, weight: str) -> str:
+        """Return the name that PEFT compares with rank_pattern and alpha_pattern: a linear layer's, or a parameter's."""
+        return weight if is_target_parameter(weight, self.entries) else weight.removesuffix(".weight")
 
     def _by_pattern(self, pattern: str, default: str, name: str):
         """Return the value of the first entry of `pattern` that matches an end of the name, or the default."""

@@ -170,3 +170,14 @@ def decoder_name(model: PreTrainedModel) -> str:
     """Return the model's name of its stack of layers of text."""
     decoder = model.get_decoder()
     return next((name for name, module in model.named_modules() if name and module is decoder), "model")
+
+
+def product_shape(module: Any, parameter: str) -> tuple[int | None, tuple[int, int], bool]:
+    """Return (E, (out, in), whether it is stored as [E, in, out]) of a parameter by PEFT's rules; of one matrix E is
+    None."""
+    shape = tuple(module._parameters[parameter].shape)
+    if len(shape) not in (2, 3):
+        return None, (0, 0), False
+    is_transposed = len(shape) == 3 and getattr(module, "is_transposed", False)
+    sizes = shape[:-3:-1] if is_transposed else shape[-2:]
+    return shape[0] if len(shape) == 3 else None, sizes, is_transposed

@@ -190,10 +190,10 @@ def _takes_each_expert_alone(operations: list[ConversionOps]) -> bool:
     )
 
 
-def weight_groups(model: PreTrainedModel, weights: Shapes) -> list[WeightGroup]:
+def weight_groups(model: PreTrainedModel, weights: Shapes) -> dict[str, WeightGroup]:
     """Group `weights`, the names in a checkpoint's files with their shapes, as Transformers does when it loads them into
-    `model`, which may be on the meta device. Names that the model does not know, as those of multi-token prediction, are
-    in no group."""
+    `model`, which may be on the meta device. Returns each group by the names of its parameters. Names that the model does
+    not know, as those of multi-token prediction, are in no group."""
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
@@ -209,7 +209,7 @@ def weight_groups(model: PreTrainedModel, weights: Shapes) -> list[WeightGroup]:
                 converter = None if pattern is None else deepcopy(by_pattern[pattern])
                 groups[target] = WeightGroup(converter, target, state, model.config)
             groups[target].add(pattern or name, name, weights[name], _number(name, pattern, renamings))
-    return list(groups.values())
+    return {name: group for group in groups.values() for name in group.targets}
 
 
 def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> int:
@@ -221,16 +221,15 @@ def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> 
     return int(match[1]) if match else 0
 
 
-def complete_groups(model: PreTrainedModel, weights: Shapes, folder: Path) -> list[WeightGroup]:
+def complete_groups(model: PreTrainedModel, weights: Shapes, folder: Path) -> dict[str, WeightGroup]:
     """Group `weights`, those in `folder`, as `weight_groups` does. Raises CheckpointError where they are not all that
     `model` has."""
     groups = weight_groups(model, weights)
-    there = {target for group in groups for target in group.targets}
-    tied = {b if a in there else a for a, b in model.all_tied_weights_keys.items()}
+    tied = {b if a in groups else a for a, b in model.all_tied_weights_keys.items()}
     patterns = missing_allowed(model)
-    wanted = (name for name in model.state_dict() if name not in there and name not in tied)
+    wanted = (name for name in model.state_dict() if name not in groups and name not in tied)
     missing = next((name for name in wanted if not any(re.search(pattern, name) for pattern in patterns)), None)
-    missing = missing or next(filter(None, (group.missing() for group in groups)), None)
+    missing = missing or next(filter(None, (group.missing() for group in groups.values())), None)
     if missing is not None:
         raise CheckpointError(
             f"{folder}: {missing} is missing, which {type(model).__name__} has; download the checkpoint again, or "

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, here or in the hub's cache, and its files: config.json, index, tensors and their headers."""
+"""The folder of a checkpoint, here or in the hub's cache, and its files: config.json, index, tensors and headers."""
 
 from __future__ import annotations
 

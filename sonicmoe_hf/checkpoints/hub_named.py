@@ -103,4 +103,4 @@ def _groups(model: PreTrainedModel) -> dict[str, WeightGroup]:
         for weight in hub.weights(name) or [hub.parameter(name)]:
             experts = range(len(tensor)) if "{expert}" in weight else (0,)
             shapes |= {weight.replace("{expert}", str(expert)): tuple(tensor.shape) for expert in experts}
-    return {target: group for group in weight_groups(model, shapes) for target in group.targets}
+    return weight_groups(model, shapes)

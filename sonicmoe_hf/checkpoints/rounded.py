@@ -69,8 +69,7 @@ def rounded_target(stored: StoredWeights, format: str) -> Target:
             f"{stored.folder} is {stored.quantization} already, and engines read it so; serve it as it is"
         )
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    found = complete_groups(model, stored.shapes, stored.folder)
-    groups = {target: group for group in found for target in group.targets}
+    groups = complete_groups(model, stored.shapes, stored.folder)
     rounded = lru_cache(ALTERNATING)(lambda target: _RoundedParameter(stored, groups[target], model, target, format))
     targets = [f"{name}.{own}" for name, module in model.named_modules() for own in packable(module)]
     if not targets:

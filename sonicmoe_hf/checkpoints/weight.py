@@ -67,11 +67,8 @@ class GroupChange:
         raise NotImplementedError
 
     def old_parameters(self, expert: int | None, dtype: torch.dtype | None = None) -> Tensors:
-        """Read the parameters as the files have them, or one expert's [1, ...] of them; in `dtype`, or that of each."""
-        weights = {name: self._weights[name].read(own, dtype) for name, own in self.group.reads_of(expert).items()}
-        return self.group.parameters(
-            {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}, expert
-        )
+        """Read the parameters as the files have them; see `read_parameters`."""
+        return read_parameters(self._weights, self.group, expert, dtype)
 
     def _to_weights(self, parameters: Tensors, expert: int | None) -> Tensors:
         """Make the weights of parameters. Raises CheckpointError where loading would not make these of them again."""
@@ -89,6 +86,14 @@ class GroupChange:
             ) from error
         self._is_checked = True
         return weights
+
+
+def read_parameters(
+    weights: Mapping[str, Weight], group: WeightGroup, expert: int | None, dtype: torch.dtype | None = None
+) -> Tensors:
+    """Read a group's parameters as the files have them, or one expert's [1, ...] of them; in `dtype`, or that of each."""
+    read = {name: weights[name].read(own, dtype) for name, own in group.reads_of(expert).items()}
+    return group.parameters({name: weight.to(dtype or weight.dtype) for name, weight in read.items()}, expert)
 
 
 class RoundedMatrix(NamedTuple):

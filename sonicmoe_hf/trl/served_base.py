@@ -14,6 +14,7 @@ from ..checkpoints.config_only import build_from_config
 from ..checkpoints.converters import WeightGroup, weight_groups
 from ..checkpoints.files import CONFIG_FILE, local_folder
 from ..checkpoints.stored import StoredWeights
+from ..checkpoints.weight import read_parameters
 from ..errors import CheckpointError
 from ..layer.experts_module import is_experts, is_native, weight_names
 from ..layer.holding import local_tensor
@@ -44,7 +45,7 @@ def check_served_base(model: nn.Module, served: str, is_given: bool) -> None:
     try:
         stored = StoredWeights(local_folder(served))
         hub = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-        groups = {target: group for group in weight_groups(hub, stored.shapes) for target in group.targets}
+        groups = weight_groups(hub, stored.shapes)
     except (CheckpointError, OSError) as error:
         logger.warning(f"sonicmoe_hf: the base that vLLM serves was not compared with the trainer's: {error}")
         return
@@ -75,8 +76,7 @@ def _first_expert(weight: Any) -> torch.Tensor | None:
 
 def _read_first_expert(stored: StoredWeights, group: WeightGroup, target: str) -> torch.Tensor:
     expert = 0 if group.num_experts else None
-    tensors = {name: stored.weights[name].read(own, torch.float32) for name, own in group.reads_of(expert).items()}
-    return group.parameters(tensors, expert)[target][0].float()
+    return read_parameters(stored.weights, group, expert, torch.float32)[target][0]
 
 
 def _difference(here: torch.Tensor, there: torch.Tensor, is_reordered: bool) -> float:

@@ -1,0 +1,173 @@
+"""Assignment: which weight of a model each tensor of an adapter's file is for, and whether all are there and fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ..checkpoints.converters import WITH_PEFT
+from ..checkpoints.files import headers_of
+from ..errors import CheckpointError
+from ..layer.experts_module import has_gate, is_native, weight_names
+from ..lora.names import KEY, PREFIX, without_wrappers
+from ..model_patches import NATIVE_PREFIX
+from .rules import AdapterConfig, NotPlainLoRAError, name_in_trained_model
+from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel, product_shape
+
+SHOWN = 4  # of the names in an error
+EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+SAVED_TWICE = re.compile(r"\.(modules_to_save|original_module)(?=\.\w+$)")  # of a model whose vocabulary was resized
+MIXED = "{path} has factors of {name} for all experts and for single ones: the file mixes two forms"
+
+
+class Assignment:
+    """The tensors of an adapter's file by the weights of the model that they are for.
+
+    Attributes:
+        path, config, headers: the file, its adapter_config.json, and its tensors' headers. stored: names in the file, by
+            those in the trained model. trained: that model. sides: of each weight, or of an expert's own, the names of
+            lora_A and lora_B in the file. replaced: the names of whole weights in the file, by those of the model.
+    Raises:
+        CheckpointError: as `Adapter.read`.
+    """
+
+    def __init__(self, path: Path, config: AdapterConfig, model: PreTrainedModel):
+        self.path, self.config, self.headers = path, config, headers_of(path)
+        self.stored: dict[str, str] = {}
+        for name in self.headers:
+            if (other := self.stored.setdefault(name_in_trained_model(name), name)) != name:
+                raise CheckpointError(
+                    f"{path} has {name} and {other}, which are one name; keep the one that was trained"
+                )
+        base = config.entries.get("base_model_name_or_path") or "a model that it does not name"
+        self.whose = f"the adapter was trained on {base}, and this model is a {type(model).__name__}"
+        self.trained = TrainedModel(model, config, self.stored)
+        self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
+        self.replaced: dict[str, str] = {}
+        self.sides: dict[AdaptedWeight, dict[str, str]] = {}
+        for key, name in self.stored.items():
+            self._assign(key, name)
+        single = {adapted.module for adapted in self.sides if adapted.part is not None}
+        for module in single & {adapted.module for adapted in self.sides if adapted.part is None}:
+            raise CheckpointError(MIXED.format(path=path, name=module))
+        self._check_complete(bool(single))
+        if not (self.sides or self.replaced):
+            raise CheckpointError(f"{path} has no weights")
+        for adapted in self.sides:
+            self._check_shapes(adapted)
+
+    def _assign(self, key: str, name: str) -> None:
+        """Assign the file's tensor `name` to a weight, by `key`, its name in the trained model."""
+        match = KEY.match(key)
+        if match is None:
+            self._assign_replacement(name, without_wrappers(key))
+        elif (adapted := self._adapted(match["module"], match["depth"].count("base_layer."))) is None:
+            raise self._unknown(name, match["module"])
+        else:
+            self.sides.setdefault(adapted, {})[match["side"]] = name
+
+    def _adapted(self, trained: str, depth: int) -> AdaptedWeight | None:
+        """Find the weight that the wrapper at this depth around a module of the trained model adapts, or None."""
+        module, single = self.trained.in_model(trained), EXPERT.match(trained)
+        if module in self.trained.modules:
+            adapted = self.trained.target_parameters(module)
+            if depth < len(adapted):
+                return adapted[-1 - depth]
+            if module not in self.trained.experts and not depth and f"{module}.weight" in self.trained.state:
+                return AdaptedWeight(f"{module}.weight", f"{self.trained.as_trained(module)}.weight")
+        elif single and (experts := self.trained.in_model(single["experts"])) in self.trained.experts and not depth:
+            return self._adapted_expert(experts, single["projection"], int(single["expert"]), trained)
+        return None
+
+    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> AdaptedWeight | None:
+        module, part = self.trained.modules[name], PARTS_BY_NAME.get(projection)
+        if part is None or (part == "gate" and not has_gate(module)):
+            return None
+        parameter = weight_names(module)[part == "down"]
+        num_experts, *_ = product_shape(module, parameter)
+        if num_experts is None or expert >= num_experts:
+            return None
+        return AdaptedWeight(f"{name}.{parameter}", f"{trained}.weight", part, expert)
+
+    def _unknown(self, name: str, module: str) -> CheckpointError:
+        keys = map(KEY.match, self.stored)
+        if self.trained.in_model(module) in self.trained.experts and any(
+            key and EXPERT.match(key["module"]) for key in keys
+        ):
+            return CheckpointError(MIXED.format(path=self.path, name=name))
+        targets = ", ".join(self.config.entries.get("target_parameters") or ()) or "none"
+        experts = self.trained.as_trained(next(iter(self.trained.experts), "model.layers.0.mlp.experts"))
+        known = f"{PREFIX}{experts}.0.up_proj.lora_A.weight or, by target_parameters, {PREFIX}{experts}.lora_A.weight"
+        return CheckpointError(
+            f"{self.path}: {name} adapts nothing that the model has, by its config.json: {self.whose}; "
+            f"target_parameters: {targets}. Give the model that it was trained on (merge: the base; convert: "
+            f"--trained-on), or rename its tensors: factors of experts, two-dimensional, are named {known}"
+        )
+
+    def _assign_replacement(self, name: str, weight: str) -> None:
+        if (own := SAVED_TWICE.sub("", weight)) != weight and own in self.stored:
+            return
+        module, _, parameter = weight.rpartition(".")
+        module = self.trained.in_model(module)
+        weight = f"{module}.{parameter}"
+        if "lora_" in name or weight not in self.trained.state or module in self.trained.experts:
+            raise NotPlainLoRAError(
+                f"{self.path}: {name} is neither lora_A nor lora_B of a layer, nor the weight of a single layer; where "
+                f"PEFT saved it, {WITH_PEFT}"
+            )
+        shape, expected = self.headers[name].shape, tuple(self.trained.state[weight].shape)
+        if shape != expected:
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {shape}, the base's {expected}; if the vocabulary was resized, resize "
+                f"the base's too, by model.resize_token_embeddings({shape[0]}), save it and give that folder for the base"
+            )
+        self.replaced[weight] = name
+
+    def _check_complete(self, has_single: bool) -> None:
+        """Raise CheckpointError, with the names, where the file lacks what its config names: a layer, a rank's experts.
+
+        Args:
+            has_single: whether the file has factors for single experts, as all layers then do.
+        """
+        present = {adapted._replace(trained="") for adapted in self.sides}
+        for adapted in self.trained.adapted_by_config(has_single):
+            if adapted._replace(trained="") not in present:
+                self.sides[adapted] = {}
+        for side in "AB":
+            if missing := [adapted.trained for adapted, sides in self.sides.items() if side not in sides]:
+                raise self._lacks(f"lora_{side} of ", missing)
+        if missing := [name for name in self.trained.replaced_by_config() if name not in self.replaced]:
+            raise self._lacks("", missing)
+
+    def _lacks(self, what: str, names: list[str]) -> CheckpointError:
+        listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        return CheckpointError(
+            f"{self.path} has no {what}{listed}, though it is adapted: {self.config.path.name} names it. Save the whole "
+            "adapter again, or name there only what was trained (target_modules, target_parameters, modules_to_save)"
+        )
+
+    def _check_shapes(self, adapted: AdaptedWeight) -> None:
+        """Raise CheckpointError where the shapes of a pair of factors are not those of its rank and weight."""
+        module = self.trained.modules[adapted.module]
+        num_experts, (size_out, size_in), is_transposed = product_shape(module, adapted.parameter)
+        if adapted.part is not None:
+            num_experts = None
+            if adapted.part != "down" and has_gate(module):
+                size_out //= 2
+        may_be_swapped = num_experts is not None and num_experts > 1 and (self.trained.is_native or not is_transposed)
+        shapes = tuple(self.headers[self.sides[adapted][side]].shape for side in "AB")
+        rank = self.config.rank(adapted.trained)
+        sizes = size_out, size_in
+        try:
+            self.config.check_factors(adapted.trained, shapes, num_experts or 1, sizes, rank, may_be_swapped)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {self.whose[0].upper()}{self.whose[1:]}") from None
+
+    def is_grouped_by_expert(self, adapted: AdaptedWeight) -> bool:
+        """Tell whether lora_B's columns stand expert by expert. Raises CheckpointError where neither is known."""
+        module = self.trained.modules[adapted.module]
+        # Unsloth tells families apart by the folder that has the class of their experts
+        family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
+        return self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family)
