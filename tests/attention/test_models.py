@@ -298,6 +298,9 @@ def test_on_cuda_padding_in_the_middle_under_a_window_is_refused(monkeypatch):
     batch["attention_mask"][1, 5:7] = 0
     with as_on_cuda(monkeypatch), pytest.raises(ValueError, match=r"zeros between ones.*pad on one side only"):
         build()(**batch)
+    batch["attention_mask"][1, 5:] = 0
+    with as_on_cuda(monkeypatch):
+        assert build()(**batch).loss.isfinite()
 
 
 def test_on_cuda_masks_of_the_model_s_own_are_refused(monkeypatch):
@@ -307,3 +310,6 @@ def test_on_cuda_masks_of_the_model_s_own_are_refused(monkeypatch):
     for own in ({"and_mask_function": lambda b, h, q, k: q > k}, of_blocks):
         with as_on_cuda(monkeypatch), pytest.raises(ValueError, match="adds a mask of its own"):
             create_causal_mask(model.config, embeds, None, None, **own)
+        model.config._attn_implementation = "eager"
+        assert create_causal_mask(model.config, embeds, None, None, **own).shape == (1, 1, 5, 5)
+        model.config._attn_implementation = NAME

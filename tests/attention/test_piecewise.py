@@ -130,8 +130,12 @@ def test_what_it_does_not_compute_is_said():
     four = torch.ones(2, 1, 37, 37, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="no 4-D masks of one's own"):
         model(input_ids=batch["input_ids"], attention_mask=four)
-    with pytest.raises(ValueError, match="output_attentions=True"):
+    assert model(**batch).logits.isfinite().all()
+    with pytest.raises(ValueError, match=r"returns no probabilities \(output_attentions=True\)"):
         model(**batch, output_attentions=True)
+    model.set_attn_implementation("eager")
+    assert model(**batch, output_attentions=True).attentions[0].shape[-2] == 37
+    model.set_attn_implementation(NAME)
     put_back(type(model.model.layers[0].self_attn), "forward")
     with pytest.raises(ValueError, match=r"sonicmoe_hf\.patch_model patched"):
         model(**batch)

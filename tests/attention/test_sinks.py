@@ -323,6 +323,10 @@ def test_on_cuda_masks_of_four_dimensions_and_larger_heads_are_refused(monkeypat
     ):
         with as_on_cuda(monkeypatch), pytest.raises(ValueError, match=words):
             compute(tensors(1, 3, 3, 4, 2, *sizes), mask, **options)
+    inputs = tensors(1, 3, 3, 4, 2, 8, 8)
+    with as_on_cuda(monkeypatch):
+        for mask, options in ((flags, {}), (None, starts)):
+            compare(compute(inputs, mask, **options), inputs, causal(3, 3))
 
 
 def test_on_cuda_fp32_without_autocast_is_refused():

@@ -295,5 +295,6 @@ def test_what_does_not_work_raises_an_error_with_the_remedy(ranks, tmp_path):
         *messages, other_tokens = messages
         assert len(messages) == 10
         assert all('ep_implementation="sonicmoe_hf"' in message for message in messages), messages
-        assert 'experts_implementation="sonicmoe_hf"' in messages[-1]
+        assert 'load the model with DistributedConfig(ep_implementation="sonicmoe_hf")' in messages[0]
+        assert 'load the model with experts_implementation="sonicmoe_hf", or call' in messages[-1]
         assert "9 tokens and 18 pairs" in other_tokens and 'ep_implementation="all_to_all"' in other_tokens

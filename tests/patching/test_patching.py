@@ -218,6 +218,7 @@ def test_data_parallel_replicas_compute_by_top_k_are_not_kept_and_raise_under_to
     sonicmoe_hf.set_routing(model, TokenRounding(tile=4))
     with pytest.raises(RuntimeError, match=r"nn.DataParallel.*one process per GPU"):
         replicated(model)(**batch())
+    assert model(**batch()).loss.isfinite(), "as in a process of its own"
 
 
 def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):

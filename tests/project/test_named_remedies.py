@@ -1,6 +1,6 @@
 """The register of remedies, remedies.txt: each message that names one is there, below the test that does what it says.
 
-A row begins with + where the test gets the message first, and with ~ where it does without.
+A row begins with + where the test gets the message first, with = where another test of its file does, and else with ~.
 """
 
 import ast
@@ -17,7 +17,7 @@ REGISTER = Path(__file__).with_name("remedies.txt")
 NO_MESSAGES = ("tools/cli/commands.py", "tools/cli/example.py", "tools/demo/", "tools/planning/", "examples/")
 OVERLAP = 16  # characters
 NOT_CARRIED_OUT = "Not carried out: "
-ROW = re.compile(r"    (?:(?P<mark>[+~]) )?(?P<module>[\w/]+\.py): (?P<words>.+)")
+ROW = re.compile(r"    (?:(?P<mark>[+=~]) )?(?P<module>[\w/]+\.py): (?P<words>.+)")
 VERBS = (
     "add|adapt|attach|bring|build|call|cast|choose|compute|convert|copy|download|drop|give|group|hand|"
     "have|import|install|keep|launch|leave|let|load|log|make|merge|move|name|open|pack|pad|pass|pick|put|"
@@ -51,7 +51,7 @@ def messages() -> list[tuple[str, str]]:
 
 class Row(NamedTuple):
     heading: str  # a test, or why there is none
-    gets: bool  # whether the test gets the message
+    gets: bool  # whether a test of its file gets the message
     module: str
     words: str  # of the message
 
@@ -63,7 +63,7 @@ def register() -> list[Row]:
         if line.startswith("    "):
             row = ROW.fullmatch(line)
             assert row and bool(row["mark"]) != heading.startswith(NOT_CARRIED_OUT), line
-            rows.append(Row(heading, row["mark"] == "+", row["module"], row["words"]))
+            rows.append(Row(heading, row["mark"] in ("+", "="), row["module"], row["words"]))
         elif line and not line.startswith("#"):
             heading = line
     return rows
@@ -79,7 +79,7 @@ def overlap(asked: str, message: str) -> bool:
     """Tell whether a test asks for a part of a message: what is formatted into it may stand before or after."""
     starts = range(len(asked) - OVERLAP + 1)
     shorter = asked in message or message in asked
-    return len(asked) > 10 and (shorter or any(asked[i : i + OVERLAP] in message for i in starts))
+    return len(asked) > 10 and " " in asked and (shorter or any(asked[i : i + OVERLAP] in message for i in starts))
 
 
 def test_each_message_that_names_a_remedy_is_below_a_test_that_carries_it_out():

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from sonicmoe_hf import CheckpointError, convert_adapter
 from sonicmoe_hf.trl import GRPOTrainer
 from sonicmoe_hf.trl.adapter_versions import AdapterVersions
 from sonicmoe_hf.trl.generation import AdapterGeneration
@@ -85,6 +86,35 @@ def test_shared_factors_are_gathered_and_written_once_with_one_number_on_all_ran
         found = tensors_in(folder)
         assert found_number == number and expected.keys() == found.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def saved_under_zero3(rank, base, folder):
+    """Save an adapter before ZeRO-3 takes its factors, under it, and inside DeepSpeed's context."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # as above
+    model = adapted(base)
+    if rank == 0:
+        model.save_pretrained(folder / "whole")
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
+    if rank == 0:
+        model.save_pretrained(folder / "empty")
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        if rank == 0:
+            model.save_pretrained(folder / "gathered")
+
+
+@with_deepspeed
+def test_factors_that_zero3_leaves_empty_are_saved_inside_deepspeeds_context(base, ranks, tmp_path):
+    ranks.run(saved_under_zero3, base, tmp_path)
+    with pytest.raises(CheckpointError, match=r"inside deepspeed.zero.GatheredParameters\(model.parameters\(\)\)"):
+        convert_adapter(tmp_path / "empty", tmp_path / "converted", "vllm")
+    whole, gathered = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "gathered")
+    assert whole.keys() == gathered.keys() and all(torch.equal(gathered[name], whole[name]) for name in whole)
+    convert_adapter(tmp_path / "gathered", tmp_path / "converted", "vllm")
 
 
 def kept(rank):

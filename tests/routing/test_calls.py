@@ -207,6 +207,11 @@ def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, w
     sonicmoe_hf.set_routing(model, POLICY)
     with pytest.raises(RuntimeError, match=rf"model.layers.\d.mlp runs {when}, and not by torch.utils.checkpoint"):
         model(**inputs).loss.backward()
+    for layer in model.model.layers:
+        del layer.forward
+    model.zero_grad()
+    checkpointed(model, "non_reentrant")(**inputs).loss.backward()
+    assert model.model.layers[0].mlp.experts.down_proj.grad.any()
 
 
 @pytest.mark.parametrize("apply", [Offloaded.apply, composable])
