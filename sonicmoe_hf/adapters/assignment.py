@@ -11,7 +11,7 @@ from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import headers_of
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_native, weight_names
-from ..lora.names import KEY, PREFIX, without_wrappers
+from ..lora.names import KEY, PREFIX, without_base_layer
 from ..model_patches import NATIVE_PREFIX
 from .rules import AdapterConfig, NotPlainLoRAError, name_in_trained_model
 from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel, product_shape
@@ -62,7 +62,7 @@ class Assignment:
         """Assign the file's tensor `name` to a weight, by `key`, its name in the trained model."""
         match = KEY.match(key)
         if match is None:
-            self._assign_replacement(name, without_wrappers(key))
+            self._assign_replacement(name, without_base_layer(key))
         elif (adapted := self._adapted(match["module"], match["depth"].count("base_layer."))) is None:
             raise self._unknown(name, match["module"])
         else:

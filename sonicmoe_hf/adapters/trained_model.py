@@ -20,7 +20,7 @@ from ..checkpoints.layouts import NATIVE_NAMES
 from ..errors import CheckpointError
 from ..formats.hub_names import HubNames
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
-from ..lora.names import KEY, is_target_parameter, without_wrappers
+from ..lora.names import KEY, is_target_parameter, without_base_layer
 from .rules import NATIVE_ORDER, AdapterConfig
 
 PARTS_BY_NAME = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
@@ -92,7 +92,7 @@ class TrainedModel:
     def _find_decoder(self, keys: Collection[str]) -> str:
         """Return the decoder's name in the class that was trained."""
         for name in keys:
-            match = TEXT_MODEL.match(key := without_wrappers(name))
+            match = TEXT_MODEL.match(key := without_base_layer(name))
             if match and match[1] != self._own_decoder:
                 module = key.partition(".lora_")[0]
                 ours = f"{self._own_decoder}.{module[match.end() :]}"

@@ -130,14 +130,14 @@ def _in_pieces(
             piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
         if "position_ids" in piece:  # of blocks that a piece's own keys may not reach
             piece["position_ids"] = torch.zeros_like(piece["position_ids"])
-        original(self, **{**piece, cache: _Keys(made.append)})
+        original(self, **{**piece, cache: _KeyCache(made.append)})
     keys = joined(made)
     if update is not None:
         keys = update(keys)
     picked = []
     for row, first in places:
         piece = _sliced(given, row, first, step)
-        picked.append(original(self, **{**piece, cache: _Keys(None, keys[row : row + 1])}))
+        picked.append(original(self, **{**piece, cache: _KeyCache(None, keys[row : row + 1])}))
     return joined(picked)
 
 
@@ -156,7 +156,7 @@ def _sliced(given: dict[str, Any], row: int, first: int, step: int) -> dict[str,
     return {name: cut(value) for name, value in given.items()}
 
 
-class _Keys:
+class _KeyCache:
     """Stands for a cache, and for each of its layers: takes the keys of some tokens, and hands out those of all."""
 
     def __init__(self, take: Callable | None, keys: torch.Tensor | None = None):
@@ -169,7 +169,7 @@ class _Keys:
         return keys if self._keys is None else self._keys
 
     @property
-    def layers(self) -> dict[int, _Keys]:
+    def layers(self) -> dict[int, _KeyCache]:
         """Stand for the cache's layers."""
         return collections.defaultdict(lambda: self)
 

@@ -40,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class _Shapes:
+class _ModelOfShapes:
     """Stands for a model where an operation looks up the shape of what it makes."""
 
     def __init__(self, shapes: Shapes):
@@ -164,7 +164,7 @@ class WeightGroup:
                 source_patterns=converter.source_patterns,
                 target_patterns=converter.target_patterns,
                 full_layer_name=name,
-                model=_Shapes(shapes),
+                model=_ModelOfShapes(shapes),
                 config=self._config,
                 missing_keys=None,
             )

@@ -79,7 +79,7 @@ class Apart(list):
         return PackedWeight(packed, format, dtype)
 
 
-class TargetParameter(NamedTuple):
+class LoadedParameter(NamedTuple):
     """The parameter that a conversion makes. dense: what stands for it in the model, on the meta device. holding: of the
     experts of its module."""
 
@@ -122,7 +122,7 @@ class LeaveApart(MergeModulelist):
         return input_dict
 
 
-class _Conversion(ConversionOps):
+class _ParameterConversion(ConversionOps):
     """A conversion that makes one parameter of what is stored of it."""
 
     def __init__(self, hf_quantizer):
@@ -137,7 +137,7 @@ class _Conversion(ConversionOps):
     def convert(self, input_dict, *, full_layer_name, model, **options):
         """Make {full_layer_name: parameter} of lists of tensors by the patterns of their names, or of bare tensors."""
         module, name = get_module_from_name(model, full_layer_name)
-        target = TargetParameter(full_layer_name, module, name, getattr(module, name), holding_of(module))
+        target = LoadedParameter(full_layer_name, module, name, getattr(module, name), holding_of(module))
         stored = {
             pattern.removeprefix(WHOLE_NAME).removesuffix("$"): found if isinstance(found, list) else [found]
             for pattern, found in input_dict.items()
@@ -151,16 +151,16 @@ class _Conversion(ConversionOps):
             return operation.convert({full_layer_name: made}, full_layer_name=full_layer_name, model=model, **options)
         return {full_layer_name: made}
 
-    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: Stored) -> torch.Tensor:
         """Make the parameter."""
         raise NotImplementedError
 
 
-class PackExperts(_Conversion):
+class PackExperts(_ParameterConversion):
     """A packed weight of experts in floats. What else is quantized goes to the quantizer of linear layers."""
 
-    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
-        """See _Conversion."""
+    def make(self, target: LoadedParameter, stored: Stored) -> torch.Tensor:
+        """See _ParameterConversion."""
         (found,) = stored.values()
         if target.name not in packable(target.module):
             return found[0]
@@ -175,11 +175,11 @@ class PackExperts(_Conversion):
         return pack_share(self.format, pack, local_shape(target.dense), value.device, target.holding)
 
 
-class TakePacked(_Conversion):
+class TakePacked(_ParameterConversion):
     """A packed weight of the tensors that store it."""
 
-    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
-        """See _Conversion."""
+    def make(self, target: LoadedParameter, stored: Stored) -> torch.Tensor:
+        """See _ParameterConversion."""
         tensors = {name.rpartition(".")[2]: found[0] for name, found in stored.items()}
         format = FORMATS[self.format]
         names = format.names(target.name)
@@ -197,7 +197,7 @@ class TakePacked(_Conversion):
         return weight
 
 
-class TakeExperts(_Conversion):
+class TakeExperts(_ParameterConversion):
     """A packed weight of experts in a format of the hub's, or in floats, as a layer that its modules_to_not_convert
     names. sources: the names of the projections' weights, gate and up or down, with "*" for the expert."""
 
@@ -205,8 +205,8 @@ class TakeExperts(_Conversion):
         super().__init__(hf_quantizer)
         self.stored_format, self.sources = stored_format, sources
 
-    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
-        """See _Conversion."""
+    def make(self, target: LoadedParameter, stored: Stored) -> torch.Tensor:
+        """See _ParameterConversion."""
         wanted, dtype, is_plain = self.format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
             packed = self._joined(self._projections(stored, target), target, target.holding.experts.start)
@@ -232,7 +232,7 @@ class TakeExperts(_Conversion):
         is_packed = any(stored.get(name) for name in scales) or not weights
         return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
 
-    def _values(self, stored: Stored, target: TargetParameter) -> Iterator[torch.Tensor]:
+    def _values(self, stored: Stored, target: LoadedParameter) -> Iterator[torch.Tensor]:
         """Yield the values [N, K] of each expert."""
         first = target.holding.experts.start
         if self.stored_format.name not in FORMATS:
@@ -246,7 +246,7 @@ class TakeExperts(_Conversion):
             joined = self._joined([[projection] for projection in expert], target, number)
             yield FORMATS[self.stored_format.name].expert(joined, 0)
 
-    def _projections(self, stored: Stored, target: TargetParameter) -> list[list[Quantized]]:
+    def _projections(self, stored: Stored, target: LoadedParameter) -> list[list[Quantized]]:
         """List the experts as the checkpoint has them, [projection][expert]."""
         projections = [self._projection(stored, source, target) for source in self.sources]
         alike = _kinds(projections[0][0])
@@ -259,14 +259,14 @@ class TakeExperts(_Conversion):
                     )
         return projections
 
-    def _joined(self, projections: list[list[Quantized]], target: TargetParameter, first: int) -> Quantized:
+    def _joined(self, projections: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
         """Join experts from the `first` on, all or some of those of the weight."""
         packed, format = self.stored_format.join(projections), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, first)
         check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
         return packed
 
-    def _tensors(self, stored: Stored, source: str, target: TargetParameter) -> list[tuple[torch.Tensor, ...]]:
+    def _tensors(self, stored: Stored, source: str, target: LoadedParameter) -> list[tuple[torch.Tensor, ...]]:
         """List the tensors that store a projection of each expert."""
         there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
         if target.holding.group is not None:  # of vectors Transformers gives a rank pieces, and of every expert
@@ -282,7 +282,7 @@ class TakeExperts(_Conversion):
             )
         return list(zip(*by_name.values()))
 
-    def _projection(self, stored: Stored, source: str, target: TargetParameter) -> list[Quantized]:
+    def _projection(self, stored: Stored, source: str, target: LoadedParameter) -> list[Quantized]:
         packed = []
         for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
             with _named(f"{target.full_name}, {source} of expert {expert}"):
@@ -290,15 +290,15 @@ class TakeExperts(_Conversion):
         return packed
 
 
-class TakeDense(_Conversion):
+class TakeDense(_ParameterConversion):
     """A linear layer's weight in its own dtype, of the tensors that store it in a format of the hub's."""
 
     def __init__(self, hf_quantizer, stored_format: HubFormat):
         super().__init__(hf_quantizer)
         self.stored_format = stored_format
 
-    def make(self, target: TargetParameter, stored: Stored) -> torch.Tensor:
-        """See _Conversion."""
+    def make(self, target: LoadedParameter, stored: Stored) -> torch.Tensor:
+        """See _ParameterConversion."""
         weight_name, parameter, layer = WEIGHT[1:], target.dense, target.full_name
         needed = self.stored_format.names(weight_name)
         names = dict.fromkeys([*needed, *self.stored_format.optional_names(weight_name), weight_name])

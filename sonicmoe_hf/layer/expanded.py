@@ -82,7 +82,7 @@ def keep(weights: Weights, saved: Sequence[torch.Tensor]) -> None:
         vars(saved[0].untyped_storage())[EXPANDED] = weights
 
 
-def take(saved: Sequence[torch.Tensor]) -> Weights:
+def take_kept(saved: Sequence[torch.Tensor]) -> Weights:
     """Take the weights that were kept with what was saved."""
     return vars(saved[0].untyped_storage()).pop(EXPANDED, {}) if saved else {}
 

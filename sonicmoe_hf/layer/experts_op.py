@@ -139,7 +139,7 @@ def _run_backward(
     list, so that what forward saved is freed when it has been used."""
     call = given.pop()
     options, saved, dtype, dout = call.options, call.saved, dout.dtype, dout.contiguous()
-    weights = expanded.take(options.saves.choose(saved)) if options.keeps_expanded else {}
+    weights = expanded.take_kept(options.saves.choose(saved)) if options.keeps_expanded else {}
     compute = products.backward if options.backend == "eager" else _BACKWARD_TAPES
     with on_device(call._replace(saved=Saved()), dtype) as call:
         if options.keeps_expanded and saved.h is None:  # for h gate_up is used too

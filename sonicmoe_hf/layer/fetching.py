@@ -52,11 +52,11 @@ def on_device(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[Lay
 
 @contextlib.contextmanager
 def _without_autocast(call: LayerCall, dtype: torch.dtype) -> Iterator[LayerCall]:
-    with torch.autocast(call.weight.device.type, enabled=False), fetched(call, dtype) as call:
+    with torch.autocast(call.weight.device.type, enabled=False), with_device_weights(call, dtype) as call:
         yield call
 
 
-def fetched(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[LayerCall]:
+def with_device_weights(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[LayerCall]:
     """Give the call with weights that kernels of the device read inside `with`, dense ones in `dtype`; the call itself
     where none are in host memory."""
     gate_up, down = call.gate_up, call.down

@@ -13,7 +13,7 @@ from torch import nn
 from ..formats.hub_names import HubNames
 from ..layer.experts_module import packable, weight_names
 from ..patching.support import check_accelerated, find_layers
-from .names import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_wrappers
+from .names import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_base_layer
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -106,7 +106,7 @@ def without_false_alarms(config: Any, model: nn.Module) -> Iterator[None]:
     """Filter a false warning of PEFT 0.21 inside. It looks for the names in rank_pattern and alpha_pattern among modules
     alone, and warns that those of parameters are ignored, which they are not. Where a config targets the experts of an
     older Transformers, as "all-linear" does, PEFT itself writes such names."""
-    names = [without_wrappers(name) for name, _ in model.named_parameters()]
+    names = [without_base_layer(name) for name, _ in model.named_parameters()]
     targets = vars(config) if getattr(config, "target_parameters", None) else None
     adapted = [name for name in names if targets and is_target_parameter(name, targets)]
     by_peft = {rf".*\.{re.escape(name)}" for module in model.modules() for name in packable(module)}
@@ -131,14 +131,14 @@ def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> 
     """
     weights = [f"{name}.{weight}" for name, module in _experts(model).items() for weight in weight_names(module)]
     if chosen is None:
-        return endings(weights, [without_wrappers(name) for name, _ in model.named_parameters()], parts=(2,))
+        return endings(weights, [without_base_layer(name) for name, _ in model.named_parameters()], parts=(2,))
     layers = {chosen} if isinstance(chosen, int) else set(chosen)
     return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
 
 
 def _experts(model: nn.Module) -> dict[str, nn.Module]:
     check_accelerated(model)
-    names = {module: without_wrappers(name) for name, module in model.named_modules()}
+    names = {module: without_base_layer(name) for name, module in model.named_modules()}
     return {names[layer.experts]: layer.experts for layer in find_layers(model)}
 
 
@@ -155,7 +155,7 @@ def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
 def refuse_what_is_not_loaded(model: nn.Module, settings: dict) -> None:
     """Raise ValueError for layers whose factors PEFT saves under a name that it loads as another."""
     hub, targets = HubNames(cast(Any, model)), Names(settings.get("target_modules"))
-    for name in [without_wrappers(name) for name, _ in model.named_modules()]:
+    for name in [without_base_layer(name) for name, _ in model.named_modules()]:
         if name in targets and hub.in_adapter(name) is None:
             raise ValueError(
                 f"target_modules has {name}, whose factors PEFT and Transformers save but do not load again: leave it out"
@@ -181,7 +181,7 @@ def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
         and child not in taken
         and not is_in_router(f"{name}.{child}")
         and READ_PAST.get(type(module).__name__) != child
-        and hub.in_adapter(without_wrappers(f"{name}.{child}")) is not None
+        and hub.in_adapter(without_base_layer(f"{name}.{child}")) is not None
     ]
     return endings(targets, [name for name, _ in model.named_modules()], parts=(1,))
 

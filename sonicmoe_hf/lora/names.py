@@ -17,7 +17,7 @@ KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[
 WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
 
 
-def without_wrappers(name: str) -> str:
+def without_base_layer(name: str) -> str:
     """Return the name that a module or parameter had before PEFT wrapped anything."""
     return WRAPPER.sub("", name)
 

@@ -53,7 +53,7 @@ _PEFTS_PARAMETERS = BaseTuner._inject_parameters
 _said: set[str] = set()
 
 
-class _Checked(NamedTuple):
+class _CheckedWrapper(NamedTuple):
     """The result of checking a wrapper and its experts, and what it depends on.
 
     obstacle: why we leave the adapter to PEFT, or None; parallelism: ours, or None.
@@ -64,7 +64,7 @@ class _Checked(NamedTuple):
     parallelism: Any
 
 
-_checked: weakref.WeakKeyDictionary[ParamWrapper, _Checked] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[ParamWrapper, _CheckedWrapper] = weakref.WeakKeyDictionary()
 
 
 def _base_layer(wrapper: ParamWrapper) -> Any:
@@ -83,10 +83,10 @@ def _implementation(experts: Any) -> str | None:
     return experts_implementation_at_once(config)
 
 
-def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Checked:
+def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _CheckedWrapper:
     # compiled calls are checked by hooks
     obstacle = None if torch.compiler.is_compiling() else why_not_reached(experts) or _why_not_taken(experts)
-    return _Checked(depends_on, obstacle or _obstacle(wrapper, experts), expert_parallelism(experts))
+    return _CheckedWrapper(depends_on, obstacle or _obstacle(wrapper, experts), expert_parallelism(experts))
 
 
 def _why_not_taken(experts: Any) -> str | None:
@@ -100,7 +100,7 @@ def _why_not_taken(experts: Any) -> str | None:
     return f"{type(experts).__name__}: the forward around its own hands on no keyword arguments; let it take **kwargs"
 
 
-def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
+def _check_once(wrapper: ParamWrapper, experts: Any) -> _CheckedWrapper:
     """Call `_check`, which takes long, where something has changed since the last call."""
     if torch.compiler.is_compiling():
         return _check(wrapper, experts)
@@ -160,7 +160,7 @@ def _weight(linears: Any, adapter: str) -> Any:
     return parameters["weight"]  # by [], where DeepSpeed's ZeRO-3 gathers it
 
 
-def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
+def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _CheckedWrapper) -> LowRank:
     """Return one adapter, as PEFT stores it."""
     a, b = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
     if checked.parallelism is not None:

@@ -89,7 +89,7 @@ def from_pretrained(
             kwargs, loading = with_experts_memory(kwargs, experts_memory)
         one_by_one: Any = contextlib.nullcontext()
         if loading is not None or _packs_again(kwargs):  # threads would read faster than weights are taken or packed
-            one_by_one = loaded_one_by_one(loading.take if loading is not None else _leave)
+            one_by_one = loaded_one_by_one(loading.place if loading is not None else _leave)
         with named_errors(), one_by_one:
             loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True

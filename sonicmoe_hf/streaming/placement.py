@@ -224,7 +224,7 @@ class LoadingPlacement:
         self.experts_memory = experts_memory
         self.placement: Placement | None = None
 
-    def take(self, model: nn.Module, full_name: str) -> None:
+    def place(self, model: nn.Module, full_name: str) -> None:
         """Place the parameter of this name, which has been loaded; one that is not there yet is left for `finish`."""
         module, _, name = full_name.rpartition(".")
         experts: Any = model.get_submodule(module)
@@ -249,7 +249,7 @@ class LoadingPlacement:
         """Place the weights that the checkpoint did not have, and wait for ranks that load too."""
         for module, experts in expert_layers(model):
             for name in weight_names(experts):
-                self.take(model, f"{module}.{name}")
+                self.place(model, f"{module}.{name}")
         if self.placement is not None:
             self.placement.finish()
 

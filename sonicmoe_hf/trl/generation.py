@@ -16,7 +16,7 @@ from .engine import EngineWithAdapter
 from .hooks import Theirs
 from .rollouts import GeneratedSequences
 from .served_base import check_served_base
-from .server import Server
+from .server import VllmServer
 from .serving import Serving, dtype_of, name_of
 
 NOT_RETURNED = (
@@ -58,7 +58,7 @@ class AdapterGeneration(Theirs):
         with temporarily_replaced(self._module().VLLMClient, "init_communicator", lambda client, device=0: None):
             super()._init_vllm()
         if self.accelerator.is_main_process:
-            self.server = Server(self.vllm_client, self.versions, self.replay, dtype)
+            self.server = VllmServer(self.vllm_client, self.versions, self.replay, dtype)
             self._check_base(self.serving.served_base or self.server.base)
         self._share_number()
 

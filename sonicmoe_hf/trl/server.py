@@ -16,7 +16,7 @@ ENVIRONMENT = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 COMPLETIONS = "/v1/completions"
 
 
-class Server:
+class VllmServer:
     """A server, and the experts that its last completions used.
 
     Args:

@@ -112,14 +112,14 @@ def test_a_checkpoint_packed_before_streams_in(late_copies, tmp_path):
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_no_more_than_one_weight_is_on_the_device_while_a_checkpoint_streams_in(format, tmp_path, monkeypatch):
     small().bfloat16().save_pretrained(tmp_path)
-    take, there = placement.LoadingPlacement.take, []
+    place, there = placement.LoadingPlacement.place, []
 
     def counted(self, model, name):
         experts = [weight for name, weight in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
         there.append(sum(not weight.is_meta and not isinstance(weight, HostWeight) for weight in experts))
-        take(self, model, name)
+        place(self, model, name)
 
-    monkeypatch.setattr(placement.LoadingPlacement, "take", counted)
+    monkeypatch.setattr(placement.LoadingPlacement, "place", counted)
     monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", None)  # threads would bring more
     from_pretrained(tmp_path, experts_quantization=format, experts_memory=0)
     assert max(there) == 1 and len(there) > 2 * LAYERS
@@ -158,18 +158,18 @@ def test_loads_overlap_and_those_of_other_models_are_as_before(late_copies, monk
         )  # Transformers' loads put back what the other one put there
     small().save_pretrained(tmp_path)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
-    take, both, models = placement.LoadingPlacement.take, threading.Barrier(2, timeout=20), []
+    place, both, models = placement.LoadingPlacement.place, threading.Barrier(2, timeout=20), []
 
     def taken(self, model, name):
         if self.placement is None:
             both.wait()
             assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "0", "the environment is everybody's"
-        take(self, model, name)
+        place(self, model, name)
 
     def load():
         models.append(from_pretrained(tmp_path, experts_memory=0))
 
-    monkeypatch.setattr(placement.LoadingPlacement, "take", taken)
+    monkeypatch.setattr(placement.LoadingPlacement, "place", taken)
     threads = [threading.Thread(target=load) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -98,7 +98,7 @@ def test_ddp_shares_one_copy_of_experts_in_host_memory(ranks, format):
 def loaded(rank, folder, format):
     """Load a model; return its logits, how many experts' weights were on the device at most, and bytes of the experts and
     of the memory that holds them. Then the first rank changes a byte, and the others return whether they see it."""
-    take, there = placement.LoadingPlacement.take, []
+    place, there = placement.LoadingPlacement.place, []
 
     def counted(self, model, name):
         there.append(
@@ -108,9 +108,9 @@ def loaded(rank, folder, format):
                 for w in e.parameters()
             )
         )
-        take(self, model, name)
+        place(self, model, name)
 
-    with mock.patch.object(placement.LoadingPlacement, "take", counted):
+    with mock.patch.object(placement.LoadingPlacement, "place", counted):
         model = from_pretrained(folder, experts_quantization=format, experts_memory=0)
     with torch.no_grad():
         logits = model(**batch(2, 8)).logits

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from sonicmoe_hf import compile_layers, moe_experts, patch_model
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.call import LayerCall
-from sonicmoe_hf.layer.fetching import STREAMED, fetched
+from sonicmoe_hf.layer.fetching import STREAMED, with_device_weights
 from sonicmoe_hf.layer.projection import Projection
 from sonicmoe_hf.streaming.placement import expert_layers
 
@@ -292,7 +292,7 @@ def test_weights_that_no_layer_holds_are_copied_to_the_device_and_dense_ones_cas
     )
     weight = torch.zeros(2, 1, device="meta")  # stands for a GPU
     call = LayerCall(weight=weight, x=None, gate_up=gate_up, down=down, rows=None, options=None)
-    with fetched(call, torch.bfloat16) as given:
+    with with_device_weights(call, torch.bfloat16) as given:
         for each in (given.gate_up, given.down):
             assert {each.weight.device.type, each.scales.device.type, each.state.device.type} == {"meta"}
             assert each.weight.dtype == torch.bfloat16

@@ -18,7 +18,7 @@ from .models import Loading, Scores, adapted, rounded, scores_of
 from .places import Observation, coarser, observed_adapted, observed_by_server, observed_merged
 from .server import Server
 from .texts import NUM_TEXTS, Text, texts_for
-from .trained_adapter import Checked, TrainedAdapter
+from .trained_adapter import JudgedPlace, TrainedAdapter
 
 MORE = 4  # times as many texts, where those of the first time do not tell
 
@@ -28,7 +28,7 @@ class Check(NamedTuple):
 
     change: float
     tokens: int
-    places: list[Checked]
+    places: list[JudgedPlace]
 
 
 def check_adapter(

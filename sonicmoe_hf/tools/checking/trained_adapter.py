@@ -20,7 +20,7 @@ AS_TRAINED = Hypothesis("", "the adapter", lambda layer: None)
 THE_BASE = Hypothesis(LEFT_OUT, "the base", lambda layer: torch.zeros_like(layer.b.data), lambda name: True)
 
 
-class Checked(NamedTuple):
+class JudgedPlace(NamedTuple):
     """A place, the verdict on it, and whether the base was asked there."""
 
     place: str
@@ -68,7 +68,7 @@ class TrainedAdapter:
                 scores.update(scores_of(self._model, missing, hypothesis.name))
         return observation.of(scores)
 
-    def check(self, observation: Observation) -> Checked:
+    def check(self, observation: Observation) -> JudgedPlace:
         """Judge what a place gives."""
         alternatives = [(each, self._runs(observation, each)) for each in self._hypotheses]
         base = self._runs(observation, THE_BASE)
@@ -80,7 +80,7 @@ class TrainedAdapter:
         if verdict.may_be_scaled and not observation.is_base:
             alternatives += self._nearest_scaled(observation, found, reference, noise)
             verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
-        return Checked(observation.place, verdict, observation.is_base)
+        return JudgedPlace(observation.place, verdict, observation.is_base)
 
     def _runs(self, observation: Observation, hypothesis: Hypothesis) -> torch.Tensor:
         """Return the log-probabilities [2, T] of two runs whose rounding differs; of one, twice, in fp32, where it is

@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(self, message)
 
 
-class _Version(argparse.Action):
+class _PrintVersions(argparse.Action):
     def __call__(self, parser, *_):
         own, *others = (
             f"{name} {importlib.metadata.version(name)}" for name in ("sonicmoe-hf", "torch", "transformers")
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the command line of `sonicmoe-hf`."""
     parser = _Parser(prog="sonicmoe-hf", description="SonicMoE for Hugging Face Transformers")
     parser.add_argument(
-        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print versions and exit"
+        "--version", action=_PrintVersions, nargs=0, default=argparse.SUPPRESS, help="print versions and exit"
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():

@@ -32,7 +32,7 @@ MIXERS = (
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
 
-class Projection(NamedTuple):
+class AttentionLinear(NamedTuple):
     """A linear layer of the attention: its name, its features, in how many layers it is."""
 
     name: str
@@ -88,7 +88,7 @@ class ModelSizes:
     heads: int
     mixer: int
     mixer_output: int
-    projections: list[Projection]
+    projections: list[AttentionLinear]
     head_norms: int
     plain_inner: int
     linear: int
@@ -251,7 +251,7 @@ def _entry(config: Any, *names: str) -> int:
     )
 
 
-def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[Projection]:
+def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[AttentionLinear]:
     """Count the linear layers of modules whose classes have one of these words in their names."""
     counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for module in model.modules():
@@ -259,10 +259,10 @@ def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[Project
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
                     counts[name, child.in_features, child.out_features] += 1
-    return [Projection(*key, count) for key, count in counts.items()]
+    return [AttentionLinear(*key, count) for key, count in counts.items()]
 
 
-def _of_a_layer(config: Any, features: Iterable[tuple[Projection, int]]) -> int:
+def _of_a_layer(config: Any, features: Iterable[tuple[AttentionLinear, int]]) -> int:
     """Count the features in a layer, on average."""
     return sum(projection.num_layers * count for projection, count in features) // config.num_hidden_layers
 

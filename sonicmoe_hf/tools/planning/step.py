@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .run_time import MAX_ROWS, gathers_tokens, is_in_pieces, makes_room_for_all_ranks
-from .sizes import ModelSizes, Projection, of_eager
+from .sizes import AttentionLinear, ModelSizes, of_eager
 from .training import Training
 
 STREAM_COPIES = 5.5  # of the streams in fp32, that a layer's two hyper-connections keep, by tensors without memory
@@ -29,7 +29,7 @@ class Step(NamedTuple):
     # adapters
 
     @property
-    def adapted(self) -> list[Projection]:
+    def adapted(self) -> list[AttentionLinear]:
         """The attention's linear layers that have adapters."""
         targets, r = self.training.targets, self.training.r
         return [p for p in self.sizes.projections if (targets is None or p.name in targets) and r]
