@@ -34,7 +34,7 @@ from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_
 from .variants import training_step_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of dw, are 32-bit
+MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the partial sums of dw, are 32-bit
 
 
 @functools.cache
@@ -262,7 +262,7 @@ def scaled_down_backward(
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
-    parts = weight_P.new_empty(groups, num_pairs) if want_dw else None
+    partials = weight_P.new_empty(groups, num_pairs) if want_dw else None
     scaled_dh, outputs = None, (None, None)
     if want_scaled:
         scaled_dh = empty_rows(dout, num_pairs, 2 * groups * FP8_BLOCK)
@@ -282,12 +282,12 @@ def scaled_down_backward(
         dh_R2I,
         a_RI,
         *outputs,
-        parts,
+        partials,
         rows.pair,
         rows.token,
         *_schedule(rows, dout.codes),
     )
-    return dh_R2I, a_RI, triton.routing_gradient(parts, h_R2I, None, rows) if want_dw else None, scaled_dh
+    return dh_R2I, a_RI, triton.routing_gradient(partials, h_R2I, None, rows) if want_dw else None, scaled_dh
 
 
 def down_backward(
@@ -295,8 +295,8 @@ def down_backward(
 ):
     num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     chosen = tile("gemm_down_backward", inner)
-    num_parts = -(-inner // chosen.columns)
-    taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_parts * num_pairs < MAX_ELEMENTS
+    num_partials = -(-inner // chosen.columns)
+    taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_partials * num_pairs < MAX_ELEMENTS
     weight_EIH = down_EHI.transpose(1, 2)
     if _has_few(rows) or not taken or not _dense(down_EHI) or not _lora_fits(lora, weight_EIH):
         return triton.down_backward(
@@ -304,7 +304,7 @@ def down_backward(
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
-    parts = weight_P.new_empty(num_parts, num_pairs) if want_dw else None
+    partials = weight_P.new_empty(num_partials, num_pairs) if want_dw else None
     kernel = _compiled().gemm_down_backward(
         dout_TH.dtype,
         hidden,
@@ -327,12 +327,12 @@ def down_backward(
         weight_P,
         dh_R2I,
         a_RI,
-        parts,
+        partials,
         rows.pair,
         rows.token,
         *_schedule(rows, dout_TH),
     )
-    return dh_R2I, a_RI, triton.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
+    return dh_R2I, a_RI, triton.routing_gradient(partials, dout_TH, bias_EH, rows) if want_dw else None
 
 
 def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):

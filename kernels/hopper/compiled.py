@@ -37,8 +37,8 @@ def _weight(dtype, rows, depth, depth_contiguous):
     return _tensor(dtype, (cute.sym_int(), rows, depth), (2, 1, 0) if depth_contiguous else (2, 0, 1))
 
 
-def _extra(dtype, pairs, rows_of_weight, rank, depth_contiguous):
-    """Make the rows and the factor of an adapter of this rank, which is 0 without one."""
+def _lora(dtype, pairs, rows_of_weight, rank, depth_contiguous):
+    """Make shrunk rows and the factor of an adapter of this rank, which is 0 without one."""
     if not rank:
         return None, None
     return _tensor(dtype, (pairs, rank)), _weight(dtype, rows_of_weight, rank, depth_contiguous)
@@ -64,7 +64,7 @@ def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bi
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
-        *_extra(kind, pairs, rows_of_weight, rank, depth_contiguous),
+        *_lora(kind, pairs, rows_of_weight, rank, depth_contiguous),
         _tensor(kind, (pairs, rows_of_weight)),
         _indices(pairs),
         *_tiles(),
@@ -94,7 +94,7 @@ def gemm_up(
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, width, hidden, hidden_contiguous),
         _tensor(kind, (cute.sym_int(), width), align=2) if bias else None,
-        *_extra(kind, pairs, width, rank, hidden_contiguous),
+        *_lora(kind, pairs, width, rank, hidden_contiguous),
         _tensor(kind, (pairs, width)) if want_h else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _indices(pairs),
@@ -125,7 +125,7 @@ def gemm_down_backward(
         GemmDownBackwardKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, inner, hidden, hidden_contiguous),
-        *_extra(kind, pairs, inner, rank, hidden_contiguous),
+        *_lora(kind, pairs, inner, rank, hidden_contiguous),
         _tensor(kind, (pairs, width)),
         _tensor(cutlass.Float32, (pairs,), align=4),
         _tensor(kind, (pairs, width)) if want_dh else None,
@@ -171,7 +171,7 @@ def gemm_fp8_up(hidden: int, inner: int, want_h: bool, want_a: bool, want_scaled
         _tensor(STORED, (cute.sym_int(), 2 * inner, hidden // 2)),
         _scales(cute.sym_int(), groups),
         _scales(cute.sym_int(), 2 * inner_groups, groups),
-        *_extra(STORED, pairs, 2 * inner, rank, True),
+        *_lora(STORED, pairs, 2 * inner, rank, True),
         _tensor(STORED, (pairs, 2 * inner)) if want_h else None,
         _tensor(STORED, (pairs, inner)) if want_a else None,
         _tensor(STORED, (pairs, inner // 2)) if want_scaled else None,
@@ -193,7 +193,7 @@ def gemm_fp8_down(hidden: int, inner: int, rank: int):
         _tensor(STORED, (cute.sym_int(), hidden, inner // 2)),
         _scales(pairs, groups),
         _scales(cute.sym_int(), -(-hidden // GROUP), groups),
-        *_extra(STORED, pairs, hidden, rank, True),
+        *_lora(STORED, pairs, hidden, rank, True),
         _tensor(STORED, (pairs, hidden)),
         _indices(pairs),
         *_tiles(),
@@ -215,7 +215,7 @@ def gemm_fp8_down_backward(
         _tensor(STORED, (cute.sym_int(), inner, hidden // 2)),
         _scales(cute.sym_int(), groups),
         _scales(cute.sym_int(), inner_groups, groups),
-        *_extra(STORED, pairs, inner, rank, True),
+        *_lora(STORED, pairs, inner, rank, True),
         _tensor(STORED, (pairs, 2 * inner)),
         _scales(pairs),
         _tensor(STORED, (pairs, 2 * inner)) if want_dh else None,

@@ -20,7 +20,7 @@ from .gemm_common import Layouts, epilogue_layout, partition, set_up_shared, sha
 from .mainloop import consumer_fragments, multiply_tile, narrow_tile
 from .rounding_error import RESIDUAL_BYTES, Residual
 from .varlen import varlen_epi_tiles
-from .varlen_m import VarlenMKernel, add_bias, extra_atoms
+from .varlen_m import VarlenMKernel, add_bias, lora_atoms
 
 WARP_ROWS = 32 * VECTOR // EPI_TILE_N  # rows of an epi tile that a warp reads at a time
 EPI_TILE_BYTES = WARPGROUP_M * EPI_TILE_N * 2
@@ -71,7 +71,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
     def run_warps(
         self,
         operands: cutlass.Constexpr,
-        extra: cutlass.Constexpr,
+        lora: cutlass.Constexpr,
         token: cute.Tensor,
         table: cute.Tensor,
         last: Int32,
@@ -90,7 +90,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
             self.stages,
             self.producer_arrivals(),
             self.extra_arrivals,
-            (operands.atom_b, *extra_atoms(extra)),
+            (operands.atom_b, *lora_atoms(lora)),
             counter,
             self.num_work_tiles(tiles),
             4 + CONSUMER_WARPS,
@@ -99,7 +99,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < self.gather_warps:
-                self.produce(operands, extra, shared, token, tiles)
+                self.produce(operands, lora, shared, token, tiles)
             else:
                 self.run_epilogue_warp(shared, warp - self.gather_warps, *epilogue_arguments)
         else:

@@ -27,7 +27,7 @@ tile_empty are those of the tile in shared memory, where there are epilogue warp
 have an order barrier each (gemm_down.py). Every warp but producer warp 0 also arrives at scheduler.empty
 (tile_scheduler.py). While a kernel is compiled, arrivals.py counts these again, and a count that differs is an error.
 
-Adapters (interface.LoraTerm) are extra depth: [A | rows] [B | factor]^T. After the stages of A and B the producer fills
+Adapters (interface.LoraTerm) are more depth: [A | shrunk] [B | factor]^T. After the stages of A and B the producer fills
 one more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Consumers compute the last
 of these stages as far as there are k blocks of 16. Nothing else differs, and without an adapter nothing does.
 """

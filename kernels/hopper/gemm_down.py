@@ -24,7 +24,7 @@ from .gemm_common import (
 )
 from .mainloop import Mma, advance_by, consumer_fragments, multiply, multiply_tile, narrow_tile
 from .varlen import varlen_epi_tiles, varlen_rows
-from .varlen_m import VarlenMKernel, add_bias, extra_atoms
+from .varlen_m import VarlenMKernel, add_bias, lora_atoms
 
 
 class CooperativeGemmDownKernel(EpilogueWarpsKernel):
@@ -48,7 +48,7 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
         source: cute.Tensor,
         weight: cute.Tensor,
         bias,
-        rank_rows,
+        shrunk,
         factor,
         out: cute.Tensor,
         token: cute.Tensor,
@@ -58,10 +58,10 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(source, weight)
-        extra = self.set_up_extra(rank_rows, factor)
+        lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue()
         stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
-        self.kernel(operands, extra, stored, bias, token, table, last, self.mma, self.layouts).launch(
+        self.kernel(operands, lora, stored, bias, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -69,7 +69,7 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
     def kernel(
         self,
         operands: Operands,
-        extra,
+        lora,
         out: Output,
         bias,
         token: cute.Tensor,
@@ -78,7 +78,7 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
         mma: Mma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, extra, token, table, last, mma, bias, layouts, (out, None))
+        self.run_warps(operands, lora, token, table, last, mma, bias, layouts, (out, None))
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         if tile.static and self.rows > TILE_M:
             raise ValueError(f"tiles of {tile.rows} rows merge row tiles, which needs the dynamic scheduler")
 
-    def set_up_extra(self, rows, factor):
-        if rows is not None:
+    def set_up_lora(self, shrunk, factor):
+        if shrunk is not None:
             self.registers = 40, 232  # the producer loads from two pairs of tensors; with 24 it spills
-        return super().set_up_extra(rows, factor)
+        return super().set_up_lora(shrunk, factor)
 
     def set_up_epilogue(self):
         self.layouts = Layouts(self.layout_a, self.layout_b, epilogue_layout(self.dtype, 2 * self.epi_stages))
@@ -134,7 +134,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
     def run_warps(
         self,
         operands: cutlass.Constexpr,
-        extra: cutlass.Constexpr,
+        lora: cutlass.Constexpr,
         token: cute.Tensor,
         table: cute.Tensor,
         last: Int32,
@@ -155,7 +155,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
             self.stages,
             self.producer_arrivals(),
             {"order": warps},
-            (operands.atom_b, out.atom, *extra_atoms(extra)),
+            (operands.atom_b, out.atom, *lora_atoms(lora)),
             counter,
             self.num_work_tiles(tiles),
             1 + CONSUMER_WARPS,
@@ -165,7 +165,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(operands, extra, shared, token, tiles)
+                self.produce(operands, lora, shared, token, tiles)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.run_pingpong_consumer(mma, shared, warpgroup - 1, out, bias)
@@ -207,14 +207,14 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                     self.store_rows(bottom, to, expert, first + WARPGROUP_M, end, column_tile)
             else:
                 if const_expr(third_a is None):
-                    stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
+                    stage, phase = advance_by(stage, phase, self.k_tiles + self.lora_k_tiles, self.stages)
                 else:
                     if first + TILE_M < end:
                         params = self.tile_params(shared.pipeline, stage, phase)
                         stage, phase = multiply(mma.whole, (top,), (third_a,), fragment_b, params)
                         self.store_rows(top, to, expert, first + TILE_M, end, column_tile)
                     else:
-                        stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
+                        stage, phase = advance_by(stage, phase, self.k_tiles + self.lora_k_tiles, self.stages)
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1
         cute.arch.cp_async_bulk_wait_group(0)

@@ -20,13 +20,13 @@ from .mainloop import Mma
 @dataclass(frozen=True)
 class RowTensors:
     """Tensors that the epilogue warps read for every row: h [R, 2I], routing_weight [P], pair [R]; and those that they
-    write, or None: dh [R, 2I], a [R, I], parts [column tiles, R] of dw."""
+    write, or None: dh [R, 2I], a [R, I], partials [column tiles, R], summed to dw."""
 
     h: cute.Tensor
     routing_weight: cute.Tensor
     dh: cute.Tensor | None
     a: cute.Tensor | None
-    parts: cute.Tensor | None
+    partials: cute.Tensor | None
     pair: cute.Tensor
 
 
@@ -51,13 +51,13 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         self,
         dout: cute.Tensor,
         weight: cute.Tensor,
-        rank_rows,
+        shrunk,
         factor,
         h: cute.Tensor,
         routing_weight: cute.Tensor,
         dh,
         a,
-        parts,
+        partials,
         pair: cute.Tensor,
         token: cute.Tensor,
         table: cute.Tensor,
@@ -66,10 +66,10 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(dout, weight)
-        extra = self.set_up_extra(rank_rows, factor)
+        lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue(computed_with=True)
-        tensors = RowTensors(h, routing_weight, dh, a, parts, pair)
-        self.kernel(operands, extra, tensors, token, table, last, self.mma, self.layouts).launch(
+        tensors = RowTensors(h, routing_weight, dh, a, partials, pair)
+        self.kernel(operands, lora, tensors, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -77,7 +77,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
     def kernel(
         self,
         operands: Operands,
-        extra,
+        lora,
         tensors: RowTensors,
         token: cute.Tensor,
         table: cute.Tensor,
@@ -85,7 +85,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         mma: Mma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, extra, token, table, last, mma, None, layouts, (tensors,))
+        self.run_warps(operands, lora, token, table, last, mma, None, layouts, (tensors,))
 
     @cute.jit
     def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, tensors: cutlass.Constexpr):
@@ -179,7 +179,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         column_tile: Int32,
     ):
         """Compute dh, a' and dw of one row a thread, an epi tile of da's columns at a time."""
-        parts, width = tensors.parts, tensors.h.shape[1] // self.sides
+        partials, width = tensors.partials, tensors.h.shape[1] // self.sides
         lane = cute.arch.lane_idx()
         da, a_values = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, self.dtype)
         partial = Float32(0.0)
@@ -200,11 +200,11 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
                 a_values[v] = (routed * act).to(self.dtype)
             if row < end:
                 self.write(tensors.dh, tensors.a, h_values, a_values, row, column, epi_tile)
-        if const_expr(parts is not None):
+        if const_expr(partials is not None):
             for distance in (1, 2, 4):
                 partial += cute.arch.shuffle_sync_bfly(partial, distance)
             if lane % (EPI_TILE_N // VECTOR) == 0 and row < end:
-                parts[column_tile, row] = partial
+                partials[column_tile, row] = partial
 
     @cute.jit
     def write(self, dh, a, dh_values, a_values, row: Int32, column: Int32, epi_tile: cutlass.Constexpr):

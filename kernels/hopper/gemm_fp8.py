@@ -57,7 +57,7 @@ class GroupMma:
     """The MMAs of a wave: of a group, and of an adapter, in 16 bits."""
 
     group: cute.TiledMma
-    extra: cute.TiledMma
+    lora: cute.TiledMma
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         return MainloopParams(pipeline, stage, phase, k_tiles=k_tiles, unused=self.k_tiles - k_tiles)
 
     @property
-    def extra_k_blocks(self) -> int:
+    def lora_k_blocks(self) -> int:
         """Count the k blocks of each stage of an adapter that are multiplied: of several stages all, which are zero
         past the rank."""
         return self.tail_k_blocks if self.whole_k_tiles == self.k_tiles else TILE_K // K_BLOCK
@@ -196,11 +196,11 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         own_row = WARPGROUP_M * half + thread // 32 * 16 + thread % 32 // 4
         tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
         mma.group.set(warpgroup.Field.ACCUMULATE, True)
-        mma.extra.set(warpgroup.Field.ACCUMULATE, True)
+        mma.lora.set(warpgroup.Field.ACCUMULATE, True)
         a = as_fp8(shared.a, group_layout(self.rows, self.stages))
         b = as_fp8(shared.b, group_layout(self.columns, self.stages))
         fragments = wave_fragments(mma.group, a, b, half)
-        extra_fragments = wave_fragments(mma.extra, shared.a, shared.b, half)
+        lora_fragments = wave_fragments(mma.lora, shared.a, shared.b, half)
         shape = mma.group.partition_shape_C((WARPGROUP_M, WAVE))
         partial = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in fragments[1]]
@@ -226,13 +226,13 @@ class GroupScaledKernel(EpilogueWarpsKernel):
                 turns,
             )
             stage, phase = release_unread(shared.pipeline, stage, phase, params.unused, len(sums), turns)
-            for _ in cutlass.range(self.extra_k_tiles, unroll=1):  # without rows too: in a branch ptxas spills
-                stage, phase = add_extra(
-                    mma.extra,
+            for _ in cutlass.range(self.lora_k_tiles, unroll=1):  # without rows too: in a branch ptxas spills
+                stage, phase = add_lora(
+                    mma.lora,
                     sums,
                     partial,
-                    extra_fragments,
-                    self.extra_k_blocks,
+                    lora_fragments,
+                    self.lora_k_blocks,
                     shared.pipeline,
                     stage,
                     phase,
@@ -315,7 +315,7 @@ def multiply_groups(
 
 
 @cute.jit
-def add_extra(
+def add_lora(
     mma: cutlass.Constexpr,
     sums,
     partial,
@@ -375,10 +375,10 @@ class GemmFp8UpKernel(GatheringKernel):
         super().__init__(STORED, TILE, gated=True)
         self.activation = activation
 
-    def set_up_extra(self, rows, factor):
-        if rows is not None:
+    def set_up_lora(self, shrunk, factor):
+        if shrunk is not None:
             self.registers = 72, 216  # with 208 ptxas spills
-        return super().set_up_extra(rows, factor)
+        return super().set_up_lora(shrunk, factor)
 
     @cute.jit
     def __call__(
@@ -387,7 +387,7 @@ class GemmFp8UpKernel(GatheringKernel):
         gate_up: cute.Tensor,
         x_scales: cute.Tensor,
         weight_scales: cute.Tensor,
-        rank_rows,
+        shrunk,
         factor,
         h,
         a,
@@ -400,7 +400,7 @@ class GemmFp8UpKernel(GatheringKernel):
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(x, gate_up)
-        extra = self.set_up_extra(rank_rows, factor)
+        lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue()
         out = None
         if const_expr(h is not None):
@@ -409,7 +409,7 @@ class GemmFp8UpKernel(GatheringKernel):
         to = None
         if const_expr(scaled_a is not None):
             to = QuantizedRows(scaled_a, a_scales, a)
-        self.kernel(operands, extra, out, scales, to, token, table, last, self.mma, self.layouts).launch(
+        self.kernel(operands, lora, out, scales, to, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -417,7 +417,7 @@ class GemmFp8UpKernel(GatheringKernel):
     def kernel(
         self,
         operands: Operands,
-        extra,
+        lora,
         out,
         scales: GroupScales,
         to,
@@ -427,7 +427,7 @@ class GemmFp8UpKernel(GatheringKernel):
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, extra, token, table, last, mma, scales, layouts, (out, to))
+        self.run_warps(operands, lora, token, table, last, mma, scales, layouts, (out, to))
 
     @cute.jit
     def epilogue_half_tile(
@@ -487,7 +487,7 @@ class GemmFp8DownKernel(GroupScaledKernel):
         down: cute.Tensor,
         a_scales: cute.Tensor,
         weight_scales: cute.Tensor,
-        rank_rows,
+        shrunk,
         factor,
         out: cute.Tensor,
         token: cute.Tensor,
@@ -497,11 +497,11 @@ class GemmFp8DownKernel(GroupScaledKernel):
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(a, down)
-        extra = self.set_up_extra(rank_rows, factor)
+        lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue()
         stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         scales = GroupScales(a_scales, weight_scales, token)
-        self.kernel(operands, extra, stored, scales, token, table, last, self.mma, self.layouts).launch(
+        self.kernel(operands, lora, stored, scales, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -509,7 +509,7 @@ class GemmFp8DownKernel(GroupScaledKernel):
     def kernel(
         self,
         operands: Operands,
-        extra,
+        lora,
         out: Output,
         scales: GroupScales,
         token: cute.Tensor,
@@ -518,4 +518,4 @@ class GemmFp8DownKernel(GroupScaledKernel):
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, extra, token, table, last, mma, scales, layouts, (out, None))
+        self.run_warps(operands, lora, token, table, last, mma, scales, layouts, (out, None))

@@ -45,7 +45,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
     """dout [T, H / 2] gathered, weight [E, I, H / 2] (of transposed down), both pairs of e4m3 values; h [R, 2I] in bf16,
     gates first. da' is rounded to bf16, and so is dh before it is quantized.
 
-    dw's parts are those of groups of 128 columns.
+    dw's partial sums are those of groups of 128 columns.
     """
 
     def __init__(self, activation, hidden: int):
@@ -62,7 +62,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         weight: cute.Tensor,
         dout_scales: cute.Tensor,
         weight_scales: cute.Tensor,
-        rank_rows,
+        shrunk,
         factor,
         h: cute.Tensor,
         routing_weight: cute.Tensor,
@@ -70,7 +70,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         a,
         scaled_dh,
         dh_scales,
-        parts,
+        partials,
         pair: cute.Tensor,
         token: cute.Tensor,
         table: cute.Tensor,
@@ -79,14 +79,14 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(dout, weight)
-        extra = self.set_up_extra(rank_rows, factor)
+        lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue()
         scales = GroupScales(dout_scales, weight_scales, token)
         scaled = None
         if const_expr(scaled_dh is not None):
             scaled = QuantizedRows(scaled_dh, dh_scales, None)
-        written = Written(RowTensors(h, routing_weight, dh, a, parts, pair), scaled)
-        self.kernel(operands, extra, scales, written, token, table, last, self.mma, self.layouts).launch(
+        written = Written(RowTensors(h, routing_weight, dh, a, partials, pair), scaled)
+        self.kernel(operands, lora, scales, written, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -94,7 +94,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
     def kernel(
         self,
         operands: Operands,
-        extra,
+        lora,
         scales: GroupScales,
         written: Written,
         token: cute.Tensor,
@@ -103,7 +103,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, extra, token, table, last, mma, scales, layouts, (None, written))
+        self.run_warps(operands, lora, token, table, last, mma, scales, layouts, (None, written))
 
     def place_of_unit(self, unit, column_tile):
         """Return (row of half a tile, first column) of a thread in a unit: four rows of one of a tile's two groups."""
@@ -158,11 +158,11 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
                     if column >= width:
                         da.fill(0.0)
                 partial += self.turn_into_dh(h_now, da, routed, i, tensors, first + row, is_row, column)
-            if const_expr(tensors.parts is not None):
+            if const_expr(tensors.partials is not None):
                 for mask in (1, 2, 4):
                     partial += cute.arch.shuffle_sync_bfly(partial, mask)
                 if is_row and part == 0:
-                    tensors.parts[column // GROUP, first + row] = partial
+                    tensors.partials[column // GROUP, first + row] = partial
             if const_expr(to.scaled is not None):
                 for side in cutlass.range_constexpr(2):
                     self.write_scaled(to.scaled, h_now, first + row, is_row, column, side)
@@ -182,7 +182,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         is_row,
         column: Int32,
     ):
-        """Turn a vector of gates and one of ups into their gradients; write these and a', and return their part of dw."""
+        """Turn a vector of gates and one of ups into their gradients; write these and a', return what they add to dw."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         partial, width = Float32(0.0), tensors.h.shape[1] // 2
         a_values = cute.make_rmem_tensor(VECTOR, self.dtype)

@@ -35,7 +35,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
         x: cute.Tensor,
         gate_up: cute.Tensor,
         bias,
-        rank_rows,
+        shrunk,
         factor,
         h,
         a,
@@ -46,12 +46,12 @@ class GemmUpKernel(EpilogueWarpsKernel):
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(x, gate_up)
-        extra = self.set_up_extra(rank_rows, factor)
+        lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue(computed_with=a is not None)
         out = None
         if const_expr(h is not None):
             out = output(varlen_h(h, self.in_order), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
-        self.kernel(operands, extra, out, a, bias, token, table, last, self.mma, self.layouts).launch(
+        self.kernel(operands, lora, out, a, bias, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -59,7 +59,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
     def kernel(
         self,
         operands: Operands,
-        extra,
+        lora,
         out,
         a,
         bias,
@@ -69,7 +69,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
         mma: Mma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, extra, token, table, last, mma, bias, layouts, (out, a))
+        self.run_warps(operands, lora, token, table, last, mma, bias, layouts, (out, a))
 
     @cute.jit
     def epilogue_half_tile(

@@ -58,9 +58,9 @@ class Gather:
         return targets_in_stage[place] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
 
 
-def extra_atoms(extra: Operands | None):
+def lora_atoms(lora: Operands | None):
     """Return the TMA loads of an adapter's operands, if there is one."""
-    return () if extra is None else (extra.atom_a, extra.atom_b)
+    return () if lora is None else (lora.atom_a, lora.atom_b)
 
 
 class VarlenMKernel:
@@ -86,7 +86,7 @@ class VarlenMKernel:
         per_half = weight.shape[1] // self.halves
         self.column_tiles = math.ceil(per_half / (self.columns // self.halves))
         self.k_tiles = self.whole_k_tiles = math.ceil(weight.shape[2] / TILE_K)
-        self.extra_k_tiles = self.tail_k_blocks = 0
+        self.lora_k_tiles = self.tail_k_blocks = 0
         self.layout_a = operand_layout(self.dtype, self.rows, True, self.stages)
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
@@ -98,19 +98,19 @@ class VarlenMKernel:
         atom_a, tensor_a = (None, source) if const_expr(self.gather) else self.row_atom(source)
         return Operands(atom_a, tensor_a, *self.weight_atom(weight))
 
-    def set_up_extra(self, rows, factor) -> Operands | None:
-        """Set up an adapter's operands, or None without one: rows [P, J] in the order of the rows, factor [E, N, J] in
-        the order of the weight. They are more depth: [source | rows] @ [weight | factor]^T, and their stages follow
+    def set_up_lora(self, shrunk, factor) -> Operands | None:
+        """Set up an adapter's operands, or None without one: shrunk [P, J] in the order of the rows, factor [E, N, J] in
+        the order of the weight. They are more depth: [source | shrunk] @ [weight | factor]^T, and their stages follow
         those of source and weight. The last stage's k blocks are computed as far as there are any of the J columns."""
-        if rows is None:
+        if shrunk is None:
             return None
-        rank = rows.shape[1]
+        rank = shrunk.shape[1]
         if self.last_columns > 128:  # 192 of 256, where ptxas runs out of registers and serialises the wgmmas
             self.last_columns, self.narrow_mma = 0, None
-        self.extra_k_tiles = math.ceil(rank / TILE_K)
+        self.lora_k_tiles = math.ceil(rank / TILE_K)
         self.whole_k_tiles = self.k_tiles + rank // TILE_K
         self.tail_k_blocks = math.ceil(rank % TILE_K / K_BLOCK)
-        return Operands(*self.row_atom(rows), *self.weight_atom(factor))
+        return Operands(*self.row_atom(shrunk), *self.weight_atom(factor))
 
     @property
     def mma(self) -> Mma:
@@ -152,8 +152,8 @@ class VarlenMKernel:
         """Return the arguments of `multiply` for half a tile, whose stages are released unread unless it `has_rows`."""
         k_tiles = has_rows * self.whole_k_tiles
         unused = self.k_tiles - k_tiles
-        if self.extra_k_tiles:
-            unused = (1 - has_rows) * (self.k_tiles + self.extra_k_tiles)
+        if self.lora_k_tiles:
+            unused = (1 - has_rows) * (self.k_tiles + self.lora_k_tiles)
         return MainloopParams(
             pipeline,
             stage,
@@ -214,7 +214,7 @@ class VarlenMKernel:
     def produce(
         self,
         operands: cutlass.Constexpr,
-        extra: cutlass.Constexpr,
+        lora: cutlass.Constexpr,
         shared: cutlass.Constexpr,
         token: cute.Tensor,
         tiles: cute.Tensor,
@@ -271,16 +271,16 @@ class VarlenMKernel:
                 else:
                     self.load_a(atom_a, halves, full + stage, first, end, k_tile, stage)
                 stage, phase = advance(stage, phase, self.stages)
-            if const_expr(extra is not None):
-                stage, phase = self.produce_extra(
-                    extra, shared, warp, expert, first, end, column_tile, has_bottom, stage, phase
+            if const_expr(lora is not None):
+                stage, phase = self.produce_lora(
+                    lora, shared, warp, expert, first, end, column_tile, has_bottom, stage, phase
                 )
             expert, first, end, column_tile = next_expert, next_first, next_end, next_column_tile
 
     @cute.jit
-    def produce_extra(
+    def produce_lora(
         self,
-        extra: cutlass.Constexpr,
+        lora: cutlass.Constexpr,
         shared: cutlass.Constexpr,
         warp,
         expert: Int32,
@@ -291,16 +291,16 @@ class VarlenMKernel:
         stage: Int32,
         phase: Int32,
     ):
-        """Fill the stages of the extra depth, which is loaded by TMA also where the source is gathered: the gathering
+        """Fill the stages of an adapter's depth, which is loaded by TMA also where the source is gathered: the gathering
         threads only arrive. Returns the pipeline's next stage and phase."""
         full, empty = shared.pipeline.full, shared.pipeline.empty
-        halves, tma_bytes = self.partition_a(extra.atom_a, extra.a, shared, first, end, has_bottom)
-        for k_tile in cutlass.range(self.extra_k_tiles, unroll=1):
+        halves, tma_bytes = self.partition_a(lora.atom_a, lora.a, shared, first, end, has_bottom)
+        for k_tile in cutlass.range(self.lora_k_tiles, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             if warp == 0:
                 shared.pipeline.announce(stage, tma_bytes)
-                self.load_b(extra.atom_b, extra.b, shared, expert, column_tile, k_tile, stage)
-                self.load_a(extra.atom_a, halves, full + stage, first, end, k_tile, stage)
+                self.load_b(lora.atom_b, lora.b, shared, expert, column_tile, k_tile, stage)
+                self.load_a(lora.atom_a, halves, full + stage, first, end, k_tile, stage)
             if const_expr(self.gather):
                 shared.pipeline.arrive_when_copied(stage)
             stage, phase = advance(stage, phase, self.stages)

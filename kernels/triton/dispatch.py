@@ -84,7 +84,7 @@ def _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k):
 
 
 @triton.jit
-def scratch_parts(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def split_scratch(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one
     buffer."""
     counts = scratch + num_blocks * BLOCK
@@ -106,7 +106,7 @@ def dispatch_count_kernel(
 ):
     """Write keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the
     pairs."""
-    keys, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    keys, counts, totals = split_scratch(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     pair = block * BLOCK + place
@@ -143,7 +143,7 @@ def dispatch_scan_kernel(
     CHECKED: tl.constexpr,
 ):
     """Compute exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
-    _, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    _, counts, totals = split_scratch(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     which = tl.program_id(0)
     running = 0
     if which <= NUM_EXPERTS:
@@ -197,7 +197,7 @@ def dispatch_place_kernel(
     CHUNK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    keys, counts, _ = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    keys, counts, _ = split_scratch(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     if block < num_blocks:
         place = tl.arange(0, BLOCK)

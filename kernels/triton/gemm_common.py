@@ -33,10 +33,10 @@ def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def row_tile(tiles, tile, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Return (expert, or -1, first row, end) of an entry of the tile table, or of a part of ROWS rows of one."""
-    entry = tiles + tile // PARTS * 3
-    first = tl.load(entry + 1) + tile % PARTS * ROWS
+def row_tile(tiles, tile, ROWS: tl.constexpr, BLOCKS_OF_TILE: tl.constexpr):
+    """Return (expert, or -1, first row, end) of an entry of the tile table, or of a block of ROWS rows in one."""
+    entry = tiles + tile // BLOCKS_OF_TILE * 3
+    first = tl.load(entry + 1) + tile % BLOCKS_OF_TILE * ROWS
     end = tl.load(entry + 2)
     return tl.where(first < end, tl.load(entry), -1), first, end
 
@@ -221,13 +221,13 @@ def gemm_plan(kernel, tensor, weight, rows, num_columns) -> GemmPlan:
     blocks = blocks_for(kernel, tensor, num_pairs, num_experts, aligned)
     tile_of_rows = tile_rows(num_pairs, num_experts)
     rows_of_block = min(tile_of_rows, blocks.rows)
-    parts = tile_of_rows // rows_of_block
+    blocks_of_tile = tile_of_rows // rows_of_block
     return GemmPlan(
         blocks,
         rows_of_block,
-        max_row_tiles(num_pairs, num_experts) * parts,
+        max_row_tiles(num_pairs, num_experts) * blocks_of_tile,
         cdiv(num_columns, blocks.columns),
-        (rows_of_block, blocks.columns, blocks.depth, blocks.group, parts),
+        (rows_of_block, blocks.columns, blocks.depth, blocks.group, blocks_of_tile),
         {"num_warps": blocks.warps, "num_stages": blocks.stages},
         num_sms(tensor.device),
     )

@@ -151,7 +151,7 @@ def gemm_down_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     RASTER: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCKS_OF_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute out[r] = source[r] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E,
@@ -163,7 +163,7 @@ def gemm_down_kernel(
         FLATTEN: tl.constexpr = shrunk is None
         for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=FLATTEN):
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), RASTER)
-            expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
+            expert, first, end = row_tile(tiles, tile, ROWS, BLOCKS_OF_TILE)
             _down_tile(
                 expert,
                 first,
@@ -196,7 +196,7 @@ def gemm_down_kernel(
             )
     else:
         tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(N, COLUMNS), RASTER)
-        expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
+        expert, first, end = row_tile(tiles, tile, ROWS, BLOCKS_OF_TILE)
         if expert < 0:
             return
         _down_tile(

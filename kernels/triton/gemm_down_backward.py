@@ -38,7 +38,7 @@ def gemm_down_backward_kernel(
     routing_weight,
     dh,
     a,
-    dw_parts,
+    dw_partials,
     token,
     pair,
     dout_scales,
@@ -66,20 +66,20 @@ def gemm_down_backward_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     RASTER: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCKS_OF_TILE: tl.constexpr,
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dh, a' and parts of dw of a tile. With dout_scales dout, weight and `codes`, in which dh goes, are in
-    FP8; a piece is a group then."""
+    """Compute dh, a' and partial sums of dw of a tile. With dout_scales dout, weight and `codes`, in which dh goes, are
+    in FP8; a piece is a group then."""
     tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
-    expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
+    expert, first, end = row_tile(tiles, tile, ROWS, BLOCKS_OF_TILE)
     if expert < 0:
         return
     row = first + tl.arange(0, ROWS)
     is_row = row < end
     first_column = column_tile * COLUMNS
-    if dh is not None or dw_parts is not None or codes is not None:
+    if dh is not None or dw_partials is not None or codes is not None:
         source = tl.load(token + tl.minimum(row, end - 1)).to(tl.int64)  # past the end: as in up
         column = first_column + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
@@ -159,13 +159,13 @@ def gemm_down_backward_kernel(
         COLUMNS,
         PIECE,
     )
-    if dw_parts is not None:
-        tl.store(dw_parts + column_tile.to(tl.int64) * num_rows + row, dw, mask=is_row)
+    if dw_partials is not None:
+        tl.store(dw_partials + column_tile.to(tl.int64) * num_rows + row, dw, mask=is_row)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def routing_gradient_kernel(
-    dw_parts,
+    dw_partials,
     dout,
     bias,
     dw,
@@ -176,11 +176,11 @@ def routing_gradient_kernel(
     H: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr,
     BIAS_STRIDE_H: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute dw of a row: the parts of its column tiles in their order, + <dout, bias of its expert>."""
+    """Compute dw of a row: the partial sums of its column tiles in their order, + <dout, bias of its expert>."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + tile * 3).to(tl.int64)
     if expert < 0:
@@ -188,8 +188,8 @@ def routing_gradient_kernel(
     row = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
     is_row = row < tl.load(tiles + tile * 3 + 2)
     total = tl.zeros((ROWS,), tl.float32)
-    for part in range(PARTS):
-        total += tl.load(dw_parts + tl.cast(part, tl.int64) * num_rows + row, mask=is_row, other=0.0)
+    for column_tile in range(PARTIALS):
+        total += tl.load(dw_partials + tl.cast(column_tile, tl.int64) * num_rows + row, mask=is_row, other=0.0)
     if bias is not None:
         source = tl.load(token + row, mask=is_row, other=0).to(tl.int64)[:, None]
         products = tl.zeros((ROWS, DEPTH), tl.float32)
@@ -209,10 +209,10 @@ def down_backward(
     order = bool(interleaved) if activation.is_gated else None
     dh_R2I = dout_TH.new_empty(num_rows, activation.width(inner)) if want_dh else None
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
-    parts = None
+    partials = None
     if num_rows:
         plan = gemm_plan("down_backward", dout_TH, down_EHI, rows, inner)
-        parts = weight_P.new_empty(plan.column_tiles, num_rows) if want_dw else None
+        partials = weight_P.new_empty(plan.column_tiles, num_rows) if want_dw else None
         weight = None
         if plan.blocks.descriptors:
             weight = weight_descriptor(down_EHI.transpose(1, 2), plan.blocks.columns, plan.blocks.depth)
@@ -229,7 +229,7 @@ def down_backward(
                 weight_P,
                 dh_R2I,
                 a_RI,
-                parts,
+                partials,
                 rows.token,
                 rows.pair,
                 None,
@@ -255,7 +255,11 @@ def down_backward(
         )
     if not want_dw:
         return dh_R2I, a_RI, None
-    return dh_R2I, a_RI, weight_P.new_zeros(0) if parts is None else routing_gradient(parts, dout_TH, bias_EH, rows)
+    return (
+        dh_R2I,
+        a_RI,
+        weight_P.new_zeros(0) if partials is None else routing_gradient(partials, dout_TH, bias_EH, rows),
+    )
 
 
 def scaled_down_backward(
@@ -265,7 +269,7 @@ def scaled_down_backward(
     groups = cdiv(inner, FP8_BLOCK)
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_rows, inner) if want_a else None
-    parts = weight_P.new_empty(groups, num_rows) if want_dw else None
+    partials = weight_P.new_empty(groups, num_rows) if want_dw else None
     dh, codes, scales = scaled_output(want_scaled, dout, num_rows, 2 * groups * FP8_BLOCK)
     if num_rows:
         plan = gemm_plan("down_backward", dout.codes, down.codes, rows, inner)
@@ -281,7 +285,7 @@ def scaled_down_backward(
                 weight_P,
                 dh_R2I,
                 a_RI,
-                parts,
+                partials,
                 rows.token,
                 rows.pair,
                 dout.scales,
@@ -305,20 +309,20 @@ def scaled_down_backward(
             ),
             **plan.options,
         )
-    return dh_R2I, a_RI, routing_gradient(parts, h_R2I, None, rows) if want_dw else None, dh
+    return dh_R2I, a_RI, routing_gradient(partials, h_R2I, None, rows) if want_dw else None, dh
 
 
-def routing_gradient(parts, dout_TH, bias_EH, rows):
-    """Compute dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped
-    pairs."""
-    column_tiles, num_rows = parts.shape
-    dw_P = parts.new_zeros(num_rows)
+def routing_gradient(partials, dout_TH, bias_EH, rows):
+    """Compute dw [P]: the partial sums [column tiles, P] of every row added in their order, + <dout, bias>; zero for
+    dropped pairs."""
+    column_tiles, num_rows = partials.shape
+    dw_P = partials.new_zeros(num_rows)
     if num_rows:
         num_experts = rows.offsets.shape[0] - 1
         launch_kernel(
             routing_gradient_kernel,
             (max_row_tiles(num_rows, num_experts),),
-            (parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles),
+            (partials, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles),
             (num_rows,),
             (dout_TH.shape[1], *bias_strides(bias_EH), column_tiles, tile_rows(num_rows, num_experts), 64),
             num_warps=4,

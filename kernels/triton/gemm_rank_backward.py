@@ -80,11 +80,11 @@ def gemm_rank_backward_kernel(
         if routing_weight is not None:
             routed = tl.load(routing_weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)
             rows_j = (rows_j.to(tl.float32) * routed[:, None]).to(rows_j.dtype)
-        part = tl.dot(wide, right, input_precision=PRECISION)
+        partial = tl.dot(wide, right, input_precision=PRECISION)
         product = tl.dot(tl.trans(wide), rows_j, product, input_precision=PRECISION)
         if N <= WIDTH:
-            part *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(out + entry, part.to(dshrunk.dtype.element_ty), mask=is_entry)
+            partial *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(out + entry, partial.to(dshrunk.dtype.element_ty), mask=is_entry)
     tl.store(
         gradient + expert.to(tl.int64) * STRIDE_E + n[:, None].to(tl.int64) * STRIDE_N + j[None, :] * STRIDE_R,
         product.to(gradient.dtype.element_ty),
@@ -96,7 +96,7 @@ def gemm_rank_backward_kernel(
 def finish_kernel(
     gradient,
     reordered,
-    part,
+    partials,
     dshrunk,
     num_pairs,
     scale_bits,
@@ -106,17 +106,17 @@ def finish_kernel(
     JOB: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Write dB in its own order, unless `reordered` is None; and, unless `part` is, dshrunk[P, J] = scale * the sum of
-    part[SLICES, P, J]; rows past R, which nothing was written to, are sums of what lies there."""
+    """Write dB in its own order, unless `reordered` is None; and, unless `partials` is, dshrunk[P, J] = scale * the sum
+    of partials[SLICES, P, J]; rows past R, which nothing was written to, are sums of what lies there."""
     tile = reorder_in_turn(gradient, reordered, tl.program_id(0), JOB, ENTRIES)
-    if part is not None:  # noqa: SIM102  (known when it is compiled)
+    if partials is not None:  # noqa: SIM102  (known when it is compiled)
         if tile >= 0:
             size = num_pairs.to(tl.int64) * J
             entry = tile.to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
             is_there = entry < size
             total = tl.zeros((SUMMED,), tl.float32)
             for slice in tl.static_range(SLICES):
-                total += tl.load(part + slice * size + entry, mask=is_there, other=0.0)
+                total += tl.load(partials + slice * size + entry, mask=is_there, other=0.0)
             total *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
             tl.store(dshrunk + entry, total.to(dshrunk.dtype.element_ty), mask=is_there)
 
@@ -140,13 +140,13 @@ def lora_b_backward(source, b_ENJ, shrunk_PJ, weight_P, rows, scale, gathered, w
         blocks = blocks_for(kernel, source, num_pairs, num_experts)
         slices = cdiv(size, blocks.height)
     # in fp32: dB before it is reordered, and the slices that dv or du is the sum of
-    parts = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
+    reordered_size = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
     summed = slices * num_pairs * padded if slices > 1 else 0
     gradient, slices_of_shrunk = result, None
-    if parts + summed:
-        scratch = torch.empty(parts + summed, dtype=torch.float32, device=source.device)
+    if reordered_size + summed:
+        scratch = torch.empty(reordered_size + summed, dtype=torch.float32, device=source.device)
         gradient = scratch if is_reordered else result
-        slices_of_shrunk = scratch[parts:] if summed else None
+        slices_of_shrunk = scratch[reordered_size:] if summed else None
     dshrunk_PJ = None
     if is_one_pass:
         dshrunk_PJ = torch.empty_like(shrunk_PJ)

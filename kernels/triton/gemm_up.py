@@ -67,7 +67,7 @@ def gemm_up_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     RASTER: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCKS_OF_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute h and a of the tiles of a program. With x_scales x, weight and `codes`, in which a goes, are in FP8, h
@@ -77,7 +77,7 @@ def gemm_up_kernel(
         num_programs = num_row_tiles * tl.cdiv(I, COLUMNS)
         for program in range(tl.program_id(0), num_programs, tl.num_programs(0)):
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
-            expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
+            expert, first, end = row_tile(tiles, tile, ROWS, BLOCKS_OF_TILE)
             up_tile(
                 expert,
                 first,
@@ -119,7 +119,7 @@ def gemm_up_kernel(
             )
     else:
         tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
-        expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
+        expert, first, end = row_tile(tiles, tile, ROWS, BLOCKS_OF_TILE)
         if expert < 0:
             return
         up_tile(

@@ -48,11 +48,11 @@ def _lookups() -> list[str]:
     bits = [_bf16_bits(value / NF4_FACTOR) for value in NF4_VALUES]
     lines = []
     for plane, shift in (("low", 0), ("high", 8)):
-        parts = [sum((bits[4 * part + i] >> shift & 0xFF) << 8 * i for i in range(4)) for part in range(4)]
-        for half, part in (("first", 0), ("second", 2)):
+        words = [sum((bits[4 * word + i] >> shift & 0xFF) << 8 * i for i in range(4)) for word in range(4)]
+        for half, word in (("first", 0), ("second", 2)):
             lines += [
-                f"mov.b32 left, 0x{parts[part]:08X};",
-                f"mov.b32 right, 0x{parts[part + 1]:08X};",
+                f"mov.b32 left, 0x{words[word]:08X};",
+                f"mov.b32 right, 0x{words[word + 1]:08X};",
                 f"prmt.b32 {half}, left, right, code;",
             ]
         lines.append(f"prmt.b32 {plane}, first, second, upper;")
@@ -228,7 +228,7 @@ def scale_of_code(code, table, state, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def gathered(pointer, index, INTERPRETED: tl.constexpr):
+def look_up(pointer, index, INTERPRETED: tl.constexpr):
     """Gather fp32 values at indices, by the threads that have the indices; tl.load might choose others."""
     if INTERPRETED:
         return tl.load(pointer + index)

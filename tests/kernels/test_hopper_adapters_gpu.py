@@ -62,14 +62,14 @@ class Problem:
         """Compute every product by name, up to the last row; `convert` is applied to all operands."""
         x, gate_up, down, weight, dout, bias, down_bias = map(convert, self.operands[:7])
         of_h, of_a, of_dh = map(convert, (self.h, self.a, self.dh))
-        extra = {name: LoraTerm(*map(convert, value)) if value else None for name, value in extras.items()}
+        lora = {name: LoraTerm(*map(convert, value)) if value else None for name, value in extras.items()}
         gated = self.rows, self.operands.activation, self.operands.interleaved
-        h, a = kernels.up(x, gate_up, bias, *gated, True, True, lora=extra["up"])
-        y = kernels.down(of_a, down, down_bias, self.rows, lora=extra["down"])
+        h, a = kernels.up(x, gate_up, bias, *gated, True, True, lora=lora["up"])
+        y = kernels.down(of_a, down, down_bias, self.rows, lora=lora["down"])
         dh, weighted_a, dw = kernels.down_backward(
-            dout, down, down_bias, of_h, weight, *gated, True, True, True, lora=extra["down_backward"]
+            dout, down, down_bias, of_h, weight, *gated, True, True, True, lora=lora["down_backward"]
         )
-        dx = kernels.up_backward_input(of_dh, gate_up, self.rows, lora=extra["up_backward_input"])
+        dx = kernels.up_backward_input(of_dh, gate_up, self.rows, lora=lora["up_backward_input"])
         by_row = {"h": h, "a": a, "y": y, "dh": dh, "weighted_a": weighted_a, "dx": dx}
         return {"dw": dw, **{name: tensor[: self.num_rows] for name, tensor in by_row.items()}}
 
@@ -121,7 +121,7 @@ def test_many_rows_of_deep_products(hopper, rank, layout):
 
 @pytest.mark.parametrize("rank", (8, 64, 136))
 def test_an_adapter_of_zeros_leaves_every_bit(hopper, rank):
-    """The extra depth's k blocks hold nothing of other stages, rows or experts."""
+    """An adapter's k blocks hold nothing of other stages, rows or experts."""
     problem = Problem(hopper, rank, "interleaved")
     zeros = {name: LoraTerm(rows, torch.zeros_like(factor)) for name, (rows, factor) in problem.extras.items()}
     without = problem.products(hopper, dict.fromkeys(zeros))

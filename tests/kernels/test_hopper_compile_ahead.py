@@ -44,21 +44,21 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
     T, E, K = 64, 2, 2  # not few rows per expert
     t = operands(T, H, I, E, T * K, layout, rank, dtype=dtype, bias=bias, activation=activation)
     h, a, lora_shrink = (torch.empty(T * K, width, dtype=dtype) for width in (activation.width(I), I, rank))
-    extra = {}
+    lora = {}
     if rank:
         first, second = t.packed(eager)
-        extra = {"up": first.term(lora_shrink), "down": second.term(lora_shrink)}
-        extra |= {"up_backward_input": first.transposed_term(lora_shrink)}
-        extra |= {"down_backward": second.transposed_term(lora_shrink)}
+        lora = {"up": first.term(lora_shrink), "down": second.term(lora_shrink)}
+        lora |= {"up_backward_input": first.transposed_term(lora_shrink)}
+        lora |= {"down_backward": second.transposed_term(lora_shrink)}
     index = torch.zeros(T * K, dtype=torch.int32)
     rows = Rows(index[: E + 1], index, index, index[: T + 1], index, torch.zeros(T * K, 3, dtype=torch.int32))
     gated = rows, activation, t.interleaved
     for want in ((True, True), (False, True), (True, False)):
-        hopper.up(t.x, t.gate_up, t.gate_up_bias, *gated, *want, extra.get("up"))
-    hopper.down(a, t.down, t.down_bias, rows, extra.get("down"))
-    hopper.up_backward_input(h, t.gate_up, rows, extra.get("up_backward_input"))
+        hopper.up(t.x, t.gate_up, t.gate_up_bias, *gated, *want, lora.get("up"))
+    hopper.down(a, t.down, t.down_bias, rows, lora.get("down"))
+    hopper.up_backward_input(h, t.gate_up, rows, lora.get("up_backward_input"))
     for want in ((True, True, True), (True, False, True), (True, True, False), (True, False, False)):
-        hopper.down_backward(t.dout, t.down, t.down_bias, h, t.weight, *gated, *want, extra.get("down_backward"))
+        hopper.down_backward(t.dout, t.down, t.down_bias, h, t.weight, *gated, *want, lora.get("down_backward"))
     hopper.gate_up_gradient(h, t.x, rows, t.gate_up)
     hopper.down_gradient(t.dout, a, rows, t.down)
     return found, [call.args[0] for call in ahead.call_args_list]

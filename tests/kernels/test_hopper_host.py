@@ -226,8 +226,8 @@ def test_gathered_tensors_of_two_to_the_31_elements_fall_back(launched, triton, 
 
 def test_parts_of_dw_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch):
     t = operands(dout=of(1, H))
-    num_parts = 2  # tiles of 128 columns or fewer than 192
-    for limit, expected in ((num_parts * P, True), (num_parts * P + 1, False)):
+    num_partials = 2  # tiles of 128 columns or fewer than 192
+    for limit, expected in ((num_partials * P, True), (num_partials * P + 1, False)):
         monkeypatch.setattr(hopper, "MAX_ELEMENTS", limit)
         monkeypatch.setattr(hopper, "tile", lambda *_: hopper.config.Tile(128, 5))
         assert falls_back("down_backward", t, launched, triton) == expected

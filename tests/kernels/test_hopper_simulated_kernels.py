@@ -42,7 +42,7 @@ def weight(num_experts, columns, depth, dtype, transposed):
     return normal(num_experts, columns, depth, dtype=dtype, std=depth**-0.5)
 
 
-def extra(rank, num_pairs, num_experts, columns, dtype, transposed):
+def lora_term(rank, num_pairs, num_experts, columns, dtype, transposed):
     if not rank:
         return None
     return LoraTerm(normal(num_pairs, rank, dtype=dtype), weight(num_experts, columns, rank, dtype, transposed))
@@ -90,7 +90,7 @@ def test_up(monkeypatch, tile, dtype, interleaved, transposed, rank, name, want)
     width = act.width(I)
     x, gate_up = normal(T, H, dtype=dtype), weight(E, width, H, dtype, transposed)
     bias = normal(E, width, dtype=dtype)
-    adapter = extra(rank, rows.token.numel(), E, width, dtype, transposed)
+    adapter = lora_term(rank, rows.token.numel(), E, width, dtype, transposed)
     with poisoned():
         found = hopper.up(x, gate_up, bias, rows, act, interleaved, *want, adapter)
     expected = eager.up(*map(wide, (x, gate_up, bias)), rows, act, interleaved, True, True, wide(adapter))
@@ -122,7 +122,7 @@ def test_down_backward(monkeypatch, I, dtype, interleaved, transposed, rank, nam
     num_pairs = rows.token.numel()
     dout, down = normal(T, H, dtype=dtype), weight(E, H, I, dtype, transposed)
     h, routing = normal(num_pairs, act.width(I), dtype=dtype), torch.rand(num_pairs)
-    adapter = extra(rank, num_pairs, E, I, dtype, not transposed)
+    adapter = lora_term(rank, num_pairs, E, I, dtype, not transposed)
     monkeypatch.setattr(hopper.triton, "routing_gradient", lambda parts, *_: parts)
     with poisoned():
         dh, a, parts = hopper.down_backward(
@@ -156,7 +156,7 @@ def test_down(monkeypatch, tile, dtype, transposed, rank, bias):
     rows = rows_of(COUNTS, T)
     a, down = normal(rows.token.numel(), I, dtype=dtype), weight(E, H, I, dtype, transposed)
     bias = normal(E, H, dtype=dtype) if bias else None
-    adapter = extra(rank, len(a), E, H, dtype, transposed)
+    adapter = lora_term(rank, len(a), E, H, dtype, transposed)
     with poisoned():
         found = hopper.down(a, down, bias, rows, adapter)
     check_rows(found, eager.down(*map(wide, (a, down, bias)), rows, wide(adapter)), rows)
