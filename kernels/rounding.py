@@ -23,7 +23,7 @@ def _take_best(keys_TE, eligible_TE, count):
 
 
 def _score_mass(scores_TE, token_EN, count_E):
-    """Sum of S, fp64, over the first `count_E` tokens of each expert's list."""
+    """Sum S in fp64 over the first `count_E` tokens of each expert's list."""
     score_EN = scores_TE.T.gather(1, token_EN).double()
     first = torch.arange(token_EN.shape[1], dtype=torch.int64, device=token_EN.device) < count_E.unsqueeze(1)
     return torch.where(first, score_EN, 0.0).sum(1)

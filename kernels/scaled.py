@@ -29,7 +29,7 @@ class ScaledRows(NamedTuple):
     scales: torch.Tensor
 
     def values(self) -> torch.Tensor:
-        """Return them in fp32."""
+        """Compute the values [M, K] in fp32."""
         by_column = self.scales.repeat_interleave(FP8_BLOCK, -1)[:, : self.codes.shape[1]]
         return from_e4m3(self.codes) * by_column
 

@@ -75,7 +75,7 @@ class Unrecordable(Exception):
 
 
 class _Expression(str):
-    """Source in place of an argument."""
+    """Source of a value, which stands in a line of a tape as it is."""
 
 
 class _Root(NamedTuple):
@@ -103,7 +103,7 @@ def leaves_of(arguments: Sequence[Any]) -> Leaves:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Count the bytes from its first element to the end of its last."""
+    """Count the bytes from a tensor's first element to the end of its last."""
     if not tensor.numel():
         return 0
     elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def noting(self):
-        """Wrap a launch and what tells of it; operations inside are not recorded by themselves."""
+        """Wrap a launch and the note of it, in place of the operations that it makes itself."""
         self._free()
         was_paused, self._is_paused = self._is_paused, True
         try:
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
             self._is_paused = was_paused
 
     def call(self, function: Callable, *arguments, **options) -> None:
-        """Note that a launch was made by this call, which changes nothing but tensors' contents."""
+        """Note a launch as this call, which changes nothing but tensors' contents."""
         self.lines.append(self.made(function, *arguments, **options))
 
     def expression(self, value) -> _Expression:
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         raise Unrecordable(f"an argument of {type(value)}")
 
     def pointer(self, tensor: torch.Tensor | None) -> _Expression:
-        """Write source of its address."""
+        """Write source of a tensor's address, or of None."""
         if tensor is None:
             return _Expression("None")
         root = self._root(tensor)
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         return _Expression(f"{root.name}.data_ptr(){f' + {offset}' if offset else ''}")
 
     def made(self, function: Callable | _Expression, *arguments, **options) -> _Expression:
-        """Write source of what the function gives for these arguments."""
+        """Write source of this call of a function."""
         given = [self.expression(argument) for argument in arguments]
         given += [_Expression(f"{name}={self.expression(value)}") for name, value in options.items()]
         name = function if isinstance(function, _Expression) else self.constant(function)
@@ -245,11 +245,11 @@ class Recorder(TorchDispatchMode):
         return root
 
     def _roots(self, tensor: torch.Tensor) -> list[_Root]:
-        """List the roots whose storage it has."""
+        """List the roots in a tensor's storage."""
         return self._memory.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, []))[1]
 
     def _root(self, tensor: torch.Tensor) -> _Root:
-        """Find the root whose memory it is a part of."""
+        """Find the root in whose memory a tensor lies."""
         roots, address = self._roots(tensor), tensor.data_ptr()
         for root in roots:
             if not root.is_given or root.address <= address < root.end:
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _free(self) -> None:
-        """Let go of what the function has let go of since the last line."""
+        """Delete the tape's name of each tensor that the function has freed since the last line."""
         for key, (reference, roots) in list(self._memory.items()):
             if reference.expired():
                 names = [name for root in roots for name in (root.name, *root.views.values())]
@@ -285,7 +285,7 @@ class Recorder(TorchDispatchMode):
                 del self._memory[key]
 
     def _allocation(self, tensor: torch.Tensor) -> str:
-        """Write source of an empty tensor like that, from a given one that lives: half the time of torch.empty."""
+        """Write source of an empty tensor like this one, by a method of a given one: half the time of torch.empty."""
         alive = [root for root in self._given if any(root in roots for _, roots in self._memory.values())]
         if not alive:
             like = {"dtype": tensor.dtype, "device": tensor.device}

@@ -1,4 +1,5 @@
-"""ERNIE 4.5, text and vision-language: softmax scores; its top-k adds a correction to S, rounding ranks by S itself."""
+"""ERNIE 4.5, text and vision-language: softmax scores; its top-k adds a correction to S, while rounding ranks
+by S itself."""
 
 from sonicmoe_hf.errors import UnsupportedModelError
 

@@ -8,9 +8,10 @@ import cutlass.cute as cute
 
 
 class Arrivals:
-    """counts: the arrive counts that barriers were initialised with, by name; barriers of all stages have one name.
+    """Arrivals at barriers, counted while a kernel is compiled and compared with what its barriers wait for.
 
-    Every role begins with `begin`, so that its arrivals count for all of its warps; `check` comes after all roles.
+    counts: the arrive counts that barriers were initialised with, by name; barriers of all stages have one name. Every
+    role begins with `begin`, so that its arrivals count for all of its warps; `check` comes after all roles.
     """
 
     def __init__(self, counts: dict[str, int]):

@@ -285,7 +285,8 @@ def shared_vector(dtype, first, row, vector):
 
 @dataclass(frozen=True)
 class EpilogueStore:
-    """Accumulators to epi tiles in shared memory, and those to global memory by TMA; one per consumer warpgroup.
+    """Store of a consumer warpgroup: it writes accumulators to epi tiles in shared memory, and those to global memory by
+    TMA.
 
     A round is: wait, write some of the `stages` epi tiles, publish, and the first warp stores them by TMA.
     """

@@ -28,8 +28,8 @@ from .varlen_m import VarlenMKernel, add_bias, lora_atoms
 
 
 class CooperativeGemmDownKernel(EpilogueWarpsKernel):
-    """source [R, K], weight [E, N, K], out [R, N]. Each consumer computes half of every tile; the epilogue warps store
-    it.
+    """GEMM of gemm_down with epilogue warps: source [R, K], weight [E, N, K], out [R, N]. Each consumer computes half of
+    every tile, and the epilogue warps store it.
 
     For tiles of 256 columns: they load less per product than 192 do, but their accumulators leave no room for pingpong.
     """

@@ -31,8 +31,8 @@ class RowTensors:
 
 
 class GemmDownBackwardKernel(EpilogueWarpsKernel):
-    """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] in the order of gate_up; [R, I] where the
-    activation has no gate.
+    """GEMM of da' and its epilogue: dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] in the order of
+    gate_up; [R, I] where the activation has no gate.
 
     Warpgroup 0: warp 0 produces, warps 1 to 3 are epilogue warps. These read da' from shared memory, and h from global
     memory a group of rows before it is used.

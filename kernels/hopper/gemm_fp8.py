@@ -62,8 +62,8 @@ class GroupMma:
 
 @dataclass(frozen=True)
 class GroupScales:
-    """rows [T or R, K / 128]: those of the rows of A, which `token` names where rows are gathered; weight [E, blocks of
-    rows, K / 128]."""
+    """Scales of a product. rows [T or R, K / 128]: those of the rows of A, which `token` names where rows are gathered;
+    weight [E, blocks of rows, K / 128]."""
 
     rows: cute.Tensor
     weight: cute.Tensor
@@ -366,8 +366,8 @@ class GatheringKernel(GroupScaledKernel):
 
 
 class GemmFp8UpKernel(GatheringKernel):
-    """x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in bf16, a in e4m3 with a
-    scale for every group of 128 columns, which are those of one tile."""
+    """GEMM of h, and a of it: x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in
+    bf16, a in e4m3 with a scale for every group of 128 columns, which are those of one tile."""
 
     gather_warps = 2
 
@@ -473,7 +473,7 @@ class GemmFp8UpKernel(GatheringKernel):
 
 
 class GemmFp8DownKernel(GroupScaledKernel):
-    """a [R, I / 2], down [E, H, I / 2], both pairs of e4m3 values; out [R, H] in bf16."""
+    """GEMM of gemm_down in FP8: a [R, I / 2], down [E, H, I / 2], both pairs of e4m3 values; out [R, H] in bf16."""
 
     registers = 40, 232
 

@@ -42,8 +42,8 @@ class Written:
 
 
 class GemmFp8DownBackwardKernel(GatheringKernel):
-    """dout [T, H / 2] gathered, weight [E, I, H / 2] (of transposed down), both pairs of e4m3 values; h [R, 2I] in bf16,
-    gates first. da' is rounded to bf16, and so is dh before it is quantized.
+    """GEMM of da' and its epilogue: dout [T, H / 2] gathered, weight [E, I, H / 2] (of transposed down), both pairs of
+    e4m3 values; h [R, 2I] in bf16, gates first. da' is rounded to bf16, and so is dh before it is quantized.
 
     dw's partial sums are those of groups of 128 columns.
     """

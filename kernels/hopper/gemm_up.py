@@ -14,7 +14,7 @@ from .varlen import varlen_h
 
 
 class GemmUpKernel(EpilogueWarpsKernel):
-    """x [T, H] gathered, gate_up [E, 2I, H], or [E, I, H] where the activation has no gate.
+    """GEMM of h, and a of it: x [T, H] gathered, gate_up [E, 2I, H], or [E, I, H] where the activation has no gate.
 
     Warpgroup 0: warps 0 and 1 produce, warps 2 and 3 are epilogue warps. The first of these stores h by TMA from where
     the product lies in shared memory; both compute a, and write it 16 bytes a thread.

@@ -91,7 +91,7 @@ class HalvesParams:
 
 
 class GemmWgradKernel:
-    """direct [R, M], gathered [T, N] -> out [E, M, N], stored with N or with M contiguous.
+    """GEMM of a weight gradient: direct [R, M], gathered [T, N] -> out [E, M, N], stored with N or with M contiguous.
 
     All four warps of warpgroup 0 produce: each loads a quarter of the direct side by TMA, and all of them copy
     gathered rows (full[s]: 1 + 128 arrivals). Consumers multiply and store; there are no extra barriers.

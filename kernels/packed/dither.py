@@ -1,4 +1,4 @@
-"""Dithered rounding: up where a number in [0, 1) is below the place of a value between the grid's two neighbours.
+"""Dithered rounding: a value goes up where a number in [0, 1) is below its place between the grid's two neighbours.
 
 The mean over the numbers is the value itself, so a change far below the grid's steps survives, as noise around it. The
 numbers are a hash of a value's place and of a seed: the same on any machine, in any order of files, ranks and rows.

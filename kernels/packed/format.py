@@ -1,4 +1,4 @@
-"""The common part of all formats: what stores a weight, how it is checked, packed expert by expert, and expanded again.
+"""What all formats have in common: what stores a weight, how it is checked, packed expert by expert, and expanded again.
 
 Letters: E experts, N rows (output features) and K columns (input features) of a weight [E, N, K].
 

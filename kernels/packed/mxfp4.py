@@ -1,4 +1,5 @@
-"""MXFP4: E2M1 values, of which 32 of a row share a power of two, as gpt-oss and, in other words, DeepSeek-V4 have it."""
+"""MXFP4: E2M1 values, of which 32 of a row share a power of two, as gpt-oss and, under other names, DeepSeek-V4 have
+it."""
 
 from __future__ import annotations
 

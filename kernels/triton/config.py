@@ -33,9 +33,9 @@ BESIDE_EXPANDED = {"nf4": 12, "mxfp4": 12, "fp8": 6, "nvfp4": 12, "int4": 12, "u
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `columns` of lora_shrink: the most of a rank that a tile takes. `rows`: the most rows of a tile of a grouped GEMM.
-    `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are
-    not gathered come as tensor descriptors where the copy engine takes them.
+    `columns` of lora_shrink: the maximum of a rank that a tile takes. `rows`: that of the rows of a tile of a grouped
+    GEMM. `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that
+    are not gathered come as tensor descriptors where the copy engine takes them.
     """
 
     columns: int
@@ -52,9 +52,9 @@ class GradientBlocks(NamedTuple):
     """A tile of a weight gradient: its gathered and its other side, rows taken at a time, warps, stages, tiles of the
     gathered side that pass over the other together.
 
-    `width` of rank_gradient: the most of a rank that a tile takes. lora_b_backward takes all of it, and `height` columns
-    of the wide side. `peel` computes full depths without masks, and the
-    rest apart: faster unless an expert has few of them, or one side is described. `descriptors` as above.
+    `width` of rank_gradient: the maximum of a rank that a tile takes. lora_b_backward takes all of it, and `height`
+    columns of the wide side. `peel` computes full depths without masks, and the rest apart: faster unless an expert has
+    few of them, or one side is described. `descriptors` as above.
     """
 
     height: int

@@ -1,4 +1,4 @@
-"""One tile of down_backward: dh and a' of its rows, and their parts of the routing weights' gradient."""
+"""One tile of down_backward: dh and a' of its rows, and what they add to the routing weights' gradient."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _backward_piece(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute dh and a of some columns, stored; returns these columns' part of <da, act(h)> (`da` is 0 where not
+    """Compute dh and a of some columns, stored; return what these columns add to <da, act(h)> (`da` is 0 where not
     wanted). INTERLEAVED is None where the activation has no gate."""
     column = first_column + tl.arange(0, COLUMNS)
     is_stored = is_row & (column < I)[None, :]
