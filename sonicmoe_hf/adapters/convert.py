@@ -103,7 +103,7 @@ def run_adapter_conversion(
             model = _text_model(base, adapter.decoder) or model
             adapter = Adapter.read(src, model)
         (tensors, config), hints = peft_form(adapter, model), []
-    if base_model is None and is_native(base) == (layout == "native"):
+    if base_model is None and has_native_config(base) == (layout == "native"):
         base_model = given.get("base_model_name_or_path") or os.fspath(trained_on or "")
     config["base_model_name_or_path"] = base_model or None
     named = given.get("base_model_name_or_path") or trained_on or ""
@@ -121,7 +121,7 @@ def _model(path: Path, native: bool) -> PreTrainedModel:
     return build_from_config(config, path)
 
 
-def is_native(config: Path) -> bool:
+def has_native_config(config: Path) -> bool:
     """Tell whether a config.json is that of a checkpoint in the native layout."""
     return str(read_config(config.parent).get("model_type")).startswith(NATIVE_PREFIX)
 

@@ -49,7 +49,7 @@ class Origin(NamedTuple):
         return self.base if HUB_ID.fullmatch(self.base) and not Path(self.base).exists() else None
 
 
-def shown(name: str) -> str:
+def public_name(name: str) -> str:
     """Return a hub id, or a folder's name without the path to it, which is nobody else's to know."""
     return Path(name).absolute().name if Path(name).exists() else name
 
@@ -78,14 +78,16 @@ def _titled(text: str, name: str, origin: Origin) -> str:
 
 def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
     installed = versions()
-    lines = [f"base: {shown(origin.base)}", f"format: {format}"]
+    lines = [f"base: {public_name(origin.base)}", f"format: {format}"]
     check = ""
     if origin.adapter is not None:
-        lines.insert(1, f"adapter: {shown(origin.adapter)}")
+        lines.insert(1, f"adapter: {public_name(origin.adapter)}")
         quantization = origin.experts_quantization
         options = "" if quantization is None else f" --experts-quantization {quantization}"
-        check = CHECK.format(base=shown(origin.base), adapter=shown(origin.adapter), name=name, options=options)
-    paths = {str(Path(each).absolute()): shown(each) for each in (origin.base, origin.adapter) if each}
+        check = CHECK.format(
+            base=public_name(origin.base), adapter=public_name(origin.adapter), name=name, options=options
+        )
+    paths = {str(Path(each).absolute()): public_name(each) for each in (origin.base, origin.adapter) if each}
     for notice in notices:
         for path, short in paths.items():
             notice = notice.replace(path, short)

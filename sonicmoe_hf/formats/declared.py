@@ -58,7 +58,7 @@ class DeclaredQuantization(NamedTuple):
     def hub(self) -> HubFormat:
         """Return the format of each matrix of experts, where `is_per_expert`. Raises CheckpointError as `format`."""
         if self.method in declared_integers.METHODS:
-            return declared_integers.hub_format(self.method, self.entries)
+            return declared_integers.declared_format(self.method, self.entries)
         return HUB[self.format()]
 
     def format(self) -> str:

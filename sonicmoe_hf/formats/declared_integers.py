@@ -23,7 +23,7 @@ GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format: what is missin
 AUTO_ROUND_OFFSETS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round": 0}
 
 
-def hub_format(method: str, entries: dict) -> HubFormat:
+def declared_format(method: str, entries: dict) -> HubFormat:
     """Return the format of matrices that one of METHODS declares by its entries in config.json.
 
     Raises:

@@ -36,7 +36,7 @@ def words(bytes_: torch.Tensor) -> torch.Tensor:
     return bytes_.clone(memory_format=torch.contiguous_format).view(WORD)
 
 
-def as_bytes(stored: torch.Tensor) -> torch.Tensor:
+def bytes_of_words(stored: torch.Tensor) -> torch.Tensor:
     """View rows of words as bytes."""
     return stored.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
@@ -213,7 +213,7 @@ class CompressedInt4(HubIntegers):
         packed, scales = tensors[:2]
         if not self.has_zeros:
             return Quantized(packed.view(torch.uint8), scales)
-        zeros = to_nibbles(as_bytes(tensors[2].t())).t()[: len(packed)]
+        zeros = to_nibbles(bytes_of_words(tensors[2].t())).t()[: len(packed)]
         return Quantized(packed.view(torch.uint8), scales, zeros.contiguous())
 
     def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
@@ -263,8 +263,8 @@ class GPTQInt4(HubIntegers):
 
     def _read(self, *tensors: torch.Tensor) -> Quantized:
         qweight, scales, qzeros = tensors[:3]
-        zeros = to_nibbles(as_bytes(qzeros)).t() + self.offset  # 15, of which a packer wrote -1, stands for 16
-        return Quantized(as_bytes(qweight.t()), scales.t().contiguous(), zeros.contiguous())
+        zeros = to_nibbles(bytes_of_words(qzeros)).t() + self.offset  # 15, of which a packer wrote -1, stands for 16
+        return Quantized(bytes_of_words(qweight.t()), scales.t().contiguous(), zeros.contiguous())
 
     def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         stored = to_bytes((zeros - self.offset).t() & LARGEST)
@@ -305,8 +305,8 @@ class AWQInt4(HubIntegers):
 
     def _read(self, *tensors: torch.Tensor) -> Quantized:
         qweight, scales, qzeros = tensors
-        codes = to_bytes(_in_awq_order(as_bytes(qweight)).t())
-        return Quantized(codes, scales.t().contiguous(), _in_awq_order(as_bytes(qzeros)).t().contiguous())
+        codes = to_bytes(_in_awq_order(bytes_of_words(qweight)).t())
+        return Quantized(codes, scales.t().contiguous(), _in_awq_order(bytes_of_words(qzeros)).t().contiguous())
 
     def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         return [_to_awq_order(to_nibbles(codes).t()), scales.t().contiguous(), _to_awq_order(zeros.t())]
@@ -340,7 +340,7 @@ class CompressedInt8(_RenamedFormat):
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See HubFormat."""
         self.check(*tensors)
-        codes, scales = as_bytes(tensors[0]).int() - 128, tensors[1].float()
+        codes, scales = bytes_of_words(tensors[0]).int() - 128, tensors[1].float()
         spread = scales.repeat_interleave(self.group or codes.shape[1], 1)[:, : codes.shape[1]]
         return codes.float() * spread
 

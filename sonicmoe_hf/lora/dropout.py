@@ -31,7 +31,7 @@ def of_parameters(config: Any) -> Any:
     return _without(config)
 
 
-def restore(config: Any) -> None:
+def restore_dropout(config: Any) -> None:
     """Give an adapter that was loaded to be trained on the dropout that its file remembers."""
     mapping = config.auto_mapping or {}
     if ENTRY in mapping and not config.inference_mode:

@@ -129,7 +129,7 @@ def _inject_adapter(self, model, *args, **kwargs):
     if config is not None:
         packed_base.remember(config, model)
         warn_of_other_family(config, model)
-        dropout.restore(config)
+        dropout.restore_dropout(config)
     is_shared = _shares_experts(model)
     for module in model.modules() if is_shared else ():
         if hasattr(

@@ -74,7 +74,7 @@ def record(run: RouterRun) -> None:
         run.call.recorded.setdefault(run.hook.layer_name, []).append(run.index_TK.to(torch.int32))
 
 
-def round_tokens(run: RouterRun) -> None:
+def round_by_policy(run: RouterRun) -> None:
     """Round every expert's tokens by the policy, unless they are too few or a table gives their experts."""
     if run.family.has_fixed_experts(run.router):
         return

@@ -52,7 +52,7 @@ def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
                 yield layer.family, layer.name, router
 
 
-def install(model: nn.Module, state: RoutingState) -> None:
+def install_hooks(model: nn.Module, state: RoutingState) -> None:
     """Make every router of a patched model, and every model in it that contains experts, follow these settings."""
     calls.capture()
     hook_routers(model, state)
@@ -200,7 +200,7 @@ class ModelHook:
         policy, balancing = self.state.policy, self.state.balancing
         work: list[Callable] = []
         if policy is not None:
-            work.append(handlers.round_tokens)
+            work.append(handlers.round_by_policy)
             if policy.rounding == "stochastic":
                 call.batch_group = self._batch_group(model)
         if self.state.counting:

@@ -9,7 +9,7 @@ from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts, find_layers, is_patched, transformers_model
 from ..private.transformers import parallel_mesh
 from .calls import RoutingState
-from .hooks import ModelHook, RouterHook, install, installed, routers
+from .hooks import ModelHook, RouterHook, install_hooks, installed, routers
 from .support import check_routing
 
 
@@ -37,7 +37,7 @@ def _patched(model: nn.Module) -> nn.Module:
 
 def _hooked(root: nn.Module) -> RoutingState:
     state = find_state(root) or RoutingState()
-    install(root, state)
+    install_hooks(root, state)
     return state
 
 

@@ -81,7 +81,7 @@ class PackedSteps(TrainerCallback):
 
     def check(self, trainer: Any) -> None:
         """Check, inside a step, that its micro-batches may be packed."""
-        check_routing(trainer.model)
+        check_routers(trainer.model)
         if not self.has_probed:
             check_steps(trainer)
             check_rows_apart(trainer.model)
@@ -160,7 +160,7 @@ def check_steps(trainer: Any) -> None:
     _refuse(reasons)
 
 
-def check_routing(model: nn.Module) -> None:
+def check_routers(model: nn.Module) -> None:
     """Check what callbacks ask of a model's routers in this step.
 
     Raises:
