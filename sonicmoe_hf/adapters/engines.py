@@ -160,7 +160,7 @@ def vllm_takes_pefts_form(folder: Path, adapter: Adapter, model: PreTrainedModel
 
 
 def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:
-    """Return the factors by weight, with zeros for weights beside adapted ones where the engine wants some for both."""
+    """Return the factors by weight; zeros for those that an engine wants because it fuses them with adapted ones."""
     weights = dict(adapter.factors)
     for weight, given in tuple(weights.items()):
         module, _, name = weight.removesuffix(".weight").rpartition(".")

@@ -94,7 +94,7 @@ def name_in_trained_model(name: str) -> str:
 
 
 class NotPlainLoRAError(CheckpointError):
-    """An adapter has more than lora_A and lora_B of layers, and whole ones; PEFT itself may load it."""
+    """An adapter has more than lora_A, lora_B and whole weights of layers; PEFT itself may load it."""
 
 
 class AdapterConfig:
@@ -133,8 +133,8 @@ class AdapterConfig:
         self._targets, self._excluded = (Names(entries.get(name)) for name in ("target_modules", "exclude_modules"))
 
     def adapts_module(self, name: str) -> bool:
-        """Tell whether PEFT adapts the layer `name`: target_modules names it, and nothing that narrows it leaves it
-        out."""
+        """Tell whether PEFT adapts the layer `name`: target_modules names it, and exclude_modules, modules_to_save and
+        layers_to_transform do not leave it out."""
         if name not in self._targets or name in self._excluded:
             return False
         saved, layers = (self.entries.get(field) for field in ("modules_to_save", "layers_to_transform"))
@@ -200,7 +200,7 @@ class AdapterConfig:
     def check_factors(
         self, weight: str, shapes, num_experts: int, sizes: tuple[int, int], rank: int, swaps: bool
     ) -> None:
-        """Raise where the shapes of a weight's lora_A and lora_B are not those of this rank.
+        """Check the shapes of a weight's lora_A and lora_B against this rank.
 
         Args:
             shapes: of lora_A and lora_B. sizes: the weight's output and input features. swaps: whether PEFT up to 0.19.0

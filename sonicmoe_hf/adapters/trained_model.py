@@ -81,7 +81,7 @@ class TrainedModel:
         return bool(last & set(NATIVE_ORDER))
 
     def _names_by_hub_name(self, hub: HubNames) -> dict[str, str]:
-        """Return the names of linear and experts modules in the model, by the hub's."""
+        """Map the hub's names of modules with weights to the model's."""
         names = {hub.module(name): name for name, module in self.modules.items() if module._parameters}
         for name, module in self.experts.items():
             for parameter in module._parameters:
@@ -148,8 +148,7 @@ class TrainedModel:
                 yield from (f"{name}.{own}" for own in module.state_dict())
 
     def _is_trained(self, name: str) -> bool:
-        """Tell whether the trained model has a module: one of a text model has the decoder, and may have had a
-        head."""
+        """Tell whether the trained model has this one's module `name`: a text model has the decoder, and maybe a head."""
         is_whole = self.decoder == self._own_decoder
         return is_whole or name.startswith(f"{self._own_decoder}.") or "." not in name
 

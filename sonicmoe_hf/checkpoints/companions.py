@@ -1,4 +1,4 @@
-"""The files that go along with weights that are written anew: tokenizer, chat templates, code, licences."""
+"""The files that are copied beside weights which are written anew: tokenizer, chat templates, code, licences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def companions(folder: Path, own: set[str], adapter: Path | None = None) -> Companions:
-    """Find the files of a folder that go along with what is written anew.
+    """Find the files of a folder to copy beside weights that are written anew.
 
     Args:
         own: the names of what is written anew. adapter: a folder whose tokenizer and chat template, where it has
@@ -92,7 +92,7 @@ def _differs(file: Path, one: dict[Path, Path], other: dict[Path, Path]) -> bool
 
 
 def _listed(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
-    """List files of a folder that go along, and names of those that do not: other weights, unknown folders."""
+    """List files of a folder to copy, and names of those that are left: other weights, unknown folders."""
     files, skipped = [], []
     for path in sorted(folder.iterdir()):
         if path.name in own or path.name.startswith("."):

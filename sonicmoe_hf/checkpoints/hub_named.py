@@ -20,7 +20,7 @@ IN_MEMORY = "where memory allows, sonicmoe_hf.from_pretrained(SRC).dequantize().
 
 
 class HubNamed(Output):
-    """The weights of a checkpoint that has them under the model's names, under the hub's.
+    """The weights of a checkpoint that was packed here, and names them as the model does, under the hub's names.
 
     Args:
         stored: the checkpoint. model: its model, on the meta device. dtype: to cast weights to; None keeps what is

@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
 
 def public_name(name: str) -> str:
-    """Return a hub id, or a folder's name without the path to it, which is nobody else's to know."""
+    """Return a hub id, or a folder's name without the path to it, which may hold what is private."""
     return Path(name).absolute().name if Path(name).exists() else name
 
 

@@ -90,7 +90,7 @@ class Roundings:
         return notices
 
     def _loss(self) -> str:
-        """Say what rounding lost of weights that nothing changed, of which a part each was added."""
+        """Say what rounding lost of weights that no adapter changed, by the experts of them that `add` got."""
         errors, _, _, squares = map(sum, zip(*self._sums.values()))
         loss = math.sqrt(errors / squares) if squares else 0.0
         return (

@@ -198,8 +198,8 @@ class TakePacked(_ParameterConversion):
 
 
 class TakeExperts(_ParameterConversion):
-    """A packed weight of experts in a format of the hub's, or in floats, as a layer that its modules_to_not_convert
-    names. sources: the names of the projections' weights, gate and up or down, with "*" for the expert."""
+    """A packed weight of experts that are stored in a format of the hub's; or in floats, in layers that the checkpoint's
+    modules_to_not_convert names. sources: the names of gate's and up's weights, or down's, with "*" for the expert."""
 
     def __init__(self, hf_quantizer, stored_format: HubFormat, sources: list[str]):
         super().__init__(hf_quantizer)

@@ -39,7 +39,7 @@ class HubFormat(ABC):
 
     @property
     def element_size(self) -> float:
-        """The bytes a weight, as Format has them."""
+        """Bytes of one value with its share of the scales, as `Format.element_size`."""
         return FORMATS[self.name].element_size
 
     def names(self, weight: str) -> list[str]:
@@ -47,7 +47,7 @@ class HubFormat(ABC):
         return [weight, *(weight + end for end in self.scales)]
 
     def names_in(self, weight: str, there: Container[str]) -> list[str]:
-        """Return `names`, as they are among those of a checkpoint's tensors."""
+        """Return `names` as a checkpoint with the tensors `there` has them: some write a shorter name."""
         return self.names(weight)
 
     @property
@@ -86,7 +86,7 @@ class HubFormat(ABC):
 
     @abstractmethod
     def grid(self, *scales: torch.Tensor) -> Grid:
-        """Return the values that a matrix with such scales can have: their dtype, and NVFP4's scale of all, say it."""
+        """Return the grid of values that a matrix with such scales can have, by their dtype and NVFP4's scale of all."""
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the values in fp32. Raises CheckpointError as `check`."""
