@@ -75,3 +75,4 @@ def test_a_layer_that_no_name_brings_back_is_refused_by_lora_config():
         ValueError, match=r"k_(proj\.)?sconv.weight_proj, whose factors .* do not load again: leave it out"
     ):
         lora_config(model, target_modules=["q_proj", "weight_proj"])
+    assert lora_config(model, target_modules=["q_proj"]).target_modules == {"q_proj"}

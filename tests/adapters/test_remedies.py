@@ -131,6 +131,16 @@ FOR_ENGINES = {
 }
 
 
+def test_what_an_engine_does_not_apply_is_left_out_of_training(tmp_path):
+    of = {"first_k_dense_replace": 0}
+    trained = [
+        Folder(tmp_path / name, "deepseek_v3", of=of, target_modules=[name]) for name in ("kv_b_proj", "o_proj")
+    ]
+    with pytest.raises(CheckpointError, match="or leave kv_b_proj out of target_modules when you train"):
+        trained[0].convert()
+    assert {name.split(".")[-3] for name in tensors_in(trained[1].convert())} >= {"o_proj"}
+
+
 def raising(damage, call=merge):
     """Return a function that raises the error: `call`, after the damage."""
 

@@ -230,7 +230,9 @@ def test_a_model_built_after_liger_replaced_the_experts_class_is_refused_with_it
         sonicmoe_hf.quantize_experts,
         patching([family])(lambda model: build(family)),
     ):
-        with pytest.raises(refusals, match=r"Liger put LigerExperts .*swiglu=False"):
+        with pytest.raises(
+            refusals, match=r"Liger put LigerExperts .*keep Liger from the experts by its switch swiglu=False"
+        ):
             use(model)
 
 

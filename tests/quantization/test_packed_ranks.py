@@ -69,6 +69,9 @@ def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
         distributed_checkpoint.save(get_model_state_dict(peft), checkpoint_id=folder)
     with pytest.raises(RuntimeError, match="3 experts cannot be cut into shards of 2"):
         fully_shard(packed_with_adapters(format, num_experts=3))
+    three = packed_with_adapters(format, num_experts=3)
+    fully_shard(three, ignored_params={p for p in three.parameters() if isinstance(p, sonicmoe_hf.PackedWeight)})
+    three(**batch(**OWN_BATCH[rank])).loss.backward()
     return found[0]
 
 

@@ -13,6 +13,7 @@ from helpers.integers import DECLARED, to_integers
 from helpers.marks import loads_hub_formats
 from helpers.models import OF_64, batch, build, logits_of, patched, relative_error
 from helpers.said import says, silent
+from helpers.small_families import small_model
 from peft import get_peft_model
 from torch import nn
 from transformers import (
@@ -25,12 +26,15 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.longcat_flash.configuration_longcat_flash import LongcatFlashConfig
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight, convert_checkpoint, from_pretrained, quantize_experts
 from sonicmoe_hf.checkpoints.config_only import build_on_meta
-from sonicmoe_hf.layer.moe_experts import moe_experts
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.patching import quantize
+from sonicmoe_hf.patching.forwards import why_not_reached
 
 pytestmark = pytest.mark.pinned
 ONE = {"num_hidden_layers": 1}
@@ -354,3 +358,36 @@ def test_what_attention_with_sinks_is_given(tmp_path):
     again = load(attn_implementation="torch_sinks", attention_dropout=0.0)
     assert same(again, eager)
     assert again.train()(**inputs).loss.isfinite()
+
+
+def test_experts_that_are_out_of_reach_are_trained_without_sonicmoe_hf():
+    config = LongcatFlashConfig(hidden_size=16, expert_ffn_hidden_size=16, n_routed_experts=4, zero_expert_num=2)
+    experts = LongcatFlashExperts(config)
+    with says("so sonicmoe_hf cannot compute these experts; train this model without sonicmoe_hf"):
+        print(why_not_reached(experts))
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_()
+    experts(torch.randn(3, 16), torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(3, 2)).sum().backward()
+    assert all(parameter.grad.any() for parameter in experts.parameters())
+
+
+def test_a_model_of_chosen_keys_loads_with_attention_in_pieces(tmp_path):
+    pytest.importorskip("transformers.models.hy_v4")
+    small_model("hy_v4").save_pretrained(tmp_path)
+    with says(
+        "does not compute hy_v4: its keys are chosen for each query", 'load it with attn_implementation="torch_pieces"'
+    ):
+        from_pretrained(tmp_path, attn_implementation="torch_sinks")(**batch())
+    pieces = from_pretrained(tmp_path, attn_implementation="torch_pieces")
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert relative_error(logits_of(pieces), logits_of(eager)) < 1e-4
+
+
+def test_factors_are_where_their_weight_is():
+    inputs = torch.randn(5, 64), torch.randn(4, 128, 64), torch.randn(4, 64, 64)
+    routing = torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2)
+    a, b = torch.randn(4, 2, 64), torch.randn(4, 128, 2)
+    with says("is on meta but its weight is on cpu; move them to one device"):
+        moe_experts(*inputs, routing, gate_up_adapter=LowRank(a.to("meta"), b, 1.0))
+    assert moe_experts(*inputs, routing, gate_up_adapter=LowRank(a, b, 1.0)).isfinite().all()
