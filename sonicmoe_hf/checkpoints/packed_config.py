@@ -61,7 +61,7 @@ def hub_format(source: Source, format: str) -> HubFormat:
     if format not in INTEGERS:
         return HUB[format]
     weights = (source.weights[name] for name in source.targets if name in source.weights)
-    groups = (weight.shape[-1] // weight.scales.shape[-1] for weight in weights if weight.format is not None)
+    groups = (weight.shape[-1] // weight.scales_header.shape[-1] for weight in weights if weight.format is not None)
     return CompressedInt4(math.gcd(*groups) or GROUP, format == "uint4")
 
 

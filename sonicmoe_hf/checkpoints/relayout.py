@@ -69,7 +69,7 @@ class Relayout(Output):
             shells = {name: shell(there.stored_shape, dtype) for name in names}
             make = partial(self._make_dense, target, dtype)
         elif all(format.has_blocks_of(weight.format) for weight in weights):
-            shells = self._make_shells(target, names, format, weights[0].scales)
+            shells = self._make_shells(target, names, format, weights[0].scales_header)
             make = partial(self._make_moved, target, list(shells.values()))
         else:
             dtype = torch.float32 if there.is_per_expert else self._dtype_of(names[0], weights)

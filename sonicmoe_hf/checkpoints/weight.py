@@ -175,7 +175,7 @@ class Weight:
         return self.change.dither.uniform(self.change.expert if expert is None else expert, shape)
 
     @property
-    def scales(self) -> Header:
+    def scales_header(self) -> Header:
         """The header of its scales, where it is in a format, in the shape that they have here."""
         return self._files.tensors[self.tensor_names[1]]
 
@@ -278,9 +278,9 @@ class HubMatrix(Weight):
         return self.format.dense_shape(self._files.tensors[self.tensor_names[0]].shape)
 
     @property
-    def scales(self) -> Header:
+    def scales_header(self) -> Header:
         """See Weight."""
-        header = super().scales
+        header = super().scales_header
         return header._replace(shape=self.format.scales_shape(self.shape, header.shape))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:

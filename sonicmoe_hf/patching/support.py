@@ -262,7 +262,8 @@ def _why_not_accelerated(
 ) -> str | None:
     name = type(layer.experts).__name__
     if (method := QUANTIZED.get(name)) is not None:
-        declared = declared_quantization(model.config)
+        config: Any = model.config
+        declared = declared_quantization(config)
         remedy = loading_remedy(method, declared.format() if declared is not None else method)
         return f"its experts are quantized ({name}) and never reach sonicmoe_hf; {remedy}"
     if _uses_hub_kernel(model, layer.block):

@@ -60,14 +60,12 @@ class ModelSizes:
     Mamba layers make, and those that become hidden states again, averaged over the layers. head_norms: features of q and
     k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
     plain_inner: I of the dense and shared MLPs, summed over the layers. linear: parameters of all linear layers but the
-    head. attention: "sdpa", or "eager" where a model has
-    nothing else. streams: hidden states of a token between two layers (hyper-connections have several). kept_of_pair,
-    made_of_pair: bytes that a layer's own attention keeps of a pair of tokens for backward, and makes beside that.
-    has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU; in_pieces: by "torch_pieces".
-    quantization: what its checkpoint declares, by the names of kernels/packed where it is of these; is_packed: by this
-    package;
-    is_dequantized: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what
-    is estimated, in words.
+    head. attention: "sdpa", or "eager" where a model has nothing else. streams: hidden states of a token between two
+    layers (hyper-connections have several). kept_of_pair, made_of_pair: bytes that a layer's own attention keeps of a
+    pair of tokens for backward, and makes beside that. has_sinks: attention that from_pretrained replaces by
+    "torch_sinks" on a GPU; in_pieces: by "torch_pieces". quantization: what its checkpoint declares, by the names of
+    kernels/packed where it is of these; is_packed: by this package; is_dequantized: Transformers can load it in bf16;
+    is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what is estimated, in words.
     """
 
     name: str
