@@ -72,6 +72,9 @@ def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
     three = packed_with_adapters(format, num_experts=3)
     fully_shard(three, ignored_params={p for p in three.parameters() if isinstance(p, sonicmoe_hf.PackedWeight)})
     three(**batch(**OWN_BATCH[rank])).loss.backward()
+    dense = fully_shard(build("qwen3_moe", **OF_64["qwen3_moe"]))
+    with pytest.raises(sonicmoe_hf.UnsupportedExpertsError, match="quantize experts before the model is sharded"):
+        sonicmoe_hf.quantize_experts(dense, format)
     return found[0]
 
 

@@ -7,7 +7,7 @@ import torch
 from helpers.models import batch, build, patched, relative_error
 from helpers.said import says, silent
 from helpers.training import POLICY, TILE, arguments, trained, trainer_for
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import TrainingArguments
 
@@ -169,6 +169,33 @@ def test_experts_come_back_from_the_checkpoint_of_their_own_model(tmp_path):
     again = trained(of_one_layer(seed=5), tmp_path, [TokenRoundingCallback(tile=TILE)], True, checkpoint, max_steps=2)
     for (name, value), (_, expected) in zip(again.model.named_parameters(), first.model.named_parameters()):
         assert torch.equal(value, expected), name
+
+
+def test_ranks_resume_in_their_number_or_begin_anew_from_the_adapter(tmp_path):
+    """One rank in the place of several, of a model that Transformers would have sharded."""
+
+    def train(model, checkpoint=None, steps=2):
+        saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+        trainer = trainer_for(model, tmp_path / "run", max_steps=steps, **saving)
+        trainer.is_distributed_loading_by_transformers = True
+        sonicmoe_hf.attach(trainer)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    def adapted():
+        model = of_one_layer()
+        return get_peft_model(model, sonicmoe_hf.lora_config(model, r=2))
+
+    train(adapted())
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    states = checkpoint / "rank0-of-1.pt"
+    states.rename(checkpoint / "rank0-of-2.pt")
+    with says("was written by other ranks", "resume with as many, or begin a new run from its adapter"):
+        train(adapted(), str(checkpoint))
+    anew = PeftModel.from_pretrained(of_one_layer(), checkpoint, is_trainable=True)
+    assert train(anew, steps=1).state.global_step == 1
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    assert train(adapted(), str(checkpoint)).state.global_step == 2
 
 
 def test_a_router_that_cannot_round_trains_without_the_callback(tmp_path):
