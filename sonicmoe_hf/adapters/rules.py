@@ -13,7 +13,7 @@ from pathlib import Path
 from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import ADAPTER_CONFIG
 from ..errors import CheckpointError
-from ..formats.json_files import read_json
+from ..formats.json_files import check_items, read_json
 from ..lora.names import PREFIX, Names, is_target_parameter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -60,7 +60,18 @@ TYPES: dict[str, type | tuple[type, ...]] = {  # of entries, where they are set
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "auto_mapping", "unsloth_fused_expert_lora"), dict),
     **dict.fromkeys(("target_modules", "exclude_modules"), (str, list)),
     **dict.fromkeys(("target_parameters", "modules_to_save"), list),
-    "base_model_name_or_path": str,
+    **dict.fromkeys(("base_model_name_or_path", "bias", "task_type"), str),
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias"), bool),
+    **dict.fromkeys(("layers_to_transform", "trainable_token_indices"), (int, list, dict)),
+    "layers_pattern": (str, list),
+}
+DEFAULTS = {"r": 8, "lora_alpha": 8}  # PEFT's
+ITEMS: dict[str, type | tuple[type, ...]] = {  # of lists, and of values of objects
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules", "target_parameters", "modules_to_save", "layers_pattern"), str
+    ),
+    **dict.fromkeys(("rank_pattern", "layers_to_transform"), int),
+    "alpha_pattern": (int, float),
 }
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
 EMPTY = (
@@ -108,7 +119,9 @@ class AdapterConfig:
 
     def __init__(self, folder: Path):
         self.path = path = folder / ADAPTER_CONFIG
-        self.entries = entries = read_json(path, **TYPES)
+        self.entries = entries = {**DEFAULTS, **read_json(path, **TYPES)}
+        for entry, kind in ITEMS.items():
+            check_items(entries, entry, kind, path)
         if entries.get("peft_type") != "LORA":
             raise CheckpointError(
                 f"{path}: peft_type is {entries.get('peft_type')!r}; only LORA adapters are known here"
@@ -125,6 +138,10 @@ class AdapterConfig:
         init = entries.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
             set_otherwise["init_lora_weights"] = init
+        ranks = {**{entry: entries[entry] for entry in DEFAULTS}, **(entries.get("rank_pattern") or {})}
+        for entry, value in ranks.items():
+            if value is None or value <= 0:
+                raise CheckpointError(f"{path}: {entry} is {value}, where a number above 0 is expected")
         for key, value in set_otherwise.items():
             raise NotPlainLoRAError(
                 f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}, or with the "

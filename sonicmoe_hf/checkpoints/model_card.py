@@ -16,6 +16,7 @@ CARD = "README.md"
 TAG = "sonicmoe_hf"
 NO_HEADER = "---\n{}\n---\n"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+AS_IT_IS = "surrogateescape"  # of bytes that are no UTF-8
 VERSIONS = ("torch", "transformers", "peft")
 HEADING = "## How these files were made"
 SECTION = """
@@ -63,9 +64,9 @@ def add_card(folder: Path, name: str, origin: Origin, format: str, notices: list
         notices: what else there is to say of it, in sentences.
     """
     path = folder / CARD
-    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {name}\n"
+    text = path.read_text("utf-8", AS_IT_IS) if path.is_file() else f"# {name}\n"
     text = _titled(_with_metadata(text, origin), name, origin)
-    path.write_text(text.rstrip("\n") + "\n" + _section(name, origin, format, notices), "utf-8")
+    path.write_text(text.rstrip("\n") + "\n" + _section(name, origin, format, notices), "utf-8", AS_IT_IS)
 
 
 def _titled(text: str, name: str, origin: Origin) -> str:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
 
-KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def read_json(path: Path, **types: type | tuple[type, ...]) -> dict:
@@ -32,9 +40,23 @@ def read_json(path: Path, **types: type | tuple[type, ...]) -> dict:
 def check_type(entries: dict, entry: str, kind: type | tuple[type, ...], file: Path | str) -> None:
     """Raise CheckpointError where an entry of `file` is there and of none of these types. `true` is no
     number."""
-    value = entries.get(entry)
+    _check(entries.get(entry), entry, kind, file)
+
+
+def check_items(entries: dict, entry: str, kind: type | tuple[type, ...], file: Path | str) -> None:
+    """Raise CheckpointError where an item of a list, or a value of an object, that an entry of `file` holds is null or of
+    none of these types."""
+    held = entries.get(entry)
+    items = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+    for at, item in items:
+        _check(item, f"{entry}[{at!r}]", kind, file, may_be_null=False)
+
+
+def _check(value: Any, name: str, kind: type | tuple[type, ...], file: Path | str, may_be_null: bool = True) -> None:
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+    if (value is None and may_be_null) or (
+        isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    ):
         return
     names = " or ".join(KINDS[each] for each in kinds)
-    raise CheckpointError(f"{file}: {entry} is {value!r:.80}, where {names} is expected")
+    raise CheckpointError(f"{file}: {name} is {value!r:.80}, where {names} is expected")

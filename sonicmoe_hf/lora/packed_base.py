@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..formats.declared import declared_quantization
-from ..formats.json_files import check_type, read_json
+from ..formats.json_files import check_items, check_type, read_json
 from ..layer.experts_module import packable
 from ..layer.holding import is_partitioned, local_tensor
 from ..layer.packed_weight import PackedWeight
@@ -104,6 +104,7 @@ class PackedBase(NamedTuple):
         if not isinstance(entry.get("format"), str) or not isinstance(entry.get("codes") or [], list):
             raise CheckpointError(f"{PLACE}: {ENTRY} is {entry!s:.80}, without format or codes")
         check_type(entry, "norms", dict, PLACE)
+        check_items(entry, "norms", (int, float), PLACE)
         return cls(entry["format"], entry.get("codes") or [], entry.get("norms"))
 
     def is_scaled_otherwise(self, read: Callable[[str], torch.Tensor | None]) -> bool:

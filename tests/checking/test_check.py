@@ -202,11 +202,14 @@ def test_what_cannot_be_compared_is_an_error(place, capsys, tmp_path):
     make(other, "qwen3_moe", vocab_size=40)
     shutil.copytree(place.base, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     (tmp_path / "empty").write_text("")
+    damaged = shutil.copytree(bare, tmp_path / "damaged")
+    (damaged / "tokenizer_config.json").write_text("{")
     for base, arguments, words in (
         (place.base, [], "nothing to compare with the adapter"),
         (place.base, [nan], "nan gives log-probabilities that are not finite"),
         (place.base, [other], "other ends at token 39"),
         (bare, [bare], "has a tokenizer"),
+        (damaged, [bare], "damaged/tokenizer_config.json cannot be read"),
         (place.base, [nan, "--text", tmp_path / "empty"], "less than two tokens"),
     ):
         command = ["check", base, place.adapter, *arguments]

@@ -121,6 +121,17 @@ DAMAGES = [  # file, what stands in it, or entries that replace its own; what th
     (ADAPTER, {"target_modules": 3}, "target_modules is 3, where a text or a list"),
     (ADAPTER, {"r": "16"}, "r is '16', where a whole number"),
     (ADAPTER, {"modules_to_save": True}, "modules_to_save is True, where a list"),
+    (ADAPTER, {"r": None}, "r is None, where a number above 0"),
+    (ADAPTER, {"rank_pattern": {"o_proj": "x"}}, "rank_pattern['o_proj'] is 'x', where a whole number"),
+    (ADAPTER, {"rank_pattern": {"o_proj": 0}}, "o_proj is 0, where a number above 0"),
+    (
+        ADAPTER,
+        {"alpha_pattern": {"o_proj": None}},
+        "alpha_pattern['o_proj'] is None, where a whole number or a number",
+    ),
+    (ADAPTER, {"target_modules": ["o_proj", 3]}, "target_modules[1] is 3, where a text"),
+    (ADAPTER, {"layers_to_transform": "x"}, "layers_to_transform is 'x', where"),
+    (ADAPTER, {"use_rslora": "yes"}, "use_rslora is 'yes', where true or false"),
 ]
 
 

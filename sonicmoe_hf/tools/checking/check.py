@@ -14,6 +14,7 @@ from ...adapters.convert import is_adapter
 from ...checkpoints.companions import has_tokenizer
 from ...checkpoints.files import local_folder
 from ...errors import CheckpointError
+from ...formats.json_files import read_json
 from .models import Loading, Scores, adapted, rounded, scores_of
 from .places import Observation, coarser, observed_adapted, observed_by_server, observed_merged
 from .server import Server
@@ -63,6 +64,8 @@ def check_adapter(
     with_tokenizer = [folder for folder in (adapter_folder, base_folder) if has_tokenizer(folder)]
     if not with_tokenizer:
         raise CheckpointError(f"neither {base} nor {adapter} has a tokenizer; save the model's into one of them")
+    for file in with_tokenizer[0].glob("tokenizer*.json"):
+        read_json(file)  # which names a damaged one
     tokenizer = AutoTokenizer.from_pretrained(with_tokenizer[0])
     texts = texts_for(tokenizer, text, MORE * NUM_TEXTS)
     client = None if server is None else Server(server, tokenizer)

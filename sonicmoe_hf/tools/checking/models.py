@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ...adapters.adapter import is_in_pefts_form
 from ...adapters.convert import convert_adapter
 from ...checkpoints.config_only import build_from_config
-from ...checkpoints.files import CONFIG_FILE, read_config
+from ...checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, read_config
 from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
 from ...layer.experts_module import is_experts
@@ -135,7 +135,10 @@ def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Ite
         layout = "native" if str(config["model_type"]).startswith(NATIVE_PREFIX) else "hub"
         adapter = convert_adapter(adapter, new, layout, trained_on=base)
     biases = {n: (p, p.data.clone()) for n, p in model.named_parameters() if n.rpartition(".")[2] == "bias"}
-    wrapped = peft.PeftModel.from_pretrained(model, adapter)
+    try:
+        wrapped = peft.PeftModel.from_pretrained(model, adapter)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"PEFT cannot load {adapter / ADAPTER_CONFIG}: {error}") from error
     wrappers = {n: module for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
     try:
         yield wrapped.eval(), [(p, of_base) for p, of_base in biases.values() if not p.data.equal(of_base)]
