@@ -70,7 +70,7 @@ def compile_ahead(name: str, settings: Settings) -> Graphs:
             disable_tqdm=True,
         )
         trainer = Trainer(model, arguments, train_dataset=batches, data_collator=lambda rows: rows[0])  # type: ignore[arg-type]
-        attach(trainer)
+        attach(trainer, compile=True)
         trainer.train()
     found = cached_graphs() - before
     return Graphs(

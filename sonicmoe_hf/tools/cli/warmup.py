@@ -112,7 +112,7 @@ def _warm_up_torch(model: str, *settings) -> int:
     graphs = compile_ahead(model, Settings(*settings))
     seconds = time.perf_counter() - began
     folder, total = compile_cache_folder(), graphs.there + graphs.added
-    print(f"{total} graphs of layers in {folder}: {graphs.added} compiled now, {seconds:.1f} s")
+    print(f"graphs of layers in {folder}: {total}, of which {graphs.added} compiled now, {seconds:.1f} s")
     obstacles = list(graphs.reasons)
     if graphs.refused:
         obstacles.append(
