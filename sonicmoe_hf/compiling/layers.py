@@ -46,7 +46,9 @@ if Version(torch.__version__) < Version("2.13"):
     # keeps the state of random numbers for a GPU's attention that is computed again; newer versions take it by themselves
     CACHED["torch.ops.higher_order.graphsafe_run_with_rng_state"] = torch.__version__
 SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all that are alike; decoder layers: {layers}"
-OF_A_TRAINER = "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
+OF_A_TRAINER = (
+    "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
+)
 REMEDIES = {  # by a word of torch's reason
     "liger_kernel": "switch that kernel off in liger_kernel_config",
     "offload": "train with gradient checkpointing that offloads nothing",
