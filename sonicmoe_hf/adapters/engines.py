@@ -141,8 +141,8 @@ def engine_form(
         if name not in linear and f"{PREFIX}{name}.lora_A.weight" in tensors and EXPERT.match(name)
     ]
     fused = [name for name in pairs if pairs[name].a.dim() == 3 and "{expert}" not in name]
-    target_modules = [*sorted(endings(linear, every, parts=(1, 2))), *sorted(endings(single, every, parts=(1, 3)))]
-    target_parameters = sorted(endings(fused, map(hub.parameter, model.state_dict()), parts=(3,)))
+    target_modules = [*sorted(endings(linear, every, lengths=(1, 2))), *sorted(endings(single, every, lengths=(1, 3)))]
+    target_parameters = sorted(endings(fused, map(hub.parameter, model.state_dict()), lengths=(3,)))
     config = rewritten_config(adapter.config, rank, alpha, target_modules, target_parameters)
     has_experts = any(factors.a.dim() == 3 for factors in pairs.values())
     return tensors, config, _hints(engine, rank, has_experts, is_3d)

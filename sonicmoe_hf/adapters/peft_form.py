@@ -99,8 +99,8 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
         adapter.config,
         rank,
         alpha,
-        sorted(endings(linear, modules, parts=(1, 2))),
-        sorted(endings(parameters, everything, parts=(3,))),
+        sorted(endings(linear, modules, lengths=(1, 2))),
+        sorted(endings(parameters, everything, lengths=(3,))),
         rank_pattern=_pattern({name: own for name, (own, _) in settings.items()}, rank, everything),
         alpha_pattern=_pattern({name: own for name, (_, own) in settings.items()}, alpha, everything),
     )
@@ -112,5 +112,5 @@ def _pattern(values: dict[str, float], default: float, everything: Iterable[str]
     pattern: dict[str, float] = {}
     for value in sorted(set(values.values()) - {default}):
         names = [name for name, own in values.items() if own == value]
-        pattern.update(dict.fromkeys(sorted(endings(names, everything, parts=(2,))), value))
+        pattern.update(dict.fromkeys(sorted(endings(names, everything, lengths=(2,))), value))
     return pattern

@@ -28,7 +28,7 @@ from ..private.torch import (
     compiled_graphs,
     eager_call,
     graph_breaks,
-    has_compiled_parts,
+    has_compiled_modules,
     mark_as_any_size,
     set_compiled_call,
 )
@@ -99,18 +99,18 @@ def compile_layers(model: nn.Module, **options) -> int:
     allow_recompilations(RECOMPILATIONS)
     allow_caching(CACHED)
     for layer in layers:
-        for part in _parts(layer):
-            part.compile(**options)
-            set_compiled_call(part, _Call(part, layer, is_captured))
+        for module in _modules_of(layer):
+            module.compile(**options)
+            set_compiled_call(module, _Call(module, layer, is_captured))
     return len(layers)
 
 
 def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None:
-    """Compile a model's layers, unless parts of it are compiled already, and say so.
+    """Compile a model's layers, unless modules of it are compiled already, and say so.
 
     by_argument: a Trainer's torch_compile asks for it, which by itself compiles the model as a whole.
     """
-    if has_compiled_parts(list(model.modules())):
+    if has_compiled_modules(list(model.modules())):
         return
     count = compile_layers(model, **options)
     if is_first_rank():
@@ -137,14 +137,14 @@ def why_in_python(model: nn.Module) -> list[str]:
     return sorted({reason for call in calls if isinstance(call, _Call) for reason in call.reasons})
 
 
-def _parts(layer: nn.Module) -> list[nn.Module]:
-    """List the parts of a layer to compile: itself, or where ranks share its experts all else in it and beside them."""
+def _modules_of(layer: nn.Module) -> list[nn.Module]:
+    """List the modules of a layer to compile: itself, or where ranks share its experts all else in it and beside them."""
     if not _has_shared_experts(layer):
         return [layer]
     beside: list[nn.Module] = []
     for child in layer.children():
         beside += child.children() if _has_shared_experts(child) else [child]
-    return [part for part in beside if not _has_shared_experts(part)]
+    return [module for module in beside if not _has_shared_experts(module)]
 
 
 def _has_shared_experts(module: nn.Module) -> bool:
@@ -202,14 +202,14 @@ def _traceable_records() -> Iterator[None]:
 
 
 class _Call:
-    """The call of a layer or a part of it: what was compiled where the layer is trained, which a checkpoint may begin
-    without gradients, and its own elsewhere: torch would compile evaluation and generation apart, the latter for each
-    layer, and a cache of keys and values would outlive the memory of a CUDA graph.
+    """The call of a layer or of a module in it: what was compiled where the layer is trained, which a checkpoint may
+    begin without gradients, and its own elsewhere: torch would compile evaluation and generation apart, the latter for
+    each layer, and a cache of keys and values would outlive the memory of a CUDA graph.
     """
 
-    def __init__(self, part: nn.Module, layer: nn.Module, is_captured: bool):
-        self.part, self.layer, self.is_captured = part, layer, is_captured
-        self.compiled, self.is_new = compiled_call(part), True
+    def __init__(self, module: nn.Module, layer: nn.Module, is_captured: bool):
+        self.module, self.layer, self.is_captured = module, layer, is_captured
+        self.compiled, self.is_new = compiled_call(module), True
         self.reasons: set[str] = set()
         self.is_uncompiled = self.takes_any_length = False
         self.num_graphs, self.kept = -1, WeakTensorKeyDictionary()
@@ -217,7 +217,7 @@ class _Call:
     def __call__(self, *args, **kwargs):
         is_checkpointed = self.layer.gradient_checkpointing and self.layer.training and not self.is_captured
         if not (torch.is_grad_enabled() or is_checkpointed):
-            return eager_call(self.part)(*args, **kwargs)
+            return eager_call(self.module)(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
         if not (RECORDS or self.is_uncompiled) and recorded_outputs():
@@ -226,7 +226,7 @@ class _Call:
             self.reasons.add(UNCOMPILED)
             warnings.warn(UNCOMPILED, stacklevel=2)
         if self.is_uncompiled:
-            return eager_call(self.part)(*args, **kwargs)
+            return eager_call(self.module)(*args, **kwargs)
         before = None
         if self.is_new:
             trace_without_liger()
@@ -245,18 +245,18 @@ class _Call:
         return result
 
     def _why(self, reason: str) -> str:
-        """Write torch's reason for leaving a part to Python as a sentence with a remedy."""
+        """Write torch's reason for leaving code to Python as a sentence with a remedy."""
         is_whole = self.layer.gradient_checkpointing and self.layer.training
         extent = "with gradient checkpointing all" if is_whole else "a part"
         remedy = next((each for word, each in REMEDIES.items() if word in reason.lower()), None)
         return (
-            f"torch.compile left {extent} of {type(self.part).__name__} to Python: {_first_words(reason)}; "
+            f"torch.compile left {extent} of {type(self.module).__name__} to Python: {_first_words(reason)}; "
             f"{remedy or 'take that out of the layer'} (TORCH_LOGS=graph_breaks shows the line)"
         )
 
     def _keep_gradients(self) -> None:
         """Copy the first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
         self.num_graphs = compiled_graphs()
-        for parameter in self.part.parameters():
+        for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self.kept:
                 self.kept[parameter] = parameter.register_hook(partial(_kept, weakref.ref(parameter)))

@@ -80,7 +80,7 @@ class SonicMoEExpertParallelism(EPImplementation):
     - Ranks that share a batch (ep_size == tp_size) run their own experts on all tokens, and sum the outputs.
     - Ranks with different batches gather all tokens and scatter the sum of the outputs, or exchange tokens with an
       all-to-all, each token once for every rank that has experts of it (exchange.choose_exchange). Ranks of a
-      tensor-parallel group send a part of the batch each.
+      tensor-parallel group send a slice of the batch each.
     """
 
     def __init__(self, experts, ep_mesh, tp_mesh):
@@ -165,21 +165,21 @@ class SonicMoEExpertParallelism(EPImplementation):
         hidden_states = self.with_summed_gradient(hidden_states)
         if self.shares_batch:
             return self._on_shared_batch(hidden_states, routing, experts, self.batch_group)
-        return self._exchange_part(hidden_states, routing, experts, self.batch_group)
+        return self._exchange_slice(hidden_states, routing, experts, self.batch_group)
 
     def _on_shared_batch(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
         expert = self.holding.local(routing.expert_index)
         local = self.holding.routing(expert, routing.weights, routing.token_index, len(x_TH))
         return sum_over_ranks(experts(x_TH, local, routing.weights), group)
 
-    def _exchange_part(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
-        """Send a part of the tokens of the batch that ranks of a tensor-parallel group share."""
+    def _exchange_slice(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
+        """Send this rank's slice of the tokens of the batch, which ranks of a tensor-parallel group have in common."""
         num_tokens, size = len(x_TH), self.tp_mesh.size()
         start, stop = (
-            num_tokens * part // size for part in (self.tp_mesh.get_local_rank(), self.tp_mesh.get_local_rank() + 1)
+            num_tokens * rank // size for rank in (self.tp_mesh.get_local_rank(), self.tp_mesh.get_local_rank() + 1)
         )
         expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
-        is_in_part_P = (token_P >= start) & (token_P < stop)
-        part = Routing(torch.where(is_in_part_P, expert_P, -1), weight_P, token_P - start)
-        out = reach_experts(x_TH[start:stop], part, self.holding, experts)
+        is_in_slice_P = (token_P >= start) & (token_P < stop)
+        own = Routing(torch.where(is_in_slice_P, expert_P, -1), weight_P, token_P - start)
+        out = reach_experts(x_TH[start:stop], own, self.holding, experts)
         return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), group)

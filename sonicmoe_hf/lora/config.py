@@ -131,7 +131,7 @@ def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> 
     """
     weights = [f"{name}.{weight}" for name, module in _experts(model).items() for weight in weight_names(module)]
     if chosen is None:
-        return endings(weights, [without_base_layer(name) for name, _ in model.named_parameters()], parts=(2,))
+        return endings(weights, [without_base_layer(name) for name, _ in model.named_parameters()], lengths=(2,))
     layers = {chosen} if isinstance(chosen, int) else set(chosen)
     return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
 
@@ -183,7 +183,7 @@ def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
         and READ_PAST.get(type(module).__name__) != child
         and hub.in_adapter(without_base_layer(f"{name}.{child}")) is not None
     ]
-    return endings(targets, [name for name, _ in model.named_modules()], parts=(1,))
+    return endings(targets, [name for name, _ in model.named_modules()], lengths=(1,))
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:

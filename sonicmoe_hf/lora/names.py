@@ -42,20 +42,20 @@ class Names:
     def __contains__(self, name: str) -> bool:
         if self._pattern is not None:
             return re.fullmatch(self._pattern, name) is not None
-        parts = name.split(".")
-        return any(".".join(parts[start:]) in self._endings for start in range(len(parts)))
+        words = name.split(".")
+        return any(".".join(words[start:]) in self._endings for start in range(len(words)))
 
 
-def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, ...]) -> list[str]:
-    """Shorten `names` for PEFT's config: each to its shortest ending of one of these numbers of parts that no other name
-    in `everything` has, or else not at all."""
+def endings(names: Iterable[str], everything: Iterable[str], lengths: tuple[int, ...]) -> list[str]:
+    """Shorten `names` for PEFT's config: each to its shortest ending of one of these lengths, in words between dots,
+    that no other name in `everything` has, or else not at all."""
     wanted, chosen = dict.fromkeys(names), dict[str, str]()
     others = [name for name in everything if name not in wanted]
-    for number in reversed(parts):
-        taken = {_ending(name, number) for name in others}
-        chosen |= {name: _ending(name, number) for name in wanted if _ending(name, number) not in taken}
+    for length in reversed(lengths):
+        taken = {_ending(name, length) for name in others}
+        chosen |= {name: _ending(name, length) for name in wanted if _ending(name, length) not in taken}
     return list(dict.fromkeys(chosen.get(name, name) for name in wanted))
 
 
-def _ending(name: str, parts: int) -> str:
-    return ".".join(name.split(".")[-parts:])
+def _ending(name: str, length: int) -> str:
+    return ".".join(name.split(".")[-length:])

@@ -145,7 +145,7 @@ def call_of(module: nn.Module) -> Callable:
     return module if is_more or has_global_hooks() or torch.compiler.is_compiling() else module.forward
 
 
-def has_compiled_parts(modules: list[nn.Module]) -> bool:
+def has_compiled_modules(modules: list[nn.Module]) -> bool:
     """Tell whether torch.compile or Module.compile was applied to one of these modules."""
     return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules)
 

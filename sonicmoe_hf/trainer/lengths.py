@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..compiling.layers import expect_lengths
-from ..private.torch import has_compiled_parts, mark_as_any_size
+from ..private.torch import has_compiled_modules, mark_as_any_size
 from .methods import WhileTraining
 
 OBSERVED = 8  # micro-batches, in which a choice is made
@@ -39,7 +39,7 @@ class VaryingLengths(WhileTraining):
         """Observe this run."""
         self._forget()
         modules = [] if model is None else list(model.modules())
-        self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_parts(modules)
+        self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_modules(modules)
 
     def expect(self, model, batches: list, masks: list[torch.Tensor]) -> None:
         """Let compiled layers take any length from their first call on, where micro-batches are packed, or a step's have

@@ -17,7 +17,7 @@ from ..layer.packed_weight import PackedWeight
 from ..models.patch import PatchReport
 from ..patching.support import every_experts, is_patched, supports, transformers_model
 from ..patching.unpacked import dense_beside_bitsandbytes
-from ..private.torch import has_compiled_parts
+from ..private.torch import has_compiled_modules
 from ..routing.model import routing_policy
 from ..routing.support import with_rounding
 from .mixed_precision import computing_dtype
@@ -78,7 +78,7 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
     dtype = _dtype(weight)
     choice = backends.choose(weight.device, dtype)
-    compiled = ", layers compiled" if has_compiled_parts(list(model.modules())) else ""
+    compiled = ", layers compiled" if has_compiled_modules(list(model.modules())) else ""
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}{compiled}"]
     return "\n".join([*lines, f"  experts: {_training(model, remedies)}"] if trains else lines)
 

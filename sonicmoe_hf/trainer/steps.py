@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..private.torch import has_checkpointing, has_compiled_parts
+from ..private.torch import has_checkpointing, has_compiled_modules
 from ..routing.model import find_state, router_hooks, routing_state
 
 WORK = {"policy": "token rounding", "counting": "counting", "balancing": "balancing"}
@@ -23,7 +23,7 @@ NOT_REPORTED = (
 def routers_report(model: nn.Module, args: Any) -> bool:
     """Tell whether routers can say that they did their work: torch allows no effects inside a compiled checkpoint."""
     modules = list(model.modules())
-    return not (has_checkpointing(modules) and (args.torch_compile or has_compiled_parts(modules)))
+    return not (has_checkpointing(modules) and (args.torch_compile or has_compiled_modules(modules)))
 
 
 def begin_step(model: nn.Module, reports: bool, **settings) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.layer.backends import VARIABLE
-from sonicmoe_hf.private.torch import has_compiled_parts
+from sonicmoe_hf.private.torch import has_compiled_modules
 from sonicmoe_hf.tools.cli.main import main as command
 from sonicmoe_hf.tools.demo import corpus
 
@@ -104,7 +104,7 @@ def assert_adapters_trained(folder, layers=2):
 @pytest.mark.slow
 def test_a_chat_is_trained_on_its_answers_alone_with_the_template_of_the_model(run, hub, tmp_path, capsys):
     names = run(CHAT, {**FEW_STEPS, **AS_TRACED})
-    assert has_compiled_parts(names["model"].modules())
+    assert has_compiled_modules(names["model"].modules())
     in_loss = f"<think>\n\n</think>\n\n{ANSWERS[0]}<|im_end|>"
     assert in_loss in capsys.readouterr().out
     trainer, tokenizer = names["trainer"], names["tokenizer"]
