@@ -55,7 +55,7 @@ def _selected(self: Any, hidden_states, position_embeddings, cache, valid, count
     cos, sin = (each.expand(size, -1, -1) for each in position_embeddings)
     widths = [self.index_n_heads * dim, self.index_kv_heads * dim]
     q, keys = (
-        part.reshape(size, num_queries, -1, dim) for part in self.index_qk_proj(hidden_states).split(widths, -1)
+        each.reshape(size, num_queries, -1, dim) for each in self.index_qk_proj(hidden_states).split(widths, -1)
     )
     keys = keys.squeeze(2)
     q = rotate(self.q_layernorm(q), cos=cos[:, -num_queries:], sin=sin[:, -num_queries:], unsqueeze_dim=2)

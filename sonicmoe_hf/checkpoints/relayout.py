@@ -121,8 +121,8 @@ class Relayout(Output):
         here, moved = self._source.experts[target], []
         own = None if here.is_per_expert else experts[0]
         stored = [self._rows(weight, own) for weight in self._weights_of(target, experts[0])]
-        for parts in zip(*stored):
-            rows = here.split([part if here.is_per_expert else part[0] for part in parts])
+        for tensors in zip(*stored):
+            rows = here.split([tensor if here.is_per_expert else tensor[0] for tensor in tensors])
             moved.append(self._experts[target].join(rows))
         return self._stored([Quantized(*own) for own in zip(*moved)], target, shells)
 
@@ -161,8 +161,8 @@ class Relayout(Output):
         if self._experts[target].is_per_expert:
             assert self._hub is not None
             stored = [self._hub.unpack_new(_as_matrix(each)) for each in packed]
-        parts = (part for own in stored for part in own if part is not None)
-        return [part.view(like.dtype) for part, like in zip(parts, shells, strict=True)]
+        tensors = (tensor for own in stored for tensor in own if tensor is not None)
+        return [tensor.view(like.dtype) for tensor, like in zip(tensors, shells, strict=True)]
 
     def _make_shells(
         self, target: str, names: list[str], format: Format, scales: Header | None = None
@@ -170,15 +170,15 @@ class Relayout(Output):
         """Make tensors on the meta device like those that will store weights, by name. scales: the header of those whose
         blocks move, for formats with several dtypes or sizes of groups."""
         there = self._experts[target]
-        parts: Stored = {}
+        expected: Stored = {}
         for name in names:
             if there.is_per_expert:
                 assert self._hub is not None
-                parts |= self._hub.stored(name, there.shape)
+                expected |= self._hub.stored(name, there.shape)
             else:
                 group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
-                parts |= format.stored(name, (there.num_experts, *there.shape), there.order, group)
-        return {stored: shell(part, _dtype_like(scales, dtypes)) for stored, (part, dtypes) in parts.items()}
+                expected |= format.stored(name, (there.num_experts, *there.shape), there.order, group)
+        return {stored: shell(shape, _dtype_like(scales, dtypes)) for stored, (shape, dtypes) in expected.items()}
 
 
 def _as_matrix(packed: Quantized) -> Quantized:

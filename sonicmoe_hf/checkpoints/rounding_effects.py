@@ -43,10 +43,14 @@ class Roundings:
     ) -> None:
         """Add a matrix of the weight `name`: as it was, with the change, and with the change and rounded. expert: its
         number in a weight that holds all."""
-        parts = {"error": rounded - exact.float(), "change": exact.float() - before.float(), "weight": before.float()}
+        tensors = {
+            "error": rounded - exact.float(),
+            "change": exact.float() - before.float(),
+            "weight": before.float(),
+        }
         sums = self._sums.setdefault((name, expert), [0.0] * len(PRODUCTS))
         for number, (first, second) in enumerate(PRODUCTS):
-            sums[number] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
+            sums[number] += torch.sum(tensors[first] * tensors[second], dtype=torch.float64).item()
 
     def layers(self) -> list[LayerRounding]:
         """List layers that were changed, in the order of the weights; a weight of no layer stands for itself."""

@@ -103,13 +103,13 @@ class Source(StoredWeights):
             raise CheckpointError(f"{self.folder} is declared to be in {self.format.name.upper()}, but no weight is")
         for name, weight in self.weights.items():
             order = self.experts[self.targets[name]].order if name in self.targets else "whole"
-            for part, (shape, dtypes) in weight.stored_as(shapes.get(name, weight.shape), order).items():
-                self._check_part(part, self.tensors[part].shape or (1,), shape or (1,), dtypes)
+            for stored, (shape, dtypes) in weight.stored_as(shapes.get(name, weight.shape), order).items():
+                self._check_tensor(stored, self.tensors[stored].shape or (1,), shape or (1,), dtypes)
             is_float = weight.dtype.is_floating_point and weight.dtype.itemsize >= 2
             if not (weight.format or self.is_unused(name) or is_float):
                 raise CheckpointError(f"{self.folder}: {name} has dtype {weight.dtype}; weights are floats")
 
-    def _check_part(
+    def _check_tensor(
         self, name: str, found: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
     ) -> None:
         dtype = self.tensors[name].dtype

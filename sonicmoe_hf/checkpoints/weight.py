@@ -309,4 +309,4 @@ class HubMatrix(Weight):
                 raise CheckpointError(
                     f"{self.name} has NaN or infinite values in its {suffix}: the checkpoint is damaged"
                 )
-        return [part for part in rows if part is not None]
+        return [tensor for tensor in rows if tensor is not None]

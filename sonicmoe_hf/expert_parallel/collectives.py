@@ -86,7 +86,7 @@ def _sum_rows(num_tokens, y_RH, *rows):
 
 
 def sum_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensor as it is, and sum its gradient over the ranks, each of which has a part of it."""
+    """Return the tensor as it is, and sum its gradient over the ranks, each of which has a summand of it."""
     return _LinearMap.apply(tensor, _identity, partial(_sum, group=group))
 
 
@@ -127,7 +127,7 @@ class Gathering:
         return _begin_gather(tensor, self.group)
 
     def scatter_sum(self, tensor: torch.Tensor) -> Arriving:
-        """Sum [num_tokens, H] over the ranks: this rank's part [T, H]."""
+        """Sum [num_tokens, H] over the ranks: the tokens [T, H] of this rank."""
         return _begin_scatter_sum(tensor, self.group)
 
 

@@ -140,7 +140,7 @@ def by_gathering(
     if not sizes.num_tokens:
         local = holding.routing(holding.local(routing.expert_index), routing.weights, routing.token_index, 0)
         return experts(x_TH, local, routing.weights)
-    pairs, weights = (gather(part, group) for part in _padded_pairs(routing, num_tokens, holding, sizes))
+    pairs, weights = (gather(tensor, group) for tensor in _padded_pairs(routing, num_tokens, holding, sizes))
     x_TH = _padded(x_TH, sizes.num_tokens)
     are_many = x_TH.nbytes * holding.size >= MANY_BYTES
     gathering = Gathering(x_TH, group, are_many)

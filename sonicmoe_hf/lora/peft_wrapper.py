@@ -122,7 +122,7 @@ def _check_once(wrapper: ParamWrapper, experts: Any) -> _CheckedWrapper:
 
 def _check_split(experts: nn.Module, name: str) -> None:
     """Raise UnsupportedModelError where experts are split over ranks and nobody can adapt their parameter `name`: PEFT
-    has none for a rank's part."""
+    has none for a rank's shard."""
     holder = holding_of(experts).by
     if holder is Holder.EXPERT_PARALLEL and name not in weight_names(experts):
         reason = (

@@ -38,7 +38,7 @@ wrapper_of = torch.Tensor._make_wrapper_subclass
 
 
 def strided_shard(dim: int, num_groups: int):
-    """Make the placement of a DTensor of which a rank has its part of each of so many equal groups along a dimension."""
+    """Make the placement of a DTensor of which a rank has its shard of each of so many equal groups along a dimension."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=num_groups)

@@ -135,7 +135,7 @@ def random_packed_model(
         experts: format of the experts' weights, one of kernels.packed.FORMATS; None: as they are.
         linear: bitsandbytes' quant_type for the linear layers but the last, "nf4" or "fp4"; None: as they are.
         device: where it is made; default: the accelerator where there is one.
-        distributed_config: how ranks share it; each makes its own part.
+        distributed_config: how ranks share it; each makes its own share or shard.
         experts_memory: as `from_pretrained` takes it.
         options: of an Auto class's `from_config`, such as dtype.
     """

@@ -1,1 +1,1 @@
-"""The parts that the Hugging Face Trainer needs: callbacks, and Trainer checkpoints that restore fused experts."""
+"""What the Hugging Face Trainer needs: attach, callbacks, and Trainer checkpoints that restore fused experts."""

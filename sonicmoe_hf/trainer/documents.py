@@ -15,7 +15,7 @@ SEVERAL_DOCUMENTS = (
 
 
 def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs):
-    """Call `trainer.training_step`, whose inputs are whole sequences under `cp_size`, and this rank's parts under
+    """Call `trainer.training_step`, whose inputs are whole sequences under `cp_size`, and this rank's slices under
     `sp_size`.
 
     Raises:

@@ -88,7 +88,7 @@ def draw_experts(figure, axes, rows_of_layers: dict[str, np.ndarray], steps: lis
 
 def labels_of(names: list[str]) -> list[str]:
     """Shorten to the layers' numbers, where their names differ in these alone: "layer 3" of "model.layers.3.mlp"."""
-    numbers = [[part for part in name.split(".") if part.isdecimal()] for name in names]
+    numbers = [[word for word in name.split(".") if word.isdecimal()] for name in names]
     labels = [f"layer {number[0]}" for number in numbers if len(number) == 1]
     return labels if len(set(labels)) == len(names) else names
 

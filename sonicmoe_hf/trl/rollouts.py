@@ -109,13 +109,13 @@ class Rollout(NamedTuple):
 
     def aligned(self, width: int, completion_width: int) -> torch.Tensor:
         """Return the experts [B, S, L, K], int16 on the host."""
-        mask, parts = self.mask(width, completion_width), []
+        mask, pieces = self.mask(width, completion_width), []
         for start in range(0, len(mask), AT_ONCE):
             some = slice(start, start + AT_ONCE)
             routing = RecordedRouting.from_server(self.experts[some], mask[some])
             index_LTK = routing.tensors()[0].to(DTYPE)
-            parts.append(index_LTK.unflatten(1, (-1, width)).permute(1, 2, 0, 3))
-        return torch.cat(parts)
+            pieces.append(index_LTK.unflatten(1, (-1, width)).permute(1, 2, 0, 3))
+        return torch.cat(pieces)
 
 
 def as_calls(experts_BSLK: torch.Tensor, rows: int) -> list[torch.Tensor]:

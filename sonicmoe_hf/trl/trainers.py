@@ -96,7 +96,7 @@ class ReplaysRouting(SendsAdapters):
         if not self._is_replayed:
             return generated
         prompt_ids, completion_ids = generated[:2]
-        fields = next(part for part in generated[2:] if isinstance(part, dict))  # of a rollout_func
+        fields = next(each for each in generated[2:] if isinstance(each, dict))  # of a rollout_func
         experts = fields.pop("routed_experts", None)
         if experts is None and self.use_vllm:
             sequences = self.vllm_generation.sequences
@@ -134,13 +134,13 @@ class ReplaysRouting(SendsAdapters):
 
     def _recorded(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the policy's own experts [B, S, L, K]."""
-        parts, rows = [], self._rows()
+        pieces, rows = [], self._rows()
         for some_ids, some_mask in zip(ids.split(rows), mask.split(rows)):
             with torch.no_grad(), self.accelerator.autocast(), record_routing(self.model) as routing:
                 self.model(input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1)
             index_LTK = routing.tensors()[0].to("cpu", DTYPE)
-            parts.append(index_LTK.unflatten(1, some_ids.shape).permute(1, 2, 0, 3))
-        return torch.cat(parts)
+            pieces.append(index_LTK.unflatten(1, some_ids.shape).permute(1, 2, 0, 3))
+        return torch.cat(pieces)
 
     def _divergence(self, experts_BSLK: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> float:
         """Return the share of tokens whose experts the policy would not have chosen, or nan between measurements."""
