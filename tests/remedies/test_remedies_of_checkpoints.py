@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 from filelock import FileLock
-from helpers.adapters import adapt, with_lora
+from helpers.adapters import adapt
 from helpers.checkpoints import config_in, edit_config, edit_tensors, load_whole, make, tensors_in
 from helpers.integers import to_integers
 from helpers.marks import loads_hub_formats
-from helpers.models import batch, build, logits_of, patched, relative_error
-from helpers.said import says, silent
+from helpers.models import batch, logits_of, relative_error
+from helpers.said import says
 from helpers.served import edit
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +22,6 @@ from sonicmoe_hf import convert_adapter, convert_checkpoint, from_pretrained, me
 from sonicmoe_hf.checkpoints.config_only import build_on_meta
 from sonicmoe_hf.checkpoints.files import INDEX_FILE, WEIGHTS_FILE
 from sonicmoe_hf.checkpoints.layouts import VERSION_KEY
-from sonicmoe_hf.lora import named_base, packed_base, peft_wrapper
-from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
@@ -335,99 +333,3 @@ def test_an_adapter_in_pickles_is_saved_again(place):
         place_merge(place)
     PeftModel.from_pretrained(load_whole(place.base), place.adapter).save_pretrained(place.adapter)
     assert place_merge(place)
-
-
-# adapters in memory
-
-
-def test_what_lora_config_is_given():
-    model = build("qwen3_moe", **ONE)
-    with says("use_dora is True", "or adapt no experts: target_parameters=[]"):
-        sonicmoe_hf.lora_config(model, use_dora=True)
-    assert get_peft_model(model, sonicmoe_hf.lora_config(model, use_dora=True, target_parameters=[]))
-    model = build("qwen3_moe", **ONE)
-    with says("but target_parameters adapts no experts: leave one of them out"):
-        sonicmoe_hf.lora_config(model, experts_r=2, target_parameters=[])
-    with says("which is the experts' too: leave it or experts_r out"):
-        sonicmoe_hf.lora_config(model, experts_r=2, rank_pattern={"experts.down_proj": 4})
-    ranks = [
-        sonicmoe_hf.lora_config(model, 8, **options).rank_pattern
-        for options in ({"experts_r": 2}, {"rank_pattern": {"experts.down_proj": 4}}, {"target_parameters": []})
-    ]
-    assert set(ranks[0].values()) == {2} and ranks[1] == {"experts.down_proj": 4} and not ranks[2]
-
-
-def test_an_adapter_beside_another_base(of_128, monkeypatch):
-    monkeypatch.setattr(packed_base, "_said", set())
-    place = of_128
-    packed = from_pretrained(place.base, experts_quantization="nf4", dtype=torch.float32)
-    trained = logits_of(adapt(packed, place.path / "of nf4"))
-    words = "or load the base with experts_quantization='nf4'"
-    with says(words):
-        PeftModel.from_pretrained(from_pretrained(place.base, dtype=torch.float32), place.path / "of nf4")
-    packed_base._said.clear()
-    with silent(words):
-        base = from_pretrained(place.base, experts_quantization="nf4", dtype=torch.float32)
-        model = PeftModel.from_pretrained(base, place.path / "of nf4")
-    assert relative_error(logits_of(model), trained) < EXACT
-
-
-def test_an_adapter_beside_another_family_gets_its_own_base(tmp_path, monkeypatch):
-    monkeypatch.setattr(named_base, "_said", set())
-    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, **ONE)
-    make(tmp_path / "other", "olmoe", dtype=torch.float32, **ONE)
-    adapted = adapt(from_pretrained(tmp_path / "base"), tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
-    words = "it computes something else there; name its own base"
-    with says(words):
-        PeftModel.from_pretrained(from_pretrained(tmp_path / "other"), tmp_path / "adapter")
-    named_base._said.clear()
-    with silent(words):
-        model = PeftModel.from_pretrained(from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    assert relative_error(logits_of(model), logits_of(adapted)) < EXACT
-
-
-def test_hooks_and_forwards_around_experts_hand_adapters_on(monkeypatch):
-    monkeypatch.setattr(peft_wrapper, "_said", set())
-    model = with_lora(patched("qwen3_moe", **ONE))
-    expected = logits_of(model)
-    experts = next(find_layers(model)).experts
-    handle = experts.register_forward_pre_hook(lambda experts, args, kwargs: (args, {}), with_kwargs=True)
-    with says("have it return the keyword arguments that it gets"):
-        model(**batch())
-    handle.remove()
-    handle = experts.register_forward_pre_hook(lambda experts, args, kwargs: (args, kwargs), with_kwargs=True)
-    assert torch.equal(logits_of(model), expected)
-    handle.remove()
-    forward = experts.forward
-
-    def around(hidden_states, top_k_index, top_k_weights):
-        return forward(hidden_states, top_k_index, top_k_weights)
-
-    def with_keywords(hidden_states, top_k_index, top_k_weights, **kwargs):
-        return forward(hidden_states, top_k_index, top_k_weights, **kwargs)
-
-    words = "hands on no keyword arguments; let it take **kwargs"
-    for function in (around, with_keywords):
-        function.__wrapped__ = forward
-        experts.forward = function
-        with says(words) if function is around else silent(words):
-            assert relative_error(logits_of(model), expected) < EXACT
-
-
-def test_adapters_merged_into_packed_experts(of_128):
-    def load():
-        base = from_pretrained(of_128.base, experts_quantization="nf4", dtype=torch.float32)
-        return PeftModel.from_pretrained(base, of_128.adapter)
-
-    model = load()
-    expected = logits_of(model)
-    layer = next(module for module in model.modules() if type(module).__name__ == "ParamWrapper")
-    with says("are merged by their model: call its merge_and_unload or merge_adapter"):
-        layer.merge()
-    model.merge_adapter()
-    merged = logits_of(model)
-    with says("load the base and the adapter anew"):
-        model.unmerge_adapter()
-    again = load()
-    assert torch.equal(logits_of(again), expected)
-    assert torch.equal(logits_of(again.merge_and_unload()), merged)
