@@ -13,6 +13,8 @@ from cutlass import Int32
 
 from .cache import cached
 from .config import MAX_PINGPONG_COLUMNS, Tile
+from .decode import GROUP as CODE_GROUP
+from .decode import DecodedGemmDownBackwardKernel, DecodedGemmDownKernel, DecodedGemmUpKernel
 from .gemm_down import CooperativeGemmDownKernel, PingpongGemmDownKernel
 from .gemm_down_backward import GemmDownBackwardKernel
 from .gemm_fp8 import GROUP, STORED, GemmFp8DownKernel, GemmFp8UpKernel
@@ -223,6 +225,73 @@ def gemm_fp8_down_backward(
         _tensor(STORED, (pairs, inner_groups * GROUP)) if want_scaled else None,
         _scales(pairs, 2 * inner_groups) if want_scaled else None,
         _scales(inner_groups, pairs) if want_dw else None,
+        _indices(pairs),
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
+
+
+def _codes(rows: int, columns: int):
+    """Make the codes of a packed weight [E, rows, columns], eight to a word, and its scales."""
+    return _tensor(cutlass.Int32, (cute.sym_int(), rows, columns // 8)), _tensor(
+        cutlass.BFloat16, (cute.sym_int(), rows, columns // CODE_GROUP), align=2
+    )
+
+
+@cached
+def gemm_decoded_up(hidden: int, inner: int, want_h: bool, want_a: bool, activation, rank: int, tile: Tile):
+    """Compile DecodedGemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden] in INT4."""
+    pairs, width = cute.sym_int(), activation.width(inner)
+    return cute.compile(
+        DecodedGemmUpKernel(tile, activation),
+        _tensor(STORED, (cute.sym_int(), hidden)),
+        *_codes(width, hidden),
+        *_lora(STORED, pairs, width, rank, True),
+        _tensor(STORED, (pairs, width)) if want_h else None,
+        _tensor(STORED, (pairs, inner)) if want_a else None,
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
+
+
+@cached
+def gemm_decoded_down(columns: int, depth: int, across: bool, rank: int, tile: Tile):
+    """Compile DecodedGemmDownKernel: source [R, depth], a weight in INT4 of [E, columns, depth], or where it is read
+    across, [E, depth, columns]."""
+    pairs = cute.sym_int()
+    return cute.compile(
+        DecodedGemmDownKernel(tile, across),
+        _tensor(STORED, (pairs, depth)),
+        *(_codes(depth, columns) if across else _codes(columns, depth)),
+        *_lora(STORED, pairs, columns, rank, not across),
+        _tensor(STORED, (pairs, columns)),
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
+
+
+@cached
+def gemm_decoded_down_backward(
+    hidden: int, inner: int, want_dh: bool, want_a: bool, want_dw: bool, activation, rank: int, tile: Tile
+):
+    """Compile DecodedGemmDownBackwardKernel: dout [T, hidden], down in INT4 [E, hidden, inner], h [R, 2 inner]."""
+    pairs, width = cute.sym_int(), activation.width(inner)
+    return cute.compile(
+        DecodedGemmDownBackwardKernel(tile, activation),
+        _tensor(STORED, (cute.sym_int(), hidden)),
+        *_codes(hidden, inner),
+        *_lora(STORED, pairs, inner, rank, False),
+        _tensor(STORED, (pairs, width)),
+        _tensor(cutlass.Float32, (pairs,), align=4),
+        _tensor(STORED, (pairs, width)) if want_dh else None,
+        _tensor(STORED, (pairs, inner)) if want_a else None,
+        _tensor(cutlass.Float32, (cute.sym_int(), pairs), align=4) if want_dw else None,
         _indices(pairs),
         _indices(pairs),
         *_tiles(),

@@ -93,7 +93,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
             (operands.atom_b, *lora_atoms(lora)),
             counter,
             self.num_work_tiles(tiles),
-            4 + CONSUMER_WARPS,
+            4 + CONSUMER_WARPS + self.decoding_warps,
             static=self.static,
         )
         if warpgroup == 0:
@@ -103,9 +103,16 @@ class EpilogueWarpsKernel(VarlenMKernel):
             else:
                 self.run_epilogue_warp(shared, warp - self.gather_warps, *epilogue_arguments)
         else:
-            cute.arch.setmaxregister_increase(self.registers[1])
-            self.run_consumer(mma, shared, bias)
+            self.run_behind_producers(warpgroup, operands, shared, mma, bias)
         shared.arrivals.check()
+
+    @cute.jit
+    def run_behind_producers(
+        self, warpgroup, operands: cutlass.Constexpr, shared: cutlass.Constexpr, mma: cutlass.Constexpr, bias
+    ):
+        """Run the warps behind the first warpgroup: the consumers."""
+        cute.arch.setmaxregister_increase(self.registers[1])
+        self.run_consumer(mma, shared, bias)
 
     @cute.jit
     def run_consumer(self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, bias):

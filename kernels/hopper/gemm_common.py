@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -73,11 +73,12 @@ def one_stage(layout):
 
 @dataclass(frozen=True)
 class Operands:
-    """A and B of a product, and the TMA loads of their stages; atom_a is None where rows of A are gathered."""
+    """A and B of a product, and the TMA loads of their stages; atom_a is None where rows of A are gathered, atom_b where
+    B is decoded."""
 
     atom_a: cute.CopyAtom | None
     a: cute.Tensor
-    atom_b: cute.CopyAtom
+    atom_b: cute.CopyAtom | None
     b: cute.Tensor
 
 
@@ -233,7 +234,8 @@ def set_up_shared(
 def _initialise_barriers(barriers, counts: cutlass.Constexpr, atoms):
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         for atom in atoms:
-            cpasync.prefetch_descriptor(atom)
+            if const_expr(atom is not None):
+                cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(barriers + i, counts[i])

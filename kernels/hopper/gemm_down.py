@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from .config import CONSUMER_WARPS, EPI_TILE_N, MAX_PINGPONG_COLUMNS, THREADS, TILE_M, WARPGROUP_M, Tile
+from .config import CONSUMER_WARPS, EPI_TILE_N, MAX_PINGPONG_COLUMNS, TILE_M, WARPGROUP_M, Tile
 from .epilogue import EpilogueWarpsKernel
 from .gemm_common import (
     EpilogueStore,
@@ -62,7 +62,7 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
         self.set_up_epilogue()
         stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         self.kernel(operands, lora, stored, bias, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel

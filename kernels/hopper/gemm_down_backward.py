@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from .activations import activate, activate_ungated
-from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
+from .config import EPI_TILE_N, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
 from .gemm_common import Layouts, Operands, global_vector
 from .mainloop import Mma
@@ -70,7 +70,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         self.set_up_epilogue(computed_with=True)
         tensors = RowTensors(h, routing_weight, dh, a, partials, pair)
         self.kernel(operands, lora, tensors, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel

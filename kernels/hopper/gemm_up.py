@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from .activations import activate, activate_ungated
-from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
+from .config import EPI_TILE_N, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
 from .gemm_common import Layouts, Operands, global_vector, one_stage, output
 from .mainloop import Mma
@@ -52,7 +52,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
         if const_expr(h is not None):
             out = output(varlen_h(h, self.in_order), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         self.kernel(operands, lora, out, a, bias, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel

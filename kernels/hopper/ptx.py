@@ -63,3 +63,23 @@ def pack_e4m3(first, second, third, fourth, *, loc=None, ip=None) -> Int32:
             ip=ip,
         )
     )
+
+
+@dsl_user_op
+def scale_codes(codes, scale, *, loc=None, ip=None) -> Int32:
+    """Return (code - 8) * scale of two bf16 values in a word, rounded once; a code is the four low bits of each half of
+    `codes`. A code below 0x4300 is 128 + code in bf16. One lop3 has both masks; of C's operators ptxas makes two."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Int32(word).ir_value(loc=loc, ip=ip) for word in (codes, scale)],
+            "{ .reg .b32 code, mask, offset; mov.b32 mask, 0x000f000f; mov.b32 offset, 0x43004300; "
+            "lop3.b32 code, $1, mask, offset, 0xea; mov.b32 offset, 0x43084308; "
+            "sub.rn.bf16x2 code, code, offset; mul.rn.bf16x2 $0, code, $2; }",
+            "=r,r,r",
+            has_side_effects=False,
+            is_align_stack=False,
+            loc=loc,
+            ip=ip,
+        )
+    )

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from .config import EPI_TILE_N, K_BLOCK, TILE_K, TILE_M, VECTOR, WARPGROUP_M, Tile
+from .config import EPI_TILE_N, K_BLOCK, THREADS, TILE_K, TILE_M, VECTOR, WARPGROUP_M, Tile
 from .gemm_common import (
     Operands,
     advance,
@@ -71,6 +71,8 @@ class VarlenMKernel:
     """
 
     group = 8  # row tiles that pass over all columns together
+    threads = THREADS  # of a block
+    decoding_warps = 0  # behind the consumers, see decode.py
     gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
 
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
@@ -111,6 +113,15 @@ class VarlenMKernel:
         self.whole_k_tiles = self.k_tiles + rank // TILE_K
         self.tail_k_blocks = math.ceil(rank % TILE_K / K_BLOCK)
         return Operands(*self.row_atom(shrunk), *self.weight_atom(factor))
+
+    @property
+    def stage_bytes_b(self) -> int:
+        return self.columns * TILE_K * 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Count the bytes that TMA brings of a stage of the weight."""
+        return self.stage_bytes_b
 
     @property
     def mma(self) -> Mma:
@@ -242,11 +253,12 @@ class VarlenMKernel:
             next_expert, next_first, next_end, next_column_tile = NO_WORK
             has_bottom = first + WARPGROUP_M < end
             if const_expr(self.gather):
-                halves, tma_bytes = None, Int32(self.columns * TILE_K * 2)
+                halves, tma_bytes = None, Int32(self.weight_bytes)
                 for i in cutlass.range_constexpr(gather.passes):
                     offsets[i] = (tokens[i] * tensor_a.shape[1] + gather.vector * VECTOR).to(Uint32) * 2
             else:
                 halves, tma_bytes = self.partition_a(atom_a, tensor_a, shared, first, end, has_bottom)
+                tma_bytes += self.weight_bytes
             for k_tile in cutlass.range(self.k_tiles, unroll=1):
                 if warp == 0:
                     if k_tile == self.k_tiles // 2:
@@ -295,6 +307,7 @@ class VarlenMKernel:
         threads only arrive. Returns the pipeline's next stage and phase."""
         full, empty = shared.pipeline.full, shared.pipeline.empty
         halves, tma_bytes = self.partition_a(lora.atom_a, lora.a, shared, first, end, has_bottom)
+        tma_bytes += self.stage_bytes_b
         for k_tile in cutlass.range(self.lora_k_tiles, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             if warp == 0:
@@ -320,7 +333,7 @@ class VarlenMKernel:
         return Gather(first_row, vector, rows_per_pass, targets, tokens, offsets)
 
     def partition_a(self, atom_a, tensor_a, shared, first, end, has_bottom):
-        """Return the (shared, global) sides of the TMA loads of every 64 rows of A, and the bytes of a stage."""
+        """Return the (shared, global) sides of the TMA loads of every 64 rows of A, and A's bytes of a stage."""
         rows_a = cute.domain_offset((first, 0), tensor_a)
         halves = [
             partition(
@@ -330,7 +343,7 @@ class VarlenMKernel:
             )
             for half in range(self.rows // WARPGROUP_M)
         ]
-        tma_bytes = Int32(self.columns * TILE_K * 2) + STAGE_BYTES_A // 2 * (1 + Int32(has_bottom))
+        tma_bytes = STAGE_BYTES_A // 2 * (1 + Int32(has_bottom))
         if self.rows > TILE_M:
             tma_bytes += STAGE_BYTES_A // 2 * Int32(first + TILE_M < end)
         return halves, tma_bytes
@@ -377,7 +390,7 @@ class VarlenMKernel:
         return store, store.retile(tiled_mma.get_slice(thread).partition_C(coordinates))
 
     def producer_arrivals(self):
-        return 1 + (32 * self.gather_warps if self.gather else 0)
+        return 1 + (32 * self.gather_warps if self.gather else 0) + self.decoding_warps
 
 
 @cute.jit

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.config import TABLE, TALL, WIDE, gemm_down_tiles, tile
+from sonicmoe_hf.kernels.hopper.config import TABLE, TALL, WIDE, Tile, gemm_down_tiles, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -148,6 +148,16 @@ CASES |= {
     "down_backward, relu2, fp16, transposed": down_backward(transposed=True, dtype=FP16, act=RELU2),
     "down_backward, relu2, rank 64": down_backward(2688, 1856, act=RELU2, rank=64),
 }
+for rank in (0, 16):  # the trial of kernels/hopper/decode.py
+    CASES |= {
+        f"decoded up, rank {rank}": ("gemm_decoded_up", (2048, 768, True, True, SWIGLU, rank, Tile(256, 3))),
+        f"decoded down, rank {rank}": ("gemm_decoded_down", (2048, 768, False, rank, Tile(256, 3))),
+        f"decoded dx, rank {rank}": ("gemm_decoded_down", (2048, 1536, True, rank, Tile(256, 3))),
+        f"decoded down_backward, rank {rank}": (
+            "gemm_decoded_down_backward",
+            (2048, 768, True, True, True, SWIGLU, rank, Tile(192, 4)),
+        ),
+    }
 for function in (up, down, down_backward, wgrad):
     kernel, parameters = function()
     for chosen in TABLE[kernel]:
@@ -169,6 +179,8 @@ REPRESENTATIVE = (
     "down_backward, relu2, odd sizes",
     "wgrad, stored across, many rows of tiles",
     "gemm_wgrad, 128x4",
+    "decoded up, rank 16",
+    "decoded down_backward, rank 16",
 )
 
 

@@ -37,6 +37,8 @@ from .tensors import (
     Words,
     bits_of,
     coordinates_of,
+    decoded,
+    encoded,
     float_of,
     state,
 )
@@ -152,7 +154,7 @@ def _copy(atom, source, target, tma_bar_ptr=None):
         if isinstance(target, Registers):
             target.set_raw(raw)
         else:
-            target.write_vector(raw)
+            threads.written(target.write_vector(raw))
 
 
 def _size(value, mode=None):
@@ -211,8 +213,8 @@ arch = SimpleNamespace(
     cp_async_bulk_commit_group=threads.commit_stores,
     cp_async_bulk_wait_group=threads.wait_for_stores,
     fence_proxy=threads.fence_proxy,
-    setmaxregister_decrease=threads.set_registers,
-    setmaxregister_increase=threads.set_registers,
+    setmaxregister_decrease=threads.set_registers(-1),
+    setmaxregister_increase=threads.set_registers(1),
     atomic_add=threads.atomic(lambda before, value: before + value),
     atomic_exch=threads.atomic(lambda before, value: value),
     fmin=_nan_or(min),
@@ -328,7 +330,20 @@ def _pack_e4m3(*values):
     return Bits(int.from_bytes(bytes(to_e4m3(torch.tensor(values)).tolist()), "little"))
 
 
-ptx = _module("ptx", copy_async=threads.copy_async, permute_bytes=_permute_bytes, pack_e4m3=_pack_e4m3)
+def _scale_codes(codes, scale):
+    """lop3, sub.rn.bf16x2 and mul.rn.bf16x2"""
+    codes = np.array([codes], np.int32).view(np.uint16) & 15
+    factors = decoded(np.array([scale], np.int32).view(np.uint16), BFloat16)
+    return Bits(int(encoded((codes.astype(np.float32) - 8) * factors, BFloat16).view(np.int32)[0]))
+
+
+ptx = _module(
+    "ptx",
+    copy_async=threads.copy_async,
+    permute_bytes=_permute_bytes,
+    pack_e4m3=_pack_e4m3,
+    scale_codes=_scale_codes,
+)
 
 
 def import_module(name, fromlist):

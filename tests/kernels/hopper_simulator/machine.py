@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 
 SHARED_MEMORY = 227 * 1024  # bytes of a block, on Hopper
-REGISTERS = 504  # of a thread of each of three warpgroups together
+REGISTERS = 512  # of a thread of each warpgroup together
 GAP = 256  # bytes between two tensors
 PREEMPTED = 1 / 32  # of the waits that need not wait
 ORDERING = ("sync_warp", "sync_threads", "barrier")  # of memory; others only bring threads together

@@ -72,9 +72,17 @@ def shuffle(source):
     return shuffle
 
 
-def set_registers(count):
-    if _is_first_lane():
-        state.thread.block.registers += count - REGISTERS // 3
+def set_registers(sign):
+    """Run setmaxnreg: to no more registers than at the start where `sign` is -1, to no fewer where it is 1."""
+
+    def change(count):
+        added = count - REGISTERS * 128 // state.gpu.num_threads // 8 * 8
+        if added * sign < 0:
+            raise SimulationError(f"setmaxnreg to {count}, {added} more than at the start")
+        if _is_first_lane():
+            state.thread.block.registers += added
+
+    return change
 
 
 def atomic(change):
@@ -183,7 +191,10 @@ def wait_for_stores(groups, read=False):
 
 
 def written(places):
+    """Note that the thread wrote shared memory, which TMA and wgmma see after its fence alone."""
     thread = state.thread
+    if isinstance(places, slice) and places.start == places.stop:
+        return
     thread.has_accessed = True
     thread.block.unfenced[places] = True
     thread.unfenced.append(places)
@@ -262,6 +273,8 @@ def gemm(mma, out, a, b, accumulator):
         raise SimulationError(f"wgmma of {mma.columns} columns into {out.columns}")
     rows = a.shared_places()[16 * (thread.warp.index % 4) :][:16]
     operands = [(places, thread.block.shared.of_width[2][places]) for places in (rows, b.shared_places())]
+    if any(thread.block.unfenced[places].any() for places, _ in operands):
+        raise SimulationError(f"{thread}: wgmma might not see what was written to shared memory: no fence_proxy")
     if not thread.sees_copies and any(thread.block.copied[places].any() for places, _ in operands):
         raise SimulationError(f"{thread}: wgmma might not see what cp.async wrote: no fence_proxy")
     thread.warp.issued.append((out, operands, thread.accumulates[mma], mma.kind))
