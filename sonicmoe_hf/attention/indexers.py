@@ -128,7 +128,7 @@ def _in_pieces(
         piece = _sliced(given, *place, step)
         if "attention_mask" in piece:
             piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
-        if "position_ids" in piece:  # of blocks that a piece's own keys may not reach
+        else:  # positions of blocks, which a piece's own keys may not reach
             piece["position_ids"] = torch.zeros_like(piece["position_ids"])
         original(self, **{**piece, cache: _KeyCache(made.append)})
     keys = joined(made)
