@@ -42,8 +42,13 @@ class AttentionLinear(NamedTuple):
 
 
 MASKED_BY_HEAD = "minimax_m3_sparse"  # a kind of layers, whose mask is [B, heads, S, S]
-# By model type, bytes of a pair of tokens and head: the mask with a bias of each head; probabilities in fp32 beside it.
-WITH_BIAS = {"inkling_text": (2.0, 2.0), "inkling2_text": (6.0, 8.1)}
+# By model type, bytes of a pair of tokens and head (kept, made): masks with a bias of each head; probabilities in fp32.
+OF_HEADS = {
+    "inkling_text": (2.0, 2.0),
+    "inkling2_text": (6.0, 8.1),
+    "flint": (6.0, 6.0),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), (8.8, 5.2)),
+}
 # By model type, MiB of a token and layer of Kimi delta attention without flash-linear-attention's kernels.
 PLAIN_LINEAR = {"kimi_linear": 6.6, "bailing_hybrid": 6.6}
 
@@ -56,6 +61,7 @@ class ModelSizes:
     weight of theirs. experts, embeddings, total: parameters; the embeddings' include the head's, which counts once where
     it is tied. hidden: the model's H; experts_hidden: of the experts' input, H unless they read a latent (nemotron_h).
     inner I, num_experts E, top_k K; up_rows: of the up projection for each of I, 2 with a gate.
+    norms: of a layer's hidden states, more than two where what layers add is normalised too.
     heads: of the attention. mixer, mixer_output: features that the linear layers of attentions, linear attentions and
     Mamba layers make, and those that become hidden states again, averaged over the layers. head_norms: features of q and
     k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
@@ -91,6 +97,7 @@ class ModelSizes:
     plain_inner: int
     linear: int
     attention: str
+    norms: float = 2.0
     streams: int = 1
     kept_of_pair: float = 0.0
     made_of_pair: float = 0.0
@@ -149,8 +156,10 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     num_experts, up, experts_hidden = shapes[0]
     inner = shapes[1][2]
     top_k = next((layer.router.top_k for layer in layers if layer.router is not None), None) or _entry(config, *TOP_K)
-    mixers, names = _projections(model, MIXERS), {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    decoder = model.get_decoder()  # without towers for images or sound
+    mixers, names = _projections(decoder, MIXERS), {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
     outputs = [p for p in mixers if p.features_out == config.hidden_size and p.name.startswith("o")]
+    widest = max((p.features_in for p in outputs), default=0)
     experts = {id(parameter) for each in every_experts for parameter in each.parameters()}
     parameters = list(model.parameters())
     ends = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -178,11 +187,15 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         projections=_projections(model, ("Attention",)),
         head_norms=_of_a_layer(
             config,
-            ((p, p.features_out) for p in mixers if f"{p.name[0]}_norm" in names and p.name in ("q_proj", "k_proj")),
+            (
+                (p, min(p.features_out, widest))  # a gate of the output may come from q_proj too
+                for p in mixers
+                if f"{p.name[0]}_norm" in names and p.name in ("q_proj", "k_proj")
+            ),
         ),
         plain_inner=sum(
             module.in_features
-            for module_name, module in model.named_modules()
+            for module_name, module in decoder.named_modules()
             if isinstance(module, nn.Linear) and module_name.endswith("down_proj")
         ),
         linear=sum(
@@ -191,6 +204,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
             if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
         ),
         attention=_attention(config),
+        norms=max(2.0, _norms(decoder, config.hidden_size) / config.num_hidden_layers),
         streams=getattr(config, "hc_mult", 1),
         kept_of_pair=of_pair[0],
         made_of_pair=of_pair[1],
@@ -204,6 +218,16 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     )
 
 
+def _norms(decoder: nn.Module, hidden: int) -> int:
+    """Count the norms of hidden states in all layers, without those of all heads' q and k, which `head_norms` has."""
+    weights = (
+        getattr(module, "weight", None)
+        for name, module in decoder.named_modules()
+        if "layers." in name and "Norm" in type(module).__name__ and not name.endswith(("q_norm", "k_norm"))
+    )
+    return sum(weight is not None and weight.shape == (hidden,) for weight in weights)
+
+
 def _attention(config: Any) -> str:
     return "sdpa" if getattr(config, "_attn_implementation", None) == "sdpa" else "eager"
 
@@ -214,8 +238,8 @@ def _of_pair(config: Any, heads: int) -> tuple[float, float]:
     if config.model_type in FP32_SCORES:  # and the compressed keys of DeepSeek-V4 beside the tokens'
         keys = 1.0 + 1.0 / min((getattr(config, "compress_rates", None) or {"": float("inf")}).values())
         return 4.0 * heads * keys, 8.5 * heads * keys
-    if config.model_type in WITH_BIAS:
-        kept, made = WITH_BIAS[config.model_type]
+    if config.model_type in OF_HEADS:
+        kept, made = OF_HEADS[config.model_type]
         return kept * heads, made * heads
     if _attention(config) == "eager":
         return of_eager(heads)
@@ -249,7 +273,7 @@ def _entry(config: Any, *names: str) -> int:
     )
 
 
-def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[AttentionLinear]:
+def _projections(model: nn.Module, kinds: tuple[str, ...]) -> list[AttentionLinear]:
     """Count the linear layers of modules whose classes have one of these words in their names."""
     counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for module in model.modules():

@@ -17,6 +17,7 @@ from .run_time import MAX_ROWS, gathers_tokens, is_in_pieces, makes_room_for_all
 from .sizes import AttentionLinear, ModelSizes, of_eager
 from .training import Training
 
+NORM_COPIES = 5 * 4.0  # bytes of a feature in the backward of Transformers' RMSNorm: five tensors in fp32
 STREAM_COPIES = 5.5  # of the streams in fp32, that a layer's two hyper-connections keep, by tensors without memory
 
 
@@ -124,7 +125,7 @@ class Step(NamedTuple):
         inputs = 5 if training.fp32_stream else 2  # q, k and v share one, but for casts of autocast
         if not full:  # each adapter has a copy of its own
             inputs = sum(p.features_in == hidden and p.name != "o_proj" for p in adapted)
-        kept = 2 * self.norm_bytes(hidden, training.fp32_stream) + 2.0 * hidden * inputs
+        kept = sizes.norms * self.norm_bytes(hidden, training.fp32_stream) + 2.0 * hidden * inputs
         kept += 2.0 * sizes.experts_hidden if has_experts_adapters else 0.0
         if full and sizes.experts_hidden != hidden:  # latents: what experts read, and what becomes hidden states again
             kept += 2 * 2.0 * sizes.experts_hidden
@@ -149,11 +150,12 @@ class Step(NamedTuple):
         """What a layer's backward holds beside what was kept, (before, after) the gradients of the experts' weights.
 
         Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/products.py). Adapters
-        need a' only before dx.
+        need a' only before dx, frozen experts never.
         """
         sizes, training = self
         rows = 2.0 * (MAX_ROWS / training.tokens if self.is_in_pieces else self.rows)
         dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
+        a = a if training.full or training.experts_r else 0.0
         h = dh if self.keeps_h else 0.0
         around = 3 * self.stream_bytes
         if training.splits_experts:  # the output's gradient from all ranks, and x's for them
@@ -162,4 +164,8 @@ class Step(NamedTuple):
         if self.is_in_pieces:  # attention's: dq in fp32 too, dk and dv of every query head, and dout
             before = max(before, 12.0 * sizes.mixer_output)
         before = max(before, self.pair_bytes[1] * training.sequence)
+        if training.liger is not True:  # a norm's backward: behind the experts beside h; before them; of q and k
+            h = 0.0 if sizes.norms > 2 else h
+            of_heads = NORM_COPIES * sizes.head_norms - 2.0 * (sizes.mixer + sizes.mixer_output) - 4.0 * sizes.hidden
+            before = max(before, max(NORM_COPIES * sizes.hidden, of_heads) - h + 2 * self.stream_bytes)
         return before, (a - h + around) if training.full else 0.0
