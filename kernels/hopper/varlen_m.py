@@ -257,8 +257,9 @@ class VarlenMKernel:
                 for i in cutlass.range_constexpr(gather.passes):
                     offsets[i] = (tokens[i] * tensor_a.shape[1] + gather.vector * VECTOR).to(Uint32) * 2
             else:
-                halves, tma_bytes = self.partition_a(atom_a, tensor_a, shared, first, end, has_bottom)
-                tma_bytes += self.weight_bytes
+                halves, tma_bytes = self.partition_a(
+                    atom_a, tensor_a, shared, first, end, has_bottom, self.weight_bytes
+                )
             for k_tile in cutlass.range(self.k_tiles, unroll=1):
                 if warp == 0:
                     if k_tile == self.k_tiles // 2:
@@ -306,8 +307,7 @@ class VarlenMKernel:
         """Fill the stages of an adapter's depth, which is loaded by TMA also where the source is gathered: the gathering
         threads only arrive. Returns the pipeline's next stage and phase."""
         full, empty = shared.pipeline.full, shared.pipeline.empty
-        halves, tma_bytes = self.partition_a(lora.atom_a, lora.a, shared, first, end, has_bottom)
-        tma_bytes += self.stage_bytes_b
+        halves, tma_bytes = self.partition_a(lora.atom_a, lora.a, shared, first, end, has_bottom, self.stage_bytes_b)
         for k_tile in cutlass.range(self.lora_k_tiles, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             if warp == 0:
@@ -332,8 +332,9 @@ class VarlenMKernel:
         tokens, offsets = (cute.make_rmem_tensor(TILE_M // rows_per_pass, kind) for kind in (Int32, Uint32))
         return Gather(first_row, vector, rows_per_pass, targets, tokens, offsets)
 
-    def partition_a(self, atom_a, tensor_a, shared, first, end, has_bottom):
-        """Return the (shared, global) sides of the TMA loads of every 64 rows of A, and A's bytes of a stage."""
+    def partition_a(self, atom_a, tensor_a, shared, first, end, has_bottom, bytes_b):
+        """Return the (shared, global) sides of the TMA loads of every 64 rows of A, and the bytes of a stage, of which B
+        has `bytes_b`."""
         rows_a = cute.domain_offset((first, 0), tensor_a)
         halves = [
             partition(
@@ -343,7 +344,7 @@ class VarlenMKernel:
             )
             for half in range(self.rows // WARPGROUP_M)
         ]
-        tma_bytes = STAGE_BYTES_A // 2 * (1 + Int32(has_bottom))
+        tma_bytes = Int32(bytes_b) + STAGE_BYTES_A // 2 * (1 + Int32(has_bottom))
         if self.rows > TILE_M:
             tma_bytes += STAGE_BYTES_A // 2 * Int32(first + TILE_M < end)
         return halves, tma_bytes
