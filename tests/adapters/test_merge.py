@@ -212,7 +212,7 @@ def assert_refused(folders, match):
         ({"some_later_option": 3}, "some_later_option is 3"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"r": 3}, "are expected for r = 3"),
-        ({"lora_alpha": None}, "lora_alpha of .* is None"),
+        ({"lora_alpha": None}, "lora_alpha is None, where a number above 0 is expected"),
         ({"target_parameters": [EXPERTS[0], NATIVE_EXPERTS[1]]}, "name experts of both layouts"),
         ({"target_parameters": EXPERTS[:1]}, "adapts nothing .* trained on .*, and this model is a Qwen3MoeFor"),
     ],

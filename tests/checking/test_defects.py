@@ -72,6 +72,14 @@ def test_what_rounding_hides_in_bf16_is_told_in_float32(tmp_path, monkeypatch):
     assert verdicts["float32"] == ("applied", "")
 
 
+def test_an_adapter_that_changes_the_weights_much_is_applied_in_bf16_where_they_are_rounded_much(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(check_defects, "NUM_LAYERS", 1)
+    text = write_text(tmp_path / "text", 1100, random.Random(0))
+    assert measure(tmp_path, word_tokenizer(), text, "bfloat16", [NONE], 4.0) == [("applied", "")]
+
+
 WHOLE = {  # what an adapter may train whole: PEFT's options, the tensors, and their name
     "biases": ({"bias": "lora_only"}, ".bias", "its biases"),
     "tokens": ({"trainable_token_indices": list(range(4, 20))}, "embed_tokens.weight", "embed_tokens"),

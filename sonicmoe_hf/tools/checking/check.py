@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from transformers import AutoTokenizer
 
 from ...adapters.convert import is_adapter
@@ -15,8 +14,8 @@ from ...checkpoints.companions import has_tokenizer
 from ...checkpoints.files import local_folder
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
-from .models import Loading, Scores, adapted, rounded, scores_of
-from .places import Observation, coarser, observed_adapted, observed_by_server, observed_merged
+from .models import Loading, adapted, scores_of
+from .places import Observation, observed_adapted, observed_by_server, observed_merged
 from .server import Server
 from .texts import NUM_TEXTS, Text, texts_for
 from .trained_adapter import JudgedPlace, TrainedAdapter
@@ -87,14 +86,9 @@ def check_adapter(
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
         places += observed_adapted(trained, base_folder, in_other_forms, texts, new, say)
-        noises: dict[torch.dtype | None, Scores] = {}
-        for dtype in {trained.dtype, *(each.dtype for each in places if each.dtype is not None)}:
-            say(f"measuring what rounding to {dtype} changes")
-            with rounded(trained, coarser(dtype, trained.dtype)):
-                noises[dtype] = scores_of(trained, texts, base)
         say(f"comparing with {adapter}")
         with adapted(trained, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
-            reference, used = TrainedAdapter(wrapped, biases, noises, trained.dtype), texts[:NUM_TEXTS]
+            reference, used = TrainedAdapter(wrapped, biases, trained.dtype), texts[:NUM_TEXTS]
             results = [reference.check(each) for each in [*served, *(each.of_first(NUM_TEXTS) for each in places)]]
             if any(result.is_unknown for result in results) and len(texts) > NUM_TEXTS:
                 say("comparing more texts")

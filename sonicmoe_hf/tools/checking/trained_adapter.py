@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from .hypotheses import LEFT_OUT, SCALED, Hypothesis, groups_of, hypotheses_for, layers_of, scale_of, wholes_of
 from .models import Biases, Scores, rounded, scores_of
-from .places import Observation
+from .places import Observation, coarser
 from .texts import Text
 from .verdict import APPLIED, CANNOT_TELL, IN_PART, Reference, Verdict, judge, limit_of, rms
 
@@ -42,17 +42,16 @@ class TrainedAdapter:
     """The base with its adapter in PEFT, while it is in memory.
 
     Args:
-        model: PEFT's. biases: of the base that the adapter changes. noises: scores of the base rounded at random, by
-            dtype, of the texts that places of this dtype were given. dtype: in which the base computes.
+        model: PEFT's. biases: of the base that the adapter changes. dtype: in which the base computes.
     """
 
-    def __init__(self, model: Any, biases: Biases, noises: Mapping[torch.dtype | None, Scores], dtype: torch.dtype):
-        self._model, self._noises, self._dtype = model, noises, dtype
+    def __init__(self, model: Any, biases: Biases, dtype: torch.dtype):
+        self._model, self._dtype = model, dtype
         self._layers, self._wholes = layers_of(model), wholes_of(model, biases)
         self._groups = groups_of(self._layers)
         self._hypotheses = hypotheses_for(model, self._layers, self._wholes)
         self._scores: dict[Hypothesis, Scores] = {}
-        self._scores_again: dict[Hypothesis, Scores] = {}  # of the second runs
+        self._scores_again: dict[torch.dtype, dict[Hypothesis, Scores]] = {}  # of second runs, rounded in this dtype
         self._scaled: dict[tuple[str, float], Hypothesis] = {}
 
     def values(
@@ -74,8 +73,7 @@ class TrainedAdapter:
         base = self._runs(observation, THE_BASE)
         reference = Reference(base, self._runs(observation, AS_TRAINED), alternatives)
         found = torch.zeros_like(base[0]) if observation.found is None else observation.found
-        rounding = self._noises.get(observation.dtype)
-        noise = None if rounding is None else rms(observation.of(rounding) - base[0])
+        noise = self._noise(observation)
         verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
         if verdict.may_be_scaled and not observation.is_base:
             alternatives += self._nearest_scaled(observation, found, reference, noise)
@@ -88,9 +86,20 @@ class TrainedAdapter:
         value = self.values(observation, hypothesis)
         if torch.finfo(self._dtype).bits >= 32:
             return torch.stack((value, value))
-        with rounded(self._model, self._dtype):
-            again = self.values(observation, hypothesis, self._scores_again)
-        return torch.stack((value, again))
+        return torch.stack((value, self._run_again(observation, hypothesis, self._dtype)))
+
+    def _run_again(self, observation: Observation, hypothesis: Hypothesis, dtype: torch.dtype) -> torch.Tensor:
+        """Return the log-probabilities [T] of a run with other rounding."""
+        with rounded(self._model, dtype):
+            return self.values(observation, hypothesis, self._scores_again.setdefault(dtype, {}))
+
+    def _noise(self, observation: Observation) -> float | None:
+        """Measure the rms difference that a place's rounding makes, with the adapter: one that changes the weights much
+        is rounded much. None where the place's weights are packed, or it does not say their dtype."""
+        if observation.dtype is None:
+            return None
+        again = self._run_again(observation, AS_TRAINED, coarser(observation.dtype, self._dtype))
+        return rms(again - self.values(observation))
 
     def change(self, texts: list[Text]) -> torch.Tensor:
         """Return how much the adapter changes the log-probabilities [T] of texts' tokens."""
