@@ -134,7 +134,7 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
         notices += [
             f"the experts were packed as {stored.quantization} by sonicmoe_hf, so the checkpoint that they were packed "
             "from may still be there: merge into that and pack the result, which loses less (sonicmoe-hf merge ORIGINAL "
-            "ADAPTER DST, then convert --quantize)",
+            f"ADAPTER DST, then sonicmoe-hf convert DST PACKED --layout native --quantize {stored.quantization})",
             "this result loads in sonicmoe_hf alone, as its base does",
         ]
     return Target(*layouts, output, dict(stored.config), notices)

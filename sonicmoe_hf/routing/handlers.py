@@ -101,7 +101,8 @@ def _warn_of_top_k(state: RoutingState, policy, num_tokens: int, top_k: int, num
         logger.warning(
             f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
             f"{num_tokens * top_k / num_experts:.0f} rows per expert, fewer than {policy.min_tiles_per_expert:g} "
-            f"tiles of {policy.tile_rows}: such calls use top-k, not token rounding"
+            f"tiles of {policy.tile_rows}: such calls use top-k, not token rounding; larger batches round, or a smaller "
+            "tile= and min_tiles_per_expert= (TokenRoundingCallback, TokenRounding)"
         )
 
 
