@@ -19,7 +19,7 @@ from .files import Header, TensorFiles
 
 
 class Change(NamedTuple):
-    """What is done to a weight when it is written: an adapter is added, or the values of a format take its place.
+    """Change of a weight when it is written: an adapter is added, or the values of a format take its place.
 
     group: gives the change of all weights that become a parameter with it. num_experts: E of a weight that holds all
     experts, which are made one by one; None of others. expert: the number of the expert whose own it is; 0 of others.

@@ -122,7 +122,7 @@ class Layer:
         return projection.weight.transpose(1, 2) if self.options.transposed else projection.weight
 
     def operand(self, projection: Projection) -> torch.Tensor | ScaledWeight | PackedOperand:
-        """Give what forward's products take: `weight`, or the packed one itself where they read that."""
+        """Give the operand of forward's products: `weight`, or the packed one itself where they read that."""
         format = projection.format
         if format and (self.options.fp8 or self.kernels.reads_packed(format, self.dtype, self.rows)):
             stored = projection.stored()

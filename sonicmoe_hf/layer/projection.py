@@ -67,12 +67,12 @@ class Projection(NamedTuple):
         return kernels.dequantize(self.weight, self.scales, self.state, self.format, dtype, rows)
 
     def term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
-        """Give what a packed adapter adds to the product with W."""
+        """Give the term that a packed adapter adds to the product with W."""
         assert self.b is not None
         return LoraTerm(shrunk_PJ, self.b)
 
     def transposed_term(self, shrunk_PJ: torch.Tensor | None) -> LoraTerm:
-        """Give what it adds to the product with W^T."""
+        """Give the term that a packed adapter adds to the product with W^T."""
         assert self.a is not None and shrunk_PJ is not None
         return LoraTerm(shrunk_PJ, self.a.mT)
 

@@ -1,4 +1,4 @@
-"""What bitsandbytes does beside experts: it quantizes linear layers alone, and on some CPUs its layers lose gradients."""
+"""Warnings of bitsandbytes beside experts: it quantizes linear layers alone, and on some CPUs these lose gradients."""
 
 from __future__ import annotations
 

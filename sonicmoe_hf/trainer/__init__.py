@@ -1,1 +1,1 @@
-"""What the Hugging Face Trainer needs: attach, callbacks, and Trainer checkpoints that restore fused experts."""
+"""Trainer support: attach, callbacks, and Trainer checkpoints that restore fused experts."""

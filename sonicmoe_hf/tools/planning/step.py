@@ -118,7 +118,8 @@ class Step(NamedTuple):
 
     @property
     def layer_bytes(self) -> float:
-        """What a layer keeps of a token for backward: norms, inputs of linear layers, attention, h, adapters' rows."""
+        """Bytes that a layer keeps of a token for backward: norms, inputs of linear layers,
+        attention, h, adapters' rows."""
         sizes, training = self
         hidden, full, adapted = sizes.hidden, training.full, self.adapted
         has_experts_adapters = training.experts_r and not full
@@ -147,7 +148,7 @@ class Step(NamedTuple):
 
     @property
     def backward_bytes(self) -> tuple[float, float]:
-        """What a layer's backward holds beside what was kept, (before, after) the gradients of the experts' weights.
+        """Bytes that a layer's backward holds beside those kept, (before, after) the gradients of the experts' weights.
 
         Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/products.py). Adapters
         need a' only before dx, frozen experts never.

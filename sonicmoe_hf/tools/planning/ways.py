@@ -61,12 +61,12 @@ class Way:
 
     @property
     def training(self) -> Training:
-        """Its settings."""
+        """Settings of the step."""
         return self.step.training
 
     @cached_property
     def memory(self) -> Memory:
-        """What it takes at its peak."""
+        """Memory of the step at its peak."""
         return memory(self.step)
 
     @property
