@@ -60,10 +60,10 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeFamily(Family):
-    """A family with a native layout of its checkpoints too (sonicmoe_hf.native).
+    """A family with a native layout of its checkpoints too (sonicmoe_hf.checkpoints).
 
     experts, config, model, causal_lm: class names. hub_layout: how its checkpoints on the hub store experts, a name of
-        sonicmoe_hf.checkpoints.layouts.CHECKPOINT_LAYOUTS.
+        sonicmoe_hf.checkpoints.layouts.detect_layout.
     """
 
     experts: str

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.common.shapes import activated
 from benchmarks.common.timing import release
-from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.tools.comparing import relative_error
 
 ADAPTERS = ("A1", "B1", "A2", "B2")
 

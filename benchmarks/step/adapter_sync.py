@@ -26,7 +26,7 @@ import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
 from benchmarks.step import models
-from sonicmoe_hf.checkpoints.files import headers_of
+from sonicmoe_hf.checkpoints.reading.files import headers_of
 from sonicmoe_hf.trl.adapter_versions import AdapterVersions
 
 MODEL = "Qwen3-30B-A3B"

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.files import opened, refuse_model_beside_adapter
-from ..checkpoints.output import finite_bounds
+from ..checkpoints.reading.files import opened, refuse_model_beside_adapter
+from ..checkpoints.writing.output import finite_bounds
 from ..errors import CheckpointError
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names

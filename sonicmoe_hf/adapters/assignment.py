@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..checkpoints.converters import WITH_PEFT
-from ..checkpoints.files import headers_of
+from ..checkpoints.reading.converters import WITH_PEFT
+from ..checkpoints.reading.files import headers_of
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_native, weight_names
 from ..lora.names import KEY, PREFIX, without_base_layer

@@ -13,19 +13,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.atomic_folder import (
+from ..checkpoints.layouts import family_of, hub_config, native_config
+from ..checkpoints.reading.config_only import build_from_config
+from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, local_folder, read_config
+from ..checkpoints.writing.atomic_folder import (
     appearing_whole,
     copy_file,
     new_folder,
     save_tensors,
     write_json,
 )
-from ..checkpoints.companions import companions
-from ..checkpoints.config_only import build_from_config
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, local_folder, read_config
-from ..checkpoints.layouts import family_of, hub_config, native_config
-from ..checkpoints.model_card import Origin, add_card, origin_of
-from ..checkpoints.output import TARGETS
+from ..checkpoints.writing.companions import companions
+from ..checkpoints.writing.model_card import Origin, add_card, origin_of
+from ..checkpoints.writing.output import TARGETS
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from ..lora.packed_base import option_to_load

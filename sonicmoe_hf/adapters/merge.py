@@ -15,25 +15,25 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.atomic_folder import new_folder
-from ..checkpoints.companions import OF_TRAINING
-from ..checkpoints.config_only import build_from_config
-from ..checkpoints.converters import (
+from ..checkpoints.layouts import family_of, has_native_layout
+from ..checkpoints.reading.config_only import build_from_config
+from ..checkpoints.reading.converters import (
     ALTERNATING,
     WITH_PEFT,
     Tensors,
     WeightGroup,
     complete_groups,
 )
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, local_folder
-from ..checkpoints.layouts import family_of, has_native_layout
-from ..checkpoints.model_card import origin_of
-from ..checkpoints.output import TARGETS, finite_bounds
-from ..checkpoints.source import Source
-from ..checkpoints.stored import TIED, StoredWeights
-from ..checkpoints.targets import Target, dense_target, own_target, target_of
-from ..checkpoints.weight import Change, GroupChange, HubMatrix, Weight
-from ..checkpoints.writing import Conversion, write_checkpoint
+from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, local_folder
+from ..checkpoints.reading.source import Source
+from ..checkpoints.reading.stored import TIED, StoredWeights
+from ..checkpoints.reading.weight import Change, GroupChange, HubMatrix, Weight
+from ..checkpoints.writing.atomic_folder import new_folder
+from ..checkpoints.writing.companions import OF_TRAINING
+from ..checkpoints.writing.model_card import origin_of
+from ..checkpoints.writing.output import TARGETS, finite_bounds
+from ..checkpoints.writing.targets import Target, dense_target, own_target, target_of
+from ..checkpoints.writing.write import Conversion, write_checkpoint
 from ..errors import CheckpointError
 from ..formats.hub_names import HubNames
 from ..kernels.packed.dither import Dither

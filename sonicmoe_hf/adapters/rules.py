@@ -10,8 +10,8 @@ import math
 import re
 from pathlib import Path
 
-from ..checkpoints.converters import WITH_PEFT
-from ..checkpoints.files import ADAPTER_CONFIG
+from ..checkpoints.reading.converters import WITH_PEFT
+from ..checkpoints.reading.files import ADAPTER_CONFIG
 from ..errors import CheckpointError
 from ..formats.json_files import check_items, read_json
 from ..lora.names import PREFIX, Names, is_target_parameter

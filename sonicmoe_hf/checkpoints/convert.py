@@ -12,15 +12,15 @@ from collections.abc import Callable
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS
 from ..layer.config import check_choice
-from .atomic_folder import new_folder
-from .files import local_folder, read_config
 from .layouts import has_native_layout
-from .model_card import origin_of
-from .output import TARGETS
-from .source import Source
-from .stored import DTYPES, StoredWeights
-from .targets import checked_dense_target, target_of
-from .writing import Conversion, write_checkpoint
+from .reading.files import local_folder, read_config
+from .reading.source import Source
+from .reading.stored import DTYPES, StoredWeights
+from .writing.atomic_folder import new_folder
+from .writing.model_card import origin_of
+from .writing.output import TARGETS
+from .writing.targets import checked_dense_target, target_of
+from .writing.write import Conversion, write_checkpoint
 
 
 def convert_checkpoint(

@@ -18,15 +18,15 @@ from ..kernels.packed import FORMATS, Format, Quantized
 from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..model_patches import NATIVE_PREFIX
-from .atomic_folder import new_folder
-from .config_only import build_from_config
-from .converters import ALTERNATING, Tensors, WeightGroup, complete_groups
-from .files import CONFIG_FILE, local_folder
-from .model_card import origin_of
-from .stored import StoredWeights
-from .targets import Target, own_target
-from .weight import Change, GroupChange
-from .writing import Conversion, write_checkpoint
+from .reading.config_only import build_from_config
+from .reading.converters import ALTERNATING, Tensors, WeightGroup, complete_groups
+from .reading.files import CONFIG_FILE, local_folder
+from .reading.stored import StoredWeights
+from .reading.weight import Change, GroupChange
+from .writing.atomic_folder import new_folder
+from .writing.model_card import origin_of
+from .writing.targets import Target, own_target
+from .writing.write import Conversion, write_checkpoint
 
 
 def round_checkpoint(

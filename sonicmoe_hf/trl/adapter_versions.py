@@ -22,10 +22,10 @@ from torch import nn
 from ..adapters.adapter import Adapter
 from ..adapters.engines import VLLM_RANKS, engine_form, vllm_takes_pefts_form
 from ..adapters.rules import ADAPTER_WEIGHTS
-from ..checkpoints.atomic_folder import write_json
-from ..checkpoints.config_only import build_from_config
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE
 from ..checkpoints.layouts import hub_config
+from ..checkpoints.reading.config_only import build_from_config
+from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE
+from ..checkpoints.writing.atomic_folder import write_json
 from ..errors import CheckpointError
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from .gathering import gathered_factors

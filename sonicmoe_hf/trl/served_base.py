@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints.config_only import build_from_config
-from ..checkpoints.converters import WeightGroup, weight_groups
-from ..checkpoints.files import CONFIG_FILE, local_folder
-from ..checkpoints.stored import StoredWeights
-from ..checkpoints.weight import read_parameters
+from ..checkpoints.reading.config_only import build_from_config
+from ..checkpoints.reading.converters import WeightGroup, weight_groups
+from ..checkpoints.reading.files import CONFIG_FILE, local_folder
+from ..checkpoints.reading.stored import StoredWeights
+from ..checkpoints.reading.weight import read_parameters
 from ..errors import CheckpointError
 from ..layer.experts_module import is_experts, is_native, weight_names
 from ..layer.holding import local_tensor

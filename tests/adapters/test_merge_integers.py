@@ -10,7 +10,7 @@ from helpers.integers import EXPERTS, format_of, to_integers
 from helpers.marks import loads_hub_formats, rest_pinned
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter, quantize_experts
-from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.tools.comparing import relative_error
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 KINDS = ["ct-32", "gptq-asym", "ct-asym", "awq", "auto-round", "gptq-v2"]

@@ -17,7 +17,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, merge_adapter
-from sonicmoe_hf.checkpoints.files import WEIGHTS_FILE
+from sonicmoe_hf.checkpoints.reading.files import WEIGHTS_FILE
 from sonicmoe_hf.tools.cli.main import main
 
 TOLERANCE = 1e-5  # relative error of logits in fp32: sums in another order

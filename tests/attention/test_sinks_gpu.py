@@ -6,7 +6,7 @@ from helpers.attention import build, inputs, packed, results
 from helpers.sinks import Attention, causal, compare, compute, gradients, needs_flash, tensors
 from transformers import DynamicCache, StaticCache
 
-from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.tools.comparing import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_flash]
 CASES = {  # B, T, S, H, key heads, D, D of values, window, causal

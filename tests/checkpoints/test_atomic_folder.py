@@ -14,7 +14,7 @@ from filelock import FileLock
 from helpers.checkpoints import SHARDS, config_in, make, same_bits, tensors_in
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint
-from sonicmoe_hf.checkpoints import atomic_folder, writing
+from sonicmoe_hf.checkpoints.writing import atomic_folder, write
 from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned
@@ -28,7 +28,7 @@ def hub(tmp_path):
 
 def assert_refused_before_any_work(hub, target, match, monkeypatch, error=CheckpointError):
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_write_shards", lambda *args: pytest.fail("the work was begun"))
+        patch.setattr(write, "_write_shards", lambda *args: pytest.fail("the work was begun"))
         with pytest.raises(error, match=match):
             convert_checkpoint(hub, target)
     assert not [path for path in target.parent.iterdir() if path.name.startswith(".")]

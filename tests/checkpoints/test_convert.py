@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint
-from sonicmoe_hf.checkpoints import files
+from sonicmoe_hf.checkpoints.reading import files
 from sonicmoe_hf.formats.hub import HubFP8
 from sonicmoe_hf.tools.cli.main import main
 

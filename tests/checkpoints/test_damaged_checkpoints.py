@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
-from sonicmoe_hf.checkpoints.source import Source
+from sonicmoe_hf.checkpoints.reading.source import Source
 
 pytestmark = pytest.mark.pinned
 
@@ -213,7 +213,7 @@ def test_blocks_whose_scale_is_no_number_are_not_moved(tmp_path):
 
 
 def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):
-    from sonicmoe_hf.checkpoints import atomic_folder
+    from sonicmoe_hf.checkpoints.writing import atomic_folder
 
     def corrupting(tensors, path, metadata):
         save(tensors, path, metadata=metadata)
@@ -229,7 +229,7 @@ def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):
 
 
 def test_a_full_disk_is_noticed_before_and_while_writing(hub, monkeypatch):
-    from sonicmoe_hf.checkpoints import atomic_folder
+    from sonicmoe_hf.checkpoints.writing import atomic_folder
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(atomic_folder.shutil, "disk_usage", lambda path: usage(10, 9, 1))

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter, convert_checkpoint, merge_adapter
-from sonicmoe_hf.checkpoints.model_card import CARD, Origin, add_card
+from sonicmoe_hf.checkpoints.writing.model_card import CARD, Origin, add_card
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from helpers.checkpoints import (
 from helpers.marks import rest_pinned
 
 from sonicmoe_hf import convert_checkpoint
-from sonicmoe_hf.checkpoints.source import Source
+from sonicmoe_hf.checkpoints.reading.source import Source
 from sonicmoe_hf.tools.cli.main import main
 
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}

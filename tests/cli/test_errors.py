@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
-from sonicmoe_hf.checkpoints import files
+from sonicmoe_hf.checkpoints.reading import files
 from sonicmoe_hf.lora.packed_base import ENTRY
 from sonicmoe_hf.tools.cli.main import main
 

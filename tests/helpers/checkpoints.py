@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from sonicmoe_hf import PackedWeight, convert_checkpoint
-from sonicmoe_hf.checkpoints.comparing import same_bytes
+from sonicmoe_hf.checkpoints.reading.files import same_bytes
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.tools.random_models import fill_tables
 

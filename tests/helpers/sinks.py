@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sonicmoe_hf.attention.implementation import sinks_attention_forward
-from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.tools.comparing import relative_error
 
 needs_flash = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="flash kernels need sm_80"

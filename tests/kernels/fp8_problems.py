@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from benchmarks.common.shapes import activated
-from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand
 from sonicmoe_hf.kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight, scale_halves, transposed
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+from sonicmoe_hf.tools.comparing import relative_error
 
 BF16 = torch.bfloat16
 SWIGLU = Activation()

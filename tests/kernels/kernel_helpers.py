@@ -9,7 +9,7 @@ import sys
 import torch
 
 from benchmarks.common.timing import recorded
-from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.tools.comparing import relative_error
 
 
 def errors(results, expected) -> dict[str, float]:

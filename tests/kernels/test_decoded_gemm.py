@@ -9,11 +9,11 @@ from moe_problems import poisoned
 
 from benchmarks.common.shapes import Shape, problem
 from benchmarks.layer import decoded_trial
-from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.hopper.config import Tile
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand
 from sonicmoe_hf.kernels.packed import FORMATS, Quantized
+from sonicmoe_hf.tools.comparing import relative_error
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 

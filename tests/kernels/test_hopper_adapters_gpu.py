@@ -10,11 +10,11 @@ from kernel_products import operands
 from moe_problems import AdaptedLayer, packed_adapter, poisoned, routing_ids
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
-from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, row_bucket
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm
 from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.tools.comparing import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 from hopper_simulator.layers import rows_of, use_simulator
 from moe_problems import poisoned
 
-from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.hopper.config import Tile
 from sonicmoe_hf.kernels.interface import UNGATED, Activation, LoraTerm
+from sonicmoe_hf.tools.comparing import relative_error
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 

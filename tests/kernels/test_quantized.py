@@ -11,10 +11,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sonicmoe_hf import PackedWeight, moe_experts
-from sonicmoe_hf.checkpoints.comparing import relative_error, same_bytes
+from sonicmoe_hf.checkpoints.reading.files import same_bytes
 from sonicmoe_hf.kernels import eager, minifloat, triton
 from sonicmoe_hf.kernels.packed import FORMATS, ORDERS, Quantized
 from sonicmoe_hf.kernels.packed.int4 import int4_grid
+from sonicmoe_hf.tools.comparing import relative_error
 
 SHAPE = (5, 33, 192)  # 495 NF4 scales: two of the second level, the last one cut
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sonicmoe_hf.checkpoints import config_only
+from sonicmoe_hf.checkpoints.reading import config_only
 from sonicmoe_hf.tools.cli import doctor, warmup
 from sonicmoe_hf.tools.cli.main import main
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels.minifloat import from_e4m3, to_e4m3
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+from sonicmoe_hf.tools.comparing import relative_error
 
 T, H, I, E, K, RANK = 30, 336, 144, 4, 2, 8  # neither H nor I is a multiple of a group's 128 columns
 

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from sonicmoe_hf import from_pretrained, lora_config, patch_model
-from sonicmoe_hf.checkpoints import config_only
+from sonicmoe_hf.checkpoints.reading import config_only
 from sonicmoe_hf.formats.declared import declared_quantization
 from sonicmoe_hf.models.loading import _auto_class
 

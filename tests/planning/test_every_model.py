@@ -6,7 +6,7 @@ import pytest
 from helpers.architectures import architectures
 from transformers import CONFIG_MAPPING
 
-from sonicmoe_hf.checkpoints.config_only import UNREADABLE, build_on_meta
+from sonicmoe_hf.checkpoints.reading.config_only import UNREADABLE, build_on_meta
 from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.planning.sizes import sizes_of_model

@@ -10,7 +10,7 @@ from helpers.checkpoints import make, same_bits, tensors_in
 from helpers.models import build
 
 import sonicmoe_hf
-from sonicmoe_hf.checkpoints.comparing import same_bytes
+from sonicmoe_hf.checkpoints.reading.files import same_bytes
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.routing.balance import share_of_batch
 

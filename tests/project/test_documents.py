@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.checkpoints.source import Source
+from sonicmoe_hf.checkpoints.reading.source import Source
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.routing.model import routing_state
 from sonicmoe_hf.tools.cli.main import build_parser

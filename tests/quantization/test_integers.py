@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter, quantize_experts
-from sonicmoe_hf.checkpoints.comparing import same_bytes
+from sonicmoe_hf.checkpoints.reading.files import same_bytes
 from sonicmoe_hf.formats.hub_integers import HubIntegers
 
 GOLDEN = Path(__file__).with_name("golden") / "integers.safetensors"

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf import PackedWeight, moe_experts
-from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer import expanded, pieces
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank
 from sonicmoe_hf.layer.packed_weight import as_parameter
+from sonicmoe_hf.tools.comparing import relative_error
 
 T, H, I, E, K, R = 7, 64, 64, 4, 2, 3
 NAMES = ("x", "weights", "a1", "b1", "a2", "b2")

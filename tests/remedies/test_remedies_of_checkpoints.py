@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter, convert_checkpoint, from_pretrained, merge_adapter
-from sonicmoe_hf.checkpoints.config_only import build_on_meta
-from sonicmoe_hf.checkpoints.files import INDEX_FILE, WEIGHTS_FILE
 from sonicmoe_hf.checkpoints.layouts import VERSION_KEY
+from sonicmoe_hf.checkpoints.reading.config_only import build_on_meta
+from sonicmoe_hf.checkpoints.reading.files import INDEX_FILE, WEIGHTS_FILE
 from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = pytest.mark.pinned

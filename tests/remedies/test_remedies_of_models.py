@@ -31,7 +31,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight, convert_checkpoint, from_pretrained, quantize_experts
-from sonicmoe_hf.checkpoints.config_only import build_on_meta
+from sonicmoe_hf.checkpoints.reading.config_only import build_on_meta
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.patching import quantize
 from sonicmoe_hf.patching.forwards import why_not_reached

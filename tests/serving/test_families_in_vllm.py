@@ -9,7 +9,7 @@ from peft import get_peft_model
 from sonicmoe_hf import convert_adapter, merge_adapter
 from sonicmoe_hf.adapters.adapter import Adapter
 from sonicmoe_hf.adapters.engines import vllm_takes_pefts_form
-from sonicmoe_hf.checkpoints.config_only import build_on_meta
+from sonicmoe_hf.checkpoints.reading.config_only import build_on_meta
 
 pytestmark = pytest.mark.serving
 TOLERANCE = 1e-4  # fp32: two engines' order of sums, through two layers; of MLA 2e-5, as vLLM absorbs kv_b_proj

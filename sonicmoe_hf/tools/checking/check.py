@@ -10,8 +10,8 @@ from typing import NamedTuple
 from transformers import AutoTokenizer
 
 from ...adapters.convert import is_adapter
-from ...checkpoints.companions import has_tokenizer
-from ...checkpoints.files import local_folder
+from ...checkpoints.reading.files import local_folder
+from ...checkpoints.writing.companions import has_tokenizer
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
 from .models import Loading, adapted, scores_of

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...adapters.adapter import is_in_pefts_form
 from ...adapters.convert import convert_adapter
-from ...checkpoints.config_only import build_from_config
-from ...checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, read_config
+from ...checkpoints.reading.config_only import build_from_config
+from ...checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, read_config
 from ...errors import CheckpointError
 from ...formats.declared import QUANT_METHOD
 from ...layer.experts_module import is_experts

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...checkpoints.rounding_effects import UNMERGED
+from ...checkpoints.writing.rounding_effects import UNMERGED
 from .hypotheses import EXPERTS, KNOWN, LEFT_OUT, MISREAD, Hypothesis
 
 APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in part", "other"

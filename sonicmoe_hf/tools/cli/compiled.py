@@ -9,7 +9,7 @@ import torch
 from peft import get_peft_model
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
-from ...checkpoints.config_only import build_on_meta
+from ...checkpoints.reading.config_only import build_on_meta
 from ...compiling.layers import decoder_layers, why_in_python
 from ...lora.config import lora_config
 from ...private.torch import cached_graphs

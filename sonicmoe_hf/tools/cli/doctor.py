@@ -12,7 +12,7 @@ import torch
 
 from ...attention.linear import describe_linear_attention
 from ...attention.models import describe_attention
-from ...checkpoints.config_only import build_on_meta
+from ...checkpoints.reading.config_only import build_on_meta
 from ...errors import CheckpointError
 from ...formats.declared import DeclaredQuantization, declared_quantization
 from ...formats.declared_integers import COMPRESSED

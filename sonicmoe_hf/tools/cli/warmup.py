@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...checkpoints.config_only import build_on_meta
+from ...checkpoints.reading.config_only import build_on_meta
 from ...layer import backends
 from ...layer.config import LAYOUTS, check_order
 from ...layer.moe_experts import Activation

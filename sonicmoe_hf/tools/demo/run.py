@@ -30,10 +30,11 @@ from transformers.utils import logging
 
 import sonicmoe_hf
 
-from ...checkpoints.comparing import relative_error, same_bytes
+from ...checkpoints.reading.files import same_bytes
 from ...layer.config import TokenRounding
 from ...private.versions import versions
 from ...trainer.load_reports import rows_by_layer
+from ..comparing import relative_error
 from . import corpus, plots
 from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.models import IN_PIECES as FP32_SCORES  # their sinks stay in fp32, and so all scores are
 from ...attention.models import has_sinks, takes_pieces
-from ...checkpoints.config_only import build_on_meta
-from ...checkpoints.stored import quantization_of
+from ...checkpoints.reading.config_only import build_on_meta
+from ...checkpoints.reading.stored import quantization_of
 from ...errors import CheckpointError, UnsupportedModelError
 from ...formats.declared import declared_quantization
 from ...layer.experts_module import matrix_shape, weight_names

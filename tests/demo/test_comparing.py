@@ -2,7 +2,7 @@
 
 import torch
 
-from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.tools.comparing import relative_error
 
 
 def test_the_error_is_relative_and_a_nan_is_none_that_passes():

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError
-from ..formats.hub_names import HubNames
-from .comparing import same_bytes
-from .converters import NOT_INVERTED, Tensors, WeightGroup, weight_groups
+from ...errors import CheckpointError
+from ...formats.hub_names import HubNames
+from ..reading.converters import NOT_INVERTED, Tensors, WeightGroup, weight_groups
+from ..reading.files import same_bytes
+from ..reading.stored import StoredWeights
+from ..reading.weight import Weight
 from .output import Output, OutputTensors, in_range, shell
-from .stored import StoredWeights
-from .weight import Weight
 
 IN_MEMORY = "where memory allows, sonicmoe_hf.from_pretrained(SRC).dequantize().save_pretrained(DST) writes them"
 

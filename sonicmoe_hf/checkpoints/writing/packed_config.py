@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 
-from ..errors import CheckpointError
-from ..formats.hub import HUB, HubFormat
-from ..formats.hub_integers import CompressedInt4
-from ..formats.quantizer import ExpertsQuantizationConfig
-from ..kernels.packed import Format
-from ..kernels.packed.fp8 import FP8_BLOCK
-from ..kernels.packed.int4 import GROUP
-from .source import Source
+from ...errors import CheckpointError
+from ...formats.hub import HUB, HubFormat
+from ...formats.hub_integers import CompressedInt4
+from ...formats.quantizer import ExpertsQuantizationConfig
+from ...kernels.packed import Format
+from ...kernels.packed.fp8 import FP8_BLOCK
+from ...kernels.packed.int4 import GROUP
+from ..reading.source import Source
 
 INTEGERS = ("int4", "uint4")
 FORMATS_OF = {"gpt_oss": ("mxfp4",), "per_expert": ("fp8", *INTEGERS)}  # by the hub's layout

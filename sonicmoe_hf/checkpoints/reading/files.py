@@ -13,9 +13,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError
-from ..formats.json_files import read_json
-from ..formats.loading_errors import not_there
+from ...errors import CheckpointError
+from ...formats.json_files import read_json
+from ...formats.loading_errors import not_there
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -160,6 +160,12 @@ def read_headers(folder: Path) -> dict[str, Header]:
     if lost := sorted(weight_map.keys() - by_name.keys()):
         raise CheckpointError(f"{index} names {lost[0]}, which is in none of the files; download the checkpoint again")
     return by_name
+
+
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Say whether two tensors have the same dtype, shape and bytes: unlike torch.equal, NaN is NaN, and 0 is not -0."""
+    alike = first.dtype == second.dtype and first.shape == second.shape
+    return alike and torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 class TensorFiles:

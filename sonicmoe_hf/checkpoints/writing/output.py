@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
+from ..reading.stored import StoredWeights
+from ..reading.weight import UntiedWeight, Weight
 from .rounding_effects import Roundings
-from .stored import StoredWeights
-from .weight import UntiedWeight, Weight
 
 TARGETS = ("native", "hub")
 

@@ -28,8 +28,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ..errors import CheckpointError
-from ..private.transformers import missing_allowed
+from ...errors import CheckpointError
+from ...private.transformers import missing_allowed
 
 WITH_PEFT = (
     "merge it with PEFT: PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(BASE), ADAPTER).merge_and_unload()"

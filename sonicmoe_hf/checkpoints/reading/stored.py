@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
-from ..formats.declared_integers import METHODS
-from ..formats.hub import HubFormat
+from ...errors import CheckpointError
+from ...formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
+from ...formats.declared_integers import METHODS
+from ...formats.hub import HubFormat
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, TensorFiles, read_config
 from .weight import HubMatrix, PackedExperts, UntiedWeight, Weight
 

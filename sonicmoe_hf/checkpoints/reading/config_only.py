@@ -20,9 +20,9 @@ from transformers import (
 from transformers.modeling_utils import set_zero3_state
 from transformers.utils import logging
 
-from ..errors import CheckpointError
-from ..formats.declared import MODELOPT_FILE, declared_quantization
-from ..private.transformers import auto_class_of
+from ...errors import CheckpointError
+from ...formats.declared import MODELOPT_FILE, declared_quantization
+from ...private.transformers import auto_class_of
 from .files import CONFIG_FILE, local_folder, read_config
 
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code

@@ -14,10 +14,9 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 
-from ..errors import CheckpointError
-from ..kernels.packed.format import is_sound
-from .comparing import same_bytes
-from .files import expanded, opened
+from ...errors import CheckpointError
+from ...kernels.packed.format import is_sound
+from ..reading.files import expanded, opened, same_bytes
 
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
 

@@ -11,16 +11,16 @@ from functools import partial
 
 import torch
 
-from ..errors import CheckpointError
-from ..kernels.packed import Format, Quantized
-from ..kernels.packed.format import Stored
-from .files import Header
-from .layouts import experts_parameters
+from ...errors import CheckpointError
+from ...kernels.packed import Format, Quantized
+from ...kernels.packed.format import Stored
+from ..layouts import experts_parameters
+from ..reading.files import Header
+from ..reading.source import Source
+from ..reading.weight import Weight
 from .output import Output, OutputTensors, in_range, shell
 from .packed_config import hub_format
 from .rounding_effects import Roundings
-from .source import Source
-from .weight import Weight
 
 Experts = Sequence[int]
 

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CheckpointError
-from ..formats.hub import HubFormat
-from ..kernels.packed import FORMATS, Format, Quantized
-from ..kernels.packed.dither import Dither
-from ..kernels.packed.format import Stored
-from ..kernels.packed.grid import Rounded
-from .comparing import same_bytes
+from ...errors import CheckpointError
+from ...formats.hub import HubFormat
+from ...kernels.packed import FORMATS, Format, Quantized
+from ...kernels.packed.dither import Dither
+from ...kernels.packed.format import Stored
+from ...kernels.packed.grid import Rounded
 from .converters import NOT_INVERTED, Tensors, WeightGroup
-from .files import Header, TensorFiles
+from .files import Header, TensorFiles, same_bytes
 
 
 class Change(NamedTuple):

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CheckpointError
-from ..formats.json_files import read_json
-from .files import WEIGHTS
+from ...errors import CheckpointError
+from ...formats.json_files import read_json
+from ..reading.files import WEIGHTS
 
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 from huggingface_hub import ModelCard
 
-from ..private.versions import versions
+from ...private.versions import versions
 
 CARD = "README.md"
 TAG = "sonicmoe_hf"

@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError
-from ..formats.declared import EXPERT_DTYPE
-from ..formats.hub import HubFormat
-from ..kernels.packed import FORMATS
-from ..layer.config import check_choice
-from .config_only import build_from_config
-from .converters import complete_groups
-from .files import CONFIG_FILE
+from ...errors import CheckpointError
+from ...formats.declared import EXPERT_DTYPE
+from ...formats.hub import HubFormat
+from ...kernels.packed import FORMATS
+from ...layer.config import check_choice
+from ..layouts import hub_config, native_config
+from ..reading.config_only import build_from_config
+from ..reading.converters import complete_groups
+from ..reading.files import CONFIG_FILE
+from ..reading.source import Source
+from ..reading.stored import DTYPES, StoredWeights
+from ..reading.weight import UntiedWeight
 from .hub_named import HubNamed
-from .layouts import hub_config, native_config
 from .output import TARGETS, Output
 from .packed_config import check_format, quantization_config
 from .relayout import Relayout
-from .source import Source
-from .stored import DTYPES, StoredWeights
-from .weight import UntiedWeight
 
 OF_QUANTIZED = ("quantization_config", EXPERT_DTYPE)  # entries of config.json that dense checkpoints do not have
 # of config.json: Transformers 5's name, and the one before, which may both be there

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from ..formats.declared import MODELOPT_FILE
+from ...formats.declared import MODELOPT_FILE
+from ..reading.files import CONFIG_FILE, INDEX_FILE
 from .atomic_folder import appearing_whole, copy_file, save_tensors, write_json
 from .companions import companions
-from .files import CONFIG_FILE, INDEX_FILE
 from .model_card import Origin, add_card
 from .output import OutputTensors, shell
 from .rounding_effects import LayerRounding
