@@ -49,9 +49,11 @@ SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all th
 OF_A_TRAINER = (
     "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
 )
+OFFLOADED = "train with gradient checkpointing that offloads nothing"
 REMEDIES = {  # by a word of torch's reason
     "liger_kernel": "switch that kernel off in liger_kernel_config",
-    "offload": "train with gradient checkpointing that offloads nothing",
+    "offload": OFFLOADED,
+    "save_on_cpu": OFFLOADED,  # what Transformers' own checkpointing offloads by
     "contextvar": "train without output_hidden_states",
     "hook": "remove the module's hook",
 }
@@ -177,7 +179,8 @@ def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
 RECORDS = Version(torch.__version__) >= Version("2.13")
 UNCOMPILED = (
     f"torch {torch.__version__} does not compile layers that record outputs such as router_logits, so they run "
-    "uncompiled; install torch 2.13 or newer, or leave the auxiliary loss out (router_aux_loss_coef=0.0)"
+    "uncompiled; install torch 2.13 or newer, or leave the auxiliary loss out (router_aux_loss_coef=0.0 in the arguments "
+    "of TRL's trainers, else model.config.output_router_logits = False)"
 )
 
 

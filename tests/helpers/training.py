@@ -11,6 +11,8 @@ import sonicmoe_hf
 from sonicmoe_hf.layer.routing import Routing, TokenRounding
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing.model import clear_counts, routing_state
+from sonicmoe_hf.trainer import gpu_advice
+from sonicmoe_hf.trainer.methods import find_callback
 
 TILE = 4
 CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
@@ -134,6 +136,16 @@ def trained(model, folder, callbacks=(), attach=True, checkpoint=None, **options
 def logs_of(trainer) -> list[dict]:
     """Return the logs of its training steps, without evaluation and the summary at the end."""
     return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def advise(trainer):
+    """Let the advice of a Trainer's run see ten steps of a GPU that waits."""
+    accumulated = trainer.args.gradient_accumulation_steps
+    args = SimpleNamespace(device=torch.device("cuda", 0), gradient_accumulation_steps=accumulated)
+    for step in gpu_advice.SAMPLED_STEPS:
+        find_callback(trainer, gpu_advice.GpuAdvice).on_step_end(
+            args, TrainerState(global_step=step), None, model=trainer.model
+        )
 
 
 class Routers:

@@ -7,7 +7,8 @@ import torch
 from helpers.adapters import with_lora
 from helpers.marks import rest_pinned
 from helpers.models import patched
-from helpers.training import CHECKPOINTED_TRAINING, Examples, arguments, trainer_for
+from helpers.said import says, silent
+from helpers.training import CHECKPOINTED_TRAINING, Examples, advise, arguments, trainer_for
 from torch._dynamo.utils import counters
 from transformers import Trainer, TrainerState
 
@@ -41,14 +42,22 @@ LIGER |= {"liger_kernel_config": {"fused_linear_cross_entropy": False, "rms_norm
 
 
 @pytest.mark.parametrize("liger", rest_pinned([LIGER, {}]), ids=["Liger", "no Liger"])
-def test_torch_compile_compiles_layers_and_no_whole_model(liger, tmp_path, caplog):
+def test_torch_compile_compiles_layers_and_no_whole_model(liger, tmp_path, monkeypatch):
+    """The advice on a GPU that waits names it, and no longer where layers are compiled."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 35)
+    advice = "attach(trainer, compile=True) or `sonicmoe-hf run --compile`, which compile each layer"
     before = dict(vars(modeling_qwen3_moe))
     try:
-        _, expected = losses(lora_model(), tmp_path)
+        trainer, expected = losses(lora_model(), tmp_path)
         assert not counters["stats"]
-        trainer, found = losses(lora_model(), tmp_path, **EAGER, **liger)
+        with says(advice):
+            advise(trainer)
+        with says("attach(trainer, compile=False) leaves torch_compile to the Trainer"):
+            trainer, found = losses(lora_model(), tmp_path, **EAGER, **liger)
+        with says("What helps"), silent(advice):
+            advise(trainer)
     finally:
         vars(modeling_qwen3_moe).update(before)
     assert found == pytest.approx(expected, rel=1e-5)  # fp32: another order of sums, after an update

@@ -1,0 +1,99 @@
+"""Messages of compiled layers and of the advice on a waiting GPU: each is raised, and then what it names is done."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from helpers.models import batch, patched
+from helpers.said import says, silent
+from helpers.training import advise, logs_of, trainer_for
+
+import sonicmoe_hf
+from sonicmoe_hf.compiling import layers
+from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
+from sonicmoe_hf.trainer.lengths import VaryingLengths
+
+pytestmark = pytest.mark.pinned
+ONE = {"num_hidden_layers": 1, "use_cache": False}
+EXACT = 1e-5  # fp32: sums in another order
+LEFT = "to Python:"
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    sonicmoe_hf.compile_layers(model, backend="eager")
+    return model
+
+
+class OnHost(torch.autograd.graph.save_on_cpu):
+    """What Transformers offloads by, without pinned memory, which takes a GPU."""
+
+    def __init__(self, **options):
+        super().__init__()
+
+
+def test_what_torch_left_to_python_is_compiled_without_its_causes(monkeypatch):
+    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", OnHost)
+    model = patched("qwen3_moe", **ONE)
+    expected = model(**batch()).loss.item()
+    model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    with says(LEFT, "train with gradient checkpointing that offloads nothing"):
+        compiled(model)(**batch())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    block, norm = model.model.layers[0].mlp, model.model.layers[0].input_layernorm
+    hooks = [block.register_full_backward_hook(lambda *_: None)]
+    hooks.append(norm.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break("of a test")))
+    model.gradient_checkpointing_disable()  # at which the first of several causes is all that torch says
+    with says(LEFT, "train without output_hidden_states", "remove the module's hook", "take that out of the layer"):
+        compiled(model)(**batch(), output_hidden_states=True)
+    lengths, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=1)
+    lengths.is_compiled = True
+    assert "remove the module's hook" in GpuAdvice(lengths)._switches(args, model), "the advice on a GPU names it, too"
+    for hook in hooks:
+        hook.remove()
+    monkeypatch.setattr(layers, "RECORDS", False)  # as with torch 2.11
+    with says("leave the auxiliary loss out", "else model.config.output_router_logits = False"):
+        compiled(model)(**batch(), output_router_logits=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with silent("ompile"):
+        loss = compiled(model)(**batch()).loss
+    assert loss.item() == pytest.approx(expected, rel=EXACT) and not layers.why_in_python(model)
+
+
+def collated(lengths):
+    """Return a collator that gives each micro-batch the next length."""
+    lengths = iter(lengths)
+
+    def collate(rows):
+        length = next(lengths)
+        return {name: torch.stack([row[name] for row in rows])[:, :length] for name in rows[0]}
+
+    return collate
+
+
+SWITCHES = {
+    "attach(trainer, packed_tokens=8192), which computes the micro-batches of a step as one row": (
+        {"max_steps": 1, "gradient_accumulation_steps": 2},
+        {"packed_tokens": 8192},
+    ),
+    "attach(trainer, few_lengths=True), by which sizes come again": ({"max_steps": 2}, {"few_lengths": True}),
+}
+
+
+@pytest.mark.parametrize("words", SWITCHES)
+def test_what_the_advice_on_a_waiting_gpu_names_trains_the_same(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 35)
+    options, attached = SWITCHES[words]
+    columns = batch(length=48, padding=True)
+    rows = [{name: column[row] for name, column in columns.items()} for row in range(4)]
+    losses = []
+    for switches in ({}, attached):
+        trainer = trainer_for(patched("qwen3_moe", **ONE), tmp_path, per_device_train_batch_size=2, **options)
+        trainer.train_dataset, trainer.data_collator = rows, collated((48, 47))
+        sonicmoe_hf.attach(trainer, **switches)
+        trainer.train()
+        with says("What helps"), silent(words) if switches else says(words):
+            advise(trainer)
+        losses.append([log["loss"] for log in logs_of(trainer)])
+    assert losses[1] == pytest.approx(losses[0], rel=EXACT)
