@@ -6,9 +6,9 @@
 Layers of Qwen3-30B-A3B with random weights, experts in NF4, adapters of rank 16, gradient checkpointing, bf16. A case
 names what is set: `plain` nothing, `liger` use_liger_kernel=True, `loss` Liger's fused loss alone, `torch_compile` the
 argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192), `lengths`
-attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss. Liger's
-patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or `field`: four
-micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
+attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss, `bf16` experts
+in bf16. Liger's patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or
+`field`: four micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
 
 `second` is no switch: it names the second start of the same run in the table, whose graphs torch's cache has.
 
@@ -42,7 +42,14 @@ STEPS = 24  # of which the last half counts
 PROFILED = 6
 CASES = (
     *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
-    *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered", "layers+expanded"),
+    *(
+        "plain+lengths",
+        "liger+torch_compile+lengths",
+        "layers+lengths",
+        "layers+unfiltered",
+        "layers+expanded",
+        "layers+bf16",
+    ),
     *("liger+torch_compile+second", "liger+torch_compile+packed+second"),
     *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+torch_compile+packed+lengths"),
 )
@@ -247,8 +254,9 @@ def main() -> None:
     options = parser.parse_args()
     config = models.config_of("Qwen3-30B-A3B", options.layers, options.tiny)
     torch.manual_seed(0)
+    experts = None if "bf16" in options.case.split("+") else "nf4"
     model = random_packed_model(
-        config, experts="nf4", linear=None, device=options.device, dtype=torch.bfloat16, attn_implementation="sdpa"
+        config, experts=experts, linear=None, device=options.device, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=16))
     if "layers" in options.case.split("+"):
