@@ -59,9 +59,9 @@ def rewritten_config(
 def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the tensors and adapter_config.json that PEFT loads into `model`.
 
-    Each weight has its own rank, and its scale by its own alpha. Weights of experts whose factors are all zeros are left
-    out: engines' files have them for what is not adapted. Linear layers whose names PEFT may take for experts' are named
-    by their parameters.
+    Each weight has its own rank, without the zeros that engines' files pad it with, and its scale by its own alpha.
+    Weights whose factors are all zeros are left out: engines' files have them for what is not adapted. Linear layers whose
+    names PEFT may take for experts' are named by their parameters.
 
     Raises:
         CheckpointError: PEFT would load factors under another name than they have.
@@ -74,16 +74,16 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
     for weight in adapter.factors:
         module, _, parameter = weight.rpartition(".")
         adapted.setdefault(module, []).append(parameter)
-    linear = [
+    linear = {
         name
         for name in adapted
         if isinstance(modules[name], nn.Linear)
         and not (renames_experts and name.rpartition(".")[2] in TAKEN_FOR_EXPERTS)
-    ]
+    }
     parameters = []
     for module, names in adapted.items():
         factors = {name: adapter.factors[f"{module}.{name}"] for name in modules[module]._parameters if name in names}
-        factors = {name: pair for name, pair in factors.items() if pair.a.dim() == 2 or not pair.is_zero()}
+        factors = {name: pair.unpadded() for name, pair in factors.items() if not pair.is_zero()}
         if (loaded := hub.in_adapter(module)) is None:
             raise CheckpointError(f"PEFT loads factors of {module} under another name, and would lose them; {MERGED}")
         tensors |= wrapped(loaded, list(factors.values()))
@@ -99,8 +99,8 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
         adapter.config,
         rank,
         alpha,
-        sorted(endings(linear, modules, lengths=(1, 2))),
-        sorted(endings(parameters, everything, lengths=(3,))),
+        sorted(endings(settings.keys() & linear, modules, lengths=(1, 2))),
+        sorted(endings(parameters, everything, lengths=(2, 3))),
         rank_pattern=_pattern({name: own for name, (own, _) in settings.items()}, rank, everything),
         alpha_pattern=_pattern({name: own for name, (_, own) in settings.items()}, alpha, everything),
     )

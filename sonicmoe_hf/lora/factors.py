@@ -44,6 +44,14 @@ class Factors(NamedTuple):
         more = rank - self.rank
         return self if not more else self._replace(a=F.pad(self.a, (0, 0, 0, more)), b=F.pad(self.b, (0, more)))
 
+    def unpadded(self) -> Factors:
+        """Return the same product without the last ranks in which A and B are zeros, as `padded` adds them; at least one
+        rank stays."""
+        used = (self.a != 0).any(dim=-1) | (self.b != 0).any(dim=-2)
+        ranks = used.reshape(-1, self.rank).any(dim=0).nonzero()
+        rank = int(ranks[-1]) + 1 if len(ranks) else 1
+        return self if rank == self.rank else self._replace(a=self.a[..., :rank, :], b=self.b[..., :rank])
+
     def trimmed(self) -> Factors:
         """Return the same product without the ranks in which B is zero, unless B is zero everywhere."""
         used = (self.b != 0).flatten(0, -2).any(dim=0)
