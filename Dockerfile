@@ -20,9 +20,9 @@ COPY --chown=1001:1001 constraints.txt ./
 # the pinned packages first: a change of the sources installs none of them again
 RUN python3 -m venv venv \
     && pip install --constraint constraints.txt torch triton transformers accelerate peft datasets matplotlib \
-        nvidia-cutlass-dsl apache-tvm-ffi bitsandbytes liger-kernel
+        nvidia-cutlass-dsl apache-tvm-ffi bitsandbytes liger-kernel trl
 COPY --chown=1001:1001 . sources
-RUN pip install --constraint constraints.txt './sources[all,qlora]' liger-kernel && rm -rf sources
+RUN pip install --constraint constraints.txt './sources[all]' && rm -rf sources
 
 # Kernels are compiled at first use and kept in ~/.cache/sonicmoe_hf: a volume there keeps them beyond the container. They
 # are compiled ahead, without a GPU, for what WARM asks of `sonicmoe-hf warmup` (docker build --build-arg WARM="--shape 2048,768").

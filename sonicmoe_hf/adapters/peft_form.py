@@ -60,8 +60,8 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
     """Return the tensors and adapter_config.json that PEFT loads into `model`.
 
     Each weight has its own rank, without the zeros that engines' files pad it with, and its scale by its own alpha.
-    Weights whose factors are all zeros are left out: engines' files have them for what is not adapted. Linear layers whose
-    names PEFT may take for experts' are named by their parameters.
+    Weights whose factors are all zeros are left out: engines' files have them for what is not adapted. Linear layers
+    whose names PEFT may take for experts' are named by their parameters.
 
     Raises:
         CheckpointError: PEFT would load factors under another name than they have.

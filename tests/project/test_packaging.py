@@ -274,7 +274,18 @@ def test_the_extras_hold_what_they_promise(wheel):
         return {one.name for one in direct}.union(*inner)
 
     assert of("hopper") == {"apache-tvm-ffi", "nvidia-cutlass-dsl", "triton"}, "what backends.HOPPER_PACKAGES asks for"
-    assert of("all") >= of("hopper") | of("peft") | of("train")
+    assert of("all") >= of("hopper") | of("trl") | {"bitsandbytes", "liger-kernel"}
+    needed = {"AdamW8bit": "torchao", "BitsAndBytesConfig": "bitsandbytes", "use_liger_kernel": "liger-kernel"}
+    pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    programs = {path.name: "".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)) for path in pages}
+    programs |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    for name, text in programs.items():
+        imported = set(
+            re.findall(r"^ *(?:from|import) (accelerate|datasets|matplotlib|peft|trl)\b", text, re.MULTILINE)
+        )
+        used = imported | {package for word, package in needed.items() if word in text}
+        extras = of("all") | (of("full") if name == "full_finetune_one_gpu.py" else set())
+        assert used <= extras, f"{name} needs what README's line does not install"
     assert "nvidia-ml-py" in of("train"), (
         "without which torch.cuda.utilization, and the advice on small steps, is silent"
     )
