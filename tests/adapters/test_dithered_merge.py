@@ -21,8 +21,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
+from sonicmoe_hf.checkpoints.writing.rounding_effects import REMEDY, TO_NEAREST
 from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.tools.checking.places import remedy_of_rounding
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}  # blocks of 128 are whole
@@ -70,9 +72,15 @@ def test_what_an_adapter_learned_is_in_the_merged_file(name, tmp_path):
     assert all(layer.worst <= layer.median and layer.worst <= layer.survived for layer in done.roundings)
     assert all(layer.survived < (0.5 if name == "fp8" else 0.05) for layer in lost.roundings)
     of_changes = next(notice for notice in done.notices if "of the adapter's change of a matrix" in notice)
-    assert f"is left by rounding to {name} in the median" in of_changes and "in the worst, " in of_changes
+    assert f"is left by dithered rounding to {name} in the median" in of_changes and "in the worst, " in of_changes
     assert not any("warning" in notice for notice in done.notices)
-    assert any("warning" in notice for notice in lost.notices)
+    (warning,) = (notice for notice in lost.notices if "warning" in notice)
+    assert warning.endswith("layers: " + TO_NEAREST)
+    remedies = [
+        remedy_of_rounding(tmp_path / base, tmp_path / merged)
+        for base, merged in (("base", "nearest"), ("base", "dithered"), ("bf16", "nearest"))
+    ]
+    assert remedies == [TO_NEAREST, REMEDY, REMEDY], "what check says of them"
 
 
 @pytest.mark.pinned

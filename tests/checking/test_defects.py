@@ -24,6 +24,10 @@ CASES = [  # and the words of the reason in fp32
     (Defect("the last layer", 1, of_layer("3")), "without layer 3"),
     (Defect("layer 2's experts", 1, of_layer("2", experts_alone=True)), "without layer 2's experts"),
     (Defect("half of down", 1, lambda layer: 0.5 if layer.target == "down_proj" else None), "down_proj scaled by 0.5"),
+    (
+        Defect("a target", 1, lambda layer: 0.0 if (layer.target, layer.number) == ("o_proj", "3") else None),
+        "without layer 3's o_proj",
+    ),
     (Defect("1.2", 1, lambda layer: 1.2), "the adapter scaled by 1.2"),
     (Defect("0.8", 1, lambda layer: 0.8), "the adapter scaled by 0.8"),
     (Defect("0.5", 1, lambda layer: 0.5), "the adapter scaled by 0.5"),

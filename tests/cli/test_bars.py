@@ -1,11 +1,15 @@
 """Bars of the long commands: on a terminal's standard error, nowhere else."""
 
+import time
+
 import pytest
 from helpers.models import build
 
 import sonicmoe_hf
+from sonicmoe_hf.tools.checking.check import Check
+from sonicmoe_hf.tools.checking.models import Loading
+from sonicmoe_hf.tools.cli import check, warmup
 from sonicmoe_hf.tools.cli import main as cli
-from sonicmoe_hf.tools.cli import warmup
 from sonicmoe_hf.tools.cli.bar import progress
 from sonicmoe_hf.tools.cli.warmup import Outcome
 
@@ -45,6 +49,21 @@ def test_warmup_draws_kernels(is_terminal, monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr()
     assert ("compiling" in printed.err and "2/2" in printed.err) if is_terminal else not printed.err
     assert "up compiled in 1.5 s" in printed.out and "down was there" in printed.out
+
+
+def test_check_says_what_it_compares(is_terminal, monkeypatch, capsys):
+    def compare(base, adapter, folders, loading, say):
+        say("comparing [1] with the adapter, 3 of 7 readings")
+        time.sleep(0.2)  # until the line is drawn again
+        return Check(1.0, 40, [])
+
+    monkeypatch.setattr(check, "check_adapter", compare)
+    options = dict.fromkeys(Loading._fields)
+    for as_json in (False, True):
+        assert check.check("base", "adapter", [], as_json, **options) == 0
+        printed = capsys.readouterr()
+        assert ("[1] with the adapter, 3 of 7" in printed.err) is (is_terminal and not as_json)
+        assert "comparing" not in printed.out
 
 
 def test_packing_the_experts_of_a_model_draws_a_bar(capsys):

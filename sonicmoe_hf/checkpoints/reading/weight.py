@@ -167,6 +167,11 @@ class Weight:
         before = self.read(expert, torch.float32)
         return before, self.change.group().apply(self, before, expert)
 
+    @property
+    def is_dithered(self) -> bool:
+        """Tell whether its change is rounded by a dither, not to nearest."""
+        return self.change is not None and self.change.dither is not None
+
     def _uniform(self, shape: torch.Size, expert: int | None) -> torch.Tensor | None:
         """Return the numbers in [0, 1) by which a matrix of this shape is dithered."""
         if self.change is None or self.change.dither is None:

@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from ...private.versions import versions
+from .rounding_effects import DITHERED
 
 CARD = "README.md"
 TAG = "sonicmoe_hf"
@@ -120,6 +121,13 @@ def _with_metadata(text: str, origin: Origin) -> str:
     card.data.tags = tags + lacking
     card.data.base_model = base or card.data.base_model
     return card.content
+
+
+def is_dithered(folder: Path) -> bool:
+    """Tell whether the card of a folder that was written here says that weights were rounded by a dither."""
+    path = folder / CARD
+    text = path.read_text("utf-8", AS_IT_IS) if path.is_file() else ""
+    return DITHERED in text.partition(HEADING)[2]
 
 
 def origin_of(

@@ -119,7 +119,7 @@ class Output:
             out.copy_(stored)
         for expert, own in weight.by_expert(outs):
             before, exact, rounded = weight.rounded(expert)
-            self.roundings.add(weight.name, before, exact, rounded.values, expert)
+            self.roundings.add(weight.name, before, exact, rounded.values, expert, weight.is_dithered)
             for out, made in zip(own, weight.rewritten(rounded)):
                 out.copy_(made.view(out.dtype).view(out.shape))
 

@@ -130,7 +130,7 @@ class Relayout(Output):
         if not weight.change:
             return weight.rows(expert)
         before, exact, rounded = weight.rounded(expert)
-        self.roundings.add(weight.name, before, exact, rounded.values, expert)
+        self.roundings.add(weight.name, before, exact, rounded.values, expert, weight.is_dithered)
         return weight.rows(expert, rounded)
 
     def _make_packed(

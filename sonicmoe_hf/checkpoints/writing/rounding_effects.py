@@ -13,6 +13,8 @@ LAYER = re.compile(r"^(.*?\.?layers\.\d+)\.")
 UNMERGED = "serve the adapter beside the base, unmerged (sonicmoe-hf convert ADAPTER DST --layout vllm)"
 PRODUCTS = (("error", "error"), ("change", "change"), ("error", "change"), ("weight", "weight"))  # that are summed
 REMEDY = f"{UNMERGED}, or leave --quantize out and serve bf16"
+TO_NEAREST = f"merge it by --rounding dithered, or {UNMERGED}"  # where it was rounded to nearest
+DITHERED = "dithered rounding"  # so called in the card of a folder
 
 
 class LayerRounding(NamedTuple):
@@ -37,12 +39,21 @@ class Roundings:
     def __init__(self, format: str):
         self._format = format
         self._sums: dict[tuple[str, int | None], list[float]] = {}
+        self._rounding, self._remedy = "rounding", REMEDY
 
     def add(
-        self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor, expert: int | None = None
+        self,
+        name: str,
+        before: torch.Tensor,
+        exact: torch.Tensor,
+        rounded: torch.Tensor,
+        expert: int | None = None,
+        is_dithered: bool | None = None,
     ) -> None:
         """Add a matrix of the weight `name`: as it was, with the change, and with the change and rounded. expert: its
-        number in a weight that holds all."""
+        number in a weight that holds all. is_dithered: how one is rounded that had the format already; None of others."""
+        if is_dithered is not None:
+            self._rounding, self._remedy = (DITHERED, REMEDY) if is_dithered else ("rounding", TO_NEAREST)
         tensors = {
             "error": rounded - exact.float(),
             "change": exact.float() - before.float(),
@@ -82,14 +93,14 @@ class Roundings:
         lost = [layer for layer in layers if layer.survived < 0.5]
         ratios = sorted(layer.error / layer.change for layer in layers)
         notices = [
-            f"of the adapter's change of a matrix {median:.0%} is left by rounding to {self._format} in the median, and "
-            f"{min(shares.values()):.0%} in the worst, {matrix}; the rounding itself is {_range(ratios)} times as "
-            "large as the change of a layer"
+            f"of the adapter's change of a matrix {median:.0%} is left by {self._rounding} to {self._format} in the "
+            f"median, and {min(shares.values()):.0%} in the worst, {matrix}; the rounding itself is "
+            f"{_range(ratios)} times as large as the change of a layer"
         ]
         if lost:
             notices.append(
                 f"warning: rounding to {self._format} ate more than half of the adapter's change in {len(lost)} of "
-                f"{len(layers)} layers: {REMEDY}"
+                f"{len(layers)} layers: {self._remedy}"
             )
         return notices
 

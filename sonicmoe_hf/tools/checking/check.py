@@ -73,7 +73,7 @@ def check_adapter(
         return [] if client is None else list(observed_by_server(client, model, texts, say))
 
     served = asked(texts[:NUM_TEXTS])
-    places = list(observed_merged(merged, loading, texts, say))  # one model is in memory at a time
+    places = list(observed_merged(base_folder, merged, loading, texts, say))  # one model is in memory at a time
     unpacked = None  # the base as it is stored, into which an adapter of packed experts may have been merged
     if loading.experts_quantization is not None and any(each.dtype is not None for each in places):
         say(f"loading {base} as it is stored")
@@ -86,12 +86,11 @@ def check_adapter(
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
         places += observed_adapted(trained, base_folder, in_other_forms, texts, new, say)
-        say(f"comparing with {adapter}")
         with adapted(trained, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
-            reference, used = TrainedAdapter(wrapped, biases, trained.dtype), texts[:NUM_TEXTS]
+            reference, used = TrainedAdapter(wrapped, biases, trained.dtype, say), texts[:NUM_TEXTS]
             results = [reference.check(each) for each in [*served, *(each.of_first(NUM_TEXTS) for each in places)]]
             if any(result.is_unknown for result in results) and len(texts) > NUM_TEXTS:
-                say("comparing more texts")
+                say("asking for more texts")
                 results, used = [reference.check(each) for each in [*asked(texts), *places]], texts
             change = reference.change(used)
     results.sort(key=lambda each: folders.index(each.place) if each.place in folders else -1)

@@ -82,13 +82,14 @@ class Hypothesis(NamedTuple):
     """The adapter under another reading.
 
     change: what is in lora_B's place, in a layer; None where it is the same. left_out: tells of a name whether what was
-    trained whole under it is missing.
+    trained whole under it is missing. number: of the decoder layer that alone is changed; "" of others.
     """
 
     kind: str
     name: str
     change: Callable[[AdaptedLayer], torch.Tensor | None]
     left_out: Callable[[str], bool] = lambda name: False
+    number: str = ""
 
     @contextmanager
     def holds(self, layers: list[AdaptedLayer], wholes: list[Whole]) -> Iterator[None]:
@@ -158,7 +159,9 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
         if all(members) or members in seen:  # which is the base or all LoRA, or said by another name
             continue
         seen.append(members)
-        hypotheses.append(Hypothesis(LEFT_OUT, name, scale_of(is_in, 0)))
+        changed = {layer.number for layer, is_member in zip(layers, members) if is_member}
+        number = changed.pop() if len(changed) == 1 else ""
+        hypotheses.append(Hypothesis(LEFT_OUT, name, scale_of(is_in, 0), number=number))
     names = list(dict.fromkeys(whole.name for whole in wholes))
     for name in names:
         if layers or len(names) > 1:
@@ -178,6 +181,18 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
     return hypotheses
 
 
+def of_targets(layers: list[AdaptedLayer], number: str) -> list[Hypothesis]:
+    """List the hypotheses that one target of a decoder layer is left out. They are as many as a model has weights, so
+    those of a layer are asked for where something of it is missing."""
+    targets = dict.fromkeys(layer.target for layer in layers if layer.number == number)
+    if len(targets) == 1:  # which is the layer
+        return []
+    return [
+        Hypothesis(LEFT_OUT, f"layer {number}'s {target}", scale_of(partial(_has, target, number), 0), number=number)
+        for target in targets
+    ]
+
+
 def groups_of(layers: list[AdaptedLayer]) -> dict[str, Callable[[AdaptedLayer], bool]]:
     """Group the layers as engines treat them, alike: all, those of each target, the experts' and the rest."""
     groups: dict[str, Callable[[AdaptedLayer], bool]] = {ALL: lambda layer: True}
@@ -195,6 +210,10 @@ def _has_target(target: str, layer: AdaptedLayer) -> bool:
 
 def _has_number(number: str, layer: AdaptedLayer) -> bool:
     return layer.number == number
+
+
+def _has(target: str, number: str, layer: AdaptedLayer) -> bool:
+    return _has_target(target, layer) and _has_number(number, layer)
 
 
 def _has_experts_of(number: str, layer: AdaptedLayer) -> bool:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...checkpoints.writing.model_card import is_dithered
+from ...checkpoints.writing.rounding_effects import REMEDY, TO_NEAREST
 from .models import Loading, Scores, adapted, scores_of, stored_dtype
 from .server import Server
 from .texts import Text
@@ -19,8 +21,8 @@ class Observation(NamedTuple):
     """The answer of one place. found: log-probabilities [T] of the texts' tokens; None where each is the first choice.
 
     own_base: what it gives for the same tokens without the adapter, where that is known. is_base: asked without it.
-    dtype: the coarser of those that it is stored and computed in; None where it is not known. is_rounded: whether its
-    weights are packed.
+    dtype: the coarser of those that it is stored and computed in; None where it is not known. if_lost: what helps
+    where rounding dropped the change, of a checkpoint of packed weights.
     """
 
     place: str
@@ -29,7 +31,7 @@ class Observation(NamedTuple):
     own_base: torch.Tensor | None = None
     is_base: bool = False
     dtype: torch.dtype | None = None
-    is_rounded: bool = False
+    if_lost: str | None = None
 
     def of(self, scores: Scores) -> torch.Tensor:
         """Select a model's log-probabilities [T] of these tokens, less the first choices' where these are observed."""
@@ -67,15 +69,16 @@ def observed_by_server(
 
 
 def observed_merged(
-    folders: dict[str, Path], loading: Loading, texts: list[Text], say: Callable[[str], None]
+    base: Path, folders: dict[str, Path], loading: Loading, texts: list[Text], say: Callable[[str], None]
 ) -> Iterator[Observation]:
-    """Load merged checkpoints one after the other."""
+    """Load merged checkpoints of a base one after the other."""
     for folder, path in folders.items():
         say(f"loading {folder}")
         merged = loading._replace(experts_quantization=None).model(path)
         stored = stored_dtype(path)
         dtype = None if stored is None else coarser(stored, merged.dtype)
-        yield _observed(folder, scores_of(merged, texts, folder), dtype, stored is None)
+        observation = _observed(folder, scores_of(merged, texts, folder), dtype)
+        yield observation._replace(if_lost=remedy_of_rounding(base, path)) if stored is None else observation
         del merged
         gc.collect()
 
@@ -90,9 +93,15 @@ def observed_adapted(
             yield _observed(folder, scores_of(wrapped, texts, folder), base.dtype)
 
 
-def _observed(folder: str, scores: Scores, dtype: torch.dtype | None, is_rounded: bool = False) -> Observation:
+def remedy_of_rounding(base: Path, merged: Path) -> str:
+    """Say what helps where rounding packed weights dropped an adapter's change: a dither, unless one did not, or there
+    can be none because the base is not packed."""
+    return TO_NEAREST if stored_dtype(base) is None and not is_dithered(merged) else REMEDY
+
+
+def _observed(folder: str, scores: Scores, dtype: torch.dtype | None) -> Observation:
     found = torch.cat([values[0] for values in scores.values()])
-    return Observation(folder, list(scores), found, dtype=dtype, is_rounded=is_rounded)
+    return Observation(folder, list(scores), found, dtype=dtype)
 
 
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:

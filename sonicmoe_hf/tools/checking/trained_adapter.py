@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .hypotheses import LEFT_OUT, SCALED, Hypothesis, groups_of, hypotheses_for, layers_of, scale_of, wholes_of
+from .hypotheses import (
+    LEFT_OUT,
+    SCALED,
+    Hypothesis,
+    groups_of,
+    hypotheses_for,
+    layers_of,
+    of_targets,
+    scale_of,
+    wholes_of,
+)
 from .models import Biases, Scores, rounded, scores_of
 from .places import Observation, coarser
 from .texts import Text
-from .verdict import APPLIED, CANNOT_TELL, IN_PART, Reference, Verdict, judge, limit_of, rms
+from .verdict import APPLIED, CANNOT_TELL, IN_PART, OTHER, Reference, Verdict, beside_base, judge, limit_of, rms
 
 STEPS = 8  # by which a scale is found between two of the coarse ones
 COARSE = (0.0, 0.5, 0.75, 1.25, 2.0, 4.0)
@@ -42,17 +52,19 @@ class TrainedAdapter:
     """The base with its adapter in PEFT, while it is in memory.
 
     Args:
-        model: PEFT's. biases: of the base that the adapter changes. dtype: in which the base computes.
+        model: PEFT's. biases: of the base that the adapter changes. dtype: in which the base computes. say: called with
+            what is computed next.
     """
 
-    def __init__(self, model: Any, biases: Biases, dtype: torch.dtype):
-        self._model, self._dtype = model, dtype
+    def __init__(self, model: Any, biases: Biases, dtype: torch.dtype, say: Callable[[str], None]):
+        self._model, self._dtype, self._say = model, dtype, say
         self._layers, self._wholes = layers_of(model), wholes_of(model, biases)
         self._groups = groups_of(self._layers)
         self._hypotheses = hypotheses_for(model, self._layers, self._wholes)
         self._scores: dict[Hypothesis, Scores] = {}
         self._scores_again: dict[torch.dtype, dict[Hypothesis, Scores]] = {}  # of second runs, rounded in this dtype
         self._scaled: dict[tuple[str, float], Hypothesis] = {}
+        self._of_targets: dict[str, list[Hypothesis]] = {}  # by the number of a layer
 
     def values(
         self,
@@ -69,16 +81,40 @@ class TrainedAdapter:
 
     def check(self, observation: Observation) -> JudgedPlace:
         """Judge what a place gives."""
-        alternatives = [(each, self._runs(observation, each)) for each in self._hypotheses]
-        base = self._runs(observation, THE_BASE)
-        reference = Reference(base, self._runs(observation, AS_TRAINED), alternatives)
+        values = []
+        for number, each in enumerate(hypotheses := [THE_BASE, AS_TRAINED, *self._hypotheses]):
+            self._say(f"comparing {observation.place} with the adapter, {number} of {len(hypotheses)} readings")
+            values.append(self._runs(observation, each))
+        base, adapter, *others = values
+        alternatives = list(zip(self._hypotheses, others))
+        reference = Reference(base, adapter, alternatives)
         found = torch.zeros_like(base[0]) if observation.found is None else observation.found
         noise = self._noise(observation)
-        verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
+
+        def judged() -> Verdict:
+            return judge(found, reference, observation.own_base, noise, observation.if_lost)
+
+        verdict = judged()
+        measured, noise_beside = beside_base(found, reference, observation.own_base, noise)
+        if verdict.kind in (IN_PART, OTHER) and not observation.is_base:
+            alternatives += self._targets_of_nearest_layer(observation, measured, alternatives)
+            verdict = judged()
         if verdict.may_be_scaled and not observation.is_base:
-            alternatives += self._nearest_scaled(observation, found, reference, noise)
-            verdict = judge(found, reference, observation.own_base, noise, observation.is_rounded)
+            alternatives += self._nearest_scaled(observation, measured, reference, noise_beside)
+            verdict = judged()
         return JudgedPlace(observation.place, verdict, observation.is_base)
+
+    def _targets_of_nearest_layer(
+        self, observation: Observation, found: torch.Tensor, alternatives: list[tuple[Hypothesis, torch.Tensor]]
+    ) -> list[tuple[Hypothesis, torch.Tensor]]:
+        """Leave out each target of the layer without which the adapter comes nearest to what a place gives."""
+        of_layers = [(rms(found - value[0]), each.number) for each, value in alternatives if each.number]
+        if not of_layers:
+            return []
+        _, number = min(of_layers)
+        if number not in self._of_targets:
+            self._of_targets[number] = of_targets(self._layers, number)
+        return [(each, self._runs(observation, each)) for each in self._of_targets[number]]
 
     def _runs(self, observation: Observation, hypothesis: Hypothesis) -> torch.Tensor:
         """Return the log-probabilities [2, T] of two runs whose rounding differs; of one, twice, in fp32, where it is
@@ -110,9 +146,7 @@ class TrainedAdapter:
         self, observation: Observation, found: torch.Tensor, reference: Reference, noise: float | None
     ) -> list[tuple[Hypothesis, torch.Tensor]]:
         """Find the scale of a group of layers, one that engines treat alike, that explains a place best."""
-        if observation.own_base is not None:
-            noise = max(noise or 0.0, rms(observation.own_base - reference.base[0]))
-            found = found - observation.own_base + reference.base[0]
+        self._say(f"comparing {observation.place} with the adapter at other scales")
 
         def value_at(name: str, scale: float) -> torch.Tensor:
             return self.values(observation, self._at_scale(name, scale))

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...checkpoints.writing.rounding_effects import UNMERGED
 from .hypotheses import EXPERTS, KNOWN, LEFT_OUT, MISREAD, Hypothesis
 
 APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in part", "other"
@@ -30,7 +29,6 @@ PARTLY = 0.25  # of a part: where more than that may be missing, or may not, not
 LEVERAGE = 0.01  # a token that alone decides a factor is off by nothing that could be divided
 UNEXPLAINED = 0.5  # of the adapter's change: more is something else, where the noise of the place is not known
 ROUNDED = "merged and rounded"
-LOST = f"merge it by --rounding dithered, or {UNMERGED}"
 NO_CHANGE = "the adapter itself changes nothing: its lora_B is zero, or lost in the rounding of --dtype"
 TOO_FEW = "{} tokens are too few to tell, give a longer --text"
 TOO_LITTLE = "{} there; what the adapter changes of these texts is too little to tell more beside rounding: {}"
@@ -109,26 +107,32 @@ def judge(
     reference: Reference,
     own_base: torch.Tensor | None = None,
     noise: float | None = None,
-    is_rounded: bool = False,
+    if_lost: str | None = None,
 ) -> Verdict:
     """Judge what a place gives [T].
 
     own_base: what it gives without the adapter, if it was asked for the same tokens: then its other differences from the
     reference, such as those of its dtype, are taken out, and are the noise. noise: rms of a token's difference that the
-    place's rounding makes; None where neither is known, as of other quantization. is_rounded: whether it is a checkpoint
-    of packed weights, in which rounding may have dropped a part of the change, or hides it in noise.
+    place's rounding makes; None where neither is known, as of other quantization. if_lost: of a checkpoint of packed
+    weights, in which rounding may have dropped a part of the change, or hides it in noise: what helps then.
     """
-    if own_base is not None and rms(own_base - reference.adapter[0]) < rms(own_base - reference.base[0]):
-        own_base = None  # which has the adapter, too
-    if own_base is not None:
-        noise = max(noise or 0.0, rms(own_base - reference.base[0]))
-    measured = found if own_base is None else found - own_base + reference.base[0]
+    measured, noise = beside_base(found, reference, own_base, noise)
     shares = _shares(measured - reference.base[0], reference)
-    kind, reason, is_share = _judged(measured, reference, noise, shares, is_rounded)
+    kind, reason, is_share = _judged(measured, reference, noise, shares, if_lost)
     from_adapter, from_base = (
         (found - other).abs().mean().item() for other in (reference.adapter[0], reference.base[0])
     )
     return Verdict(kind, reason, from_adapter, from_base, shares, kind == OTHER or is_share)
+
+
+def beside_base(
+    found: torch.Tensor, reference: Reference, own_base: torch.Tensor | None, noise: float | None
+) -> tuple[torch.Tensor, float | None]:
+    """Take the differences of a place's own base from the reference out of what it gives, and count them as noise; see
+    `judge`."""
+    if own_base is None or rms(own_base - reference.adapter[0]) < rms(own_base - reference.base[0]):
+        return found, noise  # there is none, or it has the adapter too
+    return found - own_base + reference.base[0], max(noise or 0.0, rms(own_base - reference.base[0]))
 
 
 def limit_of(reference: Reference, noise: float | None) -> float:
@@ -224,7 +228,7 @@ def _judged(
     reference: Reference,
     noise: float | None,
     shares: dict[str, float | None],
-    is_rounded: bool,
+    if_lost: str | None,
 ) -> _Judgement:
     effect = reference.effect
     if not effect or len(found) < ENOUGH:
@@ -237,9 +241,10 @@ def _judged(
     hypothesis = None if nearest is None else nearest.hypothesis
     if is_named and nearest is not None:
         is_named = rms(found - nearest.value) <= max(limit, PARTLY * beside)
-    may_be_lost = not is_named or hypothesis is None or hypothesis.name == EXPERTS
-    if is_rounded and may_be_lost and (rounded := _rounded(change, reference.parts, shares, effect)):
-        return rounded
+    if if_lost is not None and (not is_named or hypothesis is None or hypothesis.name == EXPERTS):
+        rounded = _rounded(change, reference.parts, shares, effect, if_lost)
+        if rounded is not None:
+            return rounded
     if is_named:
         return _named(hypothesis)
     known = {part: share for part, share in shares.items() if share is not None}
@@ -248,8 +253,9 @@ def _judged(
         if missing and rms(_rest(change, reference.parts)) < UNEXPLAINED * effect:
             return _Judgement(IN_PART, _listed(missing), is_share=True)
         reason = _unexplained(known, beside / effect)
-        if noise is None and _may_be_applied(shares, is_rounded):
-            return _Judgement(CANNOT_TELL, f"{reason}; {UNPACKED if is_rounded else WITH_BASE}")
+        is_packed = if_lost is not None
+        if noise is None and _may_be_applied(shares, is_packed):
+            return _Judgement(CANNOT_TELL, f"{reason}; {UNPACKED if is_packed else WITH_BASE}")
         return _Judgement(OTHER, reason)
     smallest = (FLOOR if reference.is_exact else SMALL) * effect
     partly = [each for each in tests if each.is_partly_true and each.size >= smallest]
@@ -282,7 +288,11 @@ def _named(hypothesis: Hypothesis | None) -> _Judgement:
 
 
 def _rounded(
-    change: torch.Tensor, parts: dict[str, torch.Tensor], shares: dict[str, float | None], effect: float
+    change: torch.Tensor,
+    parts: dict[str, torch.Tensor],
+    shares: dict[str, float | None],
+    effect: float,
+    if_lost: str,
 ) -> _Judgement | None:
     """Say how much of the adapter's change is in packed weights; None where the texts do not tell, or it is more or so
     little of every part that something else may be there."""
@@ -298,15 +308,15 @@ def _rounded(
     reason = f"{ROUNDED}: {there} is there, beside noise {noise / effect:.2f} times as large as it"
     if least >= 1 - PARTLY:
         return _Judgement(APPLIED, reason)
-    return _Judgement(NOT_APPLIED if max(known.values()) < NEAR else IN_PART, f"{reason}; {LOST}")
+    return _Judgement(NOT_APPLIED if max(known.values()) < NEAR else IN_PART, f"{reason}; {if_lost}")
 
 
-def _may_be_applied(shares: dict[str, float | None], is_rounded: bool) -> bool:
+def _may_be_applied(shares: dict[str, float | None], is_packed: bool) -> bool:
     """Tell whether the adapter may be there in full beside differences that are larger than the place's known noise.
     Rounding hides shares, or takes of them."""
-    least = PARTLY if is_rounded else 1 - PARTLY
+    least = PARTLY if is_packed else 1 - PARTLY
     known = [share for share in shares.values() if share is not None]
-    return (is_rounded or len(known) == len(shares)) and all(least <= share <= 1 + PARTLY for share in known)
+    return (is_packed or len(known) == len(shares)) and all(least <= share <= 1 + PARTLY for share in known)
 
 
 def _rest(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The bar that long commands draw on standard error, where that is a terminal."""
+"""The bar and the line that long commands draw on standard error, where that is a terminal."""
 
 from __future__ import annotations
 
@@ -32,3 +32,17 @@ def progress(description: str, of_bytes: bool = False) -> Iterator[Move]:
     with Progress(*columns, console=console, disable=not console.is_terminal, redirect_stdout=redirected) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def line(sentence: str, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Draw a line that says what is done, while the block runs; gives the function that changes it."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not (is_shown and console.is_terminal):
+        yield lambda sentence: None
+        return
+    with console.status(escape(sentence)) as status:
+        yield lambda sentence: status.update(escape(sentence))

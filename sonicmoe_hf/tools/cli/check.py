@@ -10,11 +10,11 @@ from ..checking.models import Loading
 
 def check(base: str, adapter: str, folders: list[str], as_json: bool, **options) -> int:
     """Run `sonicmoe-hf check`."""
-    from rich.console import Console
+    from .bar import line
 
     loading = Loading(*(options.pop(name) for name in Loading._fields))
-    with Console(stderr=True).status("reading the text") as status:
-        result = check_adapter(base, adapter, folders, **options, loading=loading, say=status.update)
+    with line("reading the text", not as_json) as say:
+        result = check_adapter(base, adapter, folders, **options, loading=loading, say=say)
     if as_json:
         places = [
             {"place": place, **verdict._asdict(), "is_base": is_base} for place, verdict, is_base in result.places
