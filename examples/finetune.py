@@ -102,7 +102,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument(
         "--experts-quantization",
         choices=tuple(FORMATS),
-        help="hold the experts packed in 4 or 8 bits and frozen; with --lora",
+        help="hold the experts packed in 4 or 8 bits and frozen; with --lora (uint4: int4 with a zero for each group)",
     )
     model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
     model.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")

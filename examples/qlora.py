@@ -74,7 +74,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)  # --random: the experts' weights as packed bytes; trains, saves nothing
     parser.add_argument(
-        "--experts-quantization", choices=tuple(FORMATS), help="default: the checkpoint's own format, else nf4"
+        "--experts-quantization",
+        choices=tuple(FORMATS),
+        help="default: the checkpoint's own format, else nf4 (uint4: int4 with a zero for each group)",
     )
     parser.add_argument("--experts-compute", choices=("fp8",), help="products of FP8 experts in FP8")
     parser.add_argument(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 
 from ..errors import CheckpointError
-from ..kernels.packed import FORMATS
+from ..formats.declared import check_format
 from ..layer.config import check_choice
 from .layouts import has_native_layout
 from .reading.files import local_folder, read_config
@@ -63,7 +63,7 @@ def convert_checkpoint(
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     if quantize is not None:
-        check_choice("quantize", quantize, FORMATS)
+        check_format("quantize", quantize)
         if dequantize:
             raise CheckpointError(f"quantize={quantize!r} and dequantize=True contradict each other; leave one out")
     dst = new_folder(dst)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..formats.declared import check_format
 from ..kernels.packed import FORMATS, Format, Quantized
-from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..model_patches import NATIVE_PREFIX
 from .reading.config_only import build_from_config
@@ -44,7 +44,7 @@ def round_checkpoint(
     One file of `src` and one packed weight of all experts bound the memory. Arguments and errors are those of
     `convert_checkpoint`; format: a name of `quantize_experts`.
     """
-    check_choice("round", format, FORMATS)
+    check_format("round", format)
     dst = new_folder(dst)
     target = rounded_target(StoredWeights(local_folder(src, revision)), format)
     return write_checkpoint(target, dst, origin_of("convert --round", src), max_shard_size, verify, on_progress)

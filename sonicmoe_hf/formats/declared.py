@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Format
 from ..kernels.packed.fp8 import FP8_BLOCK
+from ..layer.config import check_choice
 from . import declared_integers
 from .hub import HUB, HubFormat, HubFP4, HubFP8
 from .json_files import check_type, read_json
@@ -37,6 +38,11 @@ TO_PLAIN_NAMES = (
 )
 INTEGERS = (".qweight", ".weight_packed")  # ends of names
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
+
+
+def check_format(what: str, name: str) -> None:
+    """Raise a ValueError unless `name`, of the argument `what`, is one of FORMATS."""
+    check_choice(what, name, FORMATS, " (int4 with a zero for each group)")
 
 
 class DeclaredQuantization(NamedTuple):

@@ -20,12 +20,11 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 
 from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.packed import FORMATS
-from ..layer.config import check_choice
 from ..layer.experts_module import matrix_shape, packable, row_order, why_replaced_by_liger
 from ..layer.holding import Holder, holding_of, is_partitioned
 from ..layer.packed_weight import PackedWeight
 from .conversions import PackExperts, of_packed_experts, with_experts_apart, with_hub_format
-from .declared import QUANT_METHOD, DeclaredQuantization, check_stored, check_undeclared
+from .declared import QUANT_METHOD, DeclaredQuantization, check_format, check_stored, check_undeclared
 from .declared_integers import METHODS
 from .refusals import check_distributed, guard_deepspeed
 from .shares import gathered_for_saving, is_split, keep_from_fsdp, restore_parameters
@@ -53,7 +52,7 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
         hub: dict | None = None,
         **_,
     ):
-        check_choice("experts_quantization", experts, FORMATS)
+        check_format("experts_quantization", experts)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a str is what register_quantizer takes
         self.experts = experts
         self.hub = hub

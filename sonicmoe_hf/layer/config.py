@@ -20,13 +20,14 @@ LAYOUTS = {  # name: (transposed, interleaved)
 DEFAULT_TILE = 128
 
 
-def check_choice(what: str, value, choices) -> None:
-    """Raise a ValueError that names `value`, the choice that looks like it and all choices, unless `value` is one."""
+def check_choice(what: str, value, choices, note: str = "") -> None:
+    """Raise a ValueError that names `value`, the choice that looks like it and all choices, unless `value` is one. A note
+    about the choices ends it."""
     if value not in choices:
         words = [choice for choice in choices if isinstance(choice, str)]
         similar = difflib.get_close_matches(str(value).lower(), words, 1, cutoff=0.8)  # not int4 for int3
         meant = f" (did you mean {similar[0]!r}?)" if similar else ""
-        raise ValueError(f"{what} is {value!r}{meant}; choose one of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{what} is {value!r}{meant}; choose one of {', '.join(map(repr, choices))}{note}")
 
 
 def check_order(layout: str, activation: str) -> None:

@@ -19,6 +19,7 @@ from ..formats.declared import (
     QUANT_METHOD,
     TO_BF16,
     DeclaredQuantization,
+    check_format,
     check_undeclared,
     declared_quantization,
 )
@@ -33,7 +34,6 @@ from ..formats.quantizer import (
 from ..formats.state import hold_packed
 from ..kernels.packed import FORMATS
 from ..kernels.packed.format import check_finite
-from ..layer.config import check_choice
 from ..layer.experts_module import is_transposed, row_order
 from ..layer.packed_weight import PackedWeight
 from ..streaming.placement import Placement
@@ -73,7 +73,7 @@ def quantize_experts(
         MemoryError: host memory does not hold the experts.
     All but an error of the device come before anything is changed.
     """
-    check_choice("format", format, FORMATS)
+    check_format("format", format)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"quantize_experts takes the Transformers model itself, not a {type(model).__name__} around it"
@@ -122,7 +122,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
             quantized otherwise.
         UnsupportedModelError: the checkpoint is in FP8 or NVFP4, and Transformers older than 5.19.
     """
-    check_choice("experts_quantization", format, FORMATS)
+    check_format("experts_quantization", format)
     linear = kwargs.get("quantization_config")
     if linear is not None and not isinstance(linear, BitsAndBytesConfig):
         raise ValueError(

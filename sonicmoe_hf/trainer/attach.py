@@ -71,6 +71,22 @@ def _get_batch_samples(trainer, get_batch_samples, *args, **kwargs):
     return batches, num_items
 
 
+def _check_types(compile: object, packed_tokens: object, few_lengths: object) -> None:
+    """Raise TypeError for arguments of `attach` that would count as True or as a number without being one."""
+    for name, value, default in (
+        ("compile", compile, "torch_compile of the arguments"),
+        ("few_lengths", few_lengths, "no"),
+    ):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(
+                f"attach: {name} is {value!r}, where True, False or None (the default: {default}) is expected"
+            )
+    if packed_tokens is not None and (isinstance(packed_tokens, bool) or not isinstance(packed_tokens, int)):
+        raise TypeError(
+            f"attach: packed_tokens is {packed_tokens!r}, where a number of tokens is expected, such as 8192"
+        )
+
+
 def attach(
     trainer,
     compile: bool | None = None,
@@ -111,7 +127,8 @@ def attach(
     Raises:
         ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
             of TRL's that would send vLLM experts with adapters, or packed ones; expanded_memory. In the first step:
-            packed_tokens where a row's loss, ranks or sequences are not apart. TypeError: `trainer` is no Trainer.
+            packed_tokens where a row's loss, ranks or sequences are not apart. TypeError: `trainer` is no Trainer, or an
+            argument of another type.
             UnsupportedExpertsError: expanded_memory, and no layer's experts are packed on this device.
     Example:
         sonicmoe_hf.attach(trainer, packed_tokens=8192)  # gradient_accumulation_steps=4, short texts
@@ -121,6 +138,7 @@ def attach(
             f"attach takes a Trainer and got a {type(trainer).__name__}: attach(trainer) before trainer.train(); a model "
             "in a loop of your own needs patch_model(model) alone"
         )
+    _check_types(compile, packed_tokens, few_lengths)
     check_sampling(trainer)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:

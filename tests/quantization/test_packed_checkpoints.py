@@ -133,7 +133,9 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
     make(tmp_path / "nan", "qwen3_moe", **SIZES["qwen3_moe"])
     edit_tensors(tmp_path / "nan", lambda tensors: tensors[key].fill_(float("nan")))
     refused(tmp_path / "nan", r"layers\.1\.mlp\.experts\.c_proj: .*NaN or infinite", quantize="mxfp4")
-    with pytest.raises(ValueError, match="quantize is 'int3'; choose one of 'nf4', 'mxfp4'"):
+    with pytest.raises(
+        ValueError, match=r"quantize is 'int3'; choose one of 'nf4', 'mxfp4', .* 'uint4' \(int4 with a zero"
+    ):
         convert_checkpoint(packed / "hub", tmp_path / "out", quantize="int3")
 
 

@@ -131,6 +131,10 @@ def test_what_attach_takes(tmp_path):
         sonicmoe_hf.attach(of_one_layer())
     with says("give the largest number of tokens of a row, such as 8192"):
         sonicmoe_hf.attach(trainer_for(of_one_layer(), tmp_path), packed_tokens=0)
+    wrong = {"compile": "yes", "few_lengths": 4, "packed_tokens": True}
+    for (name, value), expected in zip(wrong.items(), ("True, False or None",) * 2 + ("a number of tokens",)):
+        with pytest.raises(TypeError, match=f"{name} is {value!r}, where {expected}"):
+            sonicmoe_hf.attach(trainer_for(of_one_layer(), tmp_path), **{name: value})
     trainer = trainer_for(of_one_layer(), tmp_path, gradient_accumulation_steps=2, max_steps=1)
     sonicmoe_hf.attach(trainer, packed_tokens=8192)
     assert trainer.train().global_step == 1

@@ -15,6 +15,7 @@ from ..autopatch.settings import ROUTINGS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of argparse's add_argument
 FORMATS = ("nf4", "mxfp4", "fp8", "nvfp4", "int4", "uint4")
+WITH_ZEROS = "uint4: int4 with a zero for each group"
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS_OF_FILES = ("native", "hub", "vllm", "sglang")
 
@@ -127,7 +128,9 @@ COMMANDS = {
                 help="instead train a step of the model's first layers, with random weights, adapters and "
                 "torch_compile=True, on this machine's device: torch's cache on disk then has the compiled layers",
             ),
-            _option("--quantize", choices=FORMATS, help="of --compile: the experts (default: not packed)"),
+            _option(
+                "--quantize", choices=FORMATS, help=f"of --compile: the experts (default: not packed; {WITH_ZEROS})"
+            ),
             _option("--rank", type=_at_least(1), default=16, help="of --compile: the adapters' (default %(default)s)"),
             _option(
                 "--batch-size", type=_at_least(1), default=1, help="of --compile: sequences (default %(default)s)"
@@ -173,13 +176,13 @@ COMMANDS = {
                 "--quantize",
                 choices=FORMATS,
                 help="pack the experts: with --layout native to train adapters on them, with --layout hub as engines "
-                "read them (mxfp4 for gpt-oss, fp8 or int4 for the others)",
+                f"read them (mxfp4 for gpt-oss, fp8 or int4 for the others); {WITH_ZEROS}",
             ),
             _option(
                 "--round",
                 choices=FORMATS,
                 help="with --layout hub: leave experts dense, at the values that they have packed in this format, for "
-                "engines that serve what is trained with --experts-quantization",
+                f"engines that serve what is trained with --experts-quantization; {WITH_ZEROS}",
             ),
             _option("--revision", help="of a hub id"),
             _option("--trained-on", metavar="MODEL", help="for an adapter: its base (default: what it says)"),
@@ -246,7 +249,11 @@ COMMANDS = {
             _option("--routing", choices=ROUTINGS, default="top_k", help="in training (default %(default)s)"),
             _option("--tile", type=_at_least(1), metavar="ROWS", help="of token rounding (default 128)"),
             _option("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward"),
-            _option("--experts-quantization", choices=FORMATS, help="hold experts packed and frozen, once loaded"),
+            _option(
+                "--experts-quantization",
+                choices=FORMATS,
+                help=f"hold experts packed and frozen, once loaded ({WITH_ZEROS})",
+            ),
             _option(
                 "--adapt-experts", type=_at_least(1), metavar="RANK", help="add the experts to the program's LoRA"
             ),
