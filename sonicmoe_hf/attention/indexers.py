@@ -18,8 +18,9 @@ from torch import nn
 from ..model_patches.family import modeling_module
 from ..private import attributes
 from ..private.replaced import replace
+from .boundaries import one_by_one
 from .deepseek_v4 import attention_of
-from .pieces import arguments_of, fits, piece_of
+from .pieces import arguments_of, cut, fits, piece_of
 from .pooled_indexer import without_loop
 
 PICKING = {  # DeepSeek's sparse attention: classes whose forward picks keys by the mask that it is given
@@ -56,7 +57,8 @@ def _classes() -> Iterator[tuple[type, Callable]]:
     """Yield the classes of indexers whose modules were imported, and what makes our forward of theirs."""
     every = [(module, name, _picking) for module, name in PICKING.items()]
     every += [(V4, "DeepseekV4Indexer", _untrained), (V4, "DeepseekV4IndexerScorer", _scoring)]
-    every += [(V4, "DeepseekV4Attention", attention_of)]
+    every += [(V4, "DeepseekV4Attention", lambda original: one_by_one(attention_of(original)))]
+    every += [(M3, "MiniMaxM3VLAttention", one_by_one)]
     every += [(QWEN4, "Qwen4ExpTextQSAIndexer", without_loop), (M3, "MiniMaxM3VLIndexer", _picking_blocks)]
     for module, name, wrap in every:
         if (cls := getattr(sys.modules.get(module), name, None)) is not None:
@@ -124,8 +126,8 @@ def _in_pieces(
         return torch.cat([torch.cat(pieces[first : first + of_row], dim) for first in range(0, len(places), of_row)])
 
     made: list[torch.Tensor] = []
-    for place in places:
-        piece = _sliced(given, *place, step)
+    for row, first in places:
+        piece = cut(given, row, first, first + step)
         if "attention_mask" in piece:
             piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
         else:  # positions of blocks, which a piece's own keys may not reach
@@ -136,24 +138,9 @@ def _in_pieces(
         keys = update(keys)
     picked = []
     for row, first in places:
-        piece = _sliced(given, row, first, step)
+        piece = cut(given, row, first, first + step)
         picked.append(original(self, **{**piece, cache: _KeyCache(None, keys[row : row + 1])}))
     return joined(picked)
-
-
-def _sliced(given: dict[str, Any], row: int, first: int, step: int) -> dict[str, Any]:
-    """Cut arguments [B, S, ...], or tuples of such, to some queries of one sequence."""
-    size, num_queries = given["hidden_states"].shape[:2]
-
-    def cut(value):
-        if isinstance(value, tuple):
-            return tuple(map(cut, value))
-        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != num_queries:
-            return value
-        rows = value[row : row + 1] if value.shape[0] == size else value
-        return rows[:, first : first + step]
-
-    return {name: cut(value) for name, value in given.items()}
 
 
 class _KeyCache:

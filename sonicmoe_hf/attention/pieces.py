@@ -1,10 +1,12 @@
-"""Sizes of the pieces of queries that indexers score at a time, and the arguments of their forwards."""
+"""Sizes of the pieces of queries that layers take at a time, and the arguments of their forwards."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 PIECE_BYTES = 2**29  # of the scores of a piece; three such tensors live at once
 CACHES = ("cache", "past_key_values")  # names of that argument, from Transformers 5.24 on and before
@@ -28,3 +30,21 @@ def arguments_of(forward: Callable) -> tuple[Callable[[tuple, dict], dict[str, A
         return {**dict(zip(parameters, args)), **kwargs}
 
     return named, next(name for name in CACHES if name in parameters)
+
+
+def cut(given: dict[str, Any], row: int, first: int, last: int) -> dict[str, Any]:
+    """Cut a layer's arguments [B, S, ...], or tuples and dictionaries of such, to some tokens of one row.
+    Arguments [1, S, ...] belong to all rows; others stay as they are."""
+    size, num_tokens = given["hidden_states"].shape[:2]
+
+    def part(value):
+        if isinstance(value, tuple):
+            return tuple(map(part, value))
+        if isinstance(value, dict):
+            return {name: part(each) for name, each in value.items()}
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != num_tokens:
+            return value
+        rows = value[row : row + 1] if value.shape[0] == size else value
+        return rows[:, first:last]
+
+    return {name: part(value) for name, value in given.items()}

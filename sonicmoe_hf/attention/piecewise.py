@@ -20,7 +20,9 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from ..private import attributes
 from .pieces import piece_of
+from .positions import are_packed
 
 NAME = "torch_pieces"
 EAGER = 'attn_implementation="eager"'
@@ -86,9 +88,15 @@ def attention_in_pieces(
     Returns:
         ([B, S, H, D'], None).
     Raises:
-        ValueError: another mask, output_attentions, or DeepSeek-V4 in a model that is not patched.
+        ValueError: another mask, output_attentions, or DeepSeek-V4 in a model that is not patched, or packed sequences of
+            MiniMax-M3 there.
     """
     check_call(kwargs)
+    if block_indices is not None and not vars(module).get(attributes.IN_PIECES) and are_packed(kwargs):
+        raise ValueError(
+            "MiniMax-M3 counts its blocks of keys from a row's start and a query's from its sequence's: patch the model "
+            "(sonicmoe_hf.patch_model), which then computes packed sequences one by one"
+        )
     (size, heads, num_queries, width), num_keys = query.shape, key.shape[2]
     if attention_mask is not None and (attention_mask.dtype, attention_mask.shape[-1]) != (torch.bool, num_keys):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,14 @@ def begins_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor:
     """Find the tokens that begin a sequence: bool [B, T], of position_ids [B or 1, T]."""
     begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
     return begins.expand(batch_size, -1)
+
+
+def are_packed(given: dict[str, Any]) -> bool:
+    """Tell whether a layer's position_ids [B, S], if it has any, begin sequences inside a row."""
+    position_ids = given.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 2:
+        return False
+    return starts_of(position_ids, position_ids.shape[0]) is not None
 
 
 def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention.boundaries import check_rows
 from ..private import attributes
 from ..private.torch import guard_module_hooks
 from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
@@ -30,7 +31,8 @@ class ExpertsGuard:
     have changed them since patching, and again wherever a forward of the experts was replaced. Compiled calls can only
     raise an error then.
 
-    It also warns, once, of images and sounds that a text model takes as keyword arguments and ignores.
+    It also warns, once, of images and sounds that a text model takes as keyword arguments and ignores, and raises
+    ValueError for packed sequences that the model's layers would mix.
 
     own_configs: what `use_own_configs` remembers of the model. Copies and pickles begin anew.
     """
@@ -53,6 +55,7 @@ class ExpertsGuard:
     def __call__(self, model: nn.Module, args, kwargs) -> None:
         if not (INPUTS.isdisjoint(kwargs) or self.has_warned or torch.compiler.is_compiling()):
             self._warn_of_ignored(model, kwargs)
+        check_rows(model, args, kwargs)
         is_replaced = False
         for module, forward in self.forwards:
             is_replaced = is_replaced or module.__dict__.get("forward") is not forward

@@ -2,7 +2,8 @@
 
 The mechanism: (1) experts_implementation = "sonicmoe_hf" in the config of every experts module, after the model got
 configs of its own; (2) a hook on the model, which checks that calls reach the experts. No forward of a block is
-rewritten; indexers of sparse attention run theirs for some queries at a time (attention/indexers.py).
+rewritten; indexers of sparse attention run theirs for some queries at a time (attention/indexers.py), and attention that
+counts keys from a row's start one packed sequence at a time (attention/boundaries.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.models import assert_all_close, batch, patched
+from helpers.models import assert_all_close, batch, build, patched
 from helpers.training import trainer_for
 
 import sonicmoe_hf
@@ -77,9 +77,10 @@ def test_a_row_is_as_its_micro_batches_for_eager_attention_too():
 
 
 def test_models_whose_sequences_reach_over_borders_are_refused():
-    model = patched("nemotron_h")
     with pytest.raises(ValueError, match=r"change the logits of the next one .* NemotronH.*linear attention"):
-        check_rows_apart(model)
+        check_rows_apart(build("nemotron_h"))
+    with pytest.raises(ValueError, match=r"NemotronH.* would mix .*no packed_tokens of attach\(trainer\)"):
+        check_rows_apart(patched("nemotron_h"))  # as attach(trainer, packed_tokens=) does in the first step
 
 
 @pytest.mark.parametrize(
