@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..private import attributes
 from .models import SUPPORTED
@@ -28,9 +27,11 @@ FOUR_ROWS = (
     "its attention masks are made of the first row of position_ids [4, rows, tokens] alone, the tokens' own positions "
     "before those of images"
 )
-RECURRENT_MODELS = ("bailing_hybrid", "glm5_next_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "jamba")
-RECURRENT_MODELS += ("kimi_linear", "minimax", "qwen4_exp_text", "zaya")
-LEAKING = {  # model types of text configs: why, and the arguments of packed sequences with which they do not
+RECURRENT_MODELS = ["bailing_hybrid", "glm5_next_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "jamba"]
+RECURRENT_MODELS += ["kimi_linear", "minimax", "qwen4_exp_text", "zaya"]
+LEAKING: dict[
+    str, tuple[str, tuple[str, ...]]
+] = {  # model types of text configs: why, and the arguments of packed sequences with which they do not
     **dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), (NO_POSITIONS, ())),
     **dict.fromkeys(("ernie4_5_vl_moe_text", "glm4v_moe_text"), (FOUR_ROWS, ())),
     **dict.fromkeys(RECURRENT_MODELS, (RECURRENT, ())),
@@ -43,8 +44,8 @@ PAD = (
 )
 
 
-def check_rows(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Check that a call of the model has no packed sequences that its layers would mix.
+def check_rows(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Check that a call of a Transformers model has no packed sequences that its layers would mix.
 
     With an attention_mask a row is one sequence in every family.
 
