@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.layouts import family_of, has_native_layout
+from ..checkpoints.layouts import LAYOUTS, family_of, has_native_layout
 from ..checkpoints.reading.config_only import build_from_config
 from ..checkpoints.reading.converters import (
     ALTERNATING,
@@ -31,7 +31,7 @@ from ..checkpoints.reading.weight import Change, GroupChange, HubMatrix, Weight
 from ..checkpoints.writing.atomic_folder import new_folder
 from ..checkpoints.writing.companions import OF_TRAINING
 from ..checkpoints.writing.model_card import origin_of
-from ..checkpoints.writing.output import TARGETS, finite_bounds
+from ..checkpoints.writing.output import finite_bounds
 from ..checkpoints.writing.targets import Target, dense_target, own_target, target_of
 from ..checkpoints.writing.write import Conversion, write_checkpoint
 from ..errors import CheckpointError
@@ -90,7 +90,7 @@ def merge_adapter(
         sonicmoe_hf.merge_adapter("Qwen/Qwen3-30B-A3B", "outputs/lora", "merged")
     """
     if layout is not None:
-        check_choice("layout", layout, TARGETS)
+        check_choice("layout", layout, LAYOUTS)
     if quantize is not None:
         check_choice("quantize", quantize, QUANTIZE)
         if layout == "native" and quantize != KEEP:
@@ -160,15 +160,15 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     }
     changed = {*adapter.factors, *replaced}
     notices = _untie(stored, model, groups, changed)
-    delta = lru_cache(ALTERNATING)(lambda target: _GroupDelta(stored, adapter, groups[target], replaced))
-    for target in {groups[name].targets[0] for name in changed}:
-        for name in groups[target].owners:
+    delta = lru_cache(ALTERNATING)(lambda parameter: _GroupDelta(stored, adapter, groups[parameter], replaced))
+    for parameter in {groups[name].parameter_names[0] for name in changed}:
+        for name in groups[parameter].owners:
             if (weight := stored.weights.get(name)) is not None:
                 dither = None
                 if seed is not None and weight.format is not None:
-                    module = model.get_submodule(target.rpartition(".")[0])
-                    dither = _dither_of_part(dither_of(target, module, seed), groups[target], name)
-                weight.change = Change.of(name, groups[target], partial(delta, target), dither)
+                    module = model.get_submodule(parameter.rpartition(".")[0])
+                    dither = _dither_of_part(dither_of(parameter, module, seed), groups[parameter], name)
+                weight.change = Change.of(name, groups[parameter], partial(delta, parameter), dither)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is not None and trained.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
         raise CheckpointError(SCALED.format(place=stored.folder))
@@ -180,9 +180,9 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     return notices
 
 
-def _plain_weight(stored: StoredWeights, groups: Mapping[str, WeightGroup], target: str) -> torch.Tensor | None:
+def _plain_weight(stored: StoredWeights, groups: Mapping[str, WeightGroup], parameter: str) -> torch.Tensor | None:
     """Read a parameter that is one plain weight of the files; None of others."""
-    names = [*groups[target].shapes] if target in groups else []
+    names = [*groups[parameter].shapes] if parameter in groups else []
     weight = stored.weights.get(names[0]) if len(names) == 1 else None
     return None if weight is None or weight.format is not None else weight.read()
 
@@ -216,10 +216,10 @@ def _first_codes(weight: Weight) -> torch.Tensor:
 
 def _dither_of_part(dither: Dither, group: WeightGroup, name: str) -> Dither:
     """Return the dither of one of the weights that become a parameter, such as gate and up of an expert."""
-    if len(group.sources) == 1:
+    if len(group.weight_names) == 1:
         return dither
     first_row = 0
-    for weights in group.sources.values():
+    for weights in group.weight_names.values():
         if name in weights.values():
             break
         first_row += group.shapes[next(iter(weights.values()))][0]
@@ -267,9 +267,9 @@ class _GroupDelta(GroupChange):
 
     def __init__(self, stored: StoredWeights, adapter: Adapter, group: WeightGroup, replaced: set[str]):
         super().__init__(stored.weights, group)
-        given = {name: adapter.factors[name] for name in group.targets if name in adapter.factors}
+        given = {name: adapter.factors[name] for name in group.parameter_names if name in adapter.factors}
         self._factors = {name: own._replace(a=own.a.float(), b=own.b.float()) for name, own in given.items()}
-        self._replaced = {name: adapter.replaced[name].float() for name in group.targets if name in replaced}
+        self._replaced = {name: adapter.replaced[name].float() for name in group.parameter_names if name in replaced}
 
     def apply(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
         """Add to the values of a weight, or to an expert's [1, ...] of them, in fp32.
@@ -288,7 +288,7 @@ class _GroupDelta(GroupChange):
 
     def new_parameters(self, dtype: torch.dtype, expert: int | None) -> Tensors:
         """See GroupChange: in fp32, and what is added alone where no whole weight is replaced."""
-        parameters = {name: self._product(name, expert) for name in self.group.targets}
+        parameters = {name: self._product(name, expert) for name in self.group.parameter_names}
         if self._replaced:
             rows = slice(None) if expert is None else slice(expert, expert + 1)
             replaced = {name: whole[rows] for name, whole in self._replaced.items()}

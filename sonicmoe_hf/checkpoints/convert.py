@@ -12,13 +12,12 @@ from collections.abc import Callable
 from ..errors import CheckpointError
 from ..formats.declared import check_format
 from ..layer.config import check_choice
-from .layouts import has_native_layout
+from .layouts import LAYOUTS, has_native_layout
 from .reading.files import local_folder, read_config
 from .reading.source import Source
 from .reading.stored import DTYPES, StoredWeights
 from .writing.atomic_folder import new_folder
 from .writing.model_card import origin_of
-from .writing.output import TARGETS
 from .writing.targets import checked_dense_target, target_of
 from .writing.write import Conversion, write_checkpoint
 
@@ -59,7 +58,7 @@ def convert_checkpoint(
     Example:
         sonicmoe_hf.convert_checkpoint("Qwen/Qwen3-30B-A3B", "qwen3-native", layout="native")
     """
-    check_choice("layout", layout, TARGETS)
+    check_choice("layout", layout, LAYOUTS)
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     if quantize is not None:

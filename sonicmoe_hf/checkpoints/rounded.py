@@ -70,19 +70,21 @@ def rounded_target(stored: StoredWeights, format: str) -> Target:
         )
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
     groups = complete_groups(model, stored.shapes, stored.folder)
-    rounded = lru_cache(ALTERNATING)(lambda target: _RoundedParameter(stored, groups[target], model, target, format))
-    targets = [f"{name}.{own}" for name, module in model.named_modules() for own in packable(module)]
-    if not targets:
+    rounded = lru_cache(ALTERNATING)(
+        lambda parameter: _RoundedParameter(stored, groups[parameter], model, parameter, format)
+    )
+    parameters = [f"{name}.{own}" for name, module in model.named_modules() for own in packable(module)]
+    if not parameters:
         raise CheckpointError(f"{stored.folder} has no experts to round")
-    for target in targets:
-        module, _, own = target.rpartition(".")
+    for parameter in parameters:
+        module, _, own = parameter.rpartition(".")
         experts = model.get_submodule(module)
         try:
             FORMATS[format].shapes(matrix_shape(experts, getattr(experts, own)), row_order(experts, own))
         except ValueError as error:
-            raise CheckpointError(f"{target}: {error}") from error
-        for name in groups[target].owners:
-            stored.weights[name].change = Change.of(name, groups[target], partial(rounded, target))
+            raise CheckpointError(f"{parameter}: {error}") from error
+        for name in groups[parameter].owners:
+            stored.weights[name].change = Change.of(name, groups[parameter], partial(rounded, parameter))
     notice = f"the experts have the values of {format}; serve this where experts_quantization={format!r} trains"
     done = own_target(stored, (family, "hub", "hub"), keeps_format=False)
     return done._replace(notices=[notice, *done.notices])
@@ -91,23 +93,23 @@ def rounded_target(stored: StoredWeights, format: str) -> Target:
 class _RoundedParameter(GroupChange):
     """A parameter of experts, packed, whose values the weights in the files get."""
 
-    def __init__(self, stored: StoredWeights, group: WeightGroup, model: nn.Module, target: str, format: str):
+    def __init__(self, stored: StoredWeights, group: WeightGroup, model: nn.Module, parameter: str, format: str):
         super().__init__(stored.weights, group)
-        module, _, own = target.rpartition(".")
+        module, _, own = parameter.rpartition(".")
         experts = model.get_submodule(module)
-        self._target, self._is_transposed = target, is_transposed(experts)
+        self._parameter, self._is_transposed = parameter, is_transposed(experts)
         self._format: Format = FORMATS[format]
         shape = matrix_shape(experts, getattr(experts, own))
         try:
             self._packed: Quantized = self._format.pack(self._matrices(shape[0]), shape, row_order(experts, own))
         except ValueError as error:
-            raise CheckpointError(f"{target}: {error}; nothing is written") from error
+            raise CheckpointError(f"{parameter}: {error}; nothing is written") from error
 
     def _matrices(self, num_experts: int) -> Iterator[torch.Tensor]:
         """Yield the experts' matrices [N, K]."""
-        whole = None if self.group.num_experts else self.old_parameters(None)[self._target]
+        whole = None if self.group.num_experts else self.old_parameters(None)[self._parameter]
         for expert in range(num_experts):
-            matrix = self.old_parameters(expert)[self._target][0] if whole is None else whole[expert]
+            matrix = self.old_parameters(expert)[self._parameter][0] if whole is None else whole[expert]
             yield matrix.T if self._is_transposed else matrix
 
     def new_parameters(self, dtype: torch.dtype, expert: int | None) -> Tensors:
@@ -116,4 +118,4 @@ class _RoundedParameter(GroupChange):
             rounded = self._format.dequantize(self._packed, dtype)
         else:
             rounded = self._format.dequantize_expert(self._packed, dtype, expert)[None]
-        return {self._target: rounded.transpose(1, 2).contiguous() if self._is_transposed else rounded}
+        return {self._parameter: rounded.transpose(1, 2).contiguous() if self._is_transposed else rounded}

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 
 from ...errors import CheckpointError
 from ...private.transformers import missing_allowed
+from .files import same_bytes
 
 WITH_PEFT = (
     "merge it with PEFT: PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(BASE), ADAPTER).merge_and_unload()"
@@ -56,7 +57,7 @@ class WeightGroup:
 
     Mixtral's first projection with E = 2, which is converted one expert at a time:
 
-        sources: a pattern, and by number the weights                    targets
+        weight_names: a pattern, and by number the weights               parameter_names
 
         experts.*.w1.weight  {0: experts.0.w1.weight, 1: experts.1...}
                                                                   ---->  experts.gate_up_proj [E, 2I, H]
@@ -65,31 +66,31 @@ class WeightGroup:
         parameters({experts.1.w1.weight: [I, H], experts.1.w3.weight: [I, H]}, 1) == {experts.gate_up_proj: [1, 2I, H]}
         weights({experts.gate_up_proj: [1, 2I, H]}, 1) == {experts.1.w1.weight: [I, H], experts.1.w3.weight: [I, H]}
 
-    sources: the weights' names by the converter's pattern, and by the number that stands for its "*". targets: the
-    parameters' names, in the order of the converter's patterns. num_experts: E where experts are converted one by one;
-    None otherwise. shapes: those of the weights. owners: the expert whose own each weight is; None of a weight that holds
-    all experts, or is needed whole.
+    weight_names: by the converter's pattern, and by the number that stands for its "*". parameter_names: in the order of
+    the converter's patterns. num_experts: E where experts are converted one by one; None otherwise. shapes: those of the
+    weights. owners: the expert whose own each weight is; None of a weight that holds all experts, or is needed whole.
     """
 
-    def __init__(self, converter: WeightConverter | None, target: str, state: Tensors, config: PreTrainedConfig):
+    def __init__(self, converter: WeightConverter | None, parameter: str, state: Tensors, config: PreTrainedConfig):
         self._converter, self._config = converter, config
-        patterns = [target] if converter is None else converter.target_patterns
-        self.targets = [target.replace(patterns[0], pattern) for pattern in patterns]
-        self.sources: dict[str, dict[int, str]] = {}
+        patterns = [parameter] if converter is None else converter.target_patterns
+        self.parameter_names = [parameter.replace(patterns[0], pattern) for pattern in patterns]
+        self.weight_names: dict[str, dict[int, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.owners: dict[str, int | None] = {}
-        self._target_shapes: dict[str, tuple[int, ...]] = {
-            n: tuple(state[n].shape) for n in self.targets if n in state
+        self._parameter_shapes: dict[str, tuple[int, ...]] = {
+            n: tuple(state[n].shape) for n in self.parameter_names if n in state
         }
         each_alone = converter is None or _takes_each_expert_alone(converter.operations)
-        is_3d = all(len(shape) == 3 for shape in self._target_shapes.values())
-        self.num_experts = state[target].shape[0] if each_alone and is_3d else None
+        is_3d = all(len(shape) == 3 for shape in self._parameter_shapes.values())
+        self._is_inverted = False
+        self.num_experts = state[parameter].shape[0] if each_alone and is_3d else None
 
     def add(self, pattern: str, name: str, shape: tuple[int, ...], number: int = 0) -> None:
         """Add a weight of this shape, which the converter's pattern stands for, with this number for its "*"."""
         self.owners[name] = number if "*" in pattern and self.num_experts else None
         self.shapes[name] = tuple(shape)
-        self.sources.setdefault(pattern, {})[number] = name
+        self.weight_names.setdefault(pattern, {})[number] = name
 
     @property
     def converts(self) -> bool:
@@ -99,10 +100,10 @@ class WeightGroup:
     def missing(self) -> str | None:
         """Say which weight is not there, of those that the model's parameters are made of; None where all are."""
         for pattern in self._converter.source_patterns if self._converter else ():
-            there = self.sources.get(pattern, {})
+            there = self.weight_names.get(pattern, {})
             wanted = range(self.num_experts or max(there, default=0) + 1) if "*" in pattern else (0,)
             if (lacking := next((number for number in wanted if number not in there), None)) is not None:
-                return f"{pattern.replace('*', str(lacking))} of {self.targets[0]}"
+                return f"{pattern.replace('*', str(lacking))} of {self.parameter_names[0]}"
         return None
 
     def reads_of(self, expert: int | None) -> dict[str, int | None]:
@@ -115,7 +116,7 @@ class WeightGroup:
 
     def parameter_shape(self, name: str, expert: int | None) -> tuple[int, ...]:
         """Return the shape of one of the parameters, or of one expert's [1, ...] of it."""
-        return _of_one(self._target_shapes, self.targets, expert)[name]
+        return _of_one(self._parameter_shapes, self.parameter_names, expert)[name]
 
     def parameters(self, weights: Tensors, expert: int | None) -> Tensors:
         """Make the parameters, or one expert's [1, ...] of them, of all weights, or of those of the expert.
@@ -124,25 +125,48 @@ class WeightGroup:
             ValueError: one has another shape than the model's; and whatever the operations raise.
         """
         if self._converter is None:
-            return {self.targets[0]: next(iter(weights.values()))}
+            return {self.parameter_names[0]: next(iter(weights.values()))}
         tensors = {pattern: [weights[name] for name in names] for pattern, names in self._names(expert).items()}
-        shapes = _of_one(self._target_shapes, self.targets, expert)
-        made = self._convert(self._converter, tensors, self.targets[0], shapes)
-        parameters = dict(zip(self.targets, (made[pattern] for pattern in self._converter.target_patterns)))
+        shapes = _of_one(self._parameter_shapes, self.parameter_names, expert)
+        made = self._convert(self._converter, tensors, self.parameter_names[0], shapes)
+        parameters = dict(zip(self.parameter_names, (made[pattern] for pattern in self._converter.target_patterns)))
         for name, parameter in parameters.items():
             if tuple(parameter.shape) != shapes.get(name, tuple(parameter.shape)):
                 raise ValueError(f"it has shape {tuple(parameter.shape)}, the model's {shapes[name]}")
         return parameters
 
-    def weights(self, parameters: Tensors, expert: int | None) -> Tensors:
-        """Make the weights of the parameters, or those of one expert, [1, ...] of one that holds all."""
+    def weights(self, parameters: Tensors, expert: int | None, remedy: str = "") -> Tensors:
+        """Make the weights of the parameters, or those of one expert, [1, ...] of one that holds all. The first that are
+        made must become the same parameters again, bit by bit; on the meta device, those of the same shapes.
+
+        Raises:
+            CheckpointError: there is no way, or none back; with `remedy` at its end.
+        """
+        if self._is_inverted:
+            return self._inverted(parameters, expert)
+        try:
+            weights = self._inverted(parameters, expert)
+            back = self.parameters(weights, expert)
+            has_values = not any(parameter.is_meta for parameter in parameters.values())
+            if has_values and not all(same_bytes(back[name], own) for name, own in parameters.items()):
+                raise ValueError("it comes back with other values")
+        except NOT_INVERTED as error:
+            raise CheckpointError(
+                f"{self.parameter_names[0]} cannot be written back as {next(iter(self.shapes))}, since Transformers' "
+                f"conversion of this family has no inverse for these weights alone ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}){remedy}"
+            ) from error
+        self._is_inverted = has_values
+        return weights
+
+    def _inverted(self, parameters: Tensors, expert: int | None) -> Tensors:
         names = self._names(expert)
         first = next(name for own in names.values() for name in own)
         if self._converter is None:
-            return {first: parameters[self.targets[0]]}
+            return {first: parameters[self.parameter_names[0]]}
         inverse = self._converter.reverse_transform()
         held = [name for pattern in names if "*" not in pattern for name in names[pattern]]
-        tensors = {pattern: [parameters[name]] for pattern, name in zip(inverse.source_patterns, self.targets)}
+        tensors = {pattern: [parameters[name]] for pattern, name in zip(inverse.source_patterns, self.parameter_names)}
         made = self._convert(inverse, tensors, first, _of_one(self.shapes, held, expert))
         pairs = zip(self._converter.source_patterns, inverse.target_patterns)
         return {
@@ -154,7 +178,7 @@ class WeightGroup:
     def _names(self, expert: int | None) -> dict[str, list[str]]:
         return {
             pattern: [names[expert]] if expert is not None and "*" in pattern else [names[n] for n in sorted(names)]
-            for pattern, names in self.sources.items()
+            for pattern, names in self.weight_names.items()
         }
 
     def _convert(self, converter: Any, tensors, name: str, shapes: Shapes) -> Tensors:
@@ -201,15 +225,15 @@ def weight_groups(model: PreTrainedModel, weights: Shapes) -> dict[str, WeightGr
     state, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, WeightGroup] = {}
     for name in sorted(weights, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:  # as save_pretrained of early versions wrote it
-            target, pattern = rename_source_key(name, [], [], prefix, state)
-        if target in state:
-            if target not in groups:
+        parameter, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if parameter not in state and name in state:  # as save_pretrained of early versions wrote it
+            parameter, pattern = rename_source_key(name, [], [], prefix, state)
+        if parameter in state:
+            if parameter not in groups:
                 converter = None if pattern is None else deepcopy(by_pattern[pattern])
-                groups[target] = WeightGroup(converter, target, state, model.config)
-            groups[target].add(pattern or name, name, weights[name], _number(name, pattern, renamings))
-    return {name: group for group in groups.values() for name in group.targets}
+                groups[parameter] = WeightGroup(converter, parameter, state, model.config)
+            groups[parameter].add(pattern or name, name, weights[name], _number(name, pattern, renamings))
+    return {name: group for group in groups.values() for name in group.parameter_names}
 
 
 def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> int:

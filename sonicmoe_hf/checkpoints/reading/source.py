@@ -42,7 +42,8 @@ class Source(StoredWeights):
     Attributes:
         family, native: what config.json says. model: the family's own, on the meta device. blocks: its experts' sizes.
         layout: as `detect_layout` names it. experts: how it stores the model's parameters of experts, by their names;
-        targets: those, by name of the weights that hold them. own_names: the model's names, by other weights' names.
+        parameter_of: its name, by name of the weights that hold it. own_names: the model's names, by those of other
+        weights.
     Raises:
         CheckpointError: something is unknown, missing, wrongly shaped or contradictory; the message names it.
     """
@@ -57,7 +58,7 @@ class Source(StoredWeights):
         self.blocks = {layer.name: sizes_of(layer.experts) for layer in find_layers(self.model)}
         self.layout = self._find_layout()
         self.experts = experts_parameters(self.family, self.layout, self.blocks)
-        self.targets = {name: target for target, parameter in self.experts.items() for name in parameter.shapes()}
+        self.parameter_of = {name: own for own, parameter in self.experts.items() for name in parameter.shapes()}
         others = [name for name in self.model.state_dict() if name not in self.experts]
         self.own_names = {name_in_layout(name, self.layout, self.family, self.blocks): name for name in others}
         self._check_names_and_shapes(_ignored_patterns(self.model, path))
@@ -84,9 +85,9 @@ class Source(StoredWeights):
             )
         return layout
 
-    def is_experts(self, target: str) -> bool:
+    def is_experts(self, parameter: str) -> bool:
         """Say whether a parameter of the model is a weight of experts, not biases."""
-        return target in self.experts and target.rpartition(".")[2] in HUB_MATRICES
+        return parameter in self.experts and parameter.rpartition(".")[2] in HUB_MATRICES
 
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
         state = self.model.state_dict()
@@ -102,7 +103,7 @@ class Source(StoredWeights):
         if self.format is not None and not any(weight.format for weight in self.weights.values()):
             raise CheckpointError(f"{self.folder} is declared to be in {self.format.name.upper()}, but no weight is")
         for name, weight in self.weights.items():
-            order = self.experts[self.targets[name]].order if name in self.targets else "whole"
+            order = self.experts[self.parameter_of[name]].order if name in self.parameter_of else "whole"
             for stored, (shape, dtypes) in weight.stored_as(shapes.get(name, weight.shape), order).items():
                 self._check_tensor(stored, self.tensors[stored].shape or (1,), shape or (1,), dtypes)
             is_float = weight.dtype.is_floating_point and weight.dtype.itemsize >= 2

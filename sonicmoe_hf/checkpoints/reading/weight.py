@@ -13,8 +13,8 @@ from ...kernels.packed import FORMATS, Format, Quantized
 from ...kernels.packed.dither import Dither
 from ...kernels.packed.format import Stored
 from ...kernels.packed.grid import Rounded
-from .converters import NOT_INVERTED, Tensors, WeightGroup
-from .files import Header, TensorFiles, same_bytes
+from .converters import Tensors, WeightGroup
+from .files import Header, TensorFiles
 
 
 class Change(NamedTuple):
@@ -51,14 +51,14 @@ class GroupChange:
         self._weights, self.group = weights, group
         self._expert: int | None = None
         self._made: Tensors = {}
-        self._is_checked = False
 
     def apply(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
         """Return the new values of a weight, or of an expert's [1, ...] of it, whose old ones are `values`."""
         owner = self.group.owners[weight.name]
         expert = expert if owner is None else owner
         if expert != self._expert or weight.name not in self._made:
-            self._expert, self._made = expert, self._to_weights(self.new_parameters(weight.dtype, expert), expert)
+            parameters = self.new_parameters(weight.dtype, expert)
+            self._expert, self._made = expert, self.group.weights(parameters, expert, self.remedy)
         return self._made.pop(weight.name)
 
     def new_parameters(self, dtype: torch.dtype, expert: int | None) -> Tensors:
@@ -68,23 +68,6 @@ class GroupChange:
     def old_parameters(self, expert: int | None, dtype: torch.dtype | None = None) -> Tensors:
         """Read the parameters as the files have them; see `read_parameters`."""
         return read_parameters(self._weights, self.group, expert, dtype)
-
-    def _to_weights(self, parameters: Tensors, expert: int | None) -> Tensors:
-        """Make the weights of parameters. Raises CheckpointError where loading would not make these of them again."""
-        try:
-            weights = self.group.weights(parameters, expert)
-            if not self._is_checked:
-                back = self.group.parameters(weights, expert)
-                if not all(same_bytes(back[name], parameter) for name, parameter in parameters.items()):
-                    raise ValueError("it comes back with other values")
-        except NOT_INVERTED as error:
-            raise CheckpointError(
-                f"{self.group.targets[0]} cannot be written back as {next(iter(self.group.shapes))}, since "
-                f"Transformers' conversion of this family has no inverse ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}){self.remedy}"
-            ) from error
-        self._is_checked = True
-        return weights
 
 
 def read_parameters(

@@ -8,15 +8,13 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ...errors import CheckpointError
 from ...formats.hub_names import HubNames
-from ..reading.converters import NOT_INVERTED, Tensors, WeightGroup, weight_groups
-from ..reading.files import same_bytes
+from ..reading.converters import WeightGroup, weight_groups
 from ..reading.stored import StoredWeights
 from ..reading.weight import Weight
 from .output import Output, OutputTensors, in_range, shell
 
-IN_MEMORY = "where memory allows, sonicmoe_hf.from_pretrained(SRC).dequantize().save_pretrained(DST) writes them"
+IN_MEMORY = "; where memory allows, sonicmoe_hf.from_pretrained(SRC).dequantize().save_pretrained(DST) writes them"
 
 
 class HubNamed(Output):
@@ -41,21 +39,21 @@ class HubNamed(Output):
         group = self._groups.get(weight.name)
         if group is None or not group.converts:
             return super().tensors_of(weight)
-        if weight.name != group.targets[0]:  # the first stands for all
+        if weight.name != group.parameter_names[0]:  # the first stands for all
             return []
         is_whole = group.num_experts is None or None in group.owners.values()
         return [self._converted(group, expert) for expert in ([None] if is_whole else range(group.num_experts or 0))]
 
     def _converted(self, group: WeightGroup, expert: int | None) -> OutputTensors:
         """Describe what the parameters of a group become, or one expert of them."""
-        weights = [self.stored.weights[name] for name in group.targets]
+        weights = [self.stored.weights[name] for name in group.parameter_names]
         likes = {
             each.name: torch.zeros(group.parameter_shape(each.name, expert), dtype=each.dtype, device="meta")
             for each in weights
         }
         shells = {
             name: shell(tuple(made.shape), self.wanted_dtype(name, made.dtype))
-            for name, made in _there_and_back(group, likes, expert)[0].items()
+            for name, made in group.weights(likes, expert, IN_MEMORY).items()
         }
         return OutputTensors(shells, partial(self._fill, group, weights, expert, list(shells)))
 
@@ -68,31 +66,9 @@ class HubNamed(Output):
         outs: list[torch.Tensor],
     ) -> None:
         values = {each.name: each.changed(expert) for each in weights}
-        if expert:  # comes back as the first does
-            made = group.weights(values, expert)
-        else:
-            made, back = _there_and_back(group, values, expert)
-            for name, own in values.items():
-                if not same_bytes(back[name], own):
-                    raise CheckpointError(f"{name} does not come back from the hub's {names[0]}; {IN_MEMORY}")
+        made = group.weights(values, expert, IN_MEMORY)
         for name, out in zip(names, outs):
             out.copy_(in_range(made[name], out.dtype, name))
-
-
-def _there_and_back(group: WeightGroup, parameters: Tensors, expert: int | None) -> tuple[Tensors, Tensors]:
-    """Make the hub's weights of parameters, or of one expert of them, and the parameters that loading makes of these.
-
-    Raises:
-        CheckpointError: there is no way, or none back.
-    """
-    try:
-        made = group.weights(parameters, expert)
-        return made, group.parameters(made, expert)
-    except NOT_INVERTED as error:
-        raise CheckpointError(
-            f"{' and '.join(group.targets)} cannot be written under the hub's names one layer at a time "
-            f"({type(error).__name__}: {' '.join(str(error).split())}); {IN_MEMORY}"
-        ) from error
 
 
 def _groups(model: PreTrainedModel) -> dict[str, WeightGroup]:

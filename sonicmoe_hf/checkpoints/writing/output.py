@@ -13,8 +13,6 @@ from ..reading.stored import StoredWeights
 from ..reading.weight import UntiedWeight, Weight
 from .rounding_effects import Roundings
 
-TARGETS = ("native", "hub")
-
 
 def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Say whether all values are finite in `dtype`, without a temporary of their size: rounding keeps the order."""

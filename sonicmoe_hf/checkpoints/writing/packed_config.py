@@ -60,7 +60,7 @@ def hub_format(source: Source, format: str) -> HubFormat:
     groups of all experts that are packed already consist."""
     if format not in INTEGERS:
         return HUB[format]
-    weights = (source.weights[name] for name in source.targets if name in source.weights)
+    weights = (source.weights[name] for name in source.parameter_of if name in source.weights)
     groups = (weight.shape[-1] // weight.scales_header.shape[-1] for weight in weights if weight.format is not None)
     return CompressedInt4(math.gcd(*groups) or GROUP, format == "uint4")
 
@@ -75,7 +75,7 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
         source.own_names.get(name, name).removesuffix(".weight")
         for name, weight in source.weights.items()
         # layers for multi-token prediction are among them, with experts of their own
-        if name.endswith(".weight") and len(weight.shape) == 2 and name not in source.targets
+        if name.endswith(".weight") and len(weight.shape) == 2 and name not in source.parameter_of
     }
     if format in INTEGERS:
         return _compressed(hub_format(source, format), sorted(dense | {"lm_head"}))

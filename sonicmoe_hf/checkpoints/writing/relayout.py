@@ -14,7 +14,7 @@ import torch
 from ...errors import CheckpointError
 from ...kernels.packed import Format, Quantized
 from ...kernels.packed.format import Stored
-from ..layouts import experts_parameters
+from ..layouts import ExpertsParameter, experts_parameters
 from ..reading.files import Header
 from ..reading.source import Source
 from ..reading.weight import Weight
@@ -35,10 +35,11 @@ class Relayout(Output):
 
     def __init__(self, source: Source, layout: str, dtype: torch.dtype | None = None, format: Format | None = None):
         super().__init__(source, dtype)
-        self._source, self._format = source, format
-        self._hub = None if format is None or layout == "native" else hub_format(source, format.name)
+        self._source, self.format = source, format
+        self.hub = None if format is None or layout == "native" else hub_format(source, format.name)
         self._experts = experts_parameters(source.family, layout, source.blocks)
-        self._first = {source.targets[name]: name for name in reversed(source.weights) if name in source.targets}
+        owners = source.parameter_of
+        self._first = {owners[name]: name for name in reversed(source.weights) if name in owners}
         self.roundings = Roundings(str(source.quantization) if format is None else format.name)
 
     def written_name(self, weight: Weight) -> str:
@@ -47,34 +48,63 @@ class Relayout(Output):
 
     def tensors_of(self, weight: Weight) -> list[OutputTensors]:
         """See Output: what a parameter of experts becomes stands at the place of the first of its weights."""
-        target = self._source.targets.get(weight.name)
-        if target is None:
+        name = self._source.parameter_of.get(weight.name)
+        if name is None:
             return super().tensors_of(weight)
-        if self._first[target] != weight.name:
+        if self._first[name] != weight.name:
             return []
-        parameter = self._experts[target]
-        if not parameter.is_per_expert:
-            return [self._of_experts(target, range(parameter.num_experts))]
-        return [self._of_experts(target, [expert]) for expert in range(parameter.num_experts)]
+        format = self.format if self._source.is_experts(name) else None
+        parameter = _Relaid(self, self._source.weights, self._source.experts[name], self._experts[name], format)
+        experts = range(parameter.there.num_experts)
+        together = [[expert] for expert in experts] if parameter.there.is_per_expert else [experts]
+        return [parameter.tensors_of(each) for each in together]
 
-    def _of_experts(self, target: str, experts: Experts) -> OutputTensors:
+    def dtype_of(self, name: str, weights: list[Weight]) -> torch.dtype:
+        """Choose the dtype that a weight which comes of `weights` is written in, or rounded to a format from."""
+        first, *others = weights
+        other = next((weight for weight in others if weight.dtype != first.dtype), None)
+        if self.dtype is None and other is not None:
+            raise CheckpointError(
+                f"{first.name} is {first.dtype}, {other.name} is {other.dtype}: {name} needs one dtype; give dtype="
+            )
+        return self.wanted_dtype(name, first.dtype if other is None else torch.float32)
+
+
+class _Relaid:
+    """A parameter of experts, of which one layout's weights become another's.
+
+    Args:
+        output: whose tensors they are. weights: the checkpoint's. here, there: how it stores the parameter, and how the
+            output does. format: what it is packed in; None if in none.
+    """
+
+    def __init__(
+        self,
+        output: Relayout,
+        weights: dict[str, Weight],
+        here: ExpertsParameter,
+        there: ExpertsParameter,
+        format: Format | None,
+    ):
+        self._output, self._weights, self._here, self.there, self._format = output, weights, here, there, format
+
+    def tensors_of(self, experts: Experts) -> OutputTensors:
         """Describe the weights that hold these experts, all of them or one, which are made together."""
-        there = self._experts[target]
-        format = self._format if self._source.is_experts(target) else None
-        weights = list({weight.name: weight for e in experts for weight in self._weights_of(target, e)}.values())
+        there, format = self.there, self._format
+        weights = list({weight.name: weight for expert in experts for weight in self._weights_of(expert)}.values())
         names = there.names_of(experts[0])
         make: Callable[[Experts], Iterable[torch.Tensor]]
         if format is None:
-            dtype = self._dtype_of(names[0], weights)
+            dtype = self._output.dtype_of(names[0], weights)
             shells = {name: shell(there.stored_shape, dtype) for name in names}
-            make = partial(self._make_dense, target, dtype)
+            make = partial(self._make_dense, dtype)
         elif all(format.has_blocks_of(weight.format) for weight in weights):
-            shells = self._make_shells(target, names, format, weights[0].scales_header)
-            make = partial(self._make_moved, target, list(shells.values()))
+            shells = self._make_shells(names, format, weights[0].scales_header)
+            make = partial(self._make_moved, list(shells.values()))
         else:
-            dtype = torch.float32 if there.is_per_expert else self._dtype_of(names[0], weights)
-            shells = self._make_shells(target, names, format)
-            make = partial(self._make_packed, target, dtype, format, list(shells.values()))
+            dtype = torch.float32 if there.is_per_expert else self._output.dtype_of(names[0], weights)
+            shells = self._make_shells(names, format)
+            make = partial(self._make_packed, dtype, format, list(shells.values()))
         at_once = there.is_per_expert or (format is not None and format.is_whole)
 
         def fill(outs: list[torch.Tensor]) -> None:
@@ -85,96 +115,82 @@ class Relayout(Output):
 
         return OutputTensors(shells, fill)
 
-    def _dtype_of(self, name: str, weights: list[Weight]) -> torch.dtype:
-        """Choose the dtype that a weight which comes of `weights` is written in, or rounded to a format from."""
-        first, *others = weights
-        other = next((weight for weight in others if weight.dtype != first.dtype), None)
-        if self.dtype is None and other is not None:
-            raise CheckpointError(
-                f"{first.name} is {first.dtype}, {other.name} is {other.dtype}: {name} needs one dtype; give dtype="
-            )
-        return self.wanted_dtype(name, first.dtype if other is None else torch.float32)
+    def _weights_of(self, expert: int) -> list[Weight]:
+        return [self._weights[name] for name in self._here.names_of(expert)]
 
-    def _weights_of(self, target: str, expert: int) -> list[Weight]:
-        return [self._source.weights[name] for name in self._source.experts[target].names_of(expert)]
-
-    def _read_rows(self, target: str, dtype: torch.dtype, expert: int, adapter: bool = True) -> list[torch.Tensor]:
+    def _read_rows(self, dtype: torch.dtype, expert: int, adapter: bool = True) -> list[torch.Tensor]:
         """Read what the layout's weights hold of an expert, [out, in] each or [out], in `dtype`; in fp32 where an adapter
         changes it. adapter: whether to add it."""
-        here, matrices = self._source.experts[target], []
-        for weight in self._weights_of(target, expert):
+        here, matrices = self._here, []
+        for weight in self._weights_of(expert):
             own = None if here.is_per_expert else expert
             values = weight.changed(own) if adapter else weight.read(own)
             values = values if weight.change else in_range(values, dtype, weight.name)
             values = values if here.is_per_expert else values[0]
             matrices.append(values.T if here.is_transposed else values)
-        return self._experts[target].join(here.split(matrices))
+        return self.there.join(here.split(matrices))
 
-    def _make_dense(self, target: str, dtype: torch.dtype, experts: Experts) -> list[torch.Tensor]:
+    def _make_dense(self, dtype: torch.dtype, experts: Experts) -> list[torch.Tensor]:
         """Make an expert's weights."""
-        rows = self._read_rows(target, dtype, experts[0])
-        return [matrix.T.contiguous() if self._experts[target].is_transposed else matrix for matrix in rows]
+        rows = self._read_rows(dtype, experts[0])
+        return [matrix.T.contiguous() if self.there.is_transposed else matrix for matrix in rows]
 
-    def _make_moved(self, target: str, shells: list[torch.Tensor], experts: Experts) -> list[torch.Tensor]:
+    def _make_moved(self, shells: list[torch.Tensor], experts: Experts) -> list[torch.Tensor]:
         """Make the tensors that store an expert's weights, whose blocks are as they were but for what an adapter
         changes."""
-        here, moved = self._source.experts[target], []
+        here, moved = self._here, []
         own = None if here.is_per_expert else experts[0]
-        stored = [self._rows(weight, own) for weight in self._weights_of(target, experts[0])]
+        stored = [self._rows(weight, own) for weight in self._weights_of(experts[0])]
         for tensors in zip(*stored):
             rows = here.split([tensor if here.is_per_expert else tensor[0] for tensor in tensors])
-            moved.append(self._experts[target].join(rows))
-        return self._stored([Quantized(*own) for own in zip(*moved)], target, shells)
+            moved.append(self.there.join(rows))
+        return self._stored([Quantized(*own) for own in zip(*moved)], shells)
 
     def _rows(self, weight: Weight, expert: int | None) -> list[torch.Tensor]:
         if not weight.change:
             return weight.rows(expert)
         before, exact, rounded = weight.rounded(expert)
-        self.roundings.add(weight.name, before, exact, rounded.values, expert, weight.is_dithered)
+        self._output.roundings.add(weight.name, before, exact, rounded.values, expert, weight.is_dithered)
         return weight.rows(expert, rounded)
 
     def _make_packed(
-        self, target: str, dtype: torch.dtype, format: Format, shells: list[torch.Tensor], experts: Experts
+        self, dtype: torch.dtype, format: Format, shells: list[torch.Tensor], experts: Experts
     ) -> list[torch.Tensor]:
         """Make the tensors that store the weights of experts, rounded."""
-        there, made = self._experts[target], []
+        there, made = self.there, []
+        is_changed = any(weight.change for weight in self._weights_of(experts[0]))
         for number, name in enumerate(there.names_of(experts[0])):
-            matrices = (self._read_rows(target, dtype, expert)[number] for expert in experts)
+            matrices = (self._read_rows(dtype, expert)[number] for expert in experts)
             try:
                 packed = format.pack(matrices, (len(experts), *there.shape), there.order)
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
             made.append(packed)
-            is_changed = any(
-                self._source.weights[each].change for each in self._source.experts[target].names_of(experts[0])
-            )
             if is_changed or there.is_per_expert or experts[0] == 0:
-                exact = self._read_rows(target, dtype, experts[0])[number]
-                before = self._read_rows(target, dtype, experts[0], adapter=False)[number] if is_changed else exact
+                exact = self._read_rows(dtype, experts[0])[number]
+                before = self._read_rows(dtype, experts[0], adapter=False)[number] if is_changed else exact
                 rounded = format.dequantize_expert(packed, torch.float32, 0)
-                self.roundings.add(name, before, exact, rounded, experts[0])
-        return self._stored(made, target, shells)
+                self._output.roundings.add(name, before, exact, rounded, experts[0])
+        return self._stored(made, shells)
 
-    def _stored(self, packed: list[Quantized], target: str, shells: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _stored(self, packed: list[Quantized], shells: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that store weights, like `shells`."""
         stored: Iterable[Iterable[torch.Tensor | None]] = packed
-        if self._experts[target].is_per_expert:
-            assert self._hub is not None
-            stored = [self._hub.unpack_new(_as_matrix(each)) for each in packed]
+        if self.there.is_per_expert:
+            assert self._output.hub is not None
+            stored = [self._output.hub.unpack_new(_as_matrix(each)) for each in packed]
         tensors = (tensor for own in stored for tensor in own if tensor is not None)
         return [tensor.view(like.dtype) for tensor, like in zip(tensors, shells, strict=True)]
 
-    def _make_shells(
-        self, target: str, names: list[str], format: Format, scales: Header | None = None
-    ) -> dict[str, torch.Tensor]:
+    def _make_shells(self, names: list[str], format: Format, scales: Header | None = None) -> dict[str, torch.Tensor]:
         """Make tensors on the meta device like those that will store weights, by name. scales: the header of those whose
         blocks move, for formats with several dtypes or sizes of groups."""
-        there = self._experts[target]
+        there = self.there
         expected: Stored = {}
         for name in names:
             if there.is_per_expert:
-                assert self._hub is not None
-                expected |= self._hub.stored(name, there.shape)
+                assert self._output.hub is not None
+                expected |= self._output.hub.stored(name, there.shape)
             else:
                 group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
                 expected |= format.stored(name, (there.num_experts, *there.shape), there.order, group)
