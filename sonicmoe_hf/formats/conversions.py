@@ -326,7 +326,7 @@ class TakeDense(_ParameterConversion):
         if is_sharded and weight.dtype == torch.int32:
             raise CheckpointError(
                 "ranks share a linear layer that the checkpoint packs in integers, which cannot be cut; leave out "
-                "fsdp_size, or load it once on one rank and save_pretrained it, which makes linear layers dense"
+                "distributed_config, or load it once on one rank and save_pretrained it, which makes linear layers dense"
             )
         return self.stored_format.dense(weight, *others)
 

@@ -45,7 +45,8 @@ def _why_not_distributed(
     if hub is not None and sizes["tp_size"] > 1:
         return (
             f"DistributedConfig(tp_size={sizes['tp_size']}) splits linear layers that the checkpoint stores as "
-            f"{hub['quant_method']}; use fsdp_size, or convert the checkpoint first: {CONVERT}"
+            f"{hub['quant_method']}; convert the checkpoint first ({CONVERT}) or, unless they are in integers, use "
+            f"fsdp_size and ep_size in its place ({expert_parallel_remedy()})"
         )
     is_ours = sizes["ep_size"] > 1 and getattr(config, "ep_implementation", None) == IMPLEMENTATION
     for name in ("fsdp_size", "dp_replicate_size"):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from transformers.utils import logging as transformers_logging
 
-KINDS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
+KINDS = (ValueError, TypeError, RuntimeError, OSError, ImportError, MemoryError)
 
 
 class _Log(logging.Handler):

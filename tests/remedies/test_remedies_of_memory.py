@@ -1,5 +1,7 @@
 """Messages of experts in host memory: each is raised, and then what it names is done."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -14,6 +16,7 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import from_pretrained, merge_adapter, patch_model, quantize_experts
+from sonicmoe_hf.streaming import copies
 from sonicmoe_hf.streaming.placement import Placement
 from sonicmoe_hf.streaming.weight import HostWeight
 
@@ -108,3 +111,51 @@ def test_ranks_hold_all_experts(hub):
     with says("leave it out, or let each rank hold the whole model (DDP)"):
         from_pretrained(hub, experts_memory=0, distributed_config=DistributedConfig(fsdp_size=2))
     assert held(from_pretrained(hub, experts_memory=0)), "as each rank of DDP does"
+
+
+def by_cuda(monkeypatch, **calls):
+    """Bring experts to a CPU by these calls of CudaCopies."""
+    monkeypatch.setitem(copies.KINDS, "cpu", type("ByCuda", (copies.Copies,), calls))
+
+
+def test_experts_are_on_the_gpu_to_capture_steps(hub, monkeypatch):
+    by_cuda(monkeypatch, wait=copies.CudaCopies.wait)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with says("keep them on the GPU (experts_memory=None) to capture steps"):
+        logits_of(from_pretrained(hub, experts_memory=0))
+    model = from_pretrained(hub, experts_memory=None)
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(hub))
+    assert not held(model) and relative_error(logits_of(model), expected) < EXACT
+
+
+class Driver:
+    """A driver that pins so many bytes of host memory."""
+
+    def __init__(self, nbytes):
+        self.left = nbytes
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.left -= nbytes
+        return 2 if self.left < 0 else 0
+
+    def cudaHostUnregister(self, address):
+        return 0
+
+
+def test_what_the_driver_does_not_pin_stays_on_the_gpu_or_is_smaller(hub, monkeypatch):
+    by_cuda(monkeypatch, pin=copies.CudaCopies.pin, unpin=copies.CudaCopies.unpin)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    size = 2 * 8 * 3 * 64 * 64 * 4  # layers, experts and matrices of 64 x 64 in fp32
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(hub))
+
+    def load(**options):
+        driver = Driver(size * 2 // 3)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        return from_pretrained(hub, **options)
+
+    words = "keep more experts on the GPU (a larger experts_memory), or use a smaller format (experts_quantization)"
+    with says("the driver did not pin", words):
+        load(experts_memory=0)
+    model = load(experts_memory=size // 2)
+    assert held(model) and relative_error(logits_of(model), expected) < EXACT
+    assert held(load(experts_memory=0, experts_quantization="nf4"))
