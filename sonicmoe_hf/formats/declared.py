@@ -3,7 +3,7 @@ exports of ModelOpt write beside config.json. Loading, converting and planning a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from . import declared_integers
 from .hub import HUB, HubFormat, HubFP4, HubFP8
 from .json_files import check_type, read_json
 
-TEXT_CONFIGS = ("decoder", "generator", "text_config")  # where get_text_config looks for them
+TEXT_CONFIGS = ("decoder", "generator", "text_config", "thinker_config")  # where get_text_config looks for them
 QUANT_METHOD = "sonicmoe_hf"
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
 FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
@@ -151,10 +151,7 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
     Raises:
         CheckpointError: what declares it is damaged.
     """
-    if isinstance(config, dict):
-        configs = [config, *(config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict))]
-    else:
-        configs = [vars(config), vars(config.get_text_config())]
+    configs = list(_with_text_configs(config))
     declared, of_experts = (_first(configs, entry) for entry in ("quantization_config", EXPERT_DTYPE))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
         declared = _modelopts(folder / MODELOPT_FILE)
@@ -166,6 +163,15 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
     method = declared.get("quant_method")
     beside = {} if of_experts is None else {EXPERT_DTYPE: of_experts}
     return DeclaredQuantization(str(getattr(method, "value", method)), {**beside, **declared})
+
+
+def _with_text_configs(config: PreTrainedConfig | dict) -> Iterator[dict]:
+    """Yield the entries of a config, then those of the text models' inside it."""
+    entries = config if isinstance(config, dict) else vars(config)
+    yield entries
+    for name in TEXT_CONFIGS:
+        if isinstance(inner := entries.get(name), (dict, PreTrainedConfig)):
+            yield from _with_text_configs(inner)
 
 
 def _modelopts(path: Path) -> dict | None:

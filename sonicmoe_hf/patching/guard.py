@@ -18,6 +18,7 @@ from .unpacked import warn_of_dense_experts, warn_of_linear_layers_on_cpus
 
 logger = logging.getLogger(__name__)
 INPUTS = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
+OF_TRANSFORMERS = ("transformers.", f"{__name__.partition('.')[0]}.")  # modules of classes whose forwards are known
 IGNORED = (
     "sonicmoe_hf: {model} takes no {names}, and ignores what it gets: load the class that the checkpoint's "
     "`architectures` names, as sonicmoe_hf.from_pretrained does, such as by AutoModelForImageTextToText"
@@ -53,7 +54,7 @@ class ExpertsGuard:
         self.forwards = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
 
     def __call__(self, model: nn.Module, args, kwargs) -> None:
-        if not (INPUTS.isdisjoint(kwargs) or self.has_warned or torch.compiler.is_compiling()):
+        if not (INPUTS.isdisjoint(kwargs) or self.has_warned):
             self._warn_of_ignored(model, kwargs)
         check_rows(model, args, kwargs)
         is_replaced = False
@@ -73,12 +74,22 @@ class ExpertsGuard:
                 self.is_checked = True
 
     def _warn_of_ignored(self, model: nn.Module, kwargs: dict) -> None:
-        named = inspect.signature(type(model).forward).parameters
-        ignored = sorted(name for name in INPUTS & kwargs.keys() if kwargs[name] is not None and name not in named)
-        if ignored:
+        given = tuple(sorted(name for name in INPUTS if kwargs.get(name) is not None))
+        if _warn_of_ignored(type(model), given) and not torch.compiler.is_compiling():
             for guard in guards_of(model):  # models inside, which get the same
                 guard.has_warned = True
-            logger.warning(IGNORED.format(model=type(model).__name__, names=" and ".join(ignored)))
+
+
+@torch.compiler.assume_constant_result  # which is called while a graph is traced, not in it
+def _warn_of_ignored(model_class: type, given: tuple[str, ...]) -> bool:
+    """Warn of inputs that a class of Transformers takes among its keyword arguments alone, and ignores. What a class of
+    somebody else's makes of those is not known."""
+    if not model_class.forward.__module__.startswith(OF_TRANSFORMERS):
+        return False
+    named = inspect.signature(model_class.forward).parameters
+    if ignored := [name for name in given if name not in named]:
+        logger.warning(IGNORED.format(model=model_class.__name__, names=" and ".join(ignored)))
+    return bool(ignored)
 
 
 def guard_of(model: nn.Module) -> ExpertsGuard | None:

@@ -148,10 +148,10 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     if config is kwargs.get("config"):
         config = copy.deepcopy(config)
     else:  # Transformers takes overrides only where it reads the config itself
-        overrides = {key: kwargs[key] for key in kwargs if key not in FOR_MODEL and hasattr(config, key)}
-        kwargs = {key: value for key, value in kwargs.items() if key not in overrides}
-        for key, value in overrides.items():
-            setattr(config, key, value)
+        given = {key: value for key, value in kwargs.items() if key not in FOR_MODEL}
+        config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **given)
+        kept = (*FOR_MODEL, *FOR_CONFIG, *unused)
+        kwargs = {key: value for key, value in kwargs.items() if key in kept}
     if not declared.is_packed_here:  # as the hub has it
         hub = {**declared.entries, "experts": stored} if declared.is_per_expert else None
         vars(config.get_text_config()).pop("quantization_config", None)  # a model inside may be what declares it

@@ -15,6 +15,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -31,6 +34,11 @@ AUTO_CLASSES: tuple[Any, ...] = (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModel,
+)
+CLASSIFIERS: tuple[Any, ...] = (  # which are loaded where `architectures` names them alone
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
 )
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 OPTIMIZER_LOADING_METHOD = "_load_optimizer_and_scheduler"  # of a Trainer: the schedule too
@@ -99,13 +107,15 @@ def auto_class_of(config):
     declared = set(getattr(config, "architectures", None) or ())
     named = (
         auto_class
-        for auto_class in having
+        for auto_class in (*having, *CLASSIFIERS)
         if auto_class is not AutoModel and declared & _models_of(auto_class, config)
     )
     return next(named, next(iter(having), None))
 
 
 def _models_of(auto_class, config) -> set[str]:
+    if type(config) not in auto_class._model_mapping:
+        return set()
     models = auto_class._model_mapping[type(config)]
     return {model.__name__ for model in (models if isinstance(models, (list, tuple)) else (models,))}
 

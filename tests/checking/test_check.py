@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.adapters import adapt
-from helpers.checkpoints import edit_tensors, make, tensors_in
+from helpers.checkpoints import edit_config, edit_tensors, make, tensors_in
 from helpers.completions import ADAPTER, Served, serving
 from helpers.marks import crossed, rest_pinned
 from helpers.served import edit
@@ -204,8 +204,11 @@ def test_what_cannot_be_compared_is_an_error(place, capsys, tmp_path):
     (tmp_path / "empty").write_text("")
     damaged = shutil.copytree(bare, tmp_path / "damaged")
     (damaged / "tokenizer_config.json").write_text("{")
+    classifier = shutil.copytree(place.base, tmp_path / "classifier")
+    edit_config(classifier, architectures=["DeepseekV3ForSequenceClassification"])
     for base, arguments, words in (
         (place.base, [], "nothing to compare with the adapter"),
+        (place.base, [classifier], "classifier is a DeepseekV3ForSequenceClassification, which gives no prob"),
         (place.base, [nan], "nan gives log-probabilities that are not finite"),
         (place.base, [other], "other ends at token 39"),
         (bare, [bare], "has a tokenizer"),

@@ -16,7 +16,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     Qwen3_5MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3OmniMoeConfig,
 )
 from transformers.utils import logging
 
@@ -24,6 +29,7 @@ from sonicmoe_hf import from_pretrained, lora_config, patch_model
 from sonicmoe_hf.checkpoints.reading import config_only
 from sonicmoe_hf.formats.declared import declared_quantization
 from sonicmoe_hf.models.loading import _auto_class
+from sonicmoe_hf.patching.quantize import with_packed_experts
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
 
@@ -44,6 +50,16 @@ def test_a_config_that_is_given_stays_as_it_is(in_fp8):
 
 
 @loads_hub_formats
+def test_overrides_of_a_config_inside_leave_its_other_entries(tmp_path):
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    Qwen3_5MoeConfig(text_config={"num_hidden_layers": 4}, quantization_config=declared).save_pretrained(tmp_path)
+    kwargs = with_packed_experts(tmp_path, {"text_config": {"hidden_size": 128}, "revision": "main", "key": 1}, "fp8")
+    assert kwargs.keys() == {"config", "revision", "key"}
+    text = kwargs["config"].text_config
+    assert (text.num_hidden_layers, text.hidden_size) == (4, 128)
+
+
+@loads_hub_formats
 def test_overrides_by_keyword_reach_the_config_of_a_quantized_checkpoint(in_fp8):
     model = from_pretrained(in_fp8, experts_quantization="fp8", num_hidden_layers=1, dtype=torch.bfloat16)
     assert len(model.model.layers) == model.config.num_hidden_layers == 1 < config_in(in_fp8)["num_hidden_layers"]
@@ -52,7 +68,10 @@ def test_overrides_by_keyword_reach_the_config_of_a_quantized_checkpoint(in_fp8)
 
 def test_a_config_json_whose_text_model_declares_the_quantization_is_quantized():
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert declared_quantization({"text_config": {"quantization_config": declared}}).format() == "fp8"
+    entries = {"text_config": {"quantization_config": declared}}
+    for inside in (entries, {"thinker_config": entries}):
+        assert declared_quantization(inside).format() == "fp8"
+    assert declared_quantization(Qwen3OmniMoeConfig(thinker_config=entries)).format() == "fp8"
 
 
 def test_two_models_built_at_once_leave_transformers_log_level_as_it_was(monkeypatch):
@@ -93,14 +112,38 @@ def test_a_text_model_that_ignores_images_says_so_once(caplog):
     assert said.startswith("sonicmoe_hf: Qwen3MoeForCausalLM takes no pixel_values, and ignores what it gets")
 
 
+def test_a_compiled_text_model_says_so_too(caplog):
+    model = build("qwen3_moe", num_hidden_layers=1)
+    patch_model(model)
+    torch.compile(model, backend="eager", fullgraph=True)(**batch(), pixel_values=torch.zeros(1))
+    assert "sonicmoe_hf: Qwen3MoeForCausalLM takes no pixel_values" in caplog.text
+
+
+def test_nothing_is_said_of_a_class_that_may_take_images_out_of_its_keyword_arguments(caplog):
+    class WithImages(Qwen3MoeForCausalLM):
+        def forward(self, input_ids, **kwargs):
+            assert kwargs.pop("pixel_values") is not None
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    model = WithImages(build("qwen3_moe", num_hidden_layers=1).config)
+    patch_model(model)
+    model(**batch(), pixel_values=torch.zeros(1))
+    assert "pixel_values" not in caplog.text
+
+
 @pytest.mark.parametrize(
-    "architectures, auto_class",
+    "config_class, architectures, auto_class",
     [
-        (["Qwen3_5MoeForConditionalGeneration"], AutoModelForImageTextToText),
-        (["Qwen3_5MoeForCausalLM"], AutoModelForCausalLM),
-        (None, AutoModelForCausalLM),
+        (Qwen3_5MoeConfig, ["Qwen3_5MoeForConditionalGeneration"], AutoModelForImageTextToText),
+        (Qwen3_5MoeConfig, ["Qwen3_5MoeForCausalLM"], AutoModelForCausalLM),
+        (Qwen3_5MoeConfig, None, AutoModelForCausalLM),
+        (Qwen3MoeConfig, ["Qwen3MoeForSequenceClassification"], AutoModelForSequenceClassification),
+        (Qwen3MoeConfig, ["Qwen3MoeForTokenClassification"], AutoModelForTokenClassification),
+        (Qwen3MoeConfig, ["Qwen3MoeModel"], AutoModelForCausalLM),
     ],
 )
-def test_the_class_that_a_checkpoint_names_is_loaded_before_its_text_model(architectures, auto_class, tmp_path):
-    Qwen3_5MoeConfig(architectures=architectures).save_pretrained(tmp_path)
+def test_the_class_that_a_checkpoint_names_is_loaded_before_its_text_model(
+    config_class, architectures, auto_class, tmp_path
+):
+    config_class(architectures=architectures).save_pretrained(tmp_path)
     assert _auto_class(tmp_path, {}) is auto_class

@@ -73,7 +73,13 @@ def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
     lengths = by_length.values()  # without padding
     for alike in (texts[at : at + NUM_TEXTS] for texts in lengths for at in range(0, len(texts), NUM_TEXTS)):
         ids = torch.tensor([text.ids for text in alike], dtype=torch.int64, device=model.device)
-        for text, row, logits in zip(alike, ids, model(input_ids=ids, use_cache=False).logits):
+        all_logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
+        if all_logits is None or all_logits.shape[:-1] != ids.shape or all_logits.shape[-1] <= last:
+            raise CheckpointError(
+                f"{place} is a {type(model).__name__}, which gives no probabilities of tokens; check compares language "
+                "models"
+            )
+        for text, row, logits in zip(alike, ids, all_logits):
             expected = logits[text.start - 1 : -1].float().log_softmax(-1)
             log_p = expected.gather(-1, row[text.start :, None].to(expected.device))[:, 0]
             scores[text] = torch.stack((log_p, log_p - expected.amax(-1))).double().cpu()
