@@ -7,7 +7,7 @@ from helpers.checkpoints import config_in, edit_tensors, rewrite, same_bits, ten
 from helpers.marks import rest_pinned
 from helpers.models import build, relative_error
 from helpers.served import edit
-from helpers.small_families import families_here, small_model
+from helpers.small_families import families_here, slow_beyond_kinds, small_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
@@ -64,7 +64,7 @@ def adapt_and_merge(folder, cls, **options):
     return by_peft
 
 
-@pytest.mark.parametrize("family", families_here())
+@pytest.mark.parametrize("family", slow_beyond_kinds(families_here()))
 def test_it_is_what_peft_merges_and_other_tensors_keep_their_bytes(family, tmp_path):
     base, merged = tmp_path / "base", tmp_path / "merged"
     model = saved(family, tmp_path)

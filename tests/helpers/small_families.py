@@ -3,6 +3,7 @@
 import importlib
 import inspect
 
+import pytest
 import torch
 import transformers
 from helpers.architectures import NOT_MERGED, architectures
@@ -136,6 +137,15 @@ PARTS = {folder: f"{folder}_text" for folder in ("dots3_note", "inkling", "inkli
 PARTS["qwen3_omni_moe"] = "qwen3_omni_moe_thinker"  # built alone, of a model that has more
 
 
+# Families whose checkpoints are converted as no other's are, or whose modules stand elsewhere, and one of those that are
+# all alike: each expert's gate, up and down in weights of their own, or names alone
+OF_EACH_KIND = (
+    "aria", "deepseek_ocr2", "deepseek_v4", "ernie4_5_vl_moe", "flex_olmo", "gemma4", "gpt_oss", "granitemoe", "inkling2",
+    "jamba", "kimi_linear", "minimax_m3_vl", "mistral_large4", "mixtral", "nemotron_h", "qwen3_5_moe", "qwen3_moe",
+    "qwen3_omni_moe", "qwen3_vl_moe", "qwen4_exp", "unlimited_ocr", "zaya",
+)  # fmt: skip
+
+
 def _model_type(folder: str) -> str:
     return PARTS.get(folder, folder)
 
@@ -145,6 +155,13 @@ def families_here() -> list[str]:
     without = set() if Version(transformers.__version__) >= Version("5.23") else LATER
     folders = {architecture.folder for architecture in architectures() if architecture.experts not in NOT_MERGED}
     return [folder for folder in sorted(folders - without) if _model_type(folder) in CONFIG_MAPPING]
+
+
+def slow_beyond_kinds(cases):
+    """Return a test's parameters, of which those whose family (alone, or the first) is not OF_EACH_KIND carry the marker
+    `slow`: their checkpoints are converted as those of others."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=() if case[0] in OF_EACH_KIND else pytest.mark.slow) for case in cases]
 
 
 def small_model(folder: str, **sizes) -> nn.Module:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers.marks import rest_pinned
+from helpers.marks import rest_slow
 from kernel_helpers import script_output
 
 SCRIPT = Path(__file__).with_name("compile_triton.py")
@@ -35,7 +35,7 @@ def check_compiled(*arguments):
             assert figures["matrix"] > 0, (target, name, label)
 
 
-@pytest.mark.parametrize("kind", rest_pinned(["representative", "others"]))
+@pytest.mark.parametrize("kind", rest_slow(["representative", "others"]))
 def test_representative_kernels_compile(kind):
     """Compile for Ada with every version of Triton that we support, as each has another language."""
     check_compiled(kind, 89)

@@ -88,7 +88,7 @@ def test_the_mean_over_seeds_is_the_value(name):
     blocks = dense[1].view(N, -1, format.group(packed) if rows is None else K).abs().amax(-1, keepdim=True)
     largest = blocks.expand(-1, -1, K // blocks.shape[1]).reshape(N, K)
     exact = exact.clamp(-0.85 * largest, 0.85 * largest)  # INT4 reaches from -8 to 7
-    seeds, total, squares = 512, torch.zeros(N, K, dtype=torch.float64), 0.0
+    seeds, total, squares = 128, torch.zeros(N, K, dtype=torch.float64), 0.0
     for seed in range(seeds):
         rounded = format.round_expert(packed, 1, exact, Dither("w", seed).uniform(1, exact.shape))
         error = rounded.values - exact
@@ -97,11 +97,11 @@ def test_the_mean_over_seeds_is_the_value(name):
         squares += error.square().sum().item()
     noise = (squares / seeds / exact.numel()) ** 0.5
     bias = total.mean().item() / seeds / noise
-    assert abs(bias) < 1e-3, "of the noise; as many independent numbers have a mean of 2.4e-4"
+    assert abs(bias) < 2e-3, "of the noise; as many independent numbers have a mean of 4.9e-4"
     change = (exact - dense[1]).double()
     for some in slice(0, N // 2), slice(N // 2, N):
         kept = 1 + (total[some] / seeds * change[some]).sum() / change[some].square().sum()
-        assert abs(kept - 1) < 0.02, "the noise of 512 seeds, beside changes of a hundredth of a step"
+        assert abs(kept - 1) < 0.04, "the noise of 128 seeds, beside changes of a hundredth of a step"
 
 
 @every_format

@@ -4,9 +4,8 @@ import pytest
 import torch
 from helpers.adapters import save_with_factors
 from helpers.checkpoints import packed_in, same_bits, tensors_in
-from helpers.marks import rest_pinned
 from helpers.models import relative_error
-from helpers.small_families import FOR_PACKING, families_here, small_model
+from helpers.small_families import FOR_PACKING, families_here, slow_beyond_kinds, small_model
 from peft import PeftModel, get_peft_model
 
 from sonicmoe_hf import (
@@ -27,7 +26,7 @@ CASES = [(family, format) for family in RENAMED if family in HERE for format in 
 CASES += [(family, FORMATS[number % 2]) for number, family in enumerate(HERE) if family not in RENAMED]
 
 
-@pytest.mark.parametrize("family, format", rest_pinned(CASES, 4))
+@pytest.mark.parametrize("family, format", slow_beyond_kinds(CASES))
 def test_what_is_saved_packed_loads_again_to_the_bit_and_has_the_hubs_names_once_it_is_dense(family, format, tmp_path):
     model = quantize_experts(small_model(family, **FOR_PACKING), format)
     model.save_pretrained(tmp_path / "packed")
