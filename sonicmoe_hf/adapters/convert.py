@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.layouts import LAYOUTS, family_of, hub_config, native_config
+from ..checkpoints.layouts import CHECKPOINT_LAYOUTS, family_of, hub_config, native_config
 from ..checkpoints.reading.config_only import build_from_config
 from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, local_folder, read_config
 from ..checkpoints.writing.atomic_folder import (
@@ -87,7 +87,7 @@ def run_adapter_conversion(
     verify: bool = False,
 ) -> list[str]:
     """Convert as `convert_adapter` does, and return how to serve the result in an engine, in sentences."""
-    check_choice("layout", layout, (*LAYOUTS, *ENGINES))
+    check_choice("layout", layout, (*CHECKPOINT_LAYOUTS, *ENGINES))
     src, dst = expanded(src), new_folder(dst)
     given = config = AdapterConfig(src).entries
     if layout in ENGINES and (saved := config.get("modules_to_save")):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.layouts import LAYOUTS, family_of, has_native_layout
+from ..checkpoints.layouts import CHECKPOINT_LAYOUTS, family_of, has_native_layout
 from ..checkpoints.reading.config_only import build_from_config
 from ..checkpoints.reading.converters import (
     ALTERNATING,
@@ -90,7 +90,7 @@ def merge_adapter(
         sonicmoe_hf.merge_adapter("Qwen/Qwen3-30B-A3B", "outputs/lora", "merged")
     """
     if layout is not None:
-        check_choice("layout", layout, LAYOUTS)
+        check_choice("layout", layout, CHECKPOINT_LAYOUTS)
     if quantize is not None:
         check_choice("quantize", quantize, QUANTIZE)
         if layout == "native" and quantize != KEEP:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ..errors import CheckpointError
 from ..formats.declared import check_format
 from ..layer.config import check_choice
-from .layouts import LAYOUTS, has_native_layout
+from .layouts import CHECKPOINT_LAYOUTS, has_native_layout
 from .reading.files import local_folder, read_config
 from .reading.source import Source
 from .reading.stored import DTYPES, StoredWeights
@@ -58,7 +58,7 @@ def convert_checkpoint(
     Example:
         sonicmoe_hf.convert_checkpoint("Qwen/Qwen3-30B-A3B", "qwen3-native", layout="native")
     """
-    check_choice("layout", layout, LAYOUTS)
+    check_choice("layout", layout, CHECKPOINT_LAYOUTS)
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     if quantize is not None:

@@ -15,7 +15,8 @@ from ..errors import CheckpointError
 from ..layer.experts_module import Sizes
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily
 
-LAYOUTS = ("native", "hub")  # to choose from; the hub's is a family's own, one of those that detect_layout names
+# to choose from; the hub's is a family's own, one of those that detect_layout names
+CHECKPOINT_LAYOUTS = ("native", "hub")
 LAYOUT_VERSION = 1
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"

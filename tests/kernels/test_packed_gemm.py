@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import tapes
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import crossed, rest_pinned, rest_slow
 from kernel_helpers import errors, relative_error
 from moe_problems import AdaptedLayer, adapter, layer, packed_adapter, poisoned, routing_ids
 from torch.utils.checkpoint import checkpoint
@@ -103,8 +103,7 @@ def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, i
     assert h is None and a.shape == (rows[1].token.numel(), I)
 
 
-@pytest.mark.parametrize("name", rest_pinned(FORMATS, 2))
-@pytest.mark.parametrize("layout", rest_pinned(["concatenated", "transposed_concatenated"]))
+@pytest.mark.parametrize("layout, name", crossed(["concatenated", "transposed_concatenated"], FORMATS, everywhere=2))
 def test_a_packed_layer_without_gates_is_the_layer_of_its_values(layout, name):
     problem = AdaptedLayer(
         0, layout, 20, 64, 64, 2, 1, "cpu", torch.float32, name, empty=(), bias=False, activation="relu2"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import crossed, rest_pinned
 from kernel_helpers import errors
 from kernel_products import SHAPES, TOLERANCE, check_products
 from moe_problems import by_reference, layer, poisoned, routing_ids, run, upcast
@@ -117,13 +117,15 @@ def test_pairs_without_tokens_have_rows_of_no_token(device):
         assert kernels.combine(y, weight, rows, 0).shape == eager.combine(y, weight, rows, 0).shape == (0, 16)
 
 
-@pytest.mark.parametrize("layout", rest_slow(LAYOUTS, 2))
 @pytest.mark.parametrize(
-    "shape, kind",
-    rest_pinned([("odd", "list"), ("even", "list"), ("all experts", "top_k"), ("one row", "sentinels")]),
+    "layout, problem",
+    crossed(
+        LAYOUTS, [("odd", "list"), ("even", "list"), ("all experts", "top_k"), ("one row", "sentinels")], everywhere=2
+    ),
+    ids=str,
 )
-def test_every_kernel_agrees_with_the_eager_backend(device, layout, shape, kind):
-    check_products(device, layout, shape, kind)
+def test_every_kernel_agrees_with_the_eager_backend(device, layout, problem):
+    check_products(device, layout, *problem)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.marks import rest_pinned
+from helpers.marks import crossed, rest_pinned
 from helpers.models import assert_all_close, relative_error
 from helpers.one_layer import (
     OF_ONE_KIND,
@@ -72,8 +72,11 @@ def test_it_agrees_with_merged_weights_and_its_gradients_with_finite_differences
     assert torch.autograd.gradcheck(by_position, tuple(inputs.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("layout", rest_pinned(["concatenated", "transposed_interleaved"]))
-@pytest.mark.parametrize("ranks", rest_pinned([((3, 2),), ((8, 16),), ((3, 0),), ((0, 2),)]), ids=str)
+@pytest.mark.parametrize(
+    "layout, ranks",
+    crossed(["concatenated", "transposed_interleaved"], [(3, 2), (8, 16), (3, 0), (0, 2)], everywhere=1),
+    ids=str,
+)
 def test_factors_as_peft_stores_them_give_what_their_views_do(layout, ranks):
     inputs, index = problem(T, H, I, E, K, layout=layout)
     inputs = with_factors(inputs, ranks)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers.marks import rest_pinned
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import assert_all_close
 from helpers.one_layer import Watching, output_and_gradients, problem, run
 from torch._dynamo.utils import counters
@@ -100,7 +100,7 @@ def test_tracers_and_tensor_subclasses_get_the_ops(pre_dispatch):
     assert run(fakes, fake_index).shape == inputs["x"].shape
 
 
-@pytest.mark.parametrize("layout", rest_pinned(["concatenated", "transposed_interleaved"]))
+@pytest.mark.parametrize("layout", rest_slow(["concatenated", "transposed_interleaved"]))
 def test_the_custom_ops_pass_torchs_own_checks(layout):
     inputs, index = problem(T=5, dtype=torch.float32, layout=layout)
     rows = functional.dispatch(index, 5, 4)

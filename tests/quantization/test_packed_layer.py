@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import rest_slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -255,7 +255,7 @@ class Layer(nn.Module):
         return moe_experts(self.linear(x), self.gate_up, self.down, (index, weights))
 
 
-@pytest.mark.parametrize("name", [*rest_pinned(list(FORMATS)[:3]), *rest_slow(list(FORMATS)[3:], 0)])
+@pytest.mark.parametrize("name", rest_slow(FORMATS))
 def test_compiled_and_checkpointed_it_stays_the_same(name, expansions):
     module, (leaves, index) = Layer(name), inputs()
     x, weights = leaves[:2]

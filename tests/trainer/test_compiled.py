@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.marks import rest_pinned
+from helpers.marks import rest_slow
 from helpers.models import patched
 from helpers.said import says, silent
 from helpers.training import CHECKPOINTED_TRAINING, Examples, advise, arguments, trainer_for
@@ -41,7 +41,7 @@ LIGER = {"use_liger_kernel": True}
 LIGER |= {"liger_kernel_config": {"fused_linear_cross_entropy": False, "rms_norm": False}}
 
 
-@pytest.mark.parametrize("liger", rest_pinned([LIGER, {}]), ids=["Liger", "no Liger"])
+@pytest.mark.parametrize("liger", rest_slow([LIGER, {}]), ids=["Liger", "no Liger"])
 def test_torch_compile_compiles_layers_and_no_whole_model(liger, tmp_path, monkeypatch):
     """The advice on a GPU that waits names it, and no longer where layers are compiled."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe

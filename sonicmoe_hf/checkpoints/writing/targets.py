@@ -12,7 +12,7 @@ from ...formats.declared import EXPERT_DTYPE
 from ...formats.hub import HubFormat
 from ...kernels.packed import FORMATS
 from ...layer.config import check_choice
-from ..layouts import LAYOUTS, hub_config, native_config
+from ..layouts import CHECKPOINT_LAYOUTS, hub_config, native_config
 from ..reading.config_only import build_from_config
 from ..reading.converters import complete_groups
 from ..reading.files import CONFIG_FILE
@@ -53,7 +53,7 @@ def target_of(
     quantize: str | None = None,
 ) -> Target:
     """Describe the checkpoint that `convert_checkpoint` writes of `source` under these of its arguments."""
-    check_choice("layout", layout, LAYOUTS)
+    check_choice("layout", layout, CHECKPOINT_LAYOUTS)
     target_layout = "native" if layout == "native" else source.family.hub_layout
     quantize = source.format_named(quantize)
     layouts = source.family.name, source.layout, target_layout
