@@ -7,6 +7,7 @@ form for models whose experts vLLM holds as one weight. "sglang" always gives th
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -25,12 +26,15 @@ from .trained_model import decoder_name
 
 ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
-VLLM_ABSORBED = "kv_b_proj"  # of latent attention (MLA): vLLM decodes with matrices that it makes of the base's alone
+# linear layers of which vLLM multiplies the base's weights alone: latent attention (MLA) makes matrices of kv_b_proj, and
+# DeepSeek-V4's class gives the weights of these to kernels (vllm/models/deepseek_v4: attention.py, nvidia/ops/o_proj.py)
+VLLM_ABSORBED = re.compile(r"\.(kv_b_proj|o_a_proj|compressor\.(indexer\.)?(kv|gate)_proj)$")
 VLLM_PER_EXPERT = (  # Transformers' names of classes whose namesakes in vLLM take a pair for each expert and projection
     "AXK1ForCausalLM",
     "AfmoeForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV4ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "ExaoneMoeForCausalLM",
     "Gemma4ForCausalLM",
@@ -60,6 +64,7 @@ VLLM_MIXED = ("OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 NOT_IN_SGLANG = (  # of those in vLLM
     "AXK1ForCausalLM",
     "AfmoeForCausalLM",
+    "DeepseekV4ForCausalLM",
     "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
     "GraniteMoeSharedForCausalLM",
@@ -83,20 +88,23 @@ def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> N
     for name in (*adapter.factors, *adapter.replaced):
         owner, _, parameter = name.rpartition(".")
         layer, module = owner.rpartition(".")[2], model.get_submodule(owner)
-        absorbed = layer == VLLM_ABSORBED and engine == "vllm"
+        absorbed = VLLM_ABSORBED.search(owner) if engine == "vllm" else None
+        layer = absorbed[1] if absorbed else layer
         obstacles = {
             f"{name} is of the embeddings or the head, which not all models of engines adapt": layer in EMBEDDINGS,
             f"{name} is outside the language model, where engines may leave adapters out": not name.startswith(
                 decoder
             ),
             f"{name} adapts a router, which not all models of engines adapt": is_in_router(owner),
-            f"{name} adapts {layer}, and vLLM decodes without the adapters of that layer, in silence": absorbed,
+            f"{name} adapts {layer}, and vLLM decodes without the adapters of that layer, in silence": (
+                absorbed is not None
+            ),
             f"the adapter is on {name}, and engines take factors of linear layers' and experts' weights alone": (
                 parameter not in weight_names(module) if is_experts(module) else not isinstance(module, nn.Linear)
             ),
         }
         if reason := next((reason for reason, applies in obstacles.items() if applies), None):
-            rest = f"; or leave {layer} out of target_modules when you train" if absorbed else ""
+            rest = f"; or leave {layer} out of target_modules when you train (exclude_modules)" if absorbed else ""
             raise CheckpointError(f"{reason}; {MERGED}{rest}")
 
 

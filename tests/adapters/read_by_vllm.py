@@ -153,7 +153,7 @@ def _models_below(module, seen: set) -> set:
     if module not in seen and ".models." in module.__name__:
         seen.add(module)
         for value in vars(module).values():
-            if inspect.isclass(value) and value.__module__.startswith("vllm.model_executor.models."):
+            if inspect.isclass(value) and value.__module__.startswith(("vllm.model_executor.models.", "vllm.models.")):
                 _models_below(sys.modules[value.__module__], seen)
     return seen
 
@@ -172,7 +172,7 @@ def _experts_of(engine_class, config) -> list:
         if method is not None and "self.model." not in inspect.getsource(method):  # of the model that it holds
             model = owner.__new__(owner)  # without its layers
             nn.Module.__init__(model)
-            model.config, model.has_moe = config, True
+            model.config, model.has_moe, model.is_fused_shared_expert_enabled = config, True, False
             return model.get_expert_mapping()
     given = re.search(r"ckpt_names=\((.+)\)", "".join(map(inspect.getsource, _models_below(module, set()))))
     names = ast.literal_eval(f"({given[1]})") if given else ("gate_proj", "down_proj", "up_proj")

@@ -54,6 +54,19 @@ def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path
     assert any(".kv_b_proj." in name for name in tensors_in(tmp_path / "served"))
 
 
+def test_vllm_gives_weights_of_deepseek_v4_to_kernels_that_leave_their_adapters_out(tmp_path):
+    """Its own code read what `config_for_vllm` adapts (tests/adapters/read_by_vllm.py): the other layers."""
+    for target in ("self_attn.o_a_proj", "compressor.kv_proj", "compressor.indexer.gate_proj"):
+        model, folder = small_model("deepseek_v4"), tmp_path / target
+        model.save_pretrained(folder / "base")
+        adapt(model, folder / "adapter", lora_config(model).target_parameters, target_modules=[target])
+        layer = target.removeprefix("self_attn.")
+        match = (
+            rf"adapts {layer}, and vLLM decodes without .*; or leave {layer} out of target_modules .*\(exclude_modules"
+        )
+        assert_refused(folder / "adapter", match, trained_on=folder / "base")
+
+
 def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
     convert_adapter(adapter, tmp_path / "served", "vllm")
     weights = tensors_in(tmp_path / "served")

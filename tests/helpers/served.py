@@ -9,6 +9,7 @@ from helpers.models import build
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter
+from sonicmoe_hf.adapters.engines import VLLM_ABSORBED
 
 UNEVEN = {
     "use_rslora": True,
@@ -20,6 +21,7 @@ UNEVEN = {
 FAMILIES_IN_VLLM = [  # besides, built by small_model
     "afmoe",
     "axk1",
+    "deepseek_v4",
     "gemma4",
     "granitemoe",
     "granitemoeshared",
@@ -84,5 +86,4 @@ def split_experts(tensors, family=None):
 
 def config_for_vllm(model):
     """Return the default configuration at rank 2, without what vLLM takes no adapters of."""
-    modules = [name for name in sonicmoe_hf.lora_config(model).target_modules if name != "kv_b_proj"]
-    return sonicmoe_hf.lora_config(model, r=2, target_modules=modules)
+    return sonicmoe_hf.lora_config(model, r=2, exclude_modules=f".*{VLLM_ABSORBED.pattern}")
