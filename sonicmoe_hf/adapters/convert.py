@@ -142,7 +142,7 @@ def _write(
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, list(files), 1) as folder:
         save_tensors(folder / ADAPTER_WEIGHTS, weights, verify)
-        write_json(folder / ADAPTER_CONFIG, config)
+        write_json(folder / ADAPTER_CONFIG, dict(sorted(config.items())))  # the order of PEFT
         for file, source in files.items():
             copy_file(source, folder / file)
         add_card(folder, dst.name, card, format, [])
