@@ -3,11 +3,11 @@
 A kernel is persistent: one block (CTA) per SM, with 384 threads in three warpgroups. Warpgroup 0 holds the producer
 warps, which fill the stages of the mainloop pipeline: by TMA where rows lie together, by asynchronous copies (cp.async)
 where an index names them ("gather"). Warpgroups 1 and 2 are the consumers (wgmma, fp32 accumulators). Classes differ in
-how the consumers share the work, and in who runs the epilogue:
+how the consumers share the work, and in who runs the epilogue (those with FP8 operands stand in gemm_fp8.py):
 
     class                       A, B          consumers     epilogue                         registers
     GemmUpKernel                gather, TMA   cooperative   2 epilogue warps, warpgroup 0    136, 184
-    GemmDownBackwardKernel            gather, TMA   cooperative   3 epilogue warps, warpgroup 0    136, 184
+    GemmDownBackwardKernel      gather, TMA   cooperative   3 epilogue warps, warpgroup 0    136, 184
     CooperativeGemmDownKernel   TMA, TMA      cooperative   3 epilogue warps, warpgroup 0    40, 232
     PingpongGemmDownKernel      TMA, TMA      pingpong      the consumers                    24, 240
     GemmWgradKernel             TMA, gather   cooperative   the consumers                    40, 232
@@ -29,7 +29,7 @@ have an order barrier each (gemm_down.py). Every warp but producer warp 0 also a
 
 Adapters (interface.LoraTerm) are more depth: [A | shrunk] [B | factor]^T. After the stages of A and B the producer fills
 one more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Consumers compute the last
-of these stages as far as there are k blocks of 16. Nothing else differs, and without an adapter nothing does.
+of these stages as far as there are k blocks of 16. All else is as in the product without an adapter.
 """
 
 from dataclasses import dataclass

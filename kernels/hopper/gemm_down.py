@@ -83,7 +83,7 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
 
 @dataclass(frozen=True)
 class RowStore:
-    """Destination and means of a consumer's store of rows: the (row, column) of every value of its accumulators, the
+    """The store of rows by a consumer: the (row, column) of every value of its accumulators, the
     epi tiles in shared memory, the bias or None."""
 
     store: EpilogueStore

@@ -154,7 +154,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         return global_vector(h, Int64(row) * width + side_column)
 
     def places(self, v, epi_tile):
-        """Return the places of the gate and the up of the v-th column in a thread's h of an epi tile, or without a
+        """Return the indices of the gate and the up of the v-th column in a thread's h of an epi tile, or without a
         gate that column's."""
         places = (v,) if self.sides == 1 else (2 * v, 2 * v + 1) if self.interleaved else (v, VECTOR + v)
         return [i + self.sides * VECTOR * epi_tile for i in places]

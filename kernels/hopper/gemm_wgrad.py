@@ -60,7 +60,7 @@ SLAB_BYTES = TILE_K * 128  # of 64 columns of the gathered side, which lie toget
 
 @dataclass(frozen=True)
 class HalfStore:
-    """Destination and means of a consumer's store of half a tile: the epi tiles in shared memory, and `out`."""
+    """The store of half a tile by a consumer, the epi tiles in shared memory that it writes, and `out`."""
 
     store: EpilogueStore
     epi_tiles: cute.Tensor

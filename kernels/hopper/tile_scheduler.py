@@ -75,7 +75,7 @@ class TileScheduler:
         return _next_dynamic(self.counter, self.num_work_tiles)
 
     def prefetch(self, index, tile_count):
-        """Run `prefetch_dynamic`, or return the static schedule's index after `index`, which is the work tile begun."""
+        """Run `prefetch_dynamic`, or where the schedule is static return the index that follows the begun work tile's."""
         if self.static:
             return _next_static(self.counter, self.num_work_tiles, index, tile_count)
         return self.prefetch_dynamic()

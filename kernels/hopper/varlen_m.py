@@ -53,7 +53,7 @@ class Gather:
         return TILE_M // self.rows_per_pass
 
     def target(self, i: int, targets_in_stage):
-        """Return the place that the i-th pass copies to."""
+        """Return the shared address that the i-th pass copies to."""
         lap, place = divmod(i, len(targets_in_stage))
         return targets_in_stage[place] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
 

@@ -1,4 +1,4 @@
-"""What all formats have in common: what stores a weight, how it is checked, packed expert by expert, and expanded again.
+"""The base of all formats of packed weights: the tensors that store one, checks, packing by expert, and expansion.
 
 Letters: E experts, N rows (output features) and K columns (input features) of a weight [E, N, K].
 

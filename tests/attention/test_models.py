@@ -1,6 +1,7 @@
 """Whole models with attn_implementation="torch_sinks" against the same models with eager attention."""
 
 import functools
+import itertools
 import pathlib
 import re
 import warnings
@@ -11,7 +12,7 @@ import transformers
 from helpers.adapters import with_lora
 from helpers.attention import CHANGES, apart, build, inputs, packed, results
 from helpers.flash_kernels import as_on_cuda
-from helpers.marks import crossed, rest_pinned
+from helpers.marks import rest_pinned, rest_slow
 from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -114,7 +115,9 @@ def test_gradient_checkpointing(kernels, use_reentrant):
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("kernels, use_reentrant", crossed(["cpu", "cuda_path"], [False, True]), indirect=["kernels"])
+@pytest.mark.parametrize(
+    "kernels, use_reentrant", rest_slow(itertools.product(["cuda_path", "cpu"], [False, True])), indirect=["kernels"]
+)
 def test_layers_compiled_under_gradient_checkpointing(kernels, use_reentrant):
     torch._dynamo.reset()
     model, batch = with_lora(build(experts="sonicmoe_hf"), target_modules=["q_proj"]), inputs("both")

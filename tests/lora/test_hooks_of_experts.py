@@ -54,7 +54,7 @@ def test_hooks_of_experts_see_what_transformers_experts_get_and_what_they_change
         assert one.dtype == other.dtype and relative_error(one.double(), other.double()) < 1e-5, ORDER_OF_SUMS
 
 
-@pytest.mark.pinned
+@pytest.mark.slow
 def test_compiled_whole_it_gives_the_same_with_hooks_of_the_experts():
     torch._dynamo.reset()
     model = with_lora(patched(small("qwen3_moe")))

@@ -172,6 +172,7 @@ def test_pretraining_rounds_and_balances_until_its_last_tenth(run, tmp_path):
     assert len(AutoTokenizer.from_pretrained(folder)) == AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
 
 
+@pytest.mark.slow
 def test_qlora_trains_beside_packed_experts_and_is_merged(run, hub, tmp_path):
     pytest.importorskip("bitsandbytes")
     changes = {"gradient_accumulation_steps=8": "report_to=[]"}
