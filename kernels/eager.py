@@ -111,6 +111,10 @@ def reads_packed(format, dtype, rows, is_expanded=False):
     return False
 
 
+def decodes(weight, dtype, rows, is_expanded=False):
+    return False
+
+
 def _split(h, interleaved):
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
 

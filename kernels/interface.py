@@ -152,6 +152,10 @@ class Backend(Protocol):
         """Tell whether up and down take weights as `PackedOperand`, and are faster with them than `dequantize` with what
         it gives; or than the latter alone, where the weights are expanded anyway."""
 
+    def decodes(self, weight: PackedOperand, dtype: torch.dtype, rows: Rows, is_expanded: bool = False) -> bool:
+        """Tell whether up, down, down_backward and up_backward_input take this weight as it is, and are faster with it
+        than `dequantize` with what it gives; or where the weight, if it is expanded, is so once for all of them."""
+
     def up(
         self,
         x_TH,
@@ -164,7 +168,8 @@ class Backend(Protocol):
         want_a: bool,
         lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Compute h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. lora: (u, B1)."""
+        """Compute h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` or `decodes` a PackedOperand. lora: (u,
+        B1)."""
 
     def down(self, a_RI, down_EHI, bias_EH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:
         """Compute y_RH. down_EHI: as gate_up. lora: (v, B2)."""
@@ -235,10 +240,11 @@ class Backend(Protocol):
         want_dw: bool,
         lora: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Compute dh_R2I, a' = w a [R, I] and dw_P. lora: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
+        """Compute dh_R2I, a' = w a [R, I] and dw_P. down_EHI: a tensor, or where `decodes` a PackedOperand. lora: (dv, A2
+        as [E, I, J]), part of da = dout W2 + dv A2."""
 
     def up_backward_input(self, dh_R2I, gate_up_E2IH, rows: Rows, lora: LoraTerm | None = None) -> torch.Tensor:
-        """Compute dx_RH, the gradient of gathered x. lora: (du, A1 as [E, H, J])."""
+        """Compute dx_RH, the gradient of gathered x. gate_up_E2IH: as down_backward's. lora: (du, A1 as [E, H, J])."""
 
     def gate_up_gradient(self, dh_R2I, x_TH, rows: Rows, like_E2IH) -> torch.Tensor:
         """Compute dh^T x, in the dtype and strides of `like_E2IH`."""

@@ -2,15 +2,18 @@
 
 Some calls fall back to the Triton kernels: those that these kernels do not support (H or I up to 64 or no multiple of 8,
 weights with gaps), and those that they are slower at (up and down_backward with few rows per expert). Dispatch, combine,
-token rounding, the bias gradients, and products that read packed weights always run in Triton.
+token rounding, the bias gradients, and forward's products with packed weights and few rows always run in Triton; with
+more rows packed weights are decoded here where a tile is loaded, until expanding them to memory first is faster.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from .. import triton
 from ..interface import PackedOperand
+from ..packed import FORMATS, Quantized
 from ..packed.fp8 import FP8_BLOCK
 from ..scaled import block_scales, empty_rows
 from ..tape import launching
@@ -30,7 +33,19 @@ from ..triton import scale_rows as scale_rows
 from ..triton import tile_table_length as tile_table_length
 from ..triton import transposed as transposed
 from ..triton.config import TILE, num_sms, tile_rows
-from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, supports_sizes, tile
+from ..triton.dequantize import words_of
+from .config import (
+    ALIGNMENT,
+    DECODED,
+    Stored,
+    gemm_down_tiles,
+    gemm_wgrad_tiles,
+    is_short,
+    row_bucket,
+    supports_sizes,
+    tile,
+)
+from .config import decodes as decodes_rows
 from .variants import training_step_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -68,12 +83,54 @@ def _dense(weight) -> bool:
     return any(all(n == 1 or s == form for n, s, form in zip(weight.shape, weight.stride(), one)) for one in forms)
 
 
-def _lora_fits(lora, weight) -> bool:
-    """Tell whether the Hopper kernels take an interface.LoraTerm, or None, beside this weight [E, N, K]."""
+class _Weight(NamedTuple):
+    """A weight [E, N, K] for a kernel. kind: `weights` of compiled.py, beside its `operands`. fits: whether the kernels
+    take it."""
+
+    kind: torch.dtype | Stored
+    operands: tuple
+    shape: tuple[int, int, int]
+    depth_contiguous: bool
+    dtype: torch.dtype
+    fits: bool
+
+
+def _weight(weight, dtype, across=False) -> _Weight:
+    """Describe a weight, or if `across` its transpose, beside tensors in this dtype."""
+    if isinstance(weight, PackedOperand):
+        packed = Quantized(weight.codes, weight.scales, weight.state)
+        format = FORMATS[weight.format]
+        experts, size_out, size_in = format.shape(packed)
+        stored = Stored(weight.format, str(weight.scales.dtype).removeprefix("torch."), format.group(packed))
+        words = words_of(weight.codes).view(experts, size_out, size_in // 8)
+        shape = (experts, size_in, size_out) if across else (experts, size_out, size_in)
+        fits = dtype == torch.bfloat16 and weight.format in DECODED
+        return _Weight(stored, (words, weight.scales, weight.state), shape, not across, dtype, fits)
+    view = weight.transpose(1, 2) if across else weight
+    fits = view.dtype in DTYPES and view.data_ptr() % 16 == 0 and _dense(view)
+    return _Weight(dtype, (view,), tuple(view.shape), view.stride(2) == 1, view.dtype, fits)
+
+
+def decodes(weight, dtype, rows, is_expanded=False):
+    packed = Quantized(weight.codes, weight.scales, weight.state)
+    experts, *sizes = FORMATS[weight.format].shape(packed)
+    is_taken = dtype == torch.bfloat16 and supports_sizes(*sizes)
+    return is_taken and decodes_rows(weight.format, rows.token.numel(), experts, is_expanded)
+
+
+def _expanded(weight, dtype, rows):
+    """Expand a weight, if it is packed."""
+    if not isinstance(weight, PackedOperand):
+        return weight
+    return dequantize(weight.codes, weight.scales, weight.state, weight.format, dtype, rows)
+
+
+def _lora_fits(lora, weight: _Weight) -> bool:
+    """Tell whether the Hopper kernels take an interface.LoraTerm, or None, beside this weight."""
     if lora is None:
         return True
     rows, factor = lora
-    same_order = (factor.stride(2) == 1) == (weight.stride(2) == 1)
+    same_order = (factor.stride(2) == 1) == weight.depth_contiguous
     aligned = rows.shape[1] % ALIGNMENT == 0 and (rows.data_ptr() | factor.data_ptr()) % 16 == 0
     same_dtype = rows.dtype == factor.dtype == weight.dtype
     return same_dtype and aligned and rows.is_contiguous() and same_order and _dense(factor)
@@ -118,71 +175,77 @@ def _run_on_its_device(kernel, tensor, *arguments):
 
 
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora=None):
-    if isinstance(gate_up_E2IH, PackedOperand):
+    is_packed = isinstance(gate_up_E2IH, PackedOperand)
+    if is_packed and reads_packed(gate_up_E2IH.format, x_TH.dtype, rows):
         return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora)
-    _, width, hidden = gate_up_E2IH.shape
+    weight = _weight(gate_up_E2IH, x_TH.dtype)
+    _, width, hidden = weight.shape
     inner = activation.inner(width)
-    sizes = (hidden, inner)
-    taken = _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH) and _lora_fits(lora, gate_up_E2IH)
-    if _has_few(rows) or not taken:
+    taken = weight.fits and _fits(rows, (hidden, inner), x_TH) and _lora_fits(lora, weight)
+    if not taken or (not is_packed and _has_few(rows)):
+        gate_up_E2IH = _expanded(gate_up_E2IH, x_TH.dtype, rows)
         return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, inner) if want_a else None
     kernel = _first(
         _compiled().gemm_up,
-        x_TH.dtype,
+        weight.kind,
         hidden,
         inner,
-        gate_up_E2IH.stride(2) == 1,
+        weight.depth_contiguous,
         bias_E2I is not None,
         want_h,
         want_a,
         activation,
         interleaved,
         _rank(lora),
-        tile("gemm_up", width),
+        tile("gemm_up", width, weight.kind),
     )
     _run_on_its_device(
-        kernel, x_TH, gate_up_E2IH, bias_E2I, *_operands(lora), h_R2I, a_RI, rows.token, *_schedule(rows, x_TH)
+        kernel, x_TH, *weight.operands, bias_E2I, *_operands(lora), h_R2I, a_RI, rows.token, *_schedule(rows, x_TH)
     )
     return h_R2I, a_RI
 
 
-def _product(fallback, source_RK, weight_ENK, bias_EN, rows, lora):
-    taken = _fits(rows, weight_ENK.shape[1:], None, source_RK, weight_ENK) and _dense(weight_ENK)
-    if not taken or not _lora_fits(lora, weight_ENK):
-        return fallback()
-    (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
+def _product(fallback, source_RK, weight_ENK, across, bias_EN, rows, lora):
+    """Compute source[r] @ weight[e]^T, or if `across` source[r] @ weight[e]; `fallback` takes the weight, expanded."""
+    weight = _weight(weight_ENK, source_RK.dtype, across)
+    if not weight.fits or not _fits(rows, weight.shape[1:], None, source_RK) or not _lora_fits(lora, weight):
+        return fallback(_expanded(weight_ENK, source_RK.dtype, rows))
+    num_rows, (num_experts, columns, depth) = len(source_RK), weight.shape
     out_RN = source_RK.new_empty(num_rows, columns)
     kernels = _for_tiles(
         _compiled().gemm_down,
-        gemm_down_tiles(columns, depth),
-        source_RK.dtype,
+        gemm_down_tiles(columns, depth, weight.kind),
+        weight.kind,
         columns,
         depth,
-        weight_ENK.stride(2) == 1,
+        weight.depth_contiguous,
         bias_EN is not None,
         _rank(lora),
     )
     kernel = kernels[row_bucket(num_rows, num_experts)]
     _run_on_its_device(
-        kernel, source_RK, weight_ENK, bias_EN, *_operands(lora), out_RN, rows.token, *_schedule(rows, source_RK)
+        kernel, source_RK, *weight.operands, bias_EN, *_operands(lora), out_RN, rows.token, *_schedule(rows, source_RK)
     )
     return out_RN
 
 
 def down(a_RI, down_EHI, bias_EH, rows, lora=None):
-    if isinstance(down_EHI, PackedOperand):
+    if isinstance(down_EHI, PackedOperand) and reads_packed(down_EHI.format, a_RI.dtype, rows):
         return triton.down(a_RI, down_EHI, bias_EH, rows, lora)
-    return _product(lambda: triton.down(a_RI, down_EHI, bias_EH, rows, lora), a_RI, down_EHI, bias_EH, rows, lora)
+    return _product(
+        lambda weight: triton.down(a_RI, weight, bias_EH, rows, lora), a_RI, down_EHI, False, bias_EH, rows, lora
+    )
 
 
 def up_backward_input(dh_R2I, gate_up_E2IH, rows, lora=None):
     return _product(
-        lambda: triton.up_backward_input(dh_R2I, gate_up_E2IH, rows, lora),
+        lambda weight: triton.up_backward_input(dh_R2I, weight, rows, lora),
         dh_R2I,
-        gate_up_E2IH.transpose(1, 2),
+        gate_up_E2IH,
+        True,
         None,
         rows,
         lora,
@@ -293,12 +356,14 @@ def scaled_down_backward(
 def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora=None
 ):
-    num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
-    chosen = tile("gemm_down_backward", inner)
+    num_pairs, weight = rows.token.numel(), _weight(down_EHI, dout_TH.dtype, across=True)
+    _, inner, hidden = weight.shape
+    chosen = tile("gemm_down_backward", inner, weight.kind)
     num_partials = -(-inner // chosen.columns)
-    taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_partials * num_pairs < MAX_ELEMENTS
-    weight_EIH = down_EHI.transpose(1, 2)
-    if _has_few(rows) or not taken or not _dense(down_EHI) or not _lora_fits(lora, weight_EIH):
+    taken = _fits(rows, (hidden, inner), dout_TH, h_R2I) and num_partials * num_pairs < MAX_ELEMENTS
+    taken = taken and weight.fits and _lora_fits(lora, weight)
+    if not taken or (not isinstance(down_EHI, PackedOperand) and _has_few(rows)):
+        down_EHI = _expanded(down_EHI, dout_TH.dtype, rows)
         return triton.down_backward(
             dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora
         )
@@ -306,10 +371,10 @@ def down_backward(
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     partials = weight_P.new_empty(num_partials, num_pairs) if want_dw else None
     kernel = _compiled().gemm_down_backward(
-        dout_TH.dtype,
+        weight.kind,
         hidden,
         inner,
-        down_EHI.stride(1) == 1,
+        weight.depth_contiguous,
         want_dh,
         want_a,
         want_dw,
@@ -321,7 +386,7 @@ def down_backward(
     _run_on_its_device(
         kernel,
         dout_TH,
-        weight_EIH,
+        *weight.operands,
         *_operands(lora),
         h_R2I,
         weight_P,

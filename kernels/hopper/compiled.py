@@ -1,5 +1,8 @@
 """Compiled kernels, by static parameters: sizes H and I, dtype, layout, options. T, E and the number of rows are dynamic.
 
+weights: the dtype of all tensors; or how the weight is packed, which is decoded where the tile is loaded (decode.py), and
+stored as [E, 2I, H] or [E, H, I] in any case. The others are bf16 then.
+
 The arguments are fake tensors: nothing here needs a GPU.
 """
 
@@ -12,8 +15,7 @@ import torch
 from cutlass import Int32
 
 from .cache import cached
-from .config import MAX_PINGPONG_COLUMNS, Tile
-from .decode import GROUP as CODE_GROUP
+from .config import MAX_PINGPONG_COLUMNS, Stored, Tile
 from .decode import DecodedGemmDownBackwardKernel, DecodedGemmDownKernel, DecodedGemmUpKernel
 from .gemm_down import CooperativeGemmDownKernel, PingpongGemmDownKernel
 from .gemm_down_backward import GemmDownBackwardKernel
@@ -23,6 +25,12 @@ from .gemm_up import GemmUpKernel
 from .gemm_wgrad import GemmWgradKernel
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+SCALES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "uint8": cutlass.Uint8,
+}
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"  # whatever this machine has
 
 
@@ -33,6 +41,28 @@ def _tensor(dtype, shape, order=None, align=16):
 
 def _indices(length, width=None):
     return _tensor(cutlass.Int32, (length,) if width is None else (length, width), align=4)
+
+
+def _kind(weights):
+    return cutlass.BFloat16 if isinstance(weights, Stored) else DTYPES[weights]
+
+
+def _weights(weights, rows, depth, depth_contiguous):
+    """Make the operands of a weight [E, rows, depth]: itself, or of a packed one words of codes, scales and state."""
+    if not isinstance(weights, Stored):
+        return (_weight(DTYPES[weights], rows, depth, depth_contiguous),)
+    rows, depth = (rows, depth) if depth_contiguous else (depth, rows)
+    words, scales, kind = (
+        (cute.sym_int(), rows, depth // 8),
+        (cute.sym_int(), rows, depth // weights.group),
+        SCALES[weights.scales],
+    )
+    state = None
+    if weights.format == "uint4":
+        state = _tensor(cutlass.Uint8, scales, align=1)
+    elif weights.format == "nf4":
+        state = _tensor(cutlass.Float32, (cute.sym_int(),), align=4)
+    return _tensor(cutlass.Int32, words), _tensor(kind, scales, align=kind.width // 8), state
 
 
 def _weight(dtype, rows, depth, depth_contiguous):
@@ -56,15 +86,20 @@ def _stream():
 
 
 @cached
-def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, rank: int, tile: Tile):
+def gemm_down(weights, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, rank: int, tile: Tile):
     """Compile PingpongGemmDownKernel, or for wider tiles CooperativeGemmDownKernel: source [R, depth], weight [E,
     rows_of_weight, depth]."""
-    kind, pairs = DTYPES[dtype], cute.sym_int()
-    kernel = CooperativeGemmDownKernel if tile.columns > MAX_PINGPONG_COLUMNS else PingpongGemmDownKernel
+    kind, pairs = _kind(weights), cute.sym_int()
+    if isinstance(weights, Stored):
+        kernel = DecodedGemmDownKernel(weights, tile, not depth_contiguous)
+    else:
+        kernel = (CooperativeGemmDownKernel if tile.columns > MAX_PINGPONG_COLUMNS else PingpongGemmDownKernel)(
+            kind, tile
+        )
     return cute.compile(
-        kernel(kind, tile),
+        kernel,
         _tensor(kind, (pairs, depth)),
-        _weight(kind, rows_of_weight, depth, depth_contiguous),
+        *_weights(weights, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
         *_lora(kind, pairs, rows_of_weight, rank, depth_contiguous),
         _tensor(kind, (pairs, rows_of_weight)),
@@ -77,7 +112,7 @@ def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bi
 
 @cached
 def gemm_up(
-    dtype,
+    weights,
     hidden: int,
     inner: int,
     hidden_contiguous: bool,
@@ -90,11 +125,15 @@ def gemm_up(
     tile: Tile,
 ):
     """Compile GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], or without a gate [E, inner, hidden]."""
-    kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
+    kind, pairs, width = _kind(weights), cute.sym_int(), activation.width(inner)
+    if isinstance(weights, Stored):
+        kernel = DecodedGemmUpKernel(weights, tile, activation, interleaved)
+    else:
+        kernel = GemmUpKernel(kind, tile, activation, interleaved)
     return cute.compile(
-        GemmUpKernel(kind, tile, activation, interleaved),
+        kernel,
         _tensor(kind, (cute.sym_int(), hidden)),
-        _weight(kind, width, hidden, hidden_contiguous),
+        *_weights(weights, width, hidden, hidden_contiguous),
         _tensor(kind, (cute.sym_int(), width), align=2) if bias else None,
         *_lora(kind, pairs, width, rank, hidden_contiguous),
         _tensor(kind, (pairs, width)) if want_h else None,
@@ -108,7 +147,7 @@ def gemm_up(
 
 @cached
 def gemm_down_backward(
-    dtype,
+    weights,
     hidden: int,
     inner: int,
     hidden_contiguous: bool,
@@ -122,11 +161,15 @@ def gemm_down_backward(
 ):
     """Compile GemmDownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner], [R, inner] without
     a gate."""
-    kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
+    kind, pairs, width = _kind(weights), cute.sym_int(), activation.width(inner)
+    if isinstance(weights, Stored):
+        kernel = DecodedGemmDownBackwardKernel(weights, tile, activation, interleaved)
+    else:
+        kernel = GemmDownBackwardKernel(kind, tile, activation, interleaved)
     return cute.compile(
-        GemmDownBackwardKernel(kind, tile, activation, interleaved),
+        kernel,
         _tensor(kind, (cute.sym_int(), hidden)),
-        _weight(kind, inner, hidden, hidden_contiguous),
+        *_weights(weights, inner, hidden, hidden_contiguous),
         *_lora(kind, pairs, inner, rank, hidden_contiguous),
         _tensor(kind, (pairs, width)),
         _tensor(cutlass.Float32, (pairs,), align=4),
@@ -225,73 +268,6 @@ def gemm_fp8_down_backward(
         _tensor(STORED, (pairs, inner_groups * GROUP)) if want_scaled else None,
         _scales(pairs, 2 * inner_groups) if want_scaled else None,
         _scales(inner_groups, pairs) if want_dw else None,
-        _indices(pairs),
-        _indices(pairs),
-        *_tiles(),
-        _stream(),
-        options=OPTIONS,
-    )
-
-
-def _codes(rows: int, columns: int):
-    """Make the codes of a packed weight [E, rows, columns], eight to a word, and its scales."""
-    return _tensor(cutlass.Int32, (cute.sym_int(), rows, columns // 8)), _tensor(
-        cutlass.BFloat16, (cute.sym_int(), rows, columns // CODE_GROUP), align=2
-    )
-
-
-@cached
-def gemm_decoded_up(hidden: int, inner: int, want_h: bool, want_a: bool, activation, rank: int, tile: Tile):
-    """Compile DecodedGemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden] in INT4."""
-    pairs, width = cute.sym_int(), activation.width(inner)
-    return cute.compile(
-        DecodedGemmUpKernel(tile, activation),
-        _tensor(STORED, (cute.sym_int(), hidden)),
-        *_codes(width, hidden),
-        *_lora(STORED, pairs, width, rank, True),
-        _tensor(STORED, (pairs, width)) if want_h else None,
-        _tensor(STORED, (pairs, inner)) if want_a else None,
-        _indices(pairs),
-        *_tiles(),
-        _stream(),
-        options=OPTIONS,
-    )
-
-
-@cached
-def gemm_decoded_down(columns: int, depth: int, across: bool, rank: int, tile: Tile):
-    """Compile DecodedGemmDownKernel: source [R, depth], a weight in INT4 of [E, columns, depth], or where it is read
-    across, [E, depth, columns]."""
-    pairs = cute.sym_int()
-    return cute.compile(
-        DecodedGemmDownKernel(tile, across),
-        _tensor(STORED, (pairs, depth)),
-        *(_codes(depth, columns) if across else _codes(columns, depth)),
-        *_lora(STORED, pairs, columns, rank, not across),
-        _tensor(STORED, (pairs, columns)),
-        _indices(pairs),
-        *_tiles(),
-        _stream(),
-        options=OPTIONS,
-    )
-
-
-@cached
-def gemm_decoded_down_backward(
-    hidden: int, inner: int, want_dh: bool, want_a: bool, want_dw: bool, activation, rank: int, tile: Tile
-):
-    """Compile DecodedGemmDownBackwardKernel: dout [T, hidden], down in INT4 [E, hidden, inner], h [R, 2 inner]."""
-    pairs, width = cute.sym_int(), activation.width(inner)
-    return cute.compile(
-        DecodedGemmDownBackwardKernel(tile, activation),
-        _tensor(STORED, (cute.sym_int(), hidden)),
-        *_codes(hidden, inner),
-        *_lora(STORED, pairs, inner, rank, False),
-        _tensor(STORED, (pairs, width)),
-        _tensor(cutlass.Float32, (pairs,), align=4),
-        _tensor(STORED, (pairs, width)) if want_dh else None,
-        _tensor(STORED, (pairs, inner)) if want_a else None,
-        _tensor(cutlass.Float32, (cute.sym_int(), pairs), align=4) if want_dw else None,
         _indices(pairs),
         _indices(pairs),
         *_tiles(),

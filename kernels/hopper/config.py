@@ -4,6 +4,8 @@
 import functools
 from typing import NamedTuple
 
+import torch
+
 TILE_M = 128  # rows of a tile
 TILE_K = 64  # columns of both operands in a pipeline stage: 128 bytes of a 16-bit dtype
 K_BLOCK = 16  # of them in one wgmma
@@ -39,14 +41,37 @@ TABLE: dict[str, dict[Tile, float]] = {
     "gemm_down": {Tile(192, 4): 1.0},
     "gemm_down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.82},
     "gemm_wgrad": {Tile(192, 3): 1.0, Tile(128, 4): 0.96},
+    "decoded gemm_up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
+    "decoded gemm_down": {Tile(256, 3): 1.0},
+    "decoded gemm_down_backward": {Tile(192, 4): 1.0},
 }
+# Mean rows of an expert up to which a weight in this format is decoded where the tile is loaded, which every row tile
+# does anew, in place of expanding it to memory once; 0: never. A step of Qwen3-30B-A3B's layer with LoRA takes 1.47, 1.18
+# and 0.80 times as long with INT4 expanded at 128, 256 and 1,024 rows on an H200 (dev/kernel-log/packed.md).
+DECODED = {"int4": 320, "uint4": 256, "nf4": 256, "mxfp4": 256}
+
+
+class Stored(NamedTuple):
+    """The static facts of a packed weight that is decoded where the tile is loaded: its format, the name of its scales'
+    dtype, and how many values of a row share one."""
+
+    format: str
+    scales: str
+    group: int
+
+
+def decodes(format: str, num_rows: int, num_experts: int, is_expanded: bool) -> bool:
+    """Tell whether weights in a format are decoded where the tile is loaded. is_expanded: where they are not, they are
+    expanded once for four products, instead of for one each."""
+    limit = DECODED.get(format, 0)
+    return num_rows <= (limit // 2 if is_expanded else limit) * num_experts
 
 
 @functools.cache
-def tile(kernel: str, width: int) -> Tile:
+def tile(kernel: str, width: int, weights: torch.dtype | Stored | None = None) -> Tile:
     """Choose the tile of a kernel whose product has `width` columns (2I for `gemm_up`): the one that takes the least
     time for the columns it computes, those past the last included."""
-    speeds = TABLE[kernel]
+    speeds = TABLE[f"decoded {kernel}" if isinstance(weights, Stored) else kernel]
     return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
 
 
@@ -60,8 +85,10 @@ SHORT_MEAN_ROWS = range(161, 321)
 
 
 @functools.cache
-def gemm_down_tiles(columns: int, depth: int) -> tuple[Tile, Tile, Tile]:
+def gemm_down_tiles(columns: int, depth: int, weights: torch.dtype | Stored | None = None) -> tuple[Tile, Tile, Tile]:
     """Return the tiles of gemm_down: in general, where experts have about 128 rows, and where they have many."""
+    if isinstance(weights, Stored):
+        return (tile("gemm_down", columns, weights),) * 3
     narrow = tile("gemm_down", columns)._replace(static=depth <= MAX_STATIC_DEPTH)
     wide = depth >= MIN_WIDE_DEPTH and columns % WIDE.columns == 0
     return narrow, TALL, WIDE if wide else narrow

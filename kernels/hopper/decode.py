@@ -1,4 +1,4 @@
-"""A trial: grouped GEMMs whose weight stays packed in memory, and is decoded where the tile is loaded.
+"""Grouped GEMMs whose weight stays packed in memory, and is decoded where the tile is loaded.
 
     h[r] = x[token[r]] @ gate_up[e]^T, a[r] = act(h[r])        out[r] = source[r] @ weight[e]^T
 
@@ -10,7 +10,7 @@ and write the values in 16 bits where TMA would have put them. The rest is the k
 
 A stage of B is 64 rows of 128 bytes for every 64 columns of the tile (a block), in both storage orders: of a weight with
 contiguous depth a row is a column of the tile, of one that is read across a row is a step of the depth. A thread decodes
-half of one such row of every block: 32 values, which share a scale.
+half of one such row of every block: 32 values, which share a scale (decoders.py).
 """
 
 from dataclasses import dataclass
@@ -18,30 +18,21 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Int32, Int64
 
-from .config import TILE_K, VECTOR, Tile
+from .config import TILE_K, VECTOR, Stored, Tile
+from .decoders import GROUP, Codes, decoder_of
 from .gemm_common import advance, shared_vector
 from .gemm_down import CooperativeGemmDownKernel
 from .gemm_down_backward import GemmDownBackwardKernel
 from .gemm_up import GemmUpKernel
 from .mainloop import consumer_mma
-from .ptx import permute_bytes, scale_codes
 
 DECODING_WARPS = 4
-GROUP = 32  # values of a row that share a scale, and that a thread decodes
 WORDS = GROUP // 8  # of 32 bits, eight codes each
 BLOCK_N = 64  # columns of B whose stage is 64 rows of 128 bytes
 BLOCK_BYTES = BLOCK_N * TILE_K * 2
 MAX_MMA_COLUMNS = 192  # of one wgmma: a block of 512 threads starts with 128 registers a thread
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A packed weight: words [E, M, K / 8] of eight codes each, the first value lowest, and scales [E, M, K / GROUP]."""
-
-    words: cute.Tensor
-    scales: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -61,27 +52,15 @@ class PackedWeight:
         return None, None, 8 if self.across else 1
 
 
-class Int4:
-    """Codes less 8, times the scale: rounded once."""
-
-    @staticmethod
-    def pairs(word, scale):
-        """Decode a word into four pairs of bf16 values; `scale` is the group's, twice."""
-        shifted = word >> 4
-        for byte in range(4):
-            yield scale_codes(permute_bytes(word, shifted, 0x4400 + 0x1111 * byte), scale)
-
-
 class DecodingKernel:
     """Mixed into a kernel with epilogue warps, whose B is decoded from a PackedWeight.
 
-    registers: of a thread in warpgroup 0, in the consumers, and in the decoding warps.
+    registers: of a thread in warpgroup 0, in the consumers, and in the decoding warps. decoder: of decoders.py.
     """
 
     threads = 512
     decoding_warps = DECODING_WARPS
     weight_bytes = 0
-    decoder = Int4
 
     def weight_atom(self, weight):
         """Make the TMA loads of an adapter's factor; of a packed weight there are none."""
@@ -120,9 +99,11 @@ class DecodingKernel:
         full, empty = shared.pipeline.full, shared.pipeline.empty
         blocks = self.columns // BLOCK_N
         words, next_words = (cute.make_rmem_tensor((WORDS, blocks), Int32) for _ in range(2))
-        scales, next_scales = (cute.make_rmem_tensor(blocks, Float32) for _ in range(2))
+        loaded = cute.make_rmem_tensor((self.decoder.loaded, blocks), Int32)
+        prepared = cute.make_rmem_tensor((self.decoder.prepared, blocks), Int32)
+        constants = self.decoder.constants(codes)
         expert, _, _, column_tile = shared.scheduler.receive(Int32(0))
-        self.load_codes(words, scales, codes, expert, column_tile, Int32(0))
+        self.load_codes(words, loaded, codes, expert, column_tile, Int32(0))
         stage, phase, tile_count = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             next_expert, next_column_tile = Int32(-1), Int32(0)
@@ -133,16 +114,15 @@ class DecodingKernel:
                     work_tile = shared.scheduler.receive(tile_count)
                     next_expert, next_column_tile = work_tile.expert, work_tile.tile
                     load_expert, load_column_tile, next_k_tile = next_expert, next_column_tile, Int32(0)
-                self.load_codes(next_words, next_scales, codes, load_expert, load_column_tile, next_k_tile)
+                self.prepare(prepared, loaded, codes, constants)
+                self.load_codes(next_words, loaded, codes, load_expert, load_column_tile, next_k_tile)
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                self.decode_stage(words, scales, shared, stage)
+                self.decode_stage(words, prepared, shared, stage)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 shared.arrivals.arrive("full", full, stage)
                 for i in cutlass.range_constexpr(cute.size(words)):
                     words[i] = next_words[i]
-                for i in cutlass.range_constexpr(blocks):
-                    scales[i] = next_scales[i]
                 stage, phase = advance(stage, phase, self.stages)
             for _ in cutlass.range(self.lora_k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
@@ -156,40 +136,48 @@ class DecodingKernel:
         thread = cute.arch.thread_idx()[0] % (32 * DECODING_WARPS)
         return thread // 2, thread % 2
 
-    def load_codes(self, words, scales, codes, expert, column_tile, k_tile):
-        """Load a thread's codes and scales of a stage. Past the ends of the weight others are loaded: what is multiplied
-        with them is zero, or is not stored."""
+    def load_codes(self, words, loaded, codes, expert, column_tile, k_tile):
+        """Load a thread's codes of a stage, and what stands beside them. Past the ends of the weight others are loaded:
+        what is multiplied with them is zero, or is not stored."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=128)
         _, rows, row_words = codes.words.shape
-        groups, (own_row, half) = row_words // WORDS, self.place()
-        of_expert = Int64(cutlass.max(expert, 0)) * rows
+        units, (own_row, half) = row_words // WORDS, self.place()
+        expert = cutlass.max(expert, 0)
         width = self.columns // self.halves
         for block in range(self.columns // BLOCK_N):
             column = column_tile * width + block * BLOCK_N % width
             if self.across:
-                row, group = k_tile * TILE_K + own_row, column // GROUP + half
+                row, unit = k_tile * TILE_K + own_row, column // GROUP + half
             else:
                 side, per_side = block * BLOCK_N // width, rows // self.halves
-                row, group = cutlass.min(column + own_row, per_side - 1) + side * per_side, k_tile * 2 + half
-            row, group = cutlass.min(row, rows - 1), cutlass.min(group, groups - 1)
-            place = (of_expert + row) * groups + group
+                row, unit = cutlass.min(column + own_row, per_side - 1) + side * per_side, k_tile * 2 + half
+            row, unit = cutlass.min(row, rows - 1), cutlass.min(unit, units - 1)
+            place = (Int64(expert) * rows + row) * units + unit
             pointer = cute.make_ptr(
                 Int32, (codes.words.iterator + place * WORDS).toint(), cute.AddressSpace.gmem, assumed_align=16
             )
             cute.copy(copy, cute.make_tensor(pointer, cute.make_layout(WORDS)), words[None, block])
-            scales[block] = codes.scales[cutlass.max(expert, 0), row, group].to(Float32)
+            for i, value in enumerate(self.decoder.load(codes, expert, row, unit)):
+                loaded[self.decoder.loaded * block + i] = value
 
-    def decode_stage(self, words, scales, shared, stage):
+    def prepare(self, prepared, loaded, codes, constants):
+        """Prepare a stage's scales, before those of the next are loaded into their registers."""
+        each = self.decoder.loaded
+        for block in range(self.columns // BLOCK_N):
+            of_block = [loaded[each * block + i] for i in range(each)]
+            for i, value in enumerate(self.decoder.prepare(codes, constants, of_block)):
+                prepared[self.decoder.prepared * block + i] = value
+
+    def decode_stage(self, words, prepared, shared, stage):
         """Decode a thread's codes of a stage into B."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         values = cute.make_rmem_tensor(VECTOR, self.dtype)
         pairs, (own_row, half) = cute.recast_tensor(values, Int32), self.place()
-        first = shared.b.iterator.toint() + stage * self.stage_bytes_b
+        first, each = shared.b.iterator.toint() + stage * self.stage_bytes_b, self.decoder.prepared
         for block in range(self.columns // BLOCK_N):
-            bits = scales[block].bitcast(Int32)
-            scale = permute_bytes(bits, bits, 0x3232)
+            table = self.decoder.table([prepared[each * block + i] for i in range(each)])
             for word in range(WORDS):
-                for i, pair in enumerate(self.decoder.pairs(words[block * WORDS + word], scale)):
+                for i, pair in enumerate(self.decoder.pairs(words[block * WORDS + word], table)):
                     pairs[i] = pair
                 target = shared_vector(self.dtype, first + block * BLOCK_BYTES, own_row, half * WORDS + word)
                 cute.copy(copy, values, target)
@@ -200,8 +188,9 @@ class DecodedGemmUpKernel(DecodingKernel, GemmUpKernel):
 
     registers = 88, 168, 88
 
-    def __init__(self, tile: Tile, activation):
-        super().__init__(BFloat16, tile, activation, False)
+    def __init__(self, stored: Stored, tile: Tile, activation, interleaved: bool):
+        super().__init__(BFloat16, tile, activation, interleaved)
+        self.decoder = decoder_of(stored)
 
     @cute.jit
     def __call__(
@@ -209,6 +198,8 @@ class DecodedGemmUpKernel(DecodingKernel, GemmUpKernel):
         x: cute.Tensor,
         words: cute.Tensor,
         scales: cute.Tensor,
+        state,
+        bias,
         shrunk,
         factor,
         h,
@@ -219,8 +210,8 @@ class DecodedGemmUpKernel(DecodingKernel, GemmUpKernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = PackedWeight(Codes(words, scales), False)
-        GemmUpKernel.__call__(self, x, weight, None, shrunk, factor, h, a, token, table, last, blocks, stream)
+        weight = PackedWeight(Codes(words, scales, state), False)
+        GemmUpKernel.__call__(self, x, weight, bias, shrunk, factor, h, a, token, table, last, blocks, stream)
 
 
 class DecodedGemmDownKernel(DecodingKernel, CooperativeGemmDownKernel):
@@ -228,9 +219,9 @@ class DecodedGemmDownKernel(DecodingKernel, CooperativeGemmDownKernel):
 
     registers = 40, 184, 104
 
-    def __init__(self, tile: Tile, across: bool):
+    def __init__(self, stored: Stored, tile: Tile, across: bool):
         super().__init__(BFloat16, tile)
-        self.across = across
+        self.decoder, self.across = decoder_of(stored), across
 
     @cute.jit
     def __call__(
@@ -238,6 +229,8 @@ class DecodedGemmDownKernel(DecodingKernel, CooperativeGemmDownKernel):
         source: cute.Tensor,
         words: cute.Tensor,
         scales: cute.Tensor,
+        state,
+        bias,
         shrunk,
         factor,
         out: cute.Tensor,
@@ -247,9 +240,9 @@ class DecodedGemmDownKernel(DecodingKernel, CooperativeGemmDownKernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = PackedWeight(Codes(words, scales), self.across)
+        weight = PackedWeight(Codes(words, scales, state), self.across)
         CooperativeGemmDownKernel.__call__(
-            self, source, weight, None, shrunk, factor, out, token, table, last, blocks, stream
+            self, source, weight, bias, shrunk, factor, out, token, table, last, blocks, stream
         )
 
 
@@ -258,8 +251,9 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
 
     registers = 120, 144, 104
 
-    def __init__(self, tile: Tile, activation):
-        super().__init__(BFloat16, tile, activation, False)
+    def __init__(self, stored: Stored, tile: Tile, activation, interleaved: bool):
+        super().__init__(BFloat16, tile, activation, interleaved)
+        self.decoder = decoder_of(stored)
 
     @cute.jit
     def __call__(
@@ -267,6 +261,7 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
         dout: cute.Tensor,
         words: cute.Tensor,
         scales: cute.Tensor,
+        state,
         shrunk,
         factor,
         h: cute.Tensor,
@@ -281,7 +276,7 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = PackedWeight(Codes(words, scales), True)
+        weight = PackedWeight(Codes(words, scales, state), True)
         GemmDownBackwardKernel.__call__(
             self,
             dout,

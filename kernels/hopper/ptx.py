@@ -29,57 +29,66 @@ def copy_async(shared_address, address, size=None, *, loc=None, ip=None):
     )
 
 
-@dsl_user_op
-def permute_bytes(low, high, selector: int, *, loc=None, ip=None) -> Int32:
-    """Select four of the eight bytes of two words (prmt); a digit of the selector, from the last on, names one."""
-    operands = [Int32(word).ir_value(loc=loc, ip=ip) for word in (low, high, selector)]
-    return Int32(
+def _computed(kind, code, values, loc, ip):
+    """Compute a register of a kind, Int32 or Float32, from others by PTX without side effects."""
+    letters = {Int32: "r", Float32: "f"}
+    return kind(
         llvm.inline_asm(
-            T.i32(),
-            operands,
-            "prmt.b32 $0, $1, $2, $3;",
-            "=r,r,r,r",
+            {Int32: T.i32, Float32: T.f32}[kind](),
+            [value.ir_value(loc=loc, ip=ip) for value in values],
+            code,
+            ",".join([f"={letters[kind]}", *(letters[type(value)] for value in values)]),
             has_side_effects=False,
             is_align_stack=False,
             loc=loc,
             ip=ip,
         )
     )
+
+
+@dsl_user_op
+def permute_bytes(low, high, selector, *, loc=None, ip=None) -> Int32:
+    """Select four of the eight bytes of two words (prmt); a digit of the selector, from the last on, names one."""
+    return _computed(Int32, "prmt.b32 $0, $1, $2, $3;", [*map(Int32, (low, high, selector))], loc, ip)
 
 
 @dsl_user_op
 def pack_e4m3(first, second, third, fourth, *, loc=None, ip=None) -> Int32:
     """Pack four fp32 values as the e4m3 bytes of a word, the first the lowest; to nearest, 448 for what is larger."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Float32(value).ir_value(loc=loc, ip=ip) for value in (first, second, third, fourth)],
-            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
-            "=r,f,f,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            loc=loc,
-            ip=ip,
-        )
+    code = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
     )
+    return _computed(Int32, code, [*map(Float32, (first, second, third, fourth))], loc, ip)
+
+
+@dsl_user_op
+def pack_bf16(first, second, *, loc=None, ip=None) -> Int32:
+    """Pack two fp32 values as the bf16 halves of a word, the first in the low one; to nearest."""
+    return _computed(Int32, "cvt.rn.bf16x2.f32 $0, $2, $1;", [*map(Float32, (first, second))], loc, ip)
+
+
+@dsl_user_op
+def multiply_add(a, b, c, *, loc=None, ip=None) -> Float32:
+    """Compute a * b + c in fp32, where the product is rounded before the sum."""
+    code = "{ .reg .f32 product; mul.rn.f32 product, $1, $2; add.rn.f32 $0, product, $3; }"
+    return _computed(Float32, code, [*map(Float32, (a, b, c))], loc, ip)
+
+
+@dsl_user_op
+def scale_pair(pair, scale, *, loc=None, ip=None) -> Int32:
+    """Multiply the two bf16 values in a word by those in another, rounded to nearest, subnormals too."""
+    code = "{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, $2, none; }"
+    return _computed(Int32, code, [*map(Int32, (pair, scale))], loc, ip)
 
 
 @dsl_user_op
 def scale_codes(codes, scale, *, loc=None, ip=None) -> Int32:
     """Return (code - 8) * scale of two bf16 values in a word, rounded once; a code is the four low bits of each half of
     `codes`. A code below 0x4300 is 128 + code in bf16. One lop3 has both masks; of C's operators ptxas makes two."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Int32(word).ir_value(loc=loc, ip=ip) for word in (codes, scale)],
-            "{ .reg .b32 code, mask, offset; mov.b32 mask, 0x000f000f; mov.b32 offset, 0x43004300; "
-            "lop3.b32 code, $1, mask, offset, 0xea; mov.b32 offset, 0x43084308; "
-            "sub.rn.bf16x2 code, code, offset; mul.rn.bf16x2 $0, code, $2; }",
-            "=r,r,r",
-            has_side_effects=False,
-            is_align_stack=False,
-            loc=loc,
-            ip=ip,
-        )
+    code = (
+        "{ .reg .b32 code, mask, offset; mov.b32 mask, 0x000f000f; mov.b32 offset, 0x43004300; "
+        "lop3.b32 code, $1, mask, offset, 0xea; mov.b32 offset, 0x43084308; "
+        "sub.rn.bf16x2 code, code, offset; mul.rn.bf16x2 $0, code, $2; }"
     )
+    return _computed(Int32, code, [*map(Int32, (codes, scale))], loc, ip)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..interface import Activation
-from .config import gemm_down_tiles, gemm_wgrad_tiles, supports_sizes, tile
+from .config import Stored, gemm_down_tiles, gemm_wgrad_tiles, supports_sizes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -28,7 +28,7 @@ def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
 
 
 def training_step_kernels(
-    dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, rank, tile
+    weights, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, rank, tile
 ):
     """List the kernels that a training step asks for after gemm_up with these parameters; without h no step follows.
     Experts with an adapter of `rank` > 0 are frozen, and both of their products are taken to have one."""
@@ -38,7 +38,7 @@ def training_step_kernels(
     return [
         (name, parameters)
         for name, parameters in variants(
-            hidden, inner, dtype, activation, not hidden_contiguous, interleaved, bias, rank
+            hidden, inner, weights, activation, not hidden_contiguous, interleaved, bias, rank
         )
         if name not in skipped and (name != "gemm_down_backward" or parameters[4:7] == DOWN_BACKWARD[0])
     ]
@@ -47,7 +47,7 @@ def training_step_kernels(
 def variants(
     hidden: int,
     inner: int,
-    dtype: torch.dtype,
+    weights: torch.dtype | Stored,
     activation: Activation,
     transposed: bool,
     interleaved: bool,
@@ -56,25 +56,30 @@ def variants(
 ) -> list[tuple[str, tuple]]:
     """List (function of compiled.py, its parameters) for forward, backward and frozen parts of layers with H = hidden
     and I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without, with
-    adapters of `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""
+    adapters of `rank` (a multiple of 8) or, where it is 0, without; any T, E and K. weights: as in compiled.py; packed
+    ones are frozen, and not stored transposed."""
     width = activation.width(inner)
     kernels = []
     if supports_sizes(hidden, inner):
         gated = activation, interleaved, rank
         for want in UP:
             kernels.append(
-                ("gemm_up", (dtype, hidden, inner, not transposed, bias, *want, *gated, tile("gemm_up", width)))
+                (
+                    "gemm_up",
+                    (weights, hidden, inner, not transposed, bias, *want, *gated, tile("gemm_up", width, weights)),
+                )
             )
         for want in DOWN_BACKWARD:
-            chosen = tile("gemm_down_backward", inner)
-            kernels.append(("gemm_down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
-        for chosen in gemm_down_tiles(hidden, inner):
-            kernels.append(("gemm_down", (dtype, hidden, inner, not transposed, bias, rank, chosen)))
+            chosen = tile("gemm_down_backward", inner, weights)
+            kernels.append(("gemm_down_backward", (weights, hidden, inner, transposed, *want, *gated, chosen)))
+        for chosen in gemm_down_tiles(hidden, inner, weights):
+            kernels.append(("gemm_down", (weights, hidden, inner, not transposed, bias, rank, chosen)))
         for chosen in gemm_wgrad_tiles(hidden):
-            kernels.append(("gemm_wgrad", (dtype, inner, hidden, transposed, chosen)))
+            kernels.append(("gemm_wgrad", (weights, inner, hidden, transposed, chosen)))
     if supports_sizes(hidden, width):
-        for chosen in gemm_down_tiles(hidden, width):
-            kernels.append(("gemm_down", (dtype, hidden, width, transposed, False, rank, chosen)))
+        for chosen in gemm_down_tiles(hidden, width, weights):
+            kernels.append(("gemm_down", (weights, hidden, width, transposed, False, rank, chosen)))
         for chosen in gemm_wgrad_tiles(hidden):
-            kernels.append(("gemm_wgrad", (dtype, width, hidden, not transposed, chosen)))
-    return list(dict.fromkeys(kernels))
+            kernels.append(("gemm_wgrad", (weights, width, hidden, not transposed, chosen)))
+    is_frozen = isinstance(weights, Stored)
+    return [one for one in dict.fromkeys(kernels) if not (is_frozen and one[0] == "gemm_wgrad")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from .bias_gradient import down_bias_gradient as down_bias_gradient
 from .bias_gradient import gate_up_bias_gradient as gate_up_bias_gradient
 from .combine import combine as combine
+from .config import decodes as decodes
 from .config import reads_packed as reads_packed
 from .dequantize import dequantize as dequantize
 from .dispatch import dispatch as dispatch

@@ -244,6 +244,11 @@ def reads_packed(format: str, dtype: torch.dtype, rows, is_expanded: bool = Fals
     return is_taken and rows.token.numel() <= limit * (rows.offsets.numel() - 1)
 
 
+def decodes(weight, dtype: torch.dtype, rows, is_expanded: bool = False) -> bool:
+    """Tell whether all products take this packed weight as it is: none of these does in backward."""
+    return False
+
+
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
     """Return the maximum of row tiles, over which kernels are launched: every expert may have one that is not full."""
     return min(cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)

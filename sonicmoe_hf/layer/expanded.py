@@ -45,7 +45,12 @@ def expand(call: LayerCall, dtype: torch.dtype, names: Sequence[str]) -> Weights
         return {}
     kernels = backends.load(options.backend)
     packed = {name: projection for name in names if (projection := call.projection(name)).format}
-    packed = {name: each for name, each in packed.items() if not kernels.reads_packed(each.format, dtype, rows, True)}
+    packed = {
+        name: each
+        for name, each in packed.items()
+        if not kernels.reads_packed(each.format, dtype, rows, True)
+        and not kernels.decodes(each.operand(), dtype, rows, True)
+    }
     shapes = [each.logical_shape() for each in packed.values()]
     num_rows = min(rows.token.numel(), MAX_ROWS)
     elements = sum(size_out * (num * size_in + FREE_ROWS * num_rows) for num, size_out, size_in in shapes)

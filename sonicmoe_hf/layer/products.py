@@ -112,12 +112,15 @@ class Layer:
         assert x is not None
         return x
 
-    def weight(self, projection: Projection) -> torch.Tensor | ScaledWeight:
-        """Give [E, out, in], or for FP8 products its transpose in FP8, which backward's take. A packed weight is expanded
-        or transposed at every use and kept by none: one block is reused."""
+    def weight(self, projection: Projection) -> torch.Tensor | ScaledWeight | PackedOperand:
+        """Give [E, out, in], or for FP8 products its transpose in FP8, which backward's take. A packed weight is given as
+        it is where the kernels decode it, else expanded or transposed at every use and kept by none: one block is
+        reused."""
         if self.options.fp8:
             return self.kernels.transposed(projection.weight, projection.scales)
         if projection.format:
+            if self.kernels.decodes(operand := projection.operand(), self.dtype, self.rows):
+                return operand
             return projection.dequantize(self.kernels, self.dtype, self.rows)
         return projection.weight.transpose(1, 2) if self.options.transposed else projection.weight
 
@@ -125,8 +128,7 @@ class Layer:
         """Give the operand of forward's products: `weight`, or the packed one itself where they read that."""
         format = projection.format
         if format and (self.options.fp8 or self.kernels.reads_packed(format, self.dtype, self.rows)):
-            stored = projection.stored()
-            return PackedOperand(codes=stored.codes, scales=stored.scales, state=stored.state, format=format)
+            return projection.operand()
         return self.weight(projection)
 
     def release_down(self) -> None:

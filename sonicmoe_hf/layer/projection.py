@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.interface import Backend, LoraTerm, Rows
+from ..kernels.interface import Backend, LoraTerm, PackedOperand, Rows
 from ..kernels.low_rank import a_by_expert, b_by_expert, by_expert, swapped
 from ..kernels.packed import FORMATS, Quantized
 from .packed_weight import PackedWeight
@@ -61,6 +61,10 @@ class Projection(NamedTuple):
     def logical_shape(self) -> tuple[int, int, int]:
         """Give (E, out, in) of the packed weight."""
         return FORMATS[self.format].shape(self.stored())
+
+    def operand(self) -> PackedOperand:
+        """Give the packed weight as the kernels take it."""
+        return PackedOperand(self.weight, self.scales, self.state, self.format)  # type: ignore[arg-type]
 
     def dequantize(self, kernels: Backend, dtype: torch.dtype, rows: Rows) -> torch.Tensor:
         """Expand the packed weight to [E, out, in]."""

@@ -1,6 +1,7 @@
 """Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|waits N|code N" a line; needs no GPU.
 
     python compile_hopper.py          REPRESENTATIVE: every class of kernel, storage order and kind of tile
+    python compile_hopper.py NAME ...  these
     python compile_hopper.py --all    every entry of the table in kernels/hopper/config.py, every other option once
 
 stack: bytes of it. local: loads and stores of spilled registers. wgmma: how many there are. waits: how often groups of
@@ -20,7 +21,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.config import TABLE, TALL, WIDE, Tile, gemm_down_tiles, tile
+from sonicmoe_hf.kernels.hopper.config import TABLE, TALL, WIDE, Stored, gemm_down_tiles, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -40,11 +41,22 @@ def up(
     dtype=BF16,
     rank=0,
 ):
-    return "gemm_up", (dtype, H, I, not transposed, bias, *want, act, interleaved, rank, tile("gemm_up", act.width(I)))
+    return "gemm_up", (
+        dtype,
+        H,
+        I,
+        not transposed,
+        bias,
+        *want,
+        act,
+        interleaved,
+        rank,
+        tile("gemm_up", act.width(I), dtype),
+    )
 
 
 def down(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None, rank=0):
-    return "gemm_down", (dtype, N, K, contiguous, bias, rank, chosen or gemm_down_tiles(N, K)[0])
+    return "gemm_down", (dtype, N, K, contiguous, bias, rank, chosen or gemm_down_tiles(N, K, dtype)[0])
 
 
 def down_backward(
@@ -59,7 +71,7 @@ def down_backward(
         act,
         interleaved,
         rank,
-        tile("gemm_down_backward", I),
+        tile("gemm_down_backward", I, dtype),
     )
 
 
@@ -148,16 +160,31 @@ CASES |= {
     "down_backward, relu2, fp16, transposed": down_backward(transposed=True, dtype=FP16, act=RELU2),
     "down_backward, relu2, rank 64": down_backward(2688, 1856, act=RELU2, rank=64),
 }
-for rank in (0, 16):  # the trial of kernels/hopper/decode.py
-    CASES |= {
-        f"decoded up, rank {rank}": ("gemm_decoded_up", (2048, 768, True, True, SWIGLU, rank, Tile(256, 3))),
-        f"decoded down, rank {rank}": ("gemm_decoded_down", (2048, 768, False, rank, Tile(256, 3))),
-        f"decoded dx, rank {rank}": ("gemm_decoded_down", (2048, 1536, True, rank, Tile(256, 3))),
-        f"decoded down_backward, rank {rank}": (
-            "gemm_decoded_down_backward",
-            (2048, 768, True, True, True, SWIGLU, rank, Tile(192, 4)),
-        ),
-    }
+
+
+INT4, NF4, MXFP4 = Stored("int4", "bfloat16", 32), Stored("nf4", "uint8", 64), Stored("mxfp4", "uint8", 32)
+CLAMPED = Activation("clamped_swiglu")
+for stored in (INT4, NF4, MXFP4, Stored("int4", "float16", 128), Stored("uint4", "bfloat16", 128)):
+    for rank in (0, 16):
+        name = f"{stored.format} in {stored.scales}, rank {rank}"
+        CASES |= {
+            f"up, {name}": up(dtype=stored, rank=rank),
+            f"down, {name}": down(dtype=stored, rank=rank),
+            f"down, read across, {name}": down(K=1536, contiguous=False, dtype=stored, rank=rank),
+            f"down_backward, {name}": down_backward(dtype=stored, rank=rank),
+        }
+CLAMPED = Activation("clamped_swiglu")
+CASES |= {
+    "up, mxfp4, interleaved, bias, rank 16": up(
+        2880, 2880, bias=True, act=CLAMPED, interleaved=True, dtype=MXFP4, rank=16
+    ),
+    "down, mxfp4, bias, rank 16": down(2880, 2880, bias=True, dtype=MXFP4, rank=16),
+    "down_backward, mxfp4, interleaved, rank 16": down_backward(
+        2880, 2880, act=CLAMPED, interleaved=True, dtype=MXFP4, rank=16
+    ),
+    "up, nf4, relu2": up(act=RELU2, dtype=NF4),
+    "down_backward, nf4, relu2": down_backward(act=RELU2, dtype=NF4),
+}
 for function in (up, down, down_backward, wgrad):
     kernel, parameters = function()
     for chosen in TABLE[kernel]:
@@ -179,8 +206,8 @@ REPRESENTATIVE = (
     "down_backward, relu2, odd sizes",
     "wgrad, stored across, many rows of tiles",
     "gemm_wgrad, 128x4",
-    "decoded up, rank 16",
-    "decoded down_backward, rank 16",
+    "up, nf4 in uint8, rank 16",
+    "down_backward, int4 in bfloat16, rank 16",
 )
 
 
@@ -204,4 +231,4 @@ def main(names):
 
 
 if __name__ == "__main__":
-    main(CASES if "--all" in sys.argv else REPRESENTATIVE)
+    main(CASES if "--all" in sys.argv else sys.argv[1:] or REPRESENTATIVE)

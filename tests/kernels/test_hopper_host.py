@@ -11,14 +11,24 @@ import torch
 pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels import hopper
-from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, row_bucket
+from sonicmoe_hf.kernels.hopper.config import (
+    DECODED,
+    TALL,
+    WIDE,
+    Stored,
+    Tile,
+    gemm_down_tiles,
+    gemm_wgrad_tiles,
+    row_bucket,
+)
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Rows
+from sonicmoe_hf.kernels.packed import FORMATS, Quantized
 
 pytestmark = pytest.mark.pinned
 
 E, T, H, I, P, RANK, SMS = 2, 40, 256, 192, 130, 16, 3
 FUNCTIONS = ("up", "down", "up_backward_input", "down_backward", "gate_up_gradient", "down_gradient")
-SWIGLU = Activation()
+SWIGLU, BF16 = Activation(), torch.bfloat16
 COMPILED = ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad")
 
 
@@ -157,6 +167,16 @@ def adapter(function, rank=RANK, change=lambda factor: factor):
     return LoraTerm(of(P, rank), stored.mT if function in TRANSPOSED else stored)
 
 
+def packed(format, H=H, I=I):
+    """Make both weights packed."""
+    stored = {"gate_up": FORMATS[format].shapes((E, 2 * I, H)), "down": FORMATS[format].shapes((E, H, I))}
+    dtypes = [FORMATS[format].dtypes(field)[0] for field in Quantized._fields]
+    return {
+        name: PackedOperand(*(each and of(*each, dtype=dtype) for each, dtype in zip(shapes, dtypes)), format)
+        for name, shapes in stored.items()
+    }
+
+
 def for_triton(function):
     """Yield (why, operands) of calls that fall back."""
     t, weight = operands(), weight_of(function)
@@ -173,8 +193,7 @@ def for_triton(function):
     if function in ("up", "down_backward"):
         yield "few rows, gathered", operands(2 * 48)
     if function in ("up", "down"):
-        packed = PackedOperand(of(1), of(1), None, "nf4")
-        yield "packed", operands(gate_up=packed, down=packed)
+        yield "packed, few rows", operands(2 * 32, **packed("nf4"))
     if function in WITH_EXTRA:
         lora = adapter(function)
         shrunk, factor = lora
@@ -205,12 +224,63 @@ def for_hopper(function):
         yield "I = 64", operands(P, H, 64)
     if function not in ("up", "down_backward"):
         yield "few rows", operands(2 * 48)
+    if function in WITH_EXTRA:
+        for format in DECODED:
+            yield format, operands(**packed(format), lora=adapter(function))
+        yield "packed, few rows, gathered", operands(2 * 48, **packed("nf4"))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_the_kernels_do_not_take_falls_back_and_nothing_else(launched, triton, function):
     for calls, expected in ((for_triton, True), (for_hopper, False)):
         assert [why for why, t in calls(function) if falls_back(function, t, launched, triton) != expected] == []
+
+
+@pytest.mark.parametrize("function", WITH_EXTRA)
+def test_packed_weights_that_the_kernels_do_not_decode_are_expanded(launched, triton, monkeypatch, function):
+    """In fp16, and beside a factor in fp16: Triton takes what expanding gives."""
+    expanded = mock.Mock()
+    monkeypatch.setattr(hopper, "dequantize", expanded)
+    halves = {name: each.half() for name, each in vars(operands()).items() if getattr(each, "dtype", None) == BF16}
+    other_factor = adapter(function, change=torch.Tensor.half)
+    for t in (operands(**halves | packed("nf4")), operands(**packed("nf4"), lora=other_factor)):
+        call(function, t)
+        weight = getattr(t, weight_of(function))
+        assert expanded.call_args.args == (*weight, t.x.dtype, t.rows) and not launched
+        assert expanded.return_value in getattr(triton, function).call_args.args
+
+
+def test_packed_weights_are_decoded_up_to_a_number_of_rows():
+    """Where expanding serves forward's products and backward's, half of the rows are as many."""
+    (weight, _), limit = packed("nf4").values(), DECODED["nf4"]
+
+    def decoded(mean_rows, *is_expanded, weight=weight, dtype=BF16):
+        return hopper.decodes(weight, dtype, rows_of(E * mean_rows), *is_expanded)
+
+    assert [decoded(rows) for rows in (1, limit, limit + 1)] == [True, True, False]
+    assert [decoded(rows, True) for rows in (limit // 2, limit // 2 + 1)] == [True, False]
+    assert not decoded(1, dtype=torch.float16)
+    assert not decoded(1, weight=weight._replace(format="fp8")) and not decoded(
+        1, weight=packed("nf4", H=64)["gate_up"]
+    )
+
+
+def test_what_the_kernels_are_called_with_of_a_packed_weight(launched, triton):
+    t = operands(**packed("mxfp4"))
+    of_gate_up, of_down = [
+        (weight.codes.view(torch.int32).view(*weight.scales.shape[:2], -1), weight.scales, None)
+        for weight in (t.gate_up, t.down)
+    ]
+    for function, rest, weights in (
+        ("up", (H, I, True, True, True, True, SWIGLU, False, 0, Tile(128, 5)), of_gate_up),
+        ("down", (H, I, True, True, 0, Tile(256, 3)), of_down),
+        ("up_backward_input", (H, 2 * I, False, False, 0, Tile(256, 3)), of_gate_up),
+        ("down_backward", (H, I, False, True, True, True, SWIGLU, False, 0, Tile(192, 4)), of_down),
+    ):
+        call(function, t)
+        _, parameters, arguments = launched.pop()
+        assert parameters == (Stored("mxfp4", "uint8", 32), *rest), function
+        assert same(arguments[1:4], weights), function
 
 
 @pytest.mark.parametrize("function", GATHERED)

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.kernels.packed import FORMATS
+from sonicmoe_hf.kernels.interface import PackedOperand
+from sonicmoe_hf.kernels.packed import FORMATS, Quantized
 from sonicmoe_hf.layer import expanded, pieces
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank
@@ -75,6 +76,38 @@ def test_it_computes_what_dequantized_weights_give(name, layout, save):
         dense = [weight.transpose(1, 2) for weight in dense]
     expected = out_and_gradients(*dense, leaves, index, save=save, layout=layout.removeprefix("transposed_"))
     assert_same(out_and_gradients(gate_up, down, leaves, index, save=save, layout=layout), expected)
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_backend_that_decodes_weights_gets_them_packed_in_every_product(monkeypatch, recomputed):
+    """Also where backward computes the layer again, and would otherwise expand them once for all."""
+    (gate_up, down), (leaves, index) = packed_weights("nf4", "concatenated"), inputs()
+    call = partial(checkpoint, experts, use_reentrant=False) if recomputed else experts
+    asked, taken = set(), []
+
+    def out_and_gradients():
+        out = call(gate_up, down, leaves, index)
+        return dict(zip(("out", *NAMES), (out, *torch.autograd.grad(out.float().square().sum(), leaves))))
+
+    def expanding(product, source, packed, *arguments, **options):
+        assert isinstance(packed, PackedOperand)
+        taken.append(product.__name__)
+        dense = FORMATS["nf4"].dequantize(Quantized(*packed[:3]), torch.float32)
+        return product(source, dense, *arguments, **options)
+
+    def decodes(weight, dtype, rows, is_expanded=False):
+        asked.add(is_expanded)
+        return True
+
+    expected = out_and_gradients()
+    monkeypatch.setattr(eager, "decodes", decodes)
+    products = "up", "down", "down_backward", "up_backward_input"
+    for name in products:
+        monkeypatch.setattr(eager, name, partial(expanding, getattr(eager, name)))
+    monkeypatch.setattr(eager, "dequantize", None)
+    assert_same(out_and_gradients(), expected)
+    assert taken == [*products[:2] * (1 + recomputed), *products[2:]] and asked == {False, recomputed}
 
 
 @pytest.mark.pinned

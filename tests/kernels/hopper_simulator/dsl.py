@@ -33,6 +33,7 @@ from .tensors import (
     Registers,
     SwizzledLayout,
     Tensor,
+    Uint8,
     Uint32,
     Words,
     bits_of,
@@ -290,6 +291,7 @@ cutlass = _module(
     Float32=Float32,
     Int32=Int32,
     Int64=Int64,
+    Uint8=Uint8,
     Uint32=Uint32,
     BFloat16=BFloat16,
     Float16=Float16,
@@ -333,8 +335,20 @@ def _pack_e4m3(*values):
 def _scale_codes(codes, scale):
     """lop3, sub.rn.bf16x2 and mul.rn.bf16x2"""
     codes = np.array([codes], np.int32).view(np.uint16) & 15
-    factors = decoded(np.array([scale], np.int32).view(np.uint16), BFloat16)
-    return Bits(int(encoded((codes.astype(np.float32) - 8) * factors, BFloat16).view(np.int32)[0]))
+    return _word((codes.astype(np.float32) - 8) * _halves(scale))
+
+
+def _halves(word):
+    """Decode the two bf16 values in a word."""
+    return decoded(np.array([word], np.int32).view(np.uint16), BFloat16)
+
+
+def _word(values):
+    return Bits(int(encoded(values, BFloat16).view(np.int32)[0]))
+
+
+def _in_fp32(value):
+    return float_of(bits_of(value))
 
 
 ptx = _module(
@@ -342,6 +356,9 @@ ptx = _module(
     copy_async=threads.copy_async,
     permute_bytes=_permute_bytes,
     pack_e4m3=_pack_e4m3,
+    pack_bf16=lambda *values: _word([_in_fp32(value) for value in values]),
+    multiply_add=lambda a, b, c: _in_fp32(_in_fp32(a * b) + c),
+    scale_pair=lambda pair, scale: _word(_halves(pair) * _halves(scale)),
     scale_codes=_scale_codes,
 )
 

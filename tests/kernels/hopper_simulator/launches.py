@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from .machine import SHARED_MEMORY, Machine, Memory, SimulationError
-from .tensors import BFloat16, Float16, Float32, Int32, Layout, Pointer, Tensor, state
+from .tensors import BFloat16, Float16, Float32, Int32, Layout, Pointer, Tensor, Uint8, state
 
 SHARED_BASE = 1024
+OF_WIDTH = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
 class Range:
@@ -87,7 +88,9 @@ class Fake:
                 wanted = sizes.setdefault(wanted, size)
             if size != wanted:
                 raise SimulationError(f"a tensor of {tuple(tensor.shape)} for one of {self.shape}")
-        name = {BFloat16: "bfloat16", Float16: "float16", Float32: "float32", Int32: "int32"}[self.kind]
+        name = {BFloat16: "bfloat16", Float16: "float16", Float32: "float32", Int32: "int32", Uint8: "uint8"}[
+            self.kind
+        ]
         if str(tensor.dtype) != f"torch.{name}" or tensor.ndim != len(self.shape):
             raise SimulationError(f"{tensor.dtype} of {tuple(tensor.shape)} for {self.kind} of {self.shape}")
         if tensor.data_ptr() % self.align or not self.permuted(tensor).is_contiguous():
@@ -102,7 +105,7 @@ class Copied:
     """A tensor of the host's that is copied to the GPU and back."""
 
     def __init__(self, fake, tensor):
-        self.host = fake.permuted(tensor).view(torch.int16 if fake.kind.width == 16 else torch.int32).numpy()
+        self.host = fake.permuted(tensor).view(OF_WIDTH[fake.kind.width]).numpy()
         self.memory = state.gpu.memory
         address = self.memory.allocate(self.host.size * fake.kind.bytes)
         start = (address - self.memory.base) // fake.kind.bytes

@@ -32,8 +32,8 @@ class Memory:
         self.base = self.end = base
         self.bytes = np.full(size, 0xFF, np.uint8)
         self.allocated = np.zeros(size // 2, bool)
-        self.of_width = {width: self.bytes.view(f"u{width}") for width in (2, 4)}
-        self.one = {code: memoryview(self.bytes).cast(code) for code in "Hfi"}  # fast for single elements
+        self.of_width = {width: self.bytes.view(f"u{width}") for width in (1, 2, 4)}
+        self.one = {code: memoryview(self.bytes).cast(code) for code in "BHfi"}  # fast for single elements
         self.is_allocated = memoryview(self.allocated)
 
     def allocate(self, size: int, align: int = GAP) -> int:

@@ -32,7 +32,11 @@ WAITING = {  # what the DSL has that may wait
     "elect_one",
 }
 PARAMETERS = {"mainloop"}  # of functions, which may wait as well
-REPLACED = {"ptx": dsl.ptx, "cache": types.SimpleNamespace(cached=lambda function: function)}
+REPLACED = {  # config: its classes are those that the backend passes
+    "ptx": dsl.ptx,
+    "config": hopper.config,
+    "cache": types.SimpleNamespace(cached=lambda function: function),
+}
 
 
 def _called(node) -> str | None:

@@ -34,7 +34,7 @@ class Kind:
         self.name, self.width, self.convert = name, width, convert
 
         self.bytes = width // 8
-        self.code = {"BFloat16": "H", "Float16": "H", "Float32": "f", "Int32": "i"}.get(name)
+        self.code = {"BFloat16": "H", "Float16": "H", "Float32": "f", "Int32": "i", "Uint8": "B"}.get(name)
 
     def __call__(self, value):
         return self.convert(value)
@@ -102,6 +102,7 @@ def _nearest_bfloat16(value) -> float:
 
 Int32, Int64, Uint32 = Kind("Int32", 32, _signed), Kind("Int64", 64, int), Kind("Uint32", 32, _unsigned)
 Float32, Boolean = Kind("Float32", 32, float), Kind("Boolean", 8, bool)
+Uint8 = Kind("Uint8", 8, int)
 BFloat16 = Kind("BFloat16", 16, _nearest_bfloat16)
 Float16 = Kind("Float16", 16, float)  # rounded where they are stored
 Float8 = Kind("Float8E4M3FN", 8, float)  # of wgmma's operands alone: in memory two are one value of 16 bits
