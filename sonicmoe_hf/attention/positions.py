@@ -6,6 +6,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils import is_tracing
 
 from .packing import sequence_starts
 
@@ -28,8 +29,8 @@ def begins_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor:
 def are_packed(given: dict[str, Any]) -> bool:
     """Tell whether a layer's position_ids [B, S], if it has any, begin sequences inside a row."""
     position_ids = given.get("position_ids")
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 2:
-        return False
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 2 or is_tracing(position_ids):
+        return False  # where something traces, nobody knows
     return starts_of(position_ids, position_ids.shape[0]) is not None
 
 
