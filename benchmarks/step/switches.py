@@ -5,10 +5,11 @@
 
 Layers of Qwen3-30B-A3B with random weights, experts in NF4, adapters of rank 16, gradient checkpointing, bf16. A case
 names what is set: `plain` nothing, `liger` use_liger_kernel=True, `loss` Liger's fused loss alone, `torch_compile` the
-argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192), `lengths`
-attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss, `bf16` experts
-in bf16. Liger's patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or
-`field`: four micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
+argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192), `unpacked`
+attach(packed_tokens=False), without which `torch_compile` packs by itself, `lengths` attach(few_lengths=True),
+`unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss, `bf16` experts in bf16. Liger's patches
+of one case would meet the next, hence the processes. A setting is the tokens of a step, or `field`: four micro-batches of
+two padded rows, of 190 tokens in the mean, new at every step.
 
 `second` is no switch: it names the second start of the same run in the table, whose graphs torch's cache has.
 
@@ -42,15 +43,13 @@ STEPS = 24  # of which the last half counts
 PROFILED = 6
 CASES = (
     *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
+    *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered", "layers+expanded"),
     *(
-        "plain+lengths",
-        "liger+torch_compile+lengths",
-        "layers+lengths",
-        "layers+unfiltered",
-        "layers+expanded",
+        "liger+torch_compile+second",
+        "liger+torch_compile+packed+second",
+        "liger+torch_compile+unpacked",
         "layers+bf16",
     ),
-    *("liger+torch_compile+second", "liger+torch_compile+packed+second"),
     *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+torch_compile+packed+lengths"),
 )
 UNFUSED = "aot_eager"  # compiles in seconds: a run on a CPU checks the script
@@ -185,7 +184,7 @@ def attach(trainer: Trainer, case: str) -> None:
     switches = case.split("+")
     sonicmoe_hf.attach(
         trainer,
-        packed_tokens=8192 if "packed" in switches else None,
+        packed_tokens=False if "unpacked" in switches else 8192 if "packed" in switches else None,
         few_lengths="lengths" in switches or None,
         expanded_memory="60GiB" if "expanded" in switches else None,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 from transformers import Trainer
 
@@ -19,7 +21,7 @@ from .liger_loss import LigerLoss
 from .load_reports import send_histograms
 from .loss_scale import loss_with_scale
 from .methods import WhileTraining, find_callback, wrap_method
-from .packed_steps import PackedSteps, has_packed_steps
+from .packed_steps import PackedSteps, packed_step
 from .rank_states import save_rank_states
 from .report import FirstStepReport
 from .resume import load_whole
@@ -51,10 +53,16 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
             drop_step(trainer.model)
 
 
+def _training_step(trainer, training_step, *args, **kwargs):
+    """Call `trainer.training_step` with rows in place of micro-batches, and no documents that ranks would mix."""
+    return packed_step(trainer, partial(check_documents, trainer, training_step), *args, **kwargs)
+
+
 def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
     """Call `trainer.compute_loss` with inputs of few lengths where that is asked for, and with the scale of balancing."""
     if model.training and (lengths := find_callback(trainer, VaryingLengths)) is not None:
-        if lengths.few_lengths and find_callback(trainer, PackedSteps) is None:
+        packed_steps = find_callback(trainer, PackedSteps)
+        if lengths.few_lengths and not (packed_steps is not None and packed_steps.has_rows):
             inputs = with_few_lengths(trainer, inputs)
         lengths.note(inputs)
     return loss_with_scale(trainer, compute_loss, model, inputs, *args, **kwargs)
@@ -67,6 +75,7 @@ def _get_batch_samples(trainer, get_batch_samples, *args, **kwargs):
         packed_steps.arrange(trainer, batches, num_items)
     if (lengths := find_callback(trainer, VaryingLengths)) is not None:
         rows = [] if packed_steps is None else packed_steps.rows.values()
+        lengths.is_apart = packed_steps is not None and packed_steps.reason is not None
         lengths.expect(trainer.model, batches, [row.token_mask for row in rows])
     return batches, num_items
 
@@ -81,9 +90,9 @@ def _check_types(compile: object, packed_tokens: object, few_lengths: object) ->
             raise TypeError(
                 f"attach: {name} is {value!r}, where True, False or None (the default: {default}) is expected"
             )
-    if packed_tokens is not None and (isinstance(packed_tokens, bool) or not isinstance(packed_tokens, int)):
+    if packed_tokens is not None and (packed_tokens is True or not isinstance(packed_tokens, int)):
         raise TypeError(
-            f"attach: packed_tokens is {packed_tokens!r}, where a number of tokens is expected, such as 8192"
+            f"attach: packed_tokens is {packed_tokens!r}, where a number of tokens is expected, such as 8192, or False"
         )
 
 
@@ -115,7 +124,11 @@ def attach(
             have `torch_compile=True`, with their backend and mode; the Trainer then compiles no model as a whole. False
             leaves `torch_compile` to the Trainer.
         packed_tokens: compute an accumulated step without padding, in rows of at most so many tokens, with the loss and
-            the gradients of its micro-batches. It is for Transformers' own loss, on one GPU or by DDP.
+            the gradients of its micro-batches; dropout draws other numbers. It is for Transformers' own loss, on one GPU
+            or by DDP. By default, where layers are compiled, rows have at most as many tokens as the largest micro-batch
+            so far has with padding, and 4,096, so that memory does not grow. Where a row would not be as its
+            micro-batches, or attention is not "sdpa", flash attention or "torch_sinks", they are computed one by one, and
+            the reason is said. False, or 0, leaves rows out.
         few_lengths: whether training micro-batches, or rows of packed_tokens, are padded at the end to a few lengths, by
             less than a tenth or 8 tokens. Where lengths vary, sizes come again, and with them what was prepared for them;
             losses and gradients stay the same. Batches with more than input_ids, labels and attention_mask [B, L] stay as
@@ -152,15 +165,17 @@ def attach(
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
     compiled, lengths = find_callback(trainer, CompiledLayers), find_callback(trainer, VaryingLengths)
-    if compiled is None or lengths is None:
-        compiled, lengths = CompiledLayers(), VaryingLengths()
-        callbacks[:0] = [compiled, lengths]  # what is compiled is compiled before others ask for it
+    packed_steps = find_callback(trainer, PackedSteps)
+    if compiled is None or lengths is None or packed_steps is None:
+        compiled, lengths, packed_steps = CompiledLayers(), VaryingLengths(), PackedSteps()
+        callbacks[:0] = [compiled, lengths, packed_steps]  # what is compiled is compiled before others ask for it
         for each in (LigerLoss(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
             trainer.add_callback(each)
     if expanded_memory is not None:
         add_expanded_memory(trainer, expanded_memory)
     lengths.few_lengths = lengths.few_lengths if few_lengths is None else few_lengths
     compiled.choose(trainer, compile)
+    packed_steps.choose(packed_tokens, compiled.options is not None, lengths.few_lengths)
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
@@ -168,8 +183,7 @@ def attach(
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
     wrap_method(trainer, "train", _train_to_the_end)
-    if not has_packed_steps(trainer, packed_tokens, lengths.few_lengths):
-        wrap_method(trainer, "training_step", check_documents)
+    wrap_method(trainer, "training_step", _training_step)
     wrap_method(trainer, "get_batch_samples", _get_batch_samples)
     wrap_method(trainer, "compute_loss", _compute_loss)
     if type(trainer).floating_point_ops is Trainer.floating_point_ops:

@@ -29,7 +29,8 @@ FEW_LENGTHS = "attach(trainer, few_lengths=True), by which sizes come again"
 class GpuAdvice(TrainerCallback):
     """Says once, after ten steps, how busy the GPU is, and which switches would help. `attach` adds it to a Trainer.
 
-    lengths: what is known of the run's micro-batches, and whether they are packed or layers compiled.
+    lengths: what is known of the run: its micro-batches, whether they are packed or cannot be, and whether layers are
+    compiled.
     """
 
     def __init__(self, lengths: VaryingLengths) -> None:
@@ -61,7 +62,7 @@ class GpuAdvice(TrainerCallback):
         """Name what gives this run speed: compiled layers gain nothing where each micro-batch has a length of its own."""
         lengths = self.lengths
         switches = why_in_python(model) if lengths.is_compiled else []
-        can_pack = args.gradient_accumulation_steps > 1 and not lengths.is_packed
+        can_pack = args.gradient_accumulation_steps > 1 and not (lengths.is_packed or lengths.is_apart)
         varies = len(lengths.shapes) > 1 and not (lengths.is_packed or can_pack)
         if can_pack:
             switches.append(PACK)

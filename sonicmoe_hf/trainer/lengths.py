@@ -33,7 +33,7 @@ class VaryingLengths(WhileTraining):
     def _forget(self) -> None:
         self.shapes: set[tuple[int, ...]] = set()
         self.count = self.tokens = 0
-        self.is_compiled = self.is_packed = self.has_lengths = False
+        self.is_compiled = self.is_packed = self.is_apart = self.has_lengths = False
 
     def begin(self, args: Any, model: Any) -> None:
         """Observe this run."""

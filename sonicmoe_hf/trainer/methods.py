@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 Callback = TypeVar("Callback")
 
@@ -17,6 +17,14 @@ def wrap_method(trainer: Any, name: str, function: Callable) -> None:
     method = getattr(trainer, name)
     if getattr(method, "func", None) is not function:
         setattr(trainer, name, functools.partial(function, trainer, method))
+
+
+def is_own(trainer: Any, name: str) -> bool:
+    """Tell whether a Trainer's method is that of Transformers, which functions of ours may wrap."""
+    method = getattr(trainer, name)
+    while isinstance(method, functools.partial) and method.args and method.args[0] is trainer:
+        method = method.args[1]
+    return getattr(method, "__func__", None) is getattr(Trainer, name)
 
 
 def find_callback(trainer: Any, kind: type[Callback]) -> Callback | None:

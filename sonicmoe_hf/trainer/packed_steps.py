@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import DistributedType
-from torch import nn
 from torch.nn.functional import pad
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..layer.holding import expert_parallelism
-from ..patching.support import every_experts
+from ..kernels.announce import is_first_rank
 from ..routing.model import find_state
 from .few_lengths import aligned_length, few_length, why_not_plain
-from .methods import find_callback, wrap_method
+from .methods import find_callback
+from .packing_checks import check_automatic, check_routers, check_rows_apart, check_steps
 
 logger = logging.get_logger(__name__)
 
-PROBE_TOKENS = 8
-LEAK = 2e-2  # of logits' norm: bf16 rounds to 0.4%, and other tokens in the same attention move it by tens of percent
-REMEDY = "leave packed_tokens of attach(trainer) out"
+AUTOMATIC_TOKENS = 4096  # of a row: attention with a mask of more takes the GPU longer than it saves the host
+PACKED = (
+    "sonicmoe_hf: micro-batches of a step are computed as rows without padding, of at most as many tokens as the "
+    f"largest so far has with padding, and {AUTOMATIC_TOKENS}; attach(trainer, packed_tokens=False) leaves that out"
+)
+APART = "sonicmoe_hf: micro-batches of a step are computed one by one, not as rows without padding: {reason}"
 
 
 class Row(NamedTuple):
@@ -33,31 +35,67 @@ class Row(NamedTuple):
 
 
 class PackedSteps(TrainerCallback):
-    """Computes the micro-batches of an optimiser step as rows of at most `max_tokens` tokens.
+    """Computes the micro-batches of an optimiser step as rows. `attach` adds it to a Trainer.
 
     The Trainer still counts each micro-batch, and the first ones of a row have no loss of their own: the last one's is
     the sum of all. Where a loss is the sum over the step's tokens divided by their number, that is what they add up to.
+
+    Rows have at most as many tokens as `attach` was given. Where it was given none and layers are compiled, they have at
+    most as many as the largest micro-batch so far, the step's own included, has with padding, so that they take no
+    memory that the run does not take anyway; and what forbids rows is said, not raised. Once a step has needed fewer
+    rows than it has micro-batches, or left padding out, all that follow are rows, which run the same compiled code.
     """
 
-    def __init__(self, max_tokens: int):
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(
-                f"packed_tokens is {max_tokens!r}; give the largest number of tokens of a row, such as 8192"
-            )
-        self.max_tokens, self.few_lengths = max_tokens, False
-        self.has_probed = False
+    def __init__(self) -> None:
+        self.given: int | None = None
+        self.is_automatic = self.few_lengths = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.reason: str | None = None  # why there are no rows in this run
+        self.passed: set[Callable] = set()  # checks
+        self.largest = 0  # tokens of a micro-batch, with padding
+        self.has_rows = False
         self.later: set[int] = set()  # ids of micro-batches that a later one's row holds
         self.rows: dict[int, Row] = {}  # by the id of the last micro-batch of each
 
+    def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool) -> None:
+        """Choose by what `attach` was given; packed_tokens=None leaves what was chosen before.
+
+        Raises:
+            ValueError: packed_tokens is negative.
+        """
+        if packed_tokens is not None and packed_tokens < 0:
+            raise ValueError(
+                f"packed_tokens is {packed_tokens!r}; give the largest number of tokens of a row, such as 8192, or False "
+                "to compute micro-batches one by one"
+            )
+        self.given = self.given if packed_tokens is None else int(packed_tokens)
+        self.is_automatic = self.given is None and is_compiled
+        self.few_lengths = few_lengths
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are packed, as far as is known."""
+        return bool(self.given) or (self.is_automatic and self.reason is None)
+
     def on_train_begin(self, args, state, control, **kwargs):
         """Forget a run that ended inside a step."""
-        self.has_probed = False
-        self.later, self.rows = set(), {}
+        self._forget()
 
     def arrange(self, trainer: Any, batches: list, num_items: Any) -> None:
-        """Make the rows of a step."""
+        """Make the rows of a step.
+
+        Raises:
+            ValueError: rows were asked for, and would not be as their micro-batches.
+        """
         self.later, self.rows = set(), {}
-        if len(batches) < 2 or num_items is None:
+        if max(len(batches), trainer.args.gradient_accumulation_steps) < 2 or not self.is_on:
+            return
+        checks: list = [(check_steps, trainer, self.given or AUTOMATIC_TOKENS)]
+        if self.is_automatic:
+            checks.append((check_automatic, trainer))
+        if num_items is None or not all(self._passes(*check) for check in checks):
             return
         reason = next((why for batch in batches if (why := why_not_plain(batch)) is not None), None)
         if reason is None:
@@ -65,48 +103,54 @@ class PackedSteps(TrainerCallback):
             if not all(is_packable for _, is_packable in facts):
                 reason = "padding comes before tokens, or has labels"
         if reason is not None:
-            logger.warning_once(
-                f"sonicmoe_hf: micro-batches are computed one by one, as without packed_tokens: {reason}"
-            )
+            logger.warning_once(APART.format(reason=reason))
             return
-        group: list = []
-        tokens = 0
-        for batch, (count, _) in zip(batches, facts):
-            if group and tokens + count > self.max_tokens:
-                self._add(group)
-                group, tokens = [], 0
-            group.append(batch)
-            tokens += count
-        self._add(group)
+        self.largest = max(self.largest, *(batch["input_ids"].numel() for batch in batches))
+        max_tokens = self.given or min(aligned_length(self.largest), AUTOMATIC_TOKENS)
+        groups = _grouped(batches, [count for count, _ in facts], max_tokens)
+        has_padding = any(count < batch["input_ids"].numel() for batch, (count, _) in zip(batches, facts))
+        is_less = has_padding or len(groups) < len(batches)
+        if (self.has_rows or is_less) and self._passes(check_rows_apart, trainer.model):
+            self.has_rows = True
+            for group in groups:
+                self._add(group, max_tokens)
 
-    def check(self, trainer: Any) -> None:
-        """Check, inside a step, that its micro-batches may be packed."""
-        check_routers(trainer.model)
-        if not self.has_probed:
-            check_steps(trainer)
-            check_rows_apart(trainer.model)
-            self.has_probed = True
+    def check_step(self, model: Any) -> None:
+        """Check inside a step, at a micro-batch of a row, what callbacks ask of the routers in it; without rows nobody
+        asked for, where they ask for more than rows can give.
 
-    def _add(self, group: list) -> None:
-        if len(group) > 1:
+        Raises:
+            ValueError: of rows that were asked for.
+        """
+        is_first = check_routers not in self.passed
+        self.passed.discard(check_routers)
+        if not self._passes(check_routers, model):
+            self.later, self.rows = set(), {}
+        elif self.is_automatic and is_first and is_first_rank():
+            logger.warning(PACKED)
+
+    def _passes(self, check: Callable, *args) -> bool:
+        """Tell whether a check, which is made once a run, raises nothing. Where rows were asked for, raise its error."""
+        try:
+            if check not in self.passed:
+                check(*args)
+        except ValueError as error:
+            if not self.is_automatic:
+                raise
+            self.reason = re.split(r"; |\. ", str(error).removeprefix("micro-batches cannot be packed: "))[0]
+            logger.warning_once(APART.format(reason=self.reason))
+            return False
+        self.passed.add(check)
+        return True
+
+    def _add(self, group: list, max_tokens: int) -> None:
+        """Make a row of these micro-batches, unless it is one that has more tokens."""
+        row = packed(group)
+        tokens = row["input_ids"].shape[1]
+        if tokens <= max_tokens:
             self.later |= {id(batch) for batch in group[:-1]}
-            row = packed(group)
-            tokens = row["input_ids"].shape[1]
             wanted = few_length(tokens) if self.few_lengths else aligned_length(tokens)
-            self.rows[id(group[-1])] = filled(row, max(tokens, min(wanted, self.max_tokens)))
-
-
-def has_packed_steps(trainer: Any, max_tokens: int | None, few_lengths: bool) -> bool:
-    """Pack a Trainer's steps in rows of at most `max_tokens` tokens, if given, and tell whether they are packed."""
-    callbacks = trainer.callback_handler.callbacks
-    if max_tokens is not None:
-        callbacks[:] = [each for each in callbacks if not isinstance(each, PackedSteps)] + [PackedSteps(max_tokens)]
-    callback = find_callback(trainer, PackedSteps)
-    if callback is None:
-        return False
-    callback.few_lengths = few_lengths
-    wrap_method(trainer, "training_step", packed_step)
-    return True
+            self.rows[id(group[-1])] = filled(row, max(tokens, min(wanted, max_tokens)))
 
 
 def packed(batches: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
@@ -136,87 +180,16 @@ def filled(row: dict[str, Any], length: int) -> Row:
     return Row({**row, **columns}, pad(torch.ones_like(ids), (0, more)))
 
 
-def check_steps(trainer: Any) -> None:
-    """Check what a Trainer's loss and ranks need so that rows give the gradients of micro-batches.
-
-    Raises:
-        ValueError: they would differ, or ranks with different numbers of rows would wait for each other.
-    """
-    reasons = {
-        "the loss is not the Trainer's own": type(trainer).compute_loss is not Trainer.compute_loss,
-        "compute_loss_func may not be a sum over tokens": trainer.compute_loss_func is not None,
-        "label_smoothing_factor is another loss": trainer.label_smoother is not None,
-        "the model's loss is a mean of each micro-batch": not trainer.model_accepts_loss_kwargs,
-    }
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    records = getattr(model.config.get_text_config(), "output_router_logits", False)
-    reasons["the auxiliary loss is not a sum over tokens (output_router_logits)"] = records
-    kinds = DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU
-    shared = any(expert_parallelism(experts) is not None for experts in every_experts(model))
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    reasons["ranks with different numbers of rows would wait for each other"] = (
-        trainer.accelerator.distributed_type not in kinds or shared or parallelism is not None
-    )
-    _refuse(reasons)
-
-
-def check_routers(model: nn.Module) -> None:
-    """Check what callbacks ask of a model's routers in this step.
-
-    Raises:
-        ValueError: it depends on which tokens are computed together.
-    """
-    state = find_state(model)
-    if state is not None:
-        balances = state.balancing is not None and bool(state.balancing.loss_weight)
-        rounds = state.policy is not None
-        _refuse(
-            {
-                "the balancing loss is not a sum over tokens": balances,
-                "token rounding depends on which tokens are computed together": rounds,
-            }
-        )
-
-
-@torch.no_grad()
-def check_rows_apart(model: Any) -> None:
-    """Check, by two forwards of a few random tokens, that a sequence's logits are the same whatever comes before it.
-
-    Raises:
-        ValueError: they are not. Linear attention, convolutions and attention without position_ids reach over borders.
-    """
-    device, was_training = next(model.parameters()).device, model.training
-    generator = torch.Generator().manual_seed(0)
-    size = model.config.get_text_config().vocab_size
-    ids = torch.randint(size, (3, PROBE_TOKENS), generator=generator, dtype=torch.int64, device="cpu").to(device)
-    rows = (torch.cat([ids[first], ids[2]])[None] for first in (0, 1))
-    positions = torch.arange(PROBE_TOKENS, dtype=torch.int64, device=device).repeat(2)[None]
-    model.eval()
-    try:
-        first, second = (
-            model(input_ids=row, position_ids=positions, use_cache=False).logits[0, PROBE_TOKENS:].float()
-            for row in rows
-        )
-    finally:
-        model.train(was_training)
-    change = ((first - second).norm() / first.norm()).item()
-    if not change <= LEAK:
-        raise ValueError(
-            f"micro-batches cannot be packed: tokens of one sequence change the logits of the next one in its row by "
-            f"{change:.0%} in {type(model).__name__}, as linear attention, convolutions and attention "
-            f"{model.config._attn_implementation!r} without regard to position_ids do; {REMEDY}"
-        )
-
-
 def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
     """Call `trainer.training_step` with the row that a micro-batch is the last of; others have no loss."""
     callback = find_callback(trainer, PackedSteps)
-    if callback is not None and (id(inputs) in callback.later or id(inputs) in callback.rows):
-        callback.check(trainer)
-    if callback is not None and id(inputs) in callback.later:
+    if callback is None or not (id(inputs) in callback.later or id(inputs) in callback.rows):
+        return training_step(model, inputs, *args, **kwargs)
+    callback.check_step(trainer.model)
+    if id(inputs) in callback.later:
         return torch.zeros((), dtype=torch.float32, device=trainer.args.device)
-    row = None if callback is None else callback.rows.pop(id(inputs), None)
-    if row is None:
+    row = callback.rows.pop(id(inputs), None)
+    if row is None:  # since this step's routers allow none
         return training_step(model, inputs, *args, **kwargs)
     state = find_state(trainer.model)
     if state is not None:
@@ -228,10 +201,17 @@ def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
             state.token_mask = None
 
 
-def _refuse(reasons: dict[str, bool]) -> None:
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is not None:
-        raise ValueError(f"micro-batches cannot be packed: {reason}; {REMEDY}")
+def _grouped(batches: list, counts: list[int], max_tokens: int) -> list[list]:
+    """Group micro-batches that follow one another and together have at most so many tokens."""
+    groups: list[list] = []
+    tokens = 0
+    for batch, count in zip(batches, counts):
+        if not groups or tokens + count > max_tokens:
+            groups.append([])
+            tokens = 0
+        groups[-1].append(batch)
+        tokens += count
+    return groups
 
 
 def _is_token(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

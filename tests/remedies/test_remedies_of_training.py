@@ -130,7 +130,7 @@ def test_what_attach_takes(tmp_path):
     with says("attach(trainer) before trainer.train()", "needs patch_model(model) alone"):
         sonicmoe_hf.attach(of_one_layer())
     with says("give the largest number of tokens of a row, such as 8192"):
-        sonicmoe_hf.attach(trainer_for(of_one_layer(), tmp_path), packed_tokens=0)
+        sonicmoe_hf.attach(trainer_for(of_one_layer(), tmp_path), packed_tokens=-1)
     wrong = {"compile": "yes", "few_lengths": 4, "packed_tokens": True}
     for (name, value), expected in zip(wrong.items(), ("True, False or None",) * 2 + ("a number of tokens",)):
         with pytest.raises(TypeError, match=f"{name} is {value!r}, where {expected}"):

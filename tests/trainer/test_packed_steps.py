@@ -6,12 +6,14 @@ import pytest
 import torch
 from helpers.models import assert_all_close, batch, build, patched
 from helpers.training import trainer_for
+from torch.nn.utils.rnn import pad_sequence
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRoundingCallback
-from sonicmoe_hf.trainer import packed_steps
+from sonicmoe_hf.trainer import compiled, packed_steps
 from sonicmoe_hf.trainer.few_lengths import aligned_length, few_length
-from sonicmoe_hf.trainer.packed_steps import check_rows_apart, packed
+from sonicmoe_hf.trainer.methods import find_callback
+from sonicmoe_hf.trainer.packed_steps import PackedSteps, check_rows_apart, packed
 
 ORDER_OF_SUMS = "fp32, a step's sums in another order, and two layers of attention with another mask"
 FIVE_OF_FOUR = {  # five micro-batches an epoch: the second step of each has one
@@ -56,7 +58,7 @@ def test_packed_steps_train_as_micro_batches_apart_over_epochs_and_after_a_resum
     whole = run(tmp_path / "whole", 1000)
     assert_same(whole, apart)
     tokens = [log["num_input_tokens_seen"] for log in apart[1] if "loss" in log]
-    assert len(apart[0]) == 10 and [shape[0] for shape in whole[0]] == [1, 2, 1, 2]
+    assert len(apart[0]) == 10 and [shape[0] for shape in whole[0]] == [1, 1, 1, 1]
     assert whole[0][0] == (1, aligned_length(tokens[0])), "no padding but up to a multiple of 8"
     few = run(tmp_path / "few", 1000, few_lengths=True)
     assert_same(few, apart)
@@ -65,6 +67,105 @@ def test_packed_steps_train_as_micro_batches_apart_over_epochs_and_after_a_resum
     assert_same(in_two, apart)
     assert all(shape[1] < tokens[0] for shape in in_two[0]) and len(in_two[0]) > len(whole[0])
     assert_same(run(tmp_path / "whole", 1000, checkpoint=str(tmp_path / "whole" / "checkpoint-2")), apart)
+
+
+def sequences(*lengths):
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(3, 50, (length,), generator=generator)} for length in lengths]
+
+
+def padded(rows):
+    ids, labels = ([row["input_ids"] for row in rows] for _ in range(2))
+    ids, labels = pad_sequence(ids, True, padding_value=0), pad_sequence(labels, True, padding_value=-100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+def compiled_trainer(folder, lengths, name="qwen3_moe", callbacks=(), **options):
+    """Return a Trainer of micro-batches of two sequences, three a step, with torch_compile=True, and its calls."""
+    model = patched(name, **({} if name == "nemotron_h" else {"num_hidden_layers": 1}))
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "torch_compile": True, **options}
+    trainer = trainer_for(model, folder, callbacks, num_train_epochs=1, **{"max_steps": -1, **options})
+    trainer.train_dataset, trainer.data_collator = sequences(*lengths), padded
+    return trainer, Calls(model)
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """Note what packed_steps says. torch_compile=True compiles nothing: what it packs is the same."""
+    said = []
+    monkeypatch.setattr(compiled, "compile_once", lambda *args, **kwargs: None)
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(packed_steps.logger, name, said.append)
+    return said
+
+
+VARIED = 5, 4, 4, 3, 3, 3, 24, 3, 9, 4, 5, 4  # two steps
+ALL = [(2, length) for length in (5, 4, 3, 24, 9, 5)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        # at most 16 of the first step's 9 + 7 and 6 tokens, 48 of the second's 27 + 13 and 9, in multiples of 8
+        (VARIED, [(1, 16), (1, 8), (1, 40), (1, 16)]),
+        ([8] * 6, [(2, 8)] * 3),
+    ],
+    ids=["varied", "one length"],
+)
+def test_torch_compile_packs_rows_of_what_the_largest_micro_batch_takes_anyway(lengths, expected, messages, tmp_path):
+    found = {}
+    for packed_tokens in (None, False):
+        trainer, calls = compiled_trainer(tmp_path, lengths)
+        sonicmoe_hf.attach(trainer, packed_tokens=packed_tokens)
+        sonicmoe_hf.attach(trainer)  # as `sonicmoe-hf run` does, which changes nothing
+        trainer.train()
+        losses = [{"loss": log["loss"]} for log in trainer.state.log_history if "loss" in log]
+        found[packed_tokens] = calls, losses, {name: each.detach() for name, each in trainer.model.named_parameters()}
+    assert_same(found[None], found[False])
+    assert found[None][0] == expected
+    assert found[False][0] == (ALL if lengths is VARIED else expected)
+    assert messages == ([packed_steps.PACKED] if lengths is VARIED else [])
+
+
+def with_own_step(trainer):
+    step = trainer.training_step
+    trainer.training_step = lambda *args: step(*args)
+
+
+def with_own_loss(trainer):
+    loss = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: loss(*args, **kwargs)
+
+
+def with_settings(**settings):
+    return lambda trainer: vars(trainer.model.config).update(settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        (None, {"name": "nemotron_h"}, "would mix the sequences of a row: "),
+        (None, {"callbacks": [TokenRoundingCallback(tile=4)]}, "token rounding depends on"),
+        (None, {"label_smoothing_factor": 0.1}, "label_smoothing_factor is another loss"),
+        (None, {"neftune_noise_alpha": 5.0}, "NEFTune's noise"),
+        (with_own_step, {}, "training_step is not the Trainer's own"),
+        (with_own_loss, {}, "the loss is not the Trainer's own"),
+        (with_settings(attention_chunk_size=64), {}, "counts its chunks"),
+        (lambda trainer: trainer.model.set_attn_implementation("eager"), {}, "attention 'eager' may take more memory"),
+        (lambda trainer: setattr(trainer.model, "loss_type", "ForMaskedLM"), {}, "is not that of next tokens"),
+    ],
+    ids=lambda each: next(iter(each), None) if isinstance(each, dict) else None,
+)
+def test_without_being_asked_what_cannot_be_packed_is_computed_apart_with_the_reason(
+    change, options, reason, messages, tmp_path
+):
+    trainer, calls = compiled_trainer(tmp_path, VARIED, **options)
+    if change is not None:
+        change(trainer)
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert calls == ALL
+    assert len(messages) == 1 and reason in messages[0] and "; " not in messages[0].partition(reason)[2]
 
 
 def test_a_row_is_as_its_micro_batches_for_eager_attention_too():
@@ -97,7 +198,7 @@ def test_other_batches_are_computed_apart_with_the_reason(change, reason, tmp_pa
     batches = [change(batch(padding=True, seed=seed)) for seed in (1, 2)]
     with mock.patch.object(packed_steps.logger, "warning_once") as warn:
         trainer.get_batch_samples(iter(batches), 2, torch.device("cpu"))
-    callback = trainer.callback_handler.callbacks[-1]
+    callback = find_callback(trainer, PackedSteps)
     assert not callback.rows and not callback.later
     assert reason in warn.call_args.args[0]
 
@@ -118,9 +219,9 @@ def test_losses_that_are_no_sum_over_tokens_are_refused(options, callbacks, reas
         trainer.train()
 
 
-def test_a_row_of_no_tokens_is_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match="packed_tokens is 0"):
-        sonicmoe_hf.attach(trainer_for(patched("qwen3_moe"), tmp_path), packed_tokens=0)
+def test_a_row_of_less_than_no_tokens_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match="packed_tokens is -1"):
+        sonicmoe_hf.attach(trainer_for(patched("qwen3_moe"), tmp_path), packed_tokens=-1)
 
 
 def steps_of_rank(rank, folder, packed_tokens):

@@ -45,12 +45,26 @@ class Graphs(NamedTuple):
 
 
 def compile_ahead(name: str, settings: Settings) -> Graphs:
-    """Train one step of a model's first layers, of each kind at least one, with random weights."""
+    """Train a step of a model's first layers, of each kind at least one, with random weights, and where lengths vary
+    another as one row."""
     on_meta = build_on_meta(name)
     model: Any = random_packed_model(_cut(on_meta), experts=settings.quantize, dtype=settings.dtype)
     model = get_peft_model(model, lora_config(model, r=settings.rank))
     batches = _batches(settings, model.config.get_text_config().vocab_size)
     before = cached_graphs()
+    for packed_tokens in [0] if settings.tokens else [0, sum(batch["input_ids"].numel() for batch in batches)]:
+        _train(model, settings, batches, packed_tokens)
+    found = cached_graphs() - before
+    return Graphs(
+        there=found["autograd_cache_hit"],
+        added=found["autograd_cache_saved"],
+        refused=found["autograd_cache_bypass"],
+        reasons=why_in_python(model),
+    )
+
+
+def _train(model: Any, settings: Settings, batches: list, packed_tokens: int) -> None:
+    """Train a step of these micro-batches, in rows of at most so many tokens."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -70,15 +84,8 @@ def compile_ahead(name: str, settings: Settings) -> Graphs:
             disable_tqdm=True,
         )
         trainer = Trainer(model, arguments, train_dataset=batches, data_collator=lambda rows: rows[0])  # type: ignore[arg-type]
-        attach(trainer, compile=True)
+        attach(trainer, compile=True, packed_tokens=packed_tokens)
         trainer.train()
-    found = cached_graphs() - before
-    return Graphs(
-        there=found["autograd_cache_hit"],
-        added=found["autograd_cache_saved"],
-        refused=found["autograd_cache_bypass"],
-        reasons=why_in_python(model),
-    )
 
 
 def _cut(model: PreTrainedModel) -> PreTrainedConfig:
