@@ -75,7 +75,7 @@ def test_what_an_adapter_learned_is_in_the_merged_file(name, tmp_path):
     assert f"is left by dithered rounding to {name} in the median" in of_changes and "in the worst, " in of_changes
     assert not any("warning" in notice for notice in done.notices)
     (warning,) = (notice for notice in lost.notices if "warning" in notice)
-    assert warning.endswith("layers: " + TO_NEAREST)
+    assert warning.endswith("layers: " + TO_NEAREST) and "merge it by --rounding dithered, or" in TO_NEAREST
     remedies = [
         remedy_of_rounding(tmp_path / base, tmp_path / merged)
         for base, merged in (("base", "nearest"), ("base", "dithered"), ("bf16", "nearest"))

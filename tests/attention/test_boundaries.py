@@ -105,6 +105,8 @@ def test_each_sequence_is_computed_as_apart_or_packed_ones_are_refused(folder):
 @pytest.mark.parametrize("folder", SINKS)
 def test_attention_with_sinks_keeps_them_apart(folder):
     model = model_of(folder)
+    with pytest.raises(ValueError, match=r'or load it with flash attention \("torch_sinks"\)'):
+        model(**packed_batch())
     model.set_attn_implementation("torch_sinks")
     check_each_is_as_apart(model)
 

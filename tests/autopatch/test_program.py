@@ -100,6 +100,7 @@ def test_a_program_of_another_kind_keeps_its_exit_code_and_is_told_that_nothing_
     isolated = write(tmp_path, "isolated.sh", f"#!/bin/sh\n{sys.executable} -I -c 'raise SystemExit(7)'\n")
     done = run(str(isolated))
     assert done.returncode == 7 and done.stderr.endswith(f"{NOTHING_PATCHED}\n")
+    assert "leave out Python's options -I, -E and -S, or install" in NOTHING_PATCHED
     write(tmp_path, "ask.py", f"import sys\nsys.path.insert(0, 'theirs')\n{ARE_PATCHED}")
     patched = write(tmp_path, "patched.sh", f"#!/bin/sh\n{sys.executable} ask.py\n")
     for words in ([str(patched)], ["-u", "ask.py"]):

@@ -7,7 +7,7 @@ import torch
 
 from sonicmoe_hf.checkpoints.writing.rounding_effects import TO_NEAREST
 from sonicmoe_hf.tools.checking.hypotheses import EXPERTS, LEFT_OUT, Hypothesis
-from sonicmoe_hf.tools.checking.verdict import ENOUGH, MORE_TEXT, Reference, judge
+from sonicmoe_hf.tools.checking.verdict import ENOUGH, Reference, judge
 
 pytestmark = pytest.mark.pinned
 TOKENS = 1000
@@ -53,9 +53,8 @@ def test_the_rounding_of_the_trained_model_itself_is_no_part_that_is_missing(par
     assert verdict.kind == "applied" and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
     verdict = judge(place[:60], Reference(zero[:, :60], adapter[:, :60], [(WITHOUT, without[:, :60])]), noise=1.5)
     assert verdict.kind == "cannot tell" and verdict.shares["experts"] is None
-    assert "of its experts is there" in verdict.reason and verdict.reason.endswith(
-        f"add --dtype float32, or {MORE_TEXT}"
-    )
+    assert "of its experts is there" in verdict.reason
+    assert verdict.reason.endswith("add --dtype float32, or give longer text like that it was trained on, --text")
     assert judge(10 * rest + noise[4], both, noise=1.5).kind == "applied in part"
 
 
@@ -109,7 +108,9 @@ def test_a_server_of_unknown_noise_that_has_all_of_the_change_is_not_called_anot
     experts, rest, noise = parts
     verdict = judge(left * experts + rest + noise, reference(experts, rest))
     assert verdict.kind == kind and "other differences, 0." in verdict.reason
-    assert ("let the server have the base" in verdict.reason) == (left == 1)
+    assert ("let the server have the base beside the adapter" in verdict.reason) == (left == 1)
+    verdict = judge(left * experts + rest + noise, reference(experts, rest), noise=1.0)
+    assert verdict.kind == ("applied" if left == 1 else "applied in part"), "the base tells how large its noise is"
 
 
 @pytest.mark.parametrize(

@@ -272,8 +272,12 @@ def test_documents_are_told_from_a_sequence_that_is_one(option, rank, length):
     trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=config))
     inputs = {"position_ids": whole if option == "cp" else whole.chunk(WORLD, 1)[rank]}
     has_two = length == 6 and (option == "cp" or rank == 1)
-    error = pytest.raises(ValueError, match=f"{option}_size") if has_two else contextlib.nullcontext()
-    with error, mock.patch.object(torch.distributed, "get_rank", return_value=rank):
+    words = rf"{option}_size.*give each document a sequence of its own"
+    with mock.patch.object(torch.distributed, "get_rank", return_value=rank):
+        with pytest.raises(ValueError, match=words) if has_two else contextlib.nullcontext():
+            assert check_documents(trainer, lambda model, given: given, None, inputs) is inputs
+        apart = whole.reshape(-1, length)
+        inputs = {"position_ids": apart if option == "cp" else apart.chunk(WORLD, 1)[rank]}
         assert check_documents(trainer, lambda model, given: given, None, inputs) is inputs
 
 

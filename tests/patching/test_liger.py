@@ -222,7 +222,10 @@ def test_experts_of_an_unpatched_model_are_transformers(order):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_built_after_liger_replaced_the_experts_class_is_refused_with_its_switch(family):
-    getattr(liger, f"apply_liger_kernel_to_{family}")(fused_linear_cross_entropy=False)
+    apply = getattr(liger, f"apply_liger_kernel_to_{family}")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    before = dict(vars(module))
+    apply(fused_linear_cross_entropy=False)
     model = build(family)
     refusals = sonicmoe_hf.UnsupportedModelError, sonicmoe_hf.UnsupportedExpertsError
     for use in (
@@ -234,6 +237,9 @@ def test_a_model_built_after_liger_replaced_the_experts_class_is_refused_with_it
             refusals, match=r"Liger put LigerExperts .*keep Liger from the experts by its switch swiglu=False"
         ):
             use(model)
+    vars(module).update(before)  # a process in which Liger is kept from the experts
+    apply(fused_linear_cross_entropy=False, swiglu=False)
+    assert all(layer.accelerated for layer in sonicmoe_hf.patch_model(build(family)).layers)
 
 
 def test_packing_takes_ligers_forward_from_the_experts():

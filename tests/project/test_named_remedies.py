@@ -1,6 +1,6 @@
 """The register of remedies, remedies.txt: each message that names one is there, below the test that does what it says.
 
-A row begins with + where the test gets the message first, with = where another test of its file does, and else with ~.
+A row begins with + where the test gets the message first, and with = where another test of its file does.
 """
 
 import ast
@@ -18,7 +18,7 @@ REGISTER = Path(__file__).with_name("remedies.txt")
 NO_MESSAGES = ("tools/cli/commands.py", "tools/cli/example.py", "tools/demo/", "tools/planning/", "examples/")
 OVERLAP = 16  # characters
 NOT_CARRIED_OUT = "Not carried out: "
-ROW = re.compile(r"    (?:(?P<mark>[+=~]) )?(?P<module>[\w/]+\.py): (?P<words>.+)")
+ROW = re.compile(r"    (?:(?P<mark>[+=]) )?(?P<module>[\w/]+\.py): (?P<words>.+)")
 VERBS = (
     "add|adapt|attach|bring|build|call|cast|choose|compute|convert|copy|download|drop|give|group|hand|"
     "have|import|install|keep|launch|leave|let|load|log|make|merge|move|name|open|pack|pad|pass|pick|put|"
@@ -53,7 +53,6 @@ def messages() -> list[tuple[str, str]]:
 
 class Row(NamedTuple):
     heading: str  # a test, or why there is none
-    gets: bool  # whether a test of its file gets the message
     module: str
     words: str  # of the message
 
@@ -65,7 +64,7 @@ def register() -> list[Row]:
         if line.startswith("    "):
             row = ROW.fullmatch(line)
             assert row and bool(row["mark"]) != heading.startswith(NOT_CARRIED_OUT), line
-            rows.append(Row(heading, row["mark"] in ("+", "="), row["module"], row["words"]))
+            rows.append(Row(heading, row["module"], row["words"]))
         elif line and not line.startswith("#"):
             heading = line
     return rows
@@ -106,4 +105,4 @@ def test_the_tests_of_the_register_are_there_and_ask_for_the_messages_that_they_
         assert name in {node.name for node in modules[path].body if isinstance(node, ast.FunctionDef)}, row.heading
         texts = [text for module, text in there if module == row.module and row.words in text]
         asks = any(overlap(piece, text) for piece in pieces[path] for text in texts)
-        assert asks or not row.gets, f"{path} does not ask for: {row.words}"
+        assert asks, f"{path} does not ask for: {row.words}"

@@ -7,11 +7,11 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers.adapters import adapt
-from helpers.checkpoints import config_in, edit_config, edit_tensors, load_whole, make, tensors_in
+from helpers.checkpoints import config_in, edit_config, edit_tensors, load_whole, make, tensors_in, to_fp8
 from helpers.integers import to_integers
 from helpers.marks import loads_hub_formats
 from helpers.models import batch, logits_of, relative_error
-from helpers.said import says
+from helpers.said import says, silent
 from helpers.served import edit
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -297,6 +297,22 @@ def test_layouts_and_formats_of_a_merge(of_128):
         for name in ("packed", "kept")
     ]
     assert errors[0] < errors[1] * 1.1, errors
+
+
+def test_a_change_that_rounding_ate_is_served_unmerged_or_in_bf16(of_128):
+    place = of_128
+    to_fp8(place.base)
+    place.base = place.path / "dense"  # whose values are FP8's
+    place.trained = adapt(load_whole(place.base), place.adapter, size=0.01)  # changes of a small part of a step
+    words = "or leave --quantize out and serve bf16"
+    with says("serve the adapter beside the base, unmerged (sonicmoe-hf convert ADAPTER DST --layout vllm)", words):
+        print(*merge_adapter(place.base, place.adapter, place.path / "fp8", quantize="fp8").notices)
+    convert_adapter(place.adapter, place.path / "vllm", "vllm", trained_on=place.base)
+    served, factors = tensors_in(place.path / "vllm"), tensors_in(place.adapter)
+    assert len(served) > len(factors) and {float(each.abs().max()) > 0 for each in served.values()} == {True}
+    with silent(words):
+        print(*merge_adapter(place.base, place.adapter, place.path / "merged").notices)
+    assert place.gives(place.path / "merged")
 
 
 def test_an_adapter_where_a_model_is_expected(place):

@@ -1,16 +1,19 @@
 """Messages of compiled layers and of the advice on a waiting GPU: each is raised, and then what it names is done."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from helpers.models import batch, patched
+from helpers.models import batch, logits_of, patched
 from helpers.said import says, silent
 from helpers.training import advise, logs_of, trainer_for
 
 import sonicmoe_hf
 from sonicmoe_hf.compiling import layers
+from sonicmoe_hf.patching.guard import guard_of
+from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
 from sonicmoe_hf.trainer.lengths import VaryingLengths
 
@@ -79,6 +82,20 @@ SWITCHES = {
     ),
     "attach(trainer, few_lengths=True), by which sizes come again": ({"max_steps": 2}, {"few_lengths": True}),
 }
+
+
+def test_experts_whose_forward_was_replaced_under_compilation_are_patched_again(monkeypatch):
+    model = patched("qwen3_moe", **ONE)
+    expected, experts = logits_of(model), next(find_layers(model)).experts
+    forward = experts.forward
+    experts.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    words = "another forward took the place of these experts' own: call sonicmoe_hf.patch_model(model) again"
+    for context in (says, silent):
+        with monkeypatch.context() as patch, context(words):
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            guard_of(model)(model, (), {})
+        sonicmoe_hf.patch_model(model)
+    assert torch.equal(logits_of(model), expected)
 
 
 @pytest.mark.parametrize("words", SWITCHES)

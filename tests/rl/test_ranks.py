@@ -12,7 +12,7 @@ from helpers import vllm_stand_in
 from helpers.checkpoints import tensors_in
 from helpers.rl import GAP, logged, make
 from helpers.rl_models import adapted
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -61,6 +61,10 @@ def by_zero3(model):
 def published(rank, share, base, folder):
     """Publish the adapter twice, between which ranks that can compute with shared weights do."""
     model = adapted(base)
+    if share is by_fsdp2:
+        first = FullyShardedDataParallel(adapted(base), use_orig_params=True, device_id=torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="use fsdp_version: 2 in accelerate's config"):
+            AdapterVersions(first, Accelerator(cpu=True), folder, torch.float32).publish()
     wrapped = share(model)
     assert all(
         hasattr(each, "device_mesh") or each.numel() == 0 for each in model.parameters() if each.requires_grad

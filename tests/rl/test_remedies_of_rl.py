@@ -1,6 +1,9 @@
 """Messages of reinforcement learning: each is raised, and then what it names is done."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from helpers.rl import loaded, make
 from helpers.said import says, silent
 from helpers.vllm_stand_in import serving
@@ -10,6 +13,8 @@ from trl import GRPOTrainer as TRLsGRPOTrainer
 import sonicmoe_hf
 from sonicmoe_hf.trl import GRPOTrainer
 from sonicmoe_hf.trl.adapter_versions import adapter_of
+from sonicmoe_hf.trl.generation import AdapterGeneration
+from sonicmoe_hf.trl.rollouts import GeneratedSequences
 
 pytestmark = pytest.mark.pinned
 
@@ -46,6 +51,19 @@ def test_trainers_that_send_adapters(base, engine, tmp_path):
         trainer = make(cls, base, tmp_path, peft_config=adapter)
         sonicmoe_hf.attach(trainer)
         assert trainer.vllm_generation.versions
+
+
+def test_experts_of_completions_come_from_an_engine_that_returns_them():
+    answers = [torch.full((2, 1, 1), expert).numpy() for expert in range(2)]
+    prompts, completions = [[0, 1], [0, 2]], [[3], [4]]
+    generation = SimpleNamespace(mode="colocate", tensor_parallel_size=1, sequences=GeneratedSequences())
+    generation.llm = SimpleNamespace(routed_experts=[answers[0], None])
+    with says("returned no routed experts for some completion; start it with --enable-return-routed-experts"):
+        AdapterGeneration._keep(generation, prompts, completions)
+    generation.llm.routed_experts = answers
+    AdapterGeneration._keep(generation, prompts, completions)
+    found = [generation.sequences.experts_of([*prompt, *own]) for prompt, own in zip(prompts, completions)]
+    assert [experts[0].item() for experts in found] == [0, 1]
 
 
 def test_a_server_is_started_as_the_message_says(base, engine, tmp_path):

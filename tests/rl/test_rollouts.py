@@ -39,8 +39,10 @@ def test_equal_sequences_get_their_own_in_order_and_others_are_an_error():
     with pytest.raises(RuntimeError, match=r"none that vLLM generated .* replay=False"):
         sequences.experts_of([4, 2, 3])
     sequences.add([1], [2, 4], experts(2))
-    with pytest.raises(RuntimeError, match="the experts of 1 tokens for a sequence of 3"):
+    with pytest.raises(RuntimeError, match=r"the experts of 1 tokens for a sequence of 3, .* with prefix caching"):
         sequences.experts_of([1, 2, 4])
+    sequences.add([1], [2, 5], experts(3, 70))
+    assert sequences.experts_of([1, 2, 5])[:, 0, 0].tolist() == [70, 71], "what a server with prefix caching returns"
 
 
 def test_experts_lie_over_prompts_padded_on_the_left_and_completions_on_the_right():
