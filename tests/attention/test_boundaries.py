@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.models import gradients_of, relative_error
-from helpers.small_families import CHANGES, families_here, small_model
+from helpers.small_families import CHANGES, DEEPSEEK_V4, families_here, small_model
 
 import sonicmoe_hf
 from sonicmoe_hf.attention import boundaries, pieces
@@ -11,18 +11,8 @@ from sonicmoe_hf.attention.models import choose_attention
 
 LENGTHS = (11, 14)
 HEADS = 16  # of indexers: with two, many scores are 0, and which of equals is picked is by chance
-KINDS = ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"]
 OTHER = {
-    "deepseek_v4": {
-        "num_hidden_layers": 3,
-        "layer_types": KINDS,
-        "mlp_layer_types": ["moe"] * 3,
-        "head_dim": 16,
-        "sliding_window": 8,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "compress_rates": {KINDS[1]: 6, KINDS[2]: 2},
-    },
+    "deepseek_v4": DEEPSEEK_V4,
     "dots3_note": {**CHANGES["dots3_note"], "layer_types": ["sliding_attention", "indexed_attention"]},
     "minimax_m3_vl": {
         "text_config": {

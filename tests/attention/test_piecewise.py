@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.models import gradients_of, relative_error
-from helpers.small_families import CHANGES, families_here, small_model
+from helpers.small_families import CHANGES, DEEPSEEK_V4, families_here, small_model
 
 import sonicmoe_hf
 from sonicmoe_hf.attention import deepseek_v4, pieces
@@ -12,17 +12,6 @@ from sonicmoe_hf.attention.models import choose_attention
 from sonicmoe_hf.attention.piecewise import NAME
 from sonicmoe_hf.private.replaced import put_back
 
-KINDS = ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"]
-V4 = {
-    "num_hidden_layers": 3,
-    "layer_types": KINDS,
-    "mlp_layer_types": ["moe"] * 3,
-    "head_dim": 16,
-    "sliding_window": 8,
-    "o_groups": 2,
-    "o_lora_rank": 8,
-    "compress_rates": {KINDS[1]: 6, KINDS[2]: 2},
-}
 M3 = {"index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1, "index_n_heads": 2}
 M3 = {"text_config": {**M3, "layer_types": ["full_attention", "minimax_m3_sparse"]}}
 HERE = [family for family in ("deepseek_v4", "hy_v4", "hy_v4_vl", "minimax_m3_vl") if family in families_here()]
@@ -37,7 +26,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="of Transformers 5.23")
 
 @pytest.fixture(autouse=True)
 def three_kinds_of_layers(monkeypatch):
-    monkeypatch.setitem(CHANGES, "deepseek_v4", V4)
+    monkeypatch.setitem(CHANGES, "deepseek_v4", DEEPSEEK_V4)
     monkeypatch.setitem(CHANGES, "minimax_m3_vl", M3)
 
 

@@ -132,6 +132,11 @@ OMNI = {  # of Qwen3OmniMoeConfig: a thinker and a talker
     "thinker_config": CHANGES["qwen3_omni_moe"],
     "talker_config": {"text_config": {"shared_expert_intermediate_size": 16}, "spatial_merge_size": 2},
 }
+KINDS = ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"]
+DEEPSEEK_V4 = {  # a layer of each kind of attention
+    "num_hidden_layers": 3, "layer_types": KINDS, "mlp_layer_types": ["moe"] * 3, "head_dim": 16, "sliding_window": 8,
+    "o_groups": 2, "o_lora_rank": 8, "compress_rates": {KINDS[1]: 6, KINDS[2]: 2},
+}  # fmt: skip
 LATER = {"aria", "glm5_next", "qwen4_exp"}  # in 5.17 their experts have no interface, their layers other kinds
 PARTS = {folder: f"{folder}_text" for folder in ("dots3_note", "inkling", "inkling2", "qwen4_exp")}
 PARTS["qwen3_omni_moe"] = "qwen3_omni_moe_thinker"  # built alone, of a model that has more
