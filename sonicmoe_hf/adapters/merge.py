@@ -39,14 +39,14 @@ from ..formats.hub_names import HubNames
 from ..kernels.packed.dither import Dither
 from ..layer.config import check_choice
 from ..layer.experts_module import packable
-from ..lora.dithering import ROUNDINGS, dither_of
+from ..lora.dithering import MERGE_ROUNDINGS, dither_of
 from ..lora.named_base import other_family
 from ..lora.packed_base import SCALED, PackedBase, option_to_load
 from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
 from .rules import ADAPTER_WEIGHTS, AdapterConfig
 
-KEEP, DITHERED = "keep", ROUNDINGS[0]
+KEEP, DITHERED = "keep", MERGE_ROUNDINGS[0]
 QUANTIZE = (KEEP, "mxfp4", "fp8", "int4")
 
 
@@ -95,7 +95,7 @@ def merge_adapter(
         check_choice("quantize", quantize, QUANTIZE)
         if layout == "native" and quantize != KEEP:
             raise CheckpointError(f"quantize={quantize!r} writes the hub's layout; leave layout='native' out")
-    check_choice("rounding", rounding, ROUNDINGS)
+    check_choice("rounding", rounding, MERGE_ROUNDINGS)
     dst = new_folder(dst)
     stored = StoredWeights(local_folder(base, revision))
     folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *OF_TRAINING])

@@ -37,7 +37,7 @@ HUB_MATRICES = {  # of a weight of experts: the matrices of one expert in the hu
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
-ORDERS = {  # of gate's and up's rows in a weight that holds both; elsewhere "whole"
+ROW_ORDERS = {  # of gate's and up's rows in a weight that holds both; elsewhere "whole"
     "native": "interleaved",
     "upstream": "interleaved",
     "gpt_oss": "interleaved",
@@ -49,8 +49,8 @@ class ExpertsParameter(NamedTuple):
     """A parameter of a block's experts, as the weights of a layout store it.
 
     names: of the one weight that holds all experts; or of an expert's own, gate and up or down, with "{expert}" for its
-    number. num_experts, shape: E, and (rows, columns) of one expert's weight; (rows,) of biases. order: of ORDERS.
-    is_transposed: whether dense weights are [E, columns, rows].
+    number. num_experts, shape: E, and (rows, columns) of one expert's weight; (rows,) of biases. order: of rows, one of
+    kernels.packed.ORDERS. is_transposed: whether dense weights are [E, columns, rows].
     """
 
     names: tuple[str, ...]
@@ -115,7 +115,7 @@ def _parameter(family: NativeFamily, layout: str, block: str, name: str, sizes: 
         return ExpertsParameter(names, num_experts, (rows // len(names), columns))
     stored = {"native": f"experts.{NATIVE_NAMES[name]}", "upstream": UPSTREAM_NAMES[NATIVE_NAMES[name]]}
     shape = (rows,) if is_bias else (rows, columns)
-    order, is_transposed = ORDERS[layout] if is_first else "whole", layout == "gpt_oss" and not is_bias
+    order, is_transposed = ROW_ORDERS[layout] if is_first else "whole", layout == "gpt_oss" and not is_bias
     return ExpertsParameter(
         (f"{block}.{stored.get(layout, f'experts.{name}')}",), num_experts, shape, order, is_transposed
     )

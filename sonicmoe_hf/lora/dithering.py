@@ -7,7 +7,7 @@ from torch import nn
 from ..kernels.packed.dither import Dither
 from ..layer.experts_module import is_experts, row_order, weight_names
 
-ROUNDINGS = ("dithered", "nearest")  # of a packed weight that an adapter changes
+MERGE_ROUNDINGS = ("dithered", "nearest")  # of a packed weight that an adapter changes
 OF_EXPERTS = ("gate_up_proj", "down_proj")  # whatever the layout calls the weights of the first and the second product
 
 

@@ -38,13 +38,13 @@ WITH_PEFT = (
 ALTERNATING = 2  # groups whose weights a file may have in turn: gate and up of an expert, and its down
 NOT_INVERTED = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, StopIteration, ValueError)
 Tensors = dict[str, torch.Tensor]
-Shapes = Mapping[str, tuple[int, ...]]
+WeightShapes = Mapping[str, tuple[int, ...]]
 
 
 class _ModelOfShapes:
     """Stands for a model where an operation looks up the shape of what it makes."""
 
-    def __init__(self, shapes: Shapes):
+    def __init__(self, shapes: WeightShapes):
         self._shapes = shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
@@ -181,7 +181,7 @@ class WeightGroup:
             for pattern, names in self.weight_names.items()
         }
 
-    def _convert(self, converter: Any, tensors, name: str, shapes: Shapes) -> Tensors:
+    def _convert(self, converter: Any, tensors, name: str, shapes: WeightShapes) -> Tensors:
         for operation in converter.operations:
             tensors = operation.convert(
                 tensors,
@@ -195,7 +195,7 @@ class WeightGroup:
         return {key: made[0] if isinstance(made, list) else made for key, made in tensors.items()}
 
 
-def _of_one(shapes: Shapes, names: list[str], expert: int | None) -> dict[str, tuple[int, ...]]:
+def _of_one(shapes: WeightShapes, names: list[str], expert: int | None) -> dict[str, tuple[int, ...]]:
     """Return `shapes` with those of one expert alone, where `names` hold all experts."""
     if expert is None:
         return dict(shapes)
@@ -214,7 +214,7 @@ def _takes_each_expert_alone(operations: list[ConversionOps]) -> bool:
     )
 
 
-def weight_groups(model: PreTrainedModel, weights: Shapes) -> dict[str, WeightGroup]:
+def weight_groups(model: PreTrainedModel, weights: WeightShapes) -> dict[str, WeightGroup]:
     """Group `weights`, the names in a checkpoint's files with their shapes, as Transformers does when it loads them into
     `model`, which may be on the meta device. Returns each group by the names of its parameters. Names that the model does
     not know, as those of multi-token prediction, are in no group."""
@@ -245,7 +245,7 @@ def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> 
     return int(match[1]) if match else 0
 
 
-def complete_groups(model: PreTrainedModel, weights: Shapes, folder: Path) -> dict[str, WeightGroup]:
+def complete_groups(model: PreTrainedModel, weights: WeightShapes, folder: Path) -> dict[str, WeightGroup]:
     """Group `weights`, those in `folder`, as `weight_groups` does. Raises CheckpointError where they are not all that
     `model` has."""
     groups = weight_groups(model, weights)

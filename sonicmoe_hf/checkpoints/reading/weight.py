@@ -120,8 +120,8 @@ class Weight:
             yield from ((expert, [each[expert] for each in tensors]) for expert in range(self.change.num_experts))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
-        """Return by name the shape of each tensor that stores a weight of this shape, its rows in this order of ORDERS,
-        and the dtypes that it may have: () is any."""
+        """Return by name the shape of each tensor that stores a weight of this shape, its rows in this order (of
+        kernels.packed.ORDERS), and the dtypes that it may have: () is any."""
         return {self.name: (shape, ())}
 
     def raw(self, expert: int | None = None) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ FORMATS_OF = {"gpt_oss": ("mxfp4",), "per_expert": ("fp8", *INTEGERS)}  # by the
 MXFP4_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
-def check_format(source: Source, format: str, layout: str) -> None:
+def check_packing(source: Source, format: str, layout: str) -> None:
     """Raise CheckpointError where the experts of `source` cannot be packed in the format in "native" or "hub" layout."""
     reason = _why_not_on_the_hub(source, format) if layout == "hub" else None
     if reason is not None:

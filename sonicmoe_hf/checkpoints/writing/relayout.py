@@ -22,8 +22,6 @@ from .output import Output, OutputTensors, in_range, shell
 from .packed_config import hub_format
 from .rounding_effects import Roundings
 
-Experts = Sequence[int]
-
 
 class Relayout(Output):
     """The weights of a checkpoint under the names of a layout.
@@ -88,12 +86,12 @@ class _Relaid:
     ):
         self._output, self._weights, self._here, self.there, self._format = output, weights, here, there, format
 
-    def tensors_of(self, experts: Experts) -> OutputTensors:
+    def tensors_of(self, experts: Sequence[int]) -> OutputTensors:
         """Describe the weights that hold these experts, all of them or one, which are made together."""
         there, format = self.there, self._format
         weights = list({weight.name: weight for expert in experts for weight in self._weights_of(expert)}.values())
         names = there.names_of(experts[0])
-        make: Callable[[Experts], Iterable[torch.Tensor]]
+        make: Callable[[Sequence[int]], Iterable[torch.Tensor]]
         if format is None:
             dtype = self._output.dtype_of(names[0], weights)
             shells = {name: shell(there.stored_shape, dtype) for name in names}
@@ -130,12 +128,12 @@ class _Relaid:
             matrices.append(values.T if here.is_transposed else values)
         return self.there.join(here.split(matrices))
 
-    def _make_dense(self, dtype: torch.dtype, experts: Experts) -> list[torch.Tensor]:
+    def _make_dense(self, dtype: torch.dtype, experts: Sequence[int]) -> list[torch.Tensor]:
         """Make an expert's weights."""
         rows = self._read_rows(dtype, experts[0])
         return [matrix.T.contiguous() if self.there.is_transposed else matrix for matrix in rows]
 
-    def _make_moved(self, shells: list[torch.Tensor], experts: Experts) -> list[torch.Tensor]:
+    def _make_moved(self, shells: list[torch.Tensor], experts: Sequence[int]) -> list[torch.Tensor]:
         """Make the tensors that store an expert's weights, whose blocks are as they were but for what an adapter
         changes."""
         here, moved = self._here, []
@@ -154,7 +152,7 @@ class _Relaid:
         return weight.rows(expert, rounded)
 
     def _make_packed(
-        self, dtype: torch.dtype, format: Format, shells: list[torch.Tensor], experts: Experts
+        self, dtype: torch.dtype, format: Format, shells: list[torch.Tensor], experts: Sequence[int]
     ) -> list[torch.Tensor]:
         """Make the tensors that store the weights of experts, rounded."""
         there, made = self.there, []

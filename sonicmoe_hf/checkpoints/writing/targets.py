@@ -21,7 +21,7 @@ from ..reading.stored import DTYPES, StoredWeights
 from ..reading.weight import UntiedWeight
 from .hub_named import HubNamed
 from .output import Output
-from .packed_config import check_format, quantization_config
+from .packed_config import check_packing, quantization_config
 from .relayout import Relayout
 
 OF_QUANTIZED = ("quantization_config", EXPERT_DTYPE)  # entries of config.json that dense checkpoints do not have
@@ -69,7 +69,7 @@ def target_of(
         keeps = source.quantization == quantize
         if keeps and not source.packed_here and source.layout == target_layout:
             return own_target(source, layouts, keeps_format=True)
-        check_format(source, quantize, layout)
+        check_packing(source, quantize, layout)
         packed = quantization_config(source, quantize, layout)
         if keeps and not any(weight.change for weight in source.weights.values()):
             notices = [f"the experts' {quantize} blocks are those of {source.folder}"]
