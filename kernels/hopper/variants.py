@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..interface import Activation
-from .config import Stored, gemm_down_tiles, gemm_wgrad_tiles, supports_sizes, tile
+from ..packed import FORMATS
+from .config import DECODED, Stored, gemm_down_tiles, gemm_wgrad_tiles, supports_sizes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -42,6 +43,29 @@ def training_step_kernels(
         )
         if name not in skipped and (name != "gemm_down_backward" or parameters[4:7] == DOWN_BACKWARD[0])
     ]
+
+
+def of_packed_layer(
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    interleaved: bool,
+    bias: bool,
+    format: str,
+    rank: int,
+) -> list[tuple[str, tuple]]:
+    """List as `variants` the kernels of layers whose experts are packed in a format as `Format.quantize` makes them: of
+    those that are decoded, and of expanded ones."""
+    block, scales = FORMATS[format].block, FORMATS[format].dtypes("scales")[0]
+    stored = Stored(format, str(scales).removeprefix("torch."), block)
+    is_decoded = DECODED.get(format) and dtype == torch.bfloat16 and not hidden % block and not inner % block
+    kernels = [
+        kernel
+        for weights in ((dtype, stored) if is_decoded else (dtype,))
+        for kernel in variants(hidden, inner, weights, activation, False, interleaved, bias, rank)
+    ]
+    return [(name, parameters) for name, parameters in kernels if name != "gemm_wgrad"]
 
 
 def variants(

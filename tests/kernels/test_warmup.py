@@ -15,10 +15,12 @@ pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels.hopper import cache
+from sonicmoe_hf.kernels.hopper.config import Stored
 from sonicmoe_hf.kernels.hopper.variants import on_triton
 from sonicmoe_hf.kernels.interface import Activation
 
 pytestmark = pytest.mark.pinned
+BF16, NF4 = torch.bfloat16, Stored("nf4", "uint8", 64)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,17 @@ def test_sizes_decide_what_runs_on_triton(H, I, refused):
 def test_without_a_gate_the_up_projection_is_no_wider_than_the_experts():
     """48 columns are too few, and so are the rows of their up projection, which with a gate are 96."""
     assert len(on_triton(128, 48, Activation())) == 4 and len(on_triton(128, 48, Activation("relu2"))) == 6
+
+
+def test_packed_experts_need_kernels_that_decode_them_and_such_for_expanded_ones():
+    """With adapters, whose rank is padded; no weight is trained."""
+    kernels = warmup.LayerKind(256, 192, quantize="nf4", rank=12).kernels()
+    counts = {weights: {name for name, parameters in kernels if parameters[0] == weights} for weights in (BF16, NF4)}
+    assert counts[BF16] == counts[NF4] == {"gemm_up", "gemm_down", "gemm_down_backward"}
+    assert all(16 in parameters for _, parameters in kernels)
+    for kind in (("fp8", BF16), ("nf4", torch.float16)):
+        others = warmup.LayerKind(256, 192, kind[1], quantize=kind[0], rank=8).kernels()
+        assert {parameters[0] for _, parameters in others} == {kind[1]}
 
 
 @pytest.mark.slow

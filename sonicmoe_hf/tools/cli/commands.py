@@ -129,9 +129,16 @@ COMMANDS = {
                 "torch_compile=True, on this machine's device: torch's cache on disk then has the compiled layers",
             ),
             _option(
-                "--quantize", choices=FORMATS, help=f"of --compile: the experts (default: not packed; {WITH_ZEROS})"
+                "--quantize",
+                choices=FORMATS,
+                help=f"the experts are packed, and have adapters of --rank (default: not packed; {WITH_ZEROS})",
             ),
-            _option("--rank", type=_at_least(1), default=16, help="of --compile: the adapters' (default %(default)s)"),
+            _option(
+                "--rank",
+                type=_at_least(1),
+                default=16,
+                help="of --compile and --quantize: the adapters' (default %(default)s)",
+            ),
             _option(
                 "--batch-size", type=_at_least(1), default=1, help="of --compile: sequences (default %(default)s)"
             ),

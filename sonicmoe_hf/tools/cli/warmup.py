@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ...checkpoints.reading.config_only import build_on_meta
 from ...layer import backends
 from ...layer.config import LAYOUTS, check_order
 from ...layer.moe_experts import Activation
+from ...layer.projection import RANK_MULTIPLE
 from ...patching.experts import experts_facts, sizes_of
 from ...patching.support import accelerated_layers, supports
 from ...private.torch import compile_cache_folder
@@ -27,7 +28,8 @@ from .bar import progress
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The facts of a layer that decide which kernels it needs: sizes H and I, dtype, activation, layout, biases."""
+    """The facts of a layer that decide which kernels it needs: sizes H and I, dtype, activation, layout, biases; and
+    where its experts are packed, their format and the rank of their adapters."""
 
     hidden: int
     inner: int
@@ -35,6 +37,8 @@ class LayerKind:
     activation: Activation = field(default_factory=Activation)
     layout: str = "concatenated"
     bias: bool = False
+    quantize: str | None = None
+    rank: int = 0
 
     def __post_init__(self):
         check_order(self.layout, self.activation.name)
@@ -42,7 +46,19 @@ class LayerKind:
     def __str__(self):
         biases = ", biases" if self.bias else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"H={self.hidden} I={self.inner}, {self.layout}, {self.activation.name}, {dtype}{biases}"
+        packed = f", {self.quantize} experts, adapters of rank {self.rank}" if self.quantize else ""
+        return f"H={self.hidden} I={self.inner}, {self.layout}, {self.activation.name}, {dtype}{biases}{packed}"
+
+    def kernels(self) -> list[tuple[str, tuple]]:
+        """List (function of kernels/hopper/compiled.py, its parameters) of the kernels; the DSL is installed."""
+        from ...kernels.hopper.variants import of_packed_layer, variants
+
+        transposed, interleaved = LAYOUTS[self.layout]
+        sizes = self.hidden, self.inner, self.dtype, self.activation
+        if self.quantize is None:
+            return variants(*sizes, transposed, interleaved, self.bias)
+        rank = -(-self.rank // RANK_MULTIPLE) * RANK_MULTIPLE
+        return of_packed_layer(*sizes, interleaved, self.bias, self.quantize, rank)
 
 
 class Outcome(NamedTuple):
@@ -83,6 +99,8 @@ def warmup(
         kinds = kinds_of_model(build_on_meta(model), torch_dtype)
         if not kinds:
             raise ValueError(f"{model} has no layer that is supported; sonicmoe-hf doctor says why")
+    if quantize is not None:
+        kinds = [replace(kind, quantize=quantize, rank=rank) for kind in kinds]
     began = time.perf_counter()
     total, outcomes = warm_up(kinds, processes)
     for kind in kinds:
@@ -163,12 +181,7 @@ def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, 
     """
     if obstacle := backends.missing_for_hopper():
         raise ValueError(f"the Hopper kernels cannot be compiled here: {obstacle}")
-    from ...kernels.hopper.variants import variants
-
-    wanted: dict[tuple[str, tuple], None] = {}
-    for kind in kinds:
-        facts = kind.dtype, kind.activation, *LAYOUTS[kind.layout], kind.bias
-        wanted |= dict.fromkeys(variants(kind.hidden, kind.inner, *facts))
+    wanted = dict.fromkeys(kernel for kind in kinds for kernel in kind.kernels())
     return len(wanted), compile_kernels(list(wanted), processes or os.cpu_count() or 1)
 
 
