@@ -81,7 +81,7 @@ class ExpertsGuard:
 
 
 @torch.compiler.assume_constant_result  # which is called while a graph is traced, not in it
-def _warn_of_ignored(model_class: type, given: tuple[str, ...]) -> bool:
+def _warn_of_ignored(model_class: type[nn.Module], given: tuple[str, ...]) -> bool:
     """Warn of inputs that a class of Transformers takes among its keyword arguments alone, and ignores. What a class of
     somebody else's makes of those is not known."""
     if not model_class.forward.__module__.startswith(OF_TRANSFORMERS):

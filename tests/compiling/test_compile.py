@@ -166,7 +166,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.pinned
+@pytest.mark.slow
 def test_compiled_layers_follow_what_becomes_of_a_model_and_so_does_a_second_one_of_its_kind():
     torch._dynamo.reset()
     models, inputs = [with_lora(patched("qwen3_moe", use_cache=False, **ONE_LAYER)) for _ in range(3)], batch()
@@ -283,10 +283,14 @@ def compile_model(model):
 
 @pytest.mark.parametrize(
     ("order", "compiled"),
-    [
-        ("in another thread", compile_layers),
-        *rest_pinned([("before", compile_layers), ("between", compile_layers), ("unpatched", compile_model)], 0),
-    ],
+    rest_slow(
+        [
+            ("in another thread", compile_layers),
+            ("before", compile_layers),
+            ("between", compile_layers),
+            ("unpatched", compile_model),
+        ]
+    ),
 )
 def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_off(order, compiled):
     """Dynamo would use what fits of their code, and by default it does not ask whether modules have hooks. The other

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import rest_slow
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, loss_and_gradients, patched, twin
 from helpers.training import checkpointed
 from torch._dynamo.utils import counters
@@ -61,7 +61,7 @@ def uncompiled(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("family", [*rest_pinned(FAMILIES[:2]), *rest_slow(FAMILIES[2:], 0)])
+@pytest.mark.parametrize("family", rest_slow(FAMILIES))
 def test_compiled_layers_compute_as_transformers_and_the_rest_as_liger(family, uncompiled):
     torch._dynamo.reset()
     counters.clear()

@@ -124,7 +124,7 @@ WITH_SINKS = {
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("case", rest_slow(WITH_SINKS, 2))
+@pytest.mark.parametrize("case", rest_slow(WITH_SINKS))
 def test_attention_with_sinks_is_captured_as_docs_attention_says(monkeypatch, case):
     inputs, is_captured = WITH_SINKS[case]
     monkeypatch.setattr(flash, "uses_cuda_kernels", lambda device: True)
