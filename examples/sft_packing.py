@@ -14,7 +14,15 @@ import argparse
 
 import torch
 from datasets import Dataset, load_dataset
-from shared import ThroughputCallback, add_model_options, add_training_options, load, parsed, standard_library
+from shared import (
+    ThroughputCallback,
+    add_model_options,
+    add_training_options,
+    liger_kernels,
+    load,
+    parsed,
+    standard_library,
+)
 from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -68,8 +76,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
             learning_rate=arguments.learning_rate,
             bf16=True,
             gradient_checkpointing=True,
-            use_liger_kernel=arguments.liger,
-            liger_kernel_config={"swiglu": False},  # the experts are ours
+            **(liger_kernels() if arguments.liger else {}),
             torch_compile=arguments.compile,  # after `attach` of each layer
             logging_steps=arguments.logging_steps,
             save_strategy="no",

@@ -106,7 +106,10 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
 
 
 def liger_kernels() -> dict:
-    """Make the Trainer's arguments for Liger's kernels. The experts are ours."""
+    """Make the Trainer's arguments for Liger's kernels, which a CPU has none of. The experts are ours."""
+    if not torch.accelerator.is_available():
+        print("--liger is left out: Liger's kernels need a GPU", flush=True)
+        return {}
     return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}
 
 

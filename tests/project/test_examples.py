@@ -252,10 +252,13 @@ def test_examples_compile_layers_with_adapters_by_default_on_a_gpu(name, options
     assert example.parse_arguments(options.split()).compile == expected
 
 
-def test_finetune_asks_for_ligers_kernels_without_its_experts(tmp_path):
+def test_finetune_asks_for_ligers_kernels_without_its_experts(tmp_path, monkeypatch, capsys):
     finetune = load("finetune")  # tests/patching/test_liger.py trains with the two arguments
-    args = finetune.training_arguments(finetune.parse_arguments(["--liger", "--output", str(tmp_path)]))
-    assert args.use_liger_kernel and args.liger_kernel_config == {"swiglu": False}
+    arguments = finetune.parse_arguments(["--liger", "--output", str(tmp_path)])
+    assert not finetune.training_arguments(arguments).use_liger_kernel
+    assert "--liger is left out: Liger's kernels need a GPU" in capsys.readouterr().out
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert finetune.liger_kernels() == {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}
 
 
 @pytest.mark.slow
