@@ -93,11 +93,13 @@ def check_rows_apart(model: Any) -> None:
     """Check, by two forwards of a few random tokens, that a sequence's logits are the same whatever comes before it.
 
     Raises:
-        ValueError: they are not. Linear attention, convolutions and attention without position_ids reach over borders.
+        ValueError: they are not. Linear attention, convolutions and attention without position_ids reach over borders. Or
+            the model takes no position_ids.
     """
     device, was_training = next(model.parameters()).device, model.training
     generator = torch.Generator().manual_seed(0)
-    size = model.config.get_text_config().vocab_size
+    config = transformers_model(model).config
+    size = config.get_text_config().vocab_size
     ids = torch.randint(size, (3, PROBE_TOKENS), generator=generator, dtype=torch.int64, device="cpu").to(device)
     rows = (torch.cat([ids[first], ids[2]])[None] for first in (0, 1))
     positions = torch.arange(PROBE_TOKENS, dtype=torch.int64, device=device).repeat(2)[None]
@@ -107,6 +109,9 @@ def check_rows_apart(model: Any) -> None:
             model(input_ids=row, position_ids=positions, use_cache=False).logits[0, PROBE_TOKENS:].float()
             for row in rows
         )
+    except (AttributeError, TypeError) as error:
+        reason = f"{type(model).__name__} takes no position_ids, or returns no logits"
+        raise ValueError(f"micro-batches cannot be packed: {reason}; {REMEDY}") from error
     finally:
         model.train(was_training)
     change = ((first - second).norm() / first.norm()).item()
@@ -114,7 +119,7 @@ def check_rows_apart(model: Any) -> None:
         raise ValueError(
             f"micro-batches cannot be packed: tokens of one sequence change the logits of the next one in its row by "
             f"{change:.0%} in {type(model).__name__}, as linear attention, convolutions and attention "
-            f"{model.config._attn_implementation!r} without regard to position_ids do; {REMEDY}"
+            f"{config._attn_implementation!r} without regard to position_ids do; {REMEDY}"
         )
 
 

@@ -51,6 +51,7 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
         (4, [16, 17], {}, [gpu_advice.PACK, gpu_advice.COMPILE]),
         (4, [16, 17], {"is_packed": True}, [gpu_advice.COMPILE]),
         (4, [16, 17], {"is_packed": True, "is_compiled": True}, []),
+        (4, [16, 17], {"is_apart": True, "is_compiled": True}, [gpu_advice.FEW_LENGTHS]),
     ],
 )
 def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, switches):

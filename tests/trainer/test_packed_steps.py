@@ -138,6 +138,15 @@ def with_own_loss(trainer):
     trainer.compute_loss = lambda *args, **kwargs: loss(*args, **kwargs)
 
 
+def without_positions(trainer):
+    forward = trainer.model.forward
+
+    def only(input_ids=None, attention_mask=None, labels=None, use_cache=None, num_items_in_batch=None):
+        return forward(input_ids, attention_mask, labels=labels, num_items_in_batch=num_items_in_batch)
+
+    trainer.model.forward = only
+
+
 def with_settings(**settings):
     return lambda trainer: vars(trainer.model.config).update(settings)
 
@@ -151,6 +160,7 @@ def with_settings(**settings):
         (None, {"neftune_noise_alpha": 5.0}, "NEFTune's noise"),
         (with_own_step, {}, "training_step is not the Trainer's own"),
         (with_own_loss, {}, "the loss is not the Trainer's own"),
+        (without_positions, {}, "takes no position_ids"),
         (with_settings(attention_chunk_size=64), {}, "counts its chunks"),
         (lambda trainer: trainer.model.set_attn_implementation("eager"), {}, "attention 'eager' may take more memory"),
         (lambda trainer: setattr(trainer.model, "loss_type", "ForMaskedLM"), {}, "is not that of next tokens"),
