@@ -46,9 +46,9 @@ TABLE: dict[str, dict[Tile, float]] = {
     "decoded gemm_down_backward": {Tile(192, 4): 1.0},
 }
 # Mean rows of an expert up to which a weight in this format is decoded where the tile is loaded, which every row tile
-# does anew, in place of expanding it to memory once; 0: never. A step of Qwen3-30B-A3B's layer with LoRA takes 1.47, 1.18
-# and 0.80 times as long with INT4 expanded at 128, 256 and 1,024 rows on an H200 (dev/kernel-log/packed.md).
-DECODED = {"int4": 320, "uint4": 256, "nf4": 256, "mxfp4": 256}
+# does anew, in place of expanding it to memory once; 0: never. Below where both take as long on an H200
+# (benchmarks/results/decoded_trial.csv): some 480, 260, 370 and 500 rows.
+DECODED = {"int4": 384, "uint4": 192, "nf4": 320, "mxfp4": 384}
 
 
 class Stored(NamedTuple):
