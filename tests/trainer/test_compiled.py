@@ -16,6 +16,7 @@ import sonicmoe_hf
 from sonicmoe_hf.compiling import layers
 from sonicmoe_hf.trainer.compiled import CompiledLayers
 from sonicmoe_hf.trainer.methods import find_callback
+from sonicmoe_hf.trainer.packed_steps import PackedSteps
 
 ONE_LAYER = {"num_hidden_layers": 1, "use_cache": False}
 EAGER = {"torch_compile_backend": "aot_eager"}
@@ -92,7 +93,8 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
 
 @pytest.mark.slow
 @pytest.mark.pinned
-def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(tmp_path):
+@pytest.mark.parametrize("packed_tokens", [False, None], ids=["micro-batches", "rows"])
+def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(packed_tokens, tmp_path):
     """torch by itself compiles for the first length, and again for any, as Transformers 5.17 has it do here too."""
     torch._dynamo.reset()
     counters.clear()
@@ -105,6 +107,7 @@ def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(tmp_path):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2, **EAGER}
     trainer = trainer_for(lora_model(), tmp_path, padding=True, **CHECKPOINTED_TRAINING["non_reentrant"], **options)
     trainer.data_collator = collate
-    sonicmoe_hf.attach(trainer)
+    sonicmoe_hf.attach(trainer, packed_tokens=packed_tokens)
     trainer.train()
+    assert find_callback(trainer, PackedSteps).has_rows is (packed_tokens is None)
     assert next(lengths, None) is None and counters["stats"]["unique_graphs"] == 1
