@@ -126,9 +126,9 @@ def attach(
         packed_tokens: compute an accumulated step without padding, in rows of at most so many tokens, with the loss and
             the gradients of its micro-batches; dropout draws other numbers. It is for Transformers' own loss, on one GPU
             or by DDP. By default, where layers are compiled, rows have at most as many tokens as the largest micro-batch
-            so far has with padding, and 4,096, so that memory does not grow. Where a row would not be as its
-            micro-batches, or attention is not "sdpa", flash attention or "torch_sinks", they are computed one by one, and
-            the reason is said. False, or 0, leaves rows out.
+            so far has with padding, and 4,096, so that memory does not grow. Micro-batches are computed one by one, and
+            the reason is said, where a row would not be as they are, where attention is not "sdpa", flash attention or
+            "torch_sinks", and where CUDA graphs are captured. False, or 0, leaves rows out.
         few_lengths: whether training micro-batches, or rows of packed_tokens, are padded at the end to a few lengths, by
             less than a tenth or 8 tokens. Where lengths vary, sizes come again, and with them what was prepared for them;
             losses and gradients stay the same. Batches with more than input_ids, labels and attention_mask [B, L] stay as

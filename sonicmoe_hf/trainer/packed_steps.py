@@ -92,25 +92,25 @@ class PackedSteps(TrainerCallback):
         self.later, self.rows = set(), {}
         if max(len(batches), trainer.args.gradient_accumulation_steps) < 2 or not self.is_on:
             return
-        checks: list = [(check_steps, trainer, self.given or AUTOMATIC_TOKENS)]
+        max_tokens = self.given or AUTOMATIC_TOKENS
+        checks: list = [(check_steps, trainer, max_tokens), (check_rows_apart, trainer.model)]
         if self.is_automatic:
-            checks.append((check_automatic, trainer))
-        if num_items is None or not all(self._passes(*check) for check in checks):
+            checks.insert(1, (check_automatic, trainer))
+        if num_items is None:  # the first check says why
+            self._passes(*checks[0])
             return
-        reason = next((why for batch in batches if (why := why_not_plain(batch)) is not None), None)
-        if reason is None:
-            facts = torch.stack([_facts(batch) for batch in batches]).tolist()
-            if not all(is_packable for _, is_packable in facts):
-                reason = "padding comes before tokens, or has labels"
+        counts, reason = _counts(batches)
         if reason is not None:
-            logger.warning_once(APART.format(reason=reason))
+            if not (self.is_automatic and "position_ids" in reason):  # such are rows already
+                logger.warning_once(APART.format(reason=reason))
             return
         self.largest = max(self.largest, *(batch["input_ids"].numel() for batch in batches))
-        max_tokens = self.given or min(aligned_length(self.largest), AUTOMATIC_TOKENS)
-        groups = _grouped(batches, [count for count, _ in facts], max_tokens)
-        has_padding = any(count < batch["input_ids"].numel() for batch, (count, _) in zip(batches, facts))
+        if self.is_automatic:
+            max_tokens = min(aligned_length(self.largest), AUTOMATIC_TOKENS)
+        groups = _grouped(batches, counts, max_tokens)
+        has_padding = any(count < batch["input_ids"].numel() for batch, count in zip(batches, counts))
         is_less = has_padding or len(groups) < len(batches)
-        if (self.has_rows or is_less) and self._passes(check_rows_apart, trainer.model):
+        if (self.has_rows or is_less) and all(self._passes(*check) for check in checks):
             self.has_rows = True
             for group in groups:
                 self._add(group, max_tokens)
@@ -199,6 +199,17 @@ def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
     finally:
         if state is not None:
             state.token_mask = None
+
+
+def _counts(batches: list) -> tuple[list[int], str | None]:
+    """Count the tokens of each micro-batch that are no padding; or say why they can be no rows."""
+    reason = next((why for batch in batches if (why := why_not_plain(batch)) is not None), None)
+    if reason is not None:
+        return [], reason
+    facts = torch.stack([_facts(batch) for batch in batches]).tolist()
+    if not all(is_packable for _, is_packable in facts):
+        return [], "padding comes before tokens, or has labels"
+    return [count for count, _ in facts], None
 
 
 def _grouped(batches: list, counts: list[int], max_tokens: int) -> list[list]:

@@ -9,6 +9,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..compiling.layers import CAPTURED_MODES
 from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts, transformers_model
 from ..routing.model import find_state
@@ -54,15 +55,17 @@ def check_steps(trainer: Any, max_tokens: int) -> None:
 
 
 def check_automatic(trainer: Any) -> None:
-    """Check what rows that nobody asked for need beside that: they are to take no more memory than micro-batches.
+    """Check what rows that nobody asked for need beside that: they are to take no more memory than micro-batches, and to
+    replace nothing that was asked for.
 
     Raises:
-        ValueError: they may, or the program has its own training step.
+        ValueError: they may.
     """
     attention = transformers_model(trainer.model).config.get_text_config()._attn_implementation or ""
     _refuse(
         {
             "training_step is not the Trainer's own": not is_own(trainer, "training_step"),
+            "CUDA graphs (torch_compile_mode) are of one length": trainer.args.torch_compile_mode in CAPTURED_MODES,
             f"attention {attention!r} may take more memory for one row than for several": not any(
                 name in attention for name in LINEAR_IN_MEMORY
             ),

@@ -160,6 +160,7 @@ def with_settings(**settings):
         (None, {"neftune_noise_alpha": 5.0}, "NEFTune's noise"),
         (with_own_step, {}, "training_step is not the Trainer's own"),
         (with_own_loss, {}, "the loss is not the Trainer's own"),
+        (None, {"torch_compile_mode": "reduce-overhead"}, "CUDA graphs (torch_compile_mode)"),
         (without_positions, {}, "takes no position_ids"),
         (with_settings(attention_chunk_size=64), {}, "counts its chunks"),
         (lambda trainer: trainer.model.set_attn_implementation("eager"), {}, "attention 'eager' may take more memory"),
