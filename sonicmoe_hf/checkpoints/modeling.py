@@ -143,7 +143,8 @@ class NativeConfig(_ConfigBase):
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise CheckpointError(
-                f"this is a checkpoint of model_type {model_type!r}, not {cls.model_type!r}; {CONVERT}"
+                f"this is a checkpoint of model_type {model_type!r}, not {cls.model_type!r}; {CONVERT}, and load the "
+                "result with AutoModelForCausalLM"
             )
         version = config_dict.get(VERSION_KEY)
         if version != LAYOUT_VERSION:

@@ -335,7 +335,10 @@ class CompressedInt8(_RenamedFormat):
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """Raise CheckpointError: nothing is rounded to it."""
-        raise CheckpointError(f"experts in 8-bit integers cannot be kept in that form; {TO_BF16_OR_PACK}")
+        raise CheckpointError(
+            "experts in 8-bit integers cannot be kept in that form; leave quantize='keep' (--quantize keep) out, so that "
+            "all weights become bf16"
+        )
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See HubFormat."""

@@ -12,12 +12,14 @@ from helpers.checkpoints import edit_config, edit_tensors, load_whole, make, ten
 from helpers.models import ORDER_OF_SUMS, logits_of, relative_error
 from helpers.served import edit
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import Concatenate, ConversionOps
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, merge_adapter
+from sonicmoe_hf.adapters.engines import CLASSES
 from sonicmoe_hf.checkpoints.reading.files import WEIGHTS_FILE
+from sonicmoe_hf.formats.hub_names import HubNames
 from sonicmoe_hf.tools.cli.main import main
 
 TOLERANCE = 1e-5  # relative error of logits in fp32: sums in another order
@@ -87,6 +89,24 @@ def of_engines(words, *arguments, **options):
     return Case(rf"{words}.* sonicmoe-hf merge BASE", trained(*arguments, **options), Folder.convert, remedies)
 
 
+def of_unknown_model(words):
+    def convert(folder):
+        with mock.patch.dict(CLASSES, vllm=()):
+            folder.convert()
+
+    return of_engines(words)._replace(raises=convert)
+
+
+def of_another_name(words):
+    """Convert as if PEFT loaded every module under another name."""
+
+    def convert(folder):
+        with mock.patch.object(HubNames, "in_adapter", return_value=None):
+            folder.convert("hub")
+
+    return of_engines(words)._replace(raises=convert)
+
+
 TIED = {"tie_word_embeddings": True}
 ATTENTION_BIAS = {"attention_bias": True}
 
@@ -106,9 +126,9 @@ def of_a_resized(name, tied, **options):
 
 
 MERGED_BY_PEFT = {
-    "DoRA": of_peft("use_dora is True", parameters=None, use_dora=True),
+    "DoRA": of_peft("use_dora is True, which is not plain LoRA", parameters=None, use_dora=True),
     "trained biases": of_peft("bias is 'lora_only'", of=ATTENTION_BIAS, bias="lora_only"),
-    "adapted embeddings": of_peft("lora_embedding_A is neither", target_modules=["embed_tokens"]),
+    "adapted embeddings": of_peft("lora_embedding_A is neither lora_A nor lora_B", target_modules=["embed_tokens"]),
     "adapted embeddings, tied": of_peft("lora_embedding_A is neither", target_modules=["embed_tokens"], of=TIED),
     "tied adapters": of_peft(
         "ensure_weight_tying is True", of=TIED, target_modules=["lm_head"], ensure_weight_tying=True
@@ -120,11 +140,15 @@ MERGED_BY_PEFT = {
 FOR_ENGINES = {
     "head": of_engines("of the embeddings or the head", target_modules=["lm_head"]),
     "tied head": of_engines("of the embeddings or the head", target_modules=["lm_head"], of=TIED),
-    "whole head": of_engines("modules_to_save is .'lm_head'.", modules_to_save=["lm_head"]),
+    "whole head": of_engines(
+        "modules_to_save is .'lm_head'., of which engines take none", modules_to_save=["lm_head"]
+    ),
     "whole tied embeddings": of_engines("modules_to_save is", modules_to_save=["embed_tokens"], of=TIED),
     "router": of_engines("adapts a router", "qwen3_moe", [*EXPERTS, "mlp.gate.weight"]),
     "biases": of_engines("down_proj_bias, and engines take", "gpt_oss", [*EXPERTS, "mlp.experts.down_proj_bias"]),
-    "rank": of_engines("largest rank is 513", rank_pattern={"q_proj": 513}),
+    "unknown to engines": of_unknown_model("is not known to take adapters of Qwen3MoeForCausalLM"),
+    "a name that PEFT loads otherwise": of_another_name("under another name, and would lose them"),
+    "rank": of_engines("the adapter's largest rank is 513", rank_pattern={"q_proj": 513}),
     "absorbed": of_engines(
         "kv_b_proj, and vLLM decodes", "deepseek_v3", of={"first_k_dense_replace": 0}, target_modules=["kv_b_proj"]
     ),
@@ -186,6 +210,13 @@ def name_the_base(folder):
 def without_an_inverse(folder):
     """Merge as if Transformers could not write this family's experts back."""
     with mock.patch.object(Concatenate, "reverse_op", property(ConversionOps.reverse_op.fget)):
+        return folder.merge()
+
+
+def without_a_weight(folder):
+    """Merge into a base without a norm that Transformers lets checkpoints lack: it begins as ones, as it is there."""
+    edit_tensors(folder.base, {next(name for name in tensors_in(folder.base) if "q_norm" in name): None})
+    with mock.patch.object(Qwen3MoeForCausalLM, "_keys_to_ignore_on_load_missing", ["q_norm"]):
         return folder.merge()
 
 
@@ -268,6 +299,12 @@ OTHERS = {
         trained("mixtral"),
         without_an_inverse,
         [with_peft_in_memory],
+    ),
+    "a weight that is not stored": Case(
+        "which the adapter changes, comes from no weight in .*merge it with PEFT: .*merge_and_unload",
+        trained(modules_to_save=["q_norm"]),
+        without_a_weight,
+        [with_peft],
     ),
     "linear layers of bitsandbytes": Case(
         "merge the adapter into the model's bf16 checkpoint",

@@ -129,6 +129,8 @@ def test_noise_of_packed_weights_that_hides_the_change_is_not_called_another_ada
     found = experts_left * experts + rest_left * rest + noise * random
     verdict = judge(found, reference(experts, rest), if_lost=TO_NEAREST)
     assert verdict.kind == kind and words in verdict.reason
+    if kind == "cannot tell":
+        assert judge(experts + rest, reference(experts, rest)).kind == "applied", "merged without --quantize"
 
 
 @pytest.mark.parametrize(

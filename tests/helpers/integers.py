@@ -9,6 +9,7 @@ import torch
 from helpers.checkpoints import edit_config, rewrite, tensors_in
 
 from sonicmoe_hf.formats.declared import DeclaredQuantization
+from sonicmoe_hf.formats.hub_integers import words
 from sonicmoe_hf.kernels.packed import Quantized
 from sonicmoe_hf.kernels.packed.int4 import group_of, int4_grid
 
@@ -84,6 +85,21 @@ def stored_as(format, name, weight):
     optional = [like[each] for each in format.optional]
     tensors = format.unpack(Quantized(codes, scales, zeros), [None] * len(format.own) + optional)
     return dict(zip(names, tensors, strict=True)), grid.dense(codes, scales)
+
+
+def to_int8(folder):
+    """Store the experts of a checkpoint as compressed-tensors stores 8-bit integers."""
+    stored = {}
+    for name, weight in tensors_in(folder).items():
+        if not re.search(EXPERTS, name):
+            stored[name] = weight
+            continue
+        scales = (weight.float().unflatten(1, (-1, 32)).abs().amax(2) / 127).bfloat16()
+        codes = (weight.float() / scales.float().repeat_interleave(32, 1)).round().clamp(-127, 127) + 128
+        named = {"packed": words(codes.to(torch.uint8)), "scale": scales, "shape": torch.tensor(weight.shape)}
+        stored |= {f"{name}_{kind}": tensor for kind, tensor in named.items()}
+    rewrite(folder, stored)
+    edit_config(folder, quantization_config=DECLARED["ct-8"])
 
 
 def to_integers(folder, kind, part=None):

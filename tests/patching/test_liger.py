@@ -234,7 +234,8 @@ def test_a_model_built_after_liger_replaced_the_experts_class_is_refused_with_it
         patching([family])(lambda model: build(family)),
     ):
         with pytest.raises(
-            refusals, match=r"Liger put LigerExperts .*keep Liger from the experts by its switch swiglu=False"
+            refusals,
+            match=r"in the place of its experts class before .*keep Liger from the experts by its switch swiglu=False",
         ):
             use(model)
     vars(module).update(before)  # a process in which Liger is kept from the experts

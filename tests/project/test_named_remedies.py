@@ -26,29 +26,61 @@ VERBS = (
     "show|split|start|take|train|try|unset|update|use|wait"
 )
 REMEDY = re.compile(rf"(?:^|[;:.,] |\bor |\band |\bthen )(?:{VERBS})\b", re.IGNORECASE)
+WORD = re.compile(r"\b[a-z]{2,}\b")
+FEW = 4  # words: a message with fewer of its own says what is formatted into it
 
 
-def texts_of(tree: ast.Module) -> Iterator[str]:
+def strings_of(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
     """Give the strings of a module that are no docstrings, with {} for what is formatted into them."""
     inner = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in ast.walk(node)}
     inner |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(value.value) if isinstance(value, ast.Constant) else "{}" for value in node.values)
+            yield node, "".join(str(value.value) if isinstance(value, ast.Constant) else "{}" for value in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
-            yield node.value
+            yield node, node.value
+
+
+def constants_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Give the names and the texts of a module's own strings."""
+    strings = {id(node): text for node, text in strings_of(tree)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and id(node.value) in strings:
+            yield node.targets[0].id, strings[id(node.value)]
+
+
+def formats_a_remedy(node: ast.expr, remedies: set[str]) -> bool:
+    """Tell whether a remedy is formatted into a string: one of these constants, what is called so, or one that is
+    written there."""
+    values = [value.value for value in getattr(node, "values", []) if isinstance(value, ast.FormattedValue)]
+    for value in values:
+        named = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
+        written = [each.value for each in ast.walk(value) if isinstance(each, ast.Constant)]
+        if named & remedies or "remedy" in ast.unparse(value).lower() or any(map(names_a_remedy, written)):
+            return True
+    return False
+
+
+def names_a_remedy(text: object) -> bool:
+    """Tell whether a text is a sentence with the verb of a remedy."""
+    return isinstance(text, str) and len(text.split()) > 2 and bool(REMEDY.search(text))
 
 
 @functools.cache
 def messages() -> list[tuple[str, str]]:
     """List the module and the text of each message that names a remedy."""
-    found, package = [], ROOT / "sonicmoe_hf"
+    trees, package = {}, ROOT / "sonicmoe_hf"
     for path in sorted(package.rglob("*.py")):
         module = path.relative_to(package).as_posix()
         if path.resolve().is_relative_to(package) and not module.startswith(NO_MESSAGES):
-            texts = texts_of(ast.parse(path.read_text()))
-            found += [(module, text) for text in texts if len(text.split()) > 2 and REMEDY.search(text)]
-    return found
+            trees[module] = ast.parse(path.read_text())
+    remedies = {name for tree in trees.values() for name, text in constants_of(tree) if names_a_remedy(text)}
+    return [
+        (module, text)
+        for module, tree in trees.items()
+        for node, text in strings_of(tree)
+        if names_a_remedy(text) or (len(WORD.findall(text)) >= FEW and formats_a_remedy(node, remedies))
+    ]
 
 
 class Row(NamedTuple):
@@ -72,7 +104,7 @@ def register() -> list[Row]:
 
 def asked_for(test: ast.Module) -> Iterator[str]:
     """Give the pieces of a test module's strings, of which some are patterns."""
-    for text in texts_of(test):
+    for _, text in strings_of(test):
         yield from (re.sub(r"\\(.)", r"\1", piece) for piece in re.split(r"\.\*|\\S\+|\{\}|\|", text))
 
 
@@ -85,7 +117,7 @@ def overlap(asked: str, message: str) -> bool:
 
 def test_each_message_that_names_a_remedy_is_below_a_test_that_carries_it_out():
     rows, there = register(), messages()
-    new = [m for m in there if not any(row.words in m[1] for row in rows)]
+    new = [m for m in there if not any(row.module == m[0] and row.words in m[1] for row in rows)]
     assert not new, f"carry the remedy out in a test, and put the message below its name in {REGISTER}"
     gone = [row for row in rows if not any(row.module == module and row.words in text for module, text in there)]
     assert not gone, "no message of the module has these words any longer"

@@ -26,7 +26,10 @@ def base(tmp_path):
 
 def test_what_lora_config_is_given():
     model = build("qwen3_moe", **ONE)
-    with says("use_dora is True", "or adapt no experts: target_parameters=[]"):
+    with says(
+        "use_dora is True: PEFT does not support it for experts (target_parameters)",
+        "or adapt no experts: target_parameters=[]",
+    ):
         sonicmoe_hf.lora_config(model, use_dora=True)
     assert get_peft_model(model, sonicmoe_hf.lora_config(model, use_dora=True, target_parameters=[]))
     model = build("qwen3_moe", **ONE)

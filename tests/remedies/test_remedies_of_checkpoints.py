@@ -27,6 +27,7 @@ from sonicmoe_hf.tools.cli.main import main
 pytestmark = pytest.mark.pinned
 ONE = {"num_hidden_layers": 1}
 OF_128 = {**ONE, "hidden_size": 128, "moe_intermediate_size": 128}
+CONVERT = "convert it first: sonicmoe-hf convert SRC DST --layout native"
 EXACT = 1e-5  # fp32: sums in another order
 BF16 = 0.02  # weights rounded to bf16
 
@@ -217,8 +218,27 @@ def test_dtypes_of_conversion(tmp_path):
 def test_native_classes_read_what_was_converted(place):
     convert_checkpoint(place.base, place.path / "native")
     cls = type(AutoModelForCausalLM.from_pretrained(place.path / "native"))
-    with says("convert it first: sonicmoe-hf convert SRC DST --layout native"):
+    words = f"{CONVERT}, and load the result with AutoModelForCausalLM"
+    with says("this is a checkpoint of model_type 'qwen3_moe', not", words):
         cls.from_pretrained(place.base)
+    make(place.path / "olmoe", "olmoe", **ONE)
+    with says("this is a checkpoint of model_type 'olmoe', not", words):
+        cls.from_pretrained(place.path / "olmoe")
+    convert_checkpoint(place.path / "olmoe", place.path / "native olmoe")
+    assert AutoModelForCausalLM.from_pretrained(place.path / "native olmoe")(**batch()).loss.isfinite()
+    native = cls.from_pretrained(place.path / "native")
+    with says("is not a weight of the native layout (experts.c_fc, experts.c_proj)", CONVERT):
+        native.load_state_dict(load_whole(place.base).state_dict())
+    with says("has no place in the native layout", CONVERT):
+        native.load_adapter(place.adapter)
+    native = cls.from_pretrained(place.path / "native")
+    native.load_adapter(convert_adapter(place.adapter, place.path / "of native", "native", trained_on=place.base))
+    assert relative_error(logits_of(native), logits_of(place.trained)) < EXACT
+    edit_tensors(
+        place.path / "native", {next(name for name in tensors_in(place.path / "native") if "c_fc" in name): None}
+    )
+    with says("it is not in the native layout", CONVERT):
+        cls.from_pretrained(place.path / "native")
     edit_config(place.path / "native", **{VERSION_KEY: 99})
     with says("update sonicmoe-hf, or convert the checkpoint again"):
         cls.from_pretrained(place.path / "native")
@@ -305,7 +325,10 @@ def test_a_change_that_rounding_ate_is_served_unmerged_or_in_bf16(of_128):
     place.base = place.path / "dense"  # whose values are FP8's
     place.trained = adapt(load_whole(place.base), place.adapter, size=0.01)  # changes of a small part of a step
     words = "or leave --quantize out and serve bf16"
-    with says("serve the adapter beside the base, unmerged (sonicmoe-hf convert ADAPTER DST --layout vllm)", words):
+    ate = "warning: rounding to fp8 ate more than half of the adapter's change in"
+    with says(
+        "serve the adapter beside the base, unmerged (sonicmoe-hf convert ADAPTER DST --layout vllm)", ate, words
+    ):
         print(*merge_adapter(place.base, place.adapter, place.path / "fp8", quantize="fp8").notices)
     convert_adapter(place.adapter, place.path / "vllm", "vllm", trained_on=place.base)
     served, factors = tensors_in(place.path / "vllm"), tensors_in(place.adapter)

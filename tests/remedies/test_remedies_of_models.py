@@ -75,7 +75,7 @@ def test_what_from_pretrained_is_given(hub):
     linear = BitsAndBytesConfig(load_in_4bit=True)
     model = from_pretrained(hub, experts_quantization="nf4", quantization_config=linear)
     assert packed_in(model) and type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
-    with says("unset HF_HUB_OFFLINE, or give a local folder"):
+    with says("there is no folder org/model-of-nobody", "unset HF_HUB_OFFLINE, or give a local folder"):
         from_pretrained("org/model-of-nobody")
     assert same(from_pretrained(hub), load_whole(hub))
 
@@ -135,7 +135,10 @@ def test_mxfp4_nvfp4_and_integers_load_as_the_message_says(tmp_path):
     kept = build("gpt_oss", **ONE)
     with torch.device("meta"):  # what Transformers loads where it has kernels for MXFP4
         kept.model.layers[0].mlp.experts = Mxfp4GptOssExperts(kept.config)
-    with says('experts_quantization="mxfp4"); for plain', "with quantization_config=Mxfp4Config(dequantize=True)"):
+    with says(
+        "its experts are quantized (Mxfp4GptOssExperts) and never reach sonicmoe_hf",
+        'experts_quantization="mxfp4"); for plain weights, with quantization_config=Mxfp4Config(dequantize=True)',
+    ):
         sonicmoe_hf.patch_model(kept)
     linear = BitsAndBytesConfig(load_in_4bit=True)
     for options, words in (
@@ -145,7 +148,7 @@ def test_mxfp4_nvfp4_and_integers_load_as_the_message_says(tmp_path):
             "leave it out, or load the bf16 checkpoint",
         ),
     ):
-        with says(words):
+        with says("but the checkpoint is quantized already (mxfp4)", words):
             from_pretrained(tmp_path / "gpt-oss", **options)
     dense = from_pretrained(
         tmp_path / "gpt-oss", quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32

@@ -8,7 +8,8 @@ from helpers.integers import to_integers
 from helpers.models import assert_all_close, batch, build, logits_of
 from helpers.parallel import PARTIAL_SUMS, gathered
 from helpers.ranks import WORLD
-from helpers.said import KINDS
+from helpers.said import KINDS, says
+from helpers.training import POLICY, counting
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
+from sonicmoe_hf import LoadBalancing
 from sonicmoe_hf.formats.hub import HubFP8
 from sonicmoe_hf.formats.shares import dense_shard
 from sonicmoe_hf.layer.holding import has_expert_parallelism
@@ -139,6 +141,47 @@ def test_adapters_of_ranks_are_those_that_the_messages_name(words, ranks, tmp_pa
     for message, *found in ranks.run(losses_or_messages, str(tmp_path), [refused, *done]):
         assert words in message
         for loss, whole in zip(found, expected, strict=True):
+            assert_all_close({"loss": loss}, {"loss": whole}, 1e-5, PARTIAL_SUMS)
+
+
+def rounded(model):
+    sonicmoe_hf.set_routing(model, POLICY)
+
+
+def balanced(model):
+    LoadBalancing(0.1).start(model)
+
+
+ASKED = {
+    "no token rounding in model.layers.0.mlp: token rounding does not work under expert parallelism": rounded,
+    "it does not work under Transformers' own expert parallelism": balanced,
+    "nothing is counted under expert parallelism of Transformers' own, whose ranks may share their tokens": counting,
+}
+
+
+def losses_and_messages(rank, folder, implementation):
+    """Return what is said of each that is asked for, and a loss after it."""
+    found = []
+    for ask in ASKED.values():
+        model = load(folder, APART | implementation).train()
+        with says() as said:
+            ask(model)
+        found.append((" ".join(said), gathered(model(**batch()).loss.detach())))
+    return found
+
+
+def test_rounding_balance_and_counts_work_under_the_parallelism_that_the_messages_name(ranks, tmp_path):
+    build("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
+    remedy = 'load the model with DistributedConfig(ep_implementation="sonicmoe_hf")'
+    for found in ranks.run(losses_and_messages, str(tmp_path), THEIRS):
+        assert all(words in said and remedy in said for words, (said, _) in zip(ASKED, found, strict=True))
+    expected = []
+    for ask in ASKED.values():
+        ask(model := load(tmp_path).train())
+        expected.append(model(**batch()).loss.detach())
+    for found in ranks.run(losses_and_messages, str(tmp_path), OURS):
+        for (said, loss), whole in zip(found, expected, strict=True):
+            assert remedy not in said
             assert_all_close({"loss": loss}, {"loss": whole}, 1e-5, PARTIAL_SUMS)
 
 

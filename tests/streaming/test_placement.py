@@ -297,6 +297,8 @@ def test_too_little_host_memory_is_an_error_and_nothing_moves(late_copies, monke
     ):
         patch_model(model, experts_memory=0)
     assert not host_weights(model)
+    patch_model(model, experts_memory="1GiB")
+    assert not host_weights(model) and logits(model).isfinite().all()
 
 
 @pytest.mark.parametrize("format", [None, "nf4"])

@@ -26,9 +26,12 @@ def check_packing(source: Source, format: str, layout: str) -> None:
     if reason is not None:
         pass
     elif source.quantization not in (None, format) and (layout == "hub" or isinstance(source.format, Format)):
+        remedy = "convert the bf16 checkpoint"
+        if isinstance(source.format, Format):
+            remedy = f"keep that format, or {remedy}"
         reason = (
             f"the experts would be packed as {format}, but are {source.quantization} already, and rounding twice loses "
-            "more: keep that format, or convert the bf16 checkpoint"
+            f"more: {remedy}"
         )
     elif isinstance(source.format, Format) and source.format.is_whole:
         reason = (

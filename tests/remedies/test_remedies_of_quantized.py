@@ -1,0 +1,109 @@
+"""Messages of checkpoints in formats that are not read: each is raised, and the bf16 checkpoint is packed in its place."""
+
+import shutil
+
+import pytest
+import torch
+from helpers.adapters import adapt
+from helpers.checkpoints import DECLARED_FP8, DECLARED_NVFP4, edit_config, edit_tensors, load_whole, make, packed_in
+from helpers.integers import DECLARED, to_int8, to_integers
+from helpers.marks import loads_hub_formats
+from helpers.models import logits_of, relative_error
+from helpers.said import says
+
+from sonicmoe_hf import from_pretrained, merge_adapter
+from sonicmoe_hf.formats.declared import DeclaredQuantization
+from sonicmoe_hf.tools.cli.main import main
+
+pytestmark = [pytest.mark.pinned, loads_hub_formats]
+OF_128 = {"num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 128}
+FOUR_BITS = 0.4  # of each weight 10%, through a router's choices
+LAYER = "model.layers.0.mlp.experts.3.up_proj"
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bf16") / "base"
+    make(folder, "qwen3_moe", dtype=torch.bfloat16, **OF_128)
+    return folder
+
+
+def mixed(folder):
+    to_integers(folder, "gptq")
+    edit_tensors(folder, lambda tensors: tensors[f"{LAYER}.g_idx"].copy_(torch.arange(128) % 2))
+
+
+def in_groups_of_16(folder):
+    """Say each group of 64 four times."""
+    to_integers(folder, "gptq-v2")
+    edit_config(folder, quantization_config={**DECLARED["gptq-v2"], "group_size": 16})
+
+    def four_times(tensors):
+        for name, tensor in tensors.items():
+            if name.endswith((".scales", ".qzeros")):
+                tensors[name] = tensor.repeat_interleave(4, 0)
+            elif name.endswith(".g_idx"):
+                tensors[name] = (torch.arange(len(tensor)) // 16).to(tensor)
+
+    edit_tensors(folder, four_times)
+
+
+def declares(**entries):
+    return lambda folder: edit_config(folder, quantization_config=entries)
+
+
+REFUSED = {  # the message, what makes it, and the format that is asked for
+    "the columns of a group do not lie side by side": (mixed, "int4"),
+    "values share a scale, which uint4 cannot hold: it takes groups of a multiple of 32": (in_groups_of_16, "int4"),
+    "'NVFP4' in groups of 16 is what sonicmoe_hf reads": (
+        declares(**{**DECLARED_NVFP4, "quant_algo": "W4A8"}),
+        "nvfp4",
+    ),
+    "the checkpoint's FP8 has weight_block_size [64, 64]; experts_quantization takes": (
+        declares(**{**DECLARED_FP8, "weight_block_size": [64, 64]}),
+        "fp8",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_bf16_checkpoint_is_packed_in_the_place_of_what_is_not_read(words, bf16, tmp_path):
+    change, format = REFUSED[words]
+    shutil.copytree(bf16, tmp_path / "base")
+    change(tmp_path / "base")
+    with says(words, "load the bf16 checkpoint that it was made from"):
+        from_pretrained(tmp_path / "base", experts_quantization=format)
+    model = from_pretrained(bf16, experts_quantization=format)
+    assert packed_in(model)
+    assert relative_error(logits_of(model).float(), logits_of(load_whole(bf16)).float()) < FOUR_BITS
+
+
+def test_experts_in_8_bit_integers_are_merged_into_bf16_or_from_it(bf16, tmp_path):
+    shutil.copytree(bf16, tmp_path / "base")
+    to_int8(tmp_path / "base")
+    expected = logits_of(adapt(load_whole(bf16), tmp_path / "adapter")).float()
+
+    def merge(base, to, **options):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / to, **options)
+        return logits_of(from_pretrained(tmp_path / to, experts_quantization=options.get("quantize"))).float()
+
+    with says("leave quantize='keep' (--quantize keep) out, so that all weights become bf16"):
+        merge(tmp_path / "base", "kept", quantize="keep")
+    with says("rounding twice loses more: convert the bf16 checkpoint"):
+        merge(tmp_path / "base", "twice", quantize="int4")
+    assert relative_error(merge(tmp_path / "base", "merged"), expected) < 0.15, "8 bits, and routers' choices"
+    assert relative_error(merge(bf16, "int4", quantize="int4"), expected) < FOUR_BITS
+    with says("no format here holds experts in 8-bit integers", 'where experts_quantization="int4" packs the experts'):
+        DeclaredQuantization("compressed-tensors", DECLARED["ct-8"]).hub().pack()
+    model = from_pretrained(bf16, experts_quantization="int4")
+    assert {weight.format for weight in packed_in(model).values()} == {"int4"}
+
+
+def test_doctor_says_how_experts_that_never_reach_sonicmoe_hf_are_loaded(bf16, tmp_path):
+    shutil.copytree(bf16, tmp_path / "base")
+    to_integers(tmp_path / "base", "gptq")
+    with says(
+        "its experts would never reach sonicmoe_hf", 'sonicmoe_hf.from_pretrained(..., experts_quantization="int4")'
+    ):
+        assert main(["doctor", str(tmp_path / "base")]) == 1
+    assert packed_in(from_pretrained(tmp_path / "base", experts_quantization="int4"))
