@@ -157,6 +157,20 @@ def test_a_server_without_the_adapter_names_those_that_it_has_and_the_limit_of_r
     assert f"does not list {model!r}, only: {listed}." in said and "--max-lora-rank" in said
 
 
+@pytest.mark.parametrize(
+    ("form", "model", "said"),
+    [("text", ADAPTER, "generated other tokens than the tokenizer makes"), ("prompts", "", "by --model NAME")],
+)
+def test_a_server_of_texts_whose_tokens_are_not_known_and_one_that_is_not_told_which_model(
+    form, model, said, place, capsys
+):
+    served = Served(base_of(place), tuned(place), word_tokenizer(WORD), form, listed=None, hidden_tokens=5)
+    command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--model", model]
+    with serving(served) as url:
+        assert main([*command, "--server", url]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.pinned
 def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, capsys, tmp_path):
     """PEFT, and a server that takes the file as PEFT's, load it without a word and compute another adapter."""

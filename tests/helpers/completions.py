@@ -14,17 +14,22 @@ ADAPTER = "tuned"
 class Served:
     """A server's models. base, tuned: answer requests for them; form: of FORMS. noise: of every log-probability.
 
-    listed: whether the adapter is in the list of models."""
+    listed: whether the adapter is in the list of models; None: there is no list. hidden_tokens: it says that it generated
+    so many more than it did."""
 
-    def __init__(self, base, tuned, words, form="prompts", noise=0.0, listed=True):
+    def __init__(self, base, tuned, words, form="prompts", noise=0.0, listed=True, hidden_tokens=0):
         self.models, self.words, self.form, self.noise = {"base": base, ADAPTER: tuned}, words, form, noise
+        self.has_list = listed is not None
+        self.hidden_tokens = hidden_tokens
         self.generator = torch.Generator().manual_seed(0)
-        self.listed = {"base": None, **({ADAPTER: "base"} if listed else {})}
+        self.listed = {"base": None, **({} if listed is False else {ADAPTER: "base"})}
 
     def answer(self, path, body):
         """Return (status, JSON) of a request."""
-        if path == "/v1/models":
+        if path == "/v1/models" and self.has_list:
             return 200, {"data": [{"id": name, "parent": parent} for name, parent in self.listed.items()]}
+        if body is None:
+            return 500, {"error": "Internal Server Error"}
         if body["model"] not in self.listed:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         model, prompt = self.models[body["model"]], body["prompt"]
@@ -41,7 +46,7 @@ class Served:
         if self.form == "generated":
             values = self._log_probabilities(model, whole)[len(ids) - 1 :]
             choice |= {"token_ids": whole[len(ids) :], "logprobs": {"token_logprobs": values}}
-        return 200, {"choices": [choice]}
+        return 200, {"choices": [choice], "usage": {"completion_tokens": len(whole) - len(ids) + self.hidden_tokens}}
 
     @torch.no_grad()
     def _log_probabilities(self, model, ids):

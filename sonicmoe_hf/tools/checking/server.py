@@ -25,6 +25,11 @@ NOT_LISTED = (
     "It does not list {model!r}, only: {listed}. Servers leave out adapters that they cannot load, such as those of "
     "ranks above --max-lora-rank; their log says why"
 )
+UNNAMED = "Say which model it is there, by --model NAME; for transformers serve that is the folder that it was given"
+OTHER_TOKENS = (
+    "{url} gives its answers as text alone, and {model} generated other tokens than the tokenizer makes of that, as "
+    "models do that have hardly been trained: check the merged folder itself, or a server that gives tokens, as vLLM does"
+)
 
 
 class NoAnswer(CheckpointError):
@@ -76,7 +81,7 @@ class Server:
             The texts, or what the server made of their beginnings; and the log-probabilities [tokens] by `model`, or
             None where each token is said to be the model's first choice.
         Raises:
-            NoAnswer: it refuses all three forms, or has no such model.
+            NoAnswer: it refuses all three forms, or has no such model, or its texts do not tell their tokens.
         """
         refusals = []
         for observe in (self._prompts, self._generated):
@@ -87,16 +92,20 @@ class Server:
             else:
                 return [text for text, _ in answers], torch.cat([values for _, values in answers]).double()
         try:
-            return [self._choices(model, text) for text in texts], None
+            texts = [known for text in texts if (known := self._choices(model, text)) is not None]
         except NoAnswer as error:
-            if model in self.models or not self.models:
-                raise refusals[0] from error
-            raise NoAnswer(
-                f"{refusals[0]}. {NOT_LISTED.format(model=model, listed=', '.join(self.models))}"
-            ) from error
+            listed = ", ".join(self.models)
+            if listed and model not in self.models:
+                raise NoAnswer(f"{refusals[0]}. {NOT_LISTED.format(model=model, listed=listed)}") from error
+            raise (refusals[0] if model else NoAnswer(f"{refusals[0]}. {UNNAMED}")) from error
+        if not texts:
+            raise NoAnswer(OTHER_TOKENS.format(url=self.url, model=model))
+        return texts, None
 
     def _choice(self, **body: Any) -> dict:
-        return next(iter(_objects(self.ask("completions", body).get("choices"))), {})
+        """Ask for a completion. Returns its first choice, with the "usage" beside it."""
+        reply = self.ask("completions", body)
+        return {**next(iter(_objects(reply.get("choices"))), {}), "usage": reply.get("usage")}
 
     def _prompts(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
         """Ask for what the model expects of the text itself."""
@@ -113,10 +122,11 @@ class Server:
         text = Text((*prompt, *generated), len(prompt))
         return text, self._values(choice, text._replace(start=0, ids=tuple(generated)))
 
-    def _choices(self, model: str, text: Text) -> Text:
-        """Ask for an end of the text, as text."""
+    def _choices(self, model: str, text: Text) -> Text | None:
+        """Ask for an end of the text, as text; None where it was generated as other tokens than the tokenizer's."""
         prompt = self.tokenizer.decode(text.ids[: (len(text.ids) + 1) // 2], skip_special_tokens=True)
-        answer = self._choice(model=model, prompt=prompt, **GREEDY).get("text") or ""
+        choice = self._choice(model=model, prompt=prompt, **GREEDY)
+        answer, usage = choice.get("text") or "", choice["usage"]
         if not isinstance(answer, str):
             raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with {answer!r:.80}, which is no text")
         first = self.tokenizer(prompt)["input_ids"]
@@ -124,6 +134,9 @@ class Server:
         ids = (*first, *self.tokenizer(answer, add_special_tokens=False)["input_ids"])
         if len(ids) == len(first):
             raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with nothing")
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if _is_token(count) and count - len(ids) + len(first) not in (0, 1):  # 1: the end of the text
+            return None
         return Text(ids, max(1, len(first)))
 
     def _values(self, choice: dict, text: Text) -> torch.Tensor:
