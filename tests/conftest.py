@@ -1,3 +1,4 @@
+import functools
 import gc
 import importlib.util
 import logging
@@ -24,6 +25,11 @@ if "PYTEST_XDIST_WORKER" in os.environ or not HAS_WORKERS:
         import sonicmoe_hf.kernels.triton.scale_rows  # noqa: F401
 
         del os.environ["TRITON_INTERPRET"]
+
+    import jinja2
+
+    # once for all model cards that PEFT writes of a template, which takes a third of saving a small adapter
+    jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
 
     from helpers import tapes
 

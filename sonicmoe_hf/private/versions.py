@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 from collections.abc import Callable
@@ -31,8 +32,9 @@ TESTED = {
 NOT_INSTALLED = "not installed"
 
 
+@functools.cache
 def versions() -> dict[str, str]:
-    """Look up Python's version and those of PACKAGES; "not installed" where one is missing."""
+    """Look up Python's version and those of PACKAGES, once; "not installed" where one is missing."""
     by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         by_package[package] = _installed(package)

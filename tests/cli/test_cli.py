@@ -16,6 +16,7 @@ import sonicmoe_hf
 from sonicmoe_hf.adapters.engines import ENGINES
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer import backends
+from sonicmoe_hf.private.versions import versions
 from sonicmoe_hf.tools.cli import doctor
 from sonicmoe_hf.tools.cli.commands import COMMANDS
 from sonicmoe_hf.tools.cli.main import build_parser, main
@@ -87,7 +88,8 @@ def test_a_command_is_required_and_an_unknown_one_refused(capsys):
 @pytest.mark.parametrize(
     ("version", "says"), [("99.0.1", "is newer than 3.9, the newest"), ("3.5.1", "is older than 3.6, the oldest")]
 )
-def test_doctor_names_versions_outside_the_tested_range(version, says, capsys, monkeypatch):
+def test_doctor_names_versions_outside_the_tested_range(version, says, capsys, monkeypatch, request):
+    request.addfinalizer(versions.cache_clear)
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "triton" else installed(name))
     main(["doctor", "--json"])
