@@ -165,10 +165,11 @@ def test_a_server_of_texts_whose_tokens_are_not_known_and_one_that_is_not_told_w
     form, model, said, place, capsys
 ):
     served = Served(base_of(place), tuned(place), word_tokenizer(WORD), form, listed=None, hidden_tokens=5)
-    command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--model", model]
+    command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--server"]
     with serving(served) as url:
-        assert main([*command, "--server", url]) == 2
-    assert said in capsys.readouterr().err
+        assert main([*command, url, "--model", model]) == 2
+        assert said in capsys.readouterr().err
+        assert model or main([*command, url, "--model", ADAPTER]) == 0
 
 
 @pytest.mark.pinned
