@@ -22,7 +22,6 @@ from ..checkpoints.reading.converters import (
     WITH_PEFT,
     Tensors,
     WeightGroup,
-    complete_groups,
 )
 from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, local_folder
 from ..checkpoints.reading.source import Source
@@ -144,7 +143,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
         CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
             files, the adapter was trained beside norms that AWQ scaled and that these are not; or as Adapter.read.
     """
-    groups = complete_groups(model, stored.shapes, stored.folder)
+    groups = stored.groups(model)
     adapter = Adapter.read(folder, model)
     tied = model.all_tied_weights_keys
     other = {**tied, **{source: target for target, source in tied.items()}}

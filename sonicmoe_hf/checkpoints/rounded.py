@@ -19,7 +19,7 @@ from ..kernels.packed import FORMATS, Format, Quantized
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..model_patches import NATIVE_PREFIX
 from .reading.config_only import build_from_config
-from .reading.converters import ALTERNATING, Tensors, WeightGroup, complete_groups
+from .reading.converters import ALTERNATING, Tensors, WeightGroup
 from .reading.files import CONFIG_FILE, local_folder
 from .reading.stored import StoredWeights
 from .reading.weight import Change, GroupChange
@@ -69,7 +69,7 @@ def rounded_target(stored: StoredWeights, format: str) -> Target:
             f"{stored.folder} is {stored.quantization} already, and engines read it so; serve it as it is"
         )
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    groups = complete_groups(model, stored.shapes, stored.folder)
+    groups = stored.groups(model)
     rounded = lru_cache(ALTERNATING)(
         lambda parameter: _RoundedParameter(stored, groups[parameter], model, parameter, format)
     )

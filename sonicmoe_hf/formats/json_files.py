@@ -28,7 +28,7 @@ def read_json(path: Path, **types: type | tuple[type, ...]) -> dict:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object, but {content!r:.80}; download it again")

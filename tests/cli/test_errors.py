@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from helpers.adapters import adapt
-from helpers.checkpoints import make
+from helpers.checkpoints import edit_tensors, make
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
@@ -158,6 +158,44 @@ def test_what_is_damaged_is_named_with_its_file_by_every_command_that_reads_it(
     if file == MODELOPT or "quantization_config" in words:
         with pytest.raises(CheckpointError, match=file):
             sonicmoe_hf.from_pretrained(base)
+
+
+GATE = "model.layers.0.mlp.experts.3.gate_proj.weight"
+OF_BASE = [  # file, and what becomes of it, or of GATE; what the sentence says
+    (None, lambda content: content[:-10], "is not a whole safetensors file"),
+    (None, lambda content: content[:40], "is not a whole safetensors file"),
+    (None, lambda content: b"", "is not a whole safetensors file"),
+    (INDEX, lambda content: content[:60], "cannot be read"),
+    (INDEX, lambda content: content.replace(b"-00001-of", b"-00009-of"), "which model.safetensors.index.json names"),
+    (CONFIG, lambda content: content[:60], "cannot be read"),
+    (CONFIG, lambda content: b"[" * 100_000, "cannot be read"),
+    (CONFIG, lambda content: b"\xff\x00", "cannot be read"),
+    (None, torch.ones(512, dtype=torch.bfloat16), "has shape (512,)"),
+    (None, torch.ones(8, 64, dtype=torch.bfloat16), "has shape (8, 64)"),
+    (None, torch.ones((), dtype=torch.bfloat16), "has shape ("),
+    (None, torch.ones(16, 32, dtype=torch.int8), "has dtype torch.int8"),
+    (None, torch.ones(16, 32, dtype=torch.complex64), "has dtype torch.complex64"),
+    (None, torch.ones(16, 32).to(torch.float8_e5m2), "has dtype torch.float8_e5m2"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "words"), OF_BASE)
+def test_a_damaged_base_is_named_with_its_file_and_nothing_is_left_of_a_merge_or_a_conversion(
+    file, damage, words, hub, adapter, tmp_path, capsys
+):
+    base = shutil.copytree(hub, tmp_path / "base")
+    if callable(damage):
+        path = base / (file or min(path.name for path in base.glob("*.safetensors")))
+        path.write_bytes(damage(path.read_bytes()))
+    else:
+        edit_tensors(base, {GATE: damage})
+        path = base / files.read_headers(base)[GATE].file
+    named = path.name if "which" not in words else "-00009-of"
+    new = str(tmp_path / "new")
+    for command in (["merge", str(base), str(adapter), new], ["convert", str(base), new, "--layout", "native"]):
+        said = refusal(capsys, command)
+        assert named in said and words in said, command
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_a_defect_of_ours_is_no_exit_code_1(capsys, monkeypatch):

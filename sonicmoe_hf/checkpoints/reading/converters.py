@@ -7,9 +7,9 @@ E is the number of experts. Where a conversion takes each expert alone, so does 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from transformers.core_model_loading import (
 )
 
 from ...errors import CheckpointError
-from ...private.transformers import missing_allowed
 from .files import same_bytes
 
 WITH_PEFT = (
@@ -104,6 +103,23 @@ class WeightGroup:
             wanted = range(self.num_experts or max(there, default=0) + 1) if "*" in pattern else (0,)
             if (lacking := next((number for number in wanted if number not in there), None)) is not None:
                 return f"{pattern.replace('*', str(lacking))} of {self.parameter_names[0]}"
+        return None
+
+    def wrong_shape(self) -> tuple[str, str] | None:
+        """Find a weight of another shape than the model's, and say which that is; None where there is none."""
+        first, shape = next(iter(self.shapes.items()))
+        wanted = next(iter(self._parameter_shapes.values()))
+        if self._converter is None:
+            return None if (shape or (1,)) == (wanted or (1,)) else (first, f"by config.json it must be {wanted}")
+        try:
+            self.parameters({name: torch.empty(own, device="meta") for name, own in self.shapes.items()}, None)
+        except NOT_INVERTED as error:
+            for names in self.weight_names.values():
+                usual, _ = Counter(self.shapes[name] for name in names.values()).most_common(1)[0]
+                for name in names.values():
+                    if self.shapes[name] != usual:
+                        return name, f"others beside it have {usual}"
+            return first, f"it becomes a part of {self.parameter_names[0]}, by config.json {wanted}: {error}"
         return None
 
     def reads_of(self, expert: int | None) -> dict[str, int | None]:
@@ -243,20 +259,3 @@ def _number(name: str, pattern: str | None, renamings: list[WeightRenaming]) -> 
     renamed, _ = rename_source_key(name, renamings, [])
     match = re.search(r"(\d+)" + pattern.rpartition("*")[2], renamed)
     return int(match[1]) if match else 0
-
-
-def complete_groups(model: PreTrainedModel, weights: WeightShapes, folder: Path) -> dict[str, WeightGroup]:
-    """Group `weights`, those in `folder`, as `weight_groups` does. Raises CheckpointError where they are not all that
-    `model` has."""
-    groups = weight_groups(model, weights)
-    tied = {b if a in groups else a for a, b in model.all_tied_weights_keys.items()}
-    patterns = missing_allowed(model)
-    wanted = (name for name in model.state_dict() if name not in groups and name not in tied)
-    missing = next((name for name in wanted if not any(re.search(pattern, name) for pattern in patterns)), None)
-    missing = missing or next(filter(None, (group.missing() for group in groups.values())), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"{folder}: {missing} is missing, which {type(model).__name__} has; download the checkpoint again, or "
-            "convert it to the hub's layout"
-        )
-    return groups

@@ -151,6 +151,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
         )
     by_name: dict[str, Header] = {}
     for file in sorted(set(weight_map.values())):
+        if not os.path.isfile(folder / file):
+            raise CheckpointError(f"there is no {folder / file}, which {INDEX_FILE} names")
         headers = headers_of(folder / file)
         for name in headers.keys() & by_name.keys():
             raise CheckpointError(

@@ -106,9 +106,8 @@ class Source(StoredWeights):
             order = self.experts[self.parameter_of[name]].order if name in self.parameter_of else "whole"
             for stored, (shape, dtypes) in weight.stored_as(shapes.get(name, weight.shape), order).items():
                 self._check_tensor(stored, self.tensors[stored].shape or (1,), shape or (1,), dtypes)
-            is_float = weight.dtype.is_floating_point and weight.dtype.itemsize >= 2
-            if not (weight.format or self.is_unused(name) or is_float):
-                raise CheckpointError(f"{self.folder}: {name} has dtype {weight.dtype}; weights are floats")
+            if not self.is_unused(name):
+                self.check_float(weight)
 
     def _check_tensor(
         self, name: str, found: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
@@ -117,7 +116,7 @@ class Source(StoredWeights):
         if found != shape or (dtypes and dtype not in dtypes):
             expected = " of ".join(map(str, (shape, *dtypes[:1])))
             raise CheckpointError(
-                f"{self.folder}: {name} has shape {found} of {dtype}; by config.json it must be {expected}"
+                f"{self.path_of(name)}: {name} has shape {found} of {dtype}; by config.json it must be {expected}"
             )
 
     def _tied_to_stored(self) -> set[str]:

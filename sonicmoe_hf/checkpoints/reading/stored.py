@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ...errors import CheckpointError
 from ...formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
 from ...formats.declared_integers import METHODS
 from ...formats.hub import HubFormat
+from ...private.transformers import missing_allowed
+from .converters import WeightGroup, weight_groups
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, TensorFiles, read_config
 from .weight import HubMatrix, PackedExperts, UntiedWeight, Weight
 
@@ -68,7 +72,10 @@ class StoredWeights(TensorFiles):
                 f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
             )
         self.declared = quantization_of(self.config, folder)
-        self.format = None if self.declared is None else self.declared.stored()
+        try:
+            self.format = None if self.declared is None else self.declared.stored()
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
 
     @property
     def quantization(self) -> str | None:
@@ -116,6 +123,43 @@ class StoredWeights(TensorFiles):
         if isinstance(format, HubFormat):
             return HubMatrix(self, name, format)
         return PackedExperts(self, name, format, self.dense_dtype, self.config.get("model_type") in TRANSPOSED)
+
+    def groups(self, model: PreTrainedModel) -> dict[str, WeightGroup]:
+        """Group the weights as `weight_groups` does.
+
+        Raises:
+            CheckpointError: they are not all that `model` has, or have other shapes, or are no floats.
+        """
+        groups = weight_groups(model, self.shapes)
+        tied = {b if a in groups else a for a, b in model.all_tied_weights_keys.items()}
+        patterns, state = missing_allowed(model), model.state_dict()
+        wanted = (name for name in state if name not in groups and name not in tied)
+        missing = next((name for name in wanted if not any(re.search(pattern, name) for pattern in patterns)), None)
+        missing = missing or next(filter(None, (group.missing() for group in groups.values())), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{self.folder}: {missing} is missing, which {type(model).__name__} has; download the checkpoint "
+                "again, or convert it to the hub's layout"
+            )
+        for parameter, group in groups.items():
+            if wrong := group.wrong_shape():
+                name, reason = wrong
+                raise CheckpointError(f"{self.path_of(name)}: {name} has shape {group.shapes[name]}; {reason}")
+            for name in group.shapes if state[parameter].is_floating_point() else ():
+                self.check_float(self.weights[name])
+        return groups
+
+    def check_float(self, weight: Weight) -> None:
+        """Raise CheckpointError where a weight that is not quantized is in no dtype of weights."""
+        if weight.format is None and not (weight.dtype.is_floating_point and weight.dtype.itemsize >= 2):
+            raise CheckpointError(
+                f"{self.path_of(weight.name)}: {weight.name} has dtype {weight.dtype}; weights are floats"
+            )
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of the file that holds a weight, or a tensor of one."""
+        weight = self.weights.get(name)
+        return self.folder / self.tensors[name if weight is None else weight.tensor_names[0]].file
 
     def untie(self, names: Mapping[str, str]) -> None:
         """Give each of these weights an entry of its own, with the values of the one that the model ties it to, by whose

@@ -14,7 +14,6 @@ from ...kernels.packed import FORMATS
 from ...layer.config import check_choice
 from ..layouts import CHECKPOINT_LAYOUTS, hub_config, native_config
 from ..reading.config_only import build_from_config
-from ..reading.converters import complete_groups
 from ..reading.files import CONFIG_FILE
 from ..reading.source import Source
 from ..reading.stored import DTYPES, StoredWeights
@@ -92,7 +91,7 @@ def checked_dense_target(stored: StoredWeights, dtype: str | None, dequantize: b
             "to cast it"
         )
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    complete_groups(model, stored.shapes, stored.folder)  # raises
+    stored.groups(model)  # raises
     return dense_target(stored, model, dtype, dequantize)
 
 
