@@ -50,7 +50,7 @@ def _installed(package: str) -> str:
 
 
 def check_peft_version(check: Callable[[str], None], min_version: str) -> None:
-    """Call Transformers' check of PEFT's version for add_adapter and load_adapter, which names no version that is
+    """Call Transformers' check of PEFT's version for add_adapter, set_adapter and such, which names no version that is
     installed.
 
     Raises:
@@ -60,8 +60,8 @@ def check_peft_version(check: Callable[[str], None], min_version: str) -> None:
         check(min_version)
     except ValueError as error:
         raise ValueError(
-            f"add_adapter and load_adapter of Transformers {_installed('transformers')} need PEFT {min_version} or "
-            f"newer, and PEFT is {_installed('peft')}; use peft.get_peft_model(model, config), and "
+            f"add_adapter, set_adapter and such methods of Transformers {_installed('transformers')} need PEFT "
+            f"{min_version} or newer, and PEFT is {_installed('peft')}; use peft.get_peft_model(model, config), and "
             "peft.PeftModel.from_pretrained(model, folder), in their place"
         ) from error
 

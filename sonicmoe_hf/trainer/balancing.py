@@ -75,6 +75,7 @@ class LoadBalancing(StepCallback):
             UnsupportedModelError: a layer's router is not known, or has no bias to update.
         """
         routing_state(model).balancing = self._prepare(model)
+        self._warn_of_second_loss(None, model)
 
     def _prepare(self, model: nn.Module) -> Balancing:
         """Check as `start` says, start counts from zero, and return what routers are to do."""
@@ -153,7 +154,7 @@ class LoadBalancing(StepCallback):
 
     def _warn_of_second_loss(self, args, model) -> None:
         """Warn where Transformers' router loss is added too: by TRL's trainers, as their arguments or else the model's
-        config say, and by models whose config has them return router logits."""
+        config say, and by models whose config has them return router logits. args: of the Trainer; None without one."""
         config = transformers_model(model).config.get_text_config()
         by_trl = hasattr(args, "router_aux_loss_coef")
         adds = hasattr(config, "output_router_logits") if by_trl else getattr(config, "output_router_logits", False)

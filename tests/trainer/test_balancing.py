@@ -120,6 +120,12 @@ def test_a_router_loss_of_the_trainers_own_beside_it_gives_a_warning_with_the_re
     assert bool(messages.about("so that both count")) == bool(messages.about(remedy or "both count")) == bool(remedy)
 
 
+def test_a_loop_of_ones_own_is_warned_of_a_router_loss_of_the_models_own_too(messages):
+    LoadBalancing(per_layer_loss=WEIGHT).start(patched("qwen3_moe", output_router_logits=True))
+    (said,) = messages.about("a router loss of the model's own")
+    assert "set model.config.output_router_logits = False" in said
+
+
 def test_under_token_rounding_it_counts_top_k():
     model, inputs = patched("qwen3_moe", POLICY, num_hidden_layers=1), batch()
     rounded = loss_and_gradients(model, inputs)
