@@ -7,7 +7,7 @@ import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import config_in, edit_tensors, make, packed_in, same_bits, tensors_in
 from helpers.integers import EXPERTS, format_of, to_integers
-from helpers.marks import loads_hub_formats, rest_pinned
+from helpers.marks import loads_hub_formats, rest_pinned, rest_slow
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter, quantize_experts
 from sonicmoe_hf.tools.comparing import relative_error
@@ -77,7 +77,7 @@ def test_an_adapter_of_awq_is_not_merged_into_the_weights_from_before_it_scaled_
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_slow(KINDS, 2))
 def test_an_adapter_that_changes_nothing_leaves_every_byte(kind, tmp_path):
     base, adapter = base_and_adapter(tmp_path, kind, 0.0)
     merge_adapter(base, adapter, tmp_path / "kept", quantize="keep")

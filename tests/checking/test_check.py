@@ -10,7 +10,7 @@ import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import edit_config, edit_tensors, make, tensors_in
 from helpers.completions import ADAPTER, Served, serving
-from helpers.marks import crossed, rest_pinned
+from helpers.marks import rest_pinned, rest_slow
 from helpers.served import edit
 from helpers.trl_trainers import word_tokenizer
 from peft import PeftModel
@@ -131,7 +131,10 @@ def test_servers_that_lie(lie, noise, place, capsys):
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("form, lie", crossed(["generated", "text"], ["honest", "no experts"]))
+@pytest.mark.parametrize(
+    "form, lie",
+    rest_slow([("text", "no experts"), ("generated", "honest"), ("text", "honest"), ("generated", "no experts")]),
+)
 def test_servers_that_tell_what_they_generate_alone(form, lie, place, capsys):
     """vLLM on a CPU gives no log-probabilities of a prompt under an adapter, `transformers serve` none at all."""
     change, kind, words = LIES[lie]

@@ -7,6 +7,7 @@ way by 9% or more, of these sizes. Triton's own interpreter has no bf16 to test;
 
 import pytest
 import torch
+from helpers.marks import rest_slow
 from kernel_helpers import errors
 from kernel_products import SCALE
 from moe_problems import adapter, layer, packed_adapter, rounded_once, routing_ids, run, upcast
@@ -26,7 +27,7 @@ def over_the_bar(found, exact, best):
 
 
 @pytest.mark.parametrize(
-    "layout, dtype", [("concatenated", torch.bfloat16), ("transposed_interleaved", torch.float16)], ids=str
+    "layout, dtype", rest_slow([("concatenated", torch.bfloat16), ("transposed_interleaved", torch.float16)]), ids=str
 )
 def test_a_layer_loses_what_one_rounding_does(device, layout, dtype):
     T, H, I, E, K = 40, 144, 80, 3, 3

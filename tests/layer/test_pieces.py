@@ -173,7 +173,7 @@ def test_what_a_layer_holds_at_once_does_not_grow_with_its_tokens(in_pieces, mon
     assert not [t for t in kept if t.is_floating_point() and t.numel() >= 512 * K * I]
 
 
-@pytest.mark.pinned
+@pytest.mark.slow
 def test_compiled_it_gives_the_same(in_pieces):
     inputs, index = problem(**SIZES)
     inputs = with_factors(inputs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import make
-from helpers.marks import rest_pinned
+from helpers.marks import rest_pinned, rest_slow
 from helpers.served import config_of
 from peft import PeftModel
 
@@ -63,7 +63,7 @@ def test_an_adapter_warns_on_another_packing_and_not_on_its_own(format, task, tm
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("format", ["fp8", "nf4", "mxfp4"])
+@pytest.mark.parametrize("format", rest_slow(["fp8", "nf4", "mxfp4"]))
 def test_merging_into_another_base_says_so(format, tmp_path):
     trained(tmp_path, format)
     convert_adapter(tmp_path / "adapter", tmp_path / "vllm", "vllm")

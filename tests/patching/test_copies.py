@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers.marks import rest_pinned
+from helpers.marks import crossed, rest_pinned
 from helpers.models import (
     CONFIGS,
     ORDER_OF_SUMS,
@@ -61,9 +61,10 @@ def computed(monkeypatch):
     return noted
 
 
-@pytest.mark.parametrize("kind", rest_pinned(["reentrant", None, "non_reentrant"]))
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("modules", [["gate"], ["mlp"], ["experts"], ["gate", "experts"]], ids="+".join)
+@pytest.mark.parametrize(
+    "modules, order, kind",
+    crossed([["gate"], ["mlp"], ["experts"], ["gate", "experts"]], ORDERS, ["reentrant", None, "non_reentrant"]),
+)
 def test_what_peft_copies_rounds_counts_and_learns_as_the_original_and_is_unpatched_with_it(modules, order, kind):
     plain = patched("qwen3_moe", POLICY)
     start_counting(plain)

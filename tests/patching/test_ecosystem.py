@@ -4,7 +4,7 @@ import accelerate
 import pytest
 import torch
 from helpers.adapters import EXPERTS, fused
-from helpers.marks import rest_pinned
+from helpers.marks import crossed
 from helpers.models import (
     ON_DISK,
     ORDER_OF_SUMS,
@@ -56,8 +56,9 @@ def train_by_trl(model, folder, config, **options):
     return watched_training(trainer), logs_of(trainer)
 
 
-@pytest.mark.parametrize("family", rest_pinned(["qwen3_moe", "gpt_oss"]))
-@pytest.mark.parametrize("batches", ["padded", "packed", "packed without padding"])
+@pytest.mark.parametrize(
+    "family, batches", crossed(["qwen3_moe", "gpt_oss"], ["padded", "packed", "packed without padding"])
+)
 def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tmp_path):
     packing = {
         "padded": {},

@@ -13,7 +13,7 @@ import accelerate
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.marks import rest_pinned
+from helpers.marks import rest_slow
 from helpers.models import (
     GROUPED,
     IN_GROUPS,
@@ -162,7 +162,7 @@ class Begin(TrainerCallback):
             sonicmoe_hf.patch_model(model)
 
 
-@pytest.mark.parametrize("family", [*rest_pinned(OF_TEXT, 3), *rest_pinned(OF_IMAGES)])
+@pytest.mark.parametrize("family", [*rest_slow(OF_TEXT, 3), *rest_slow(OF_IMAGES)])
 def test_a_trainer_with_liger_trains_our_experts_in_every_family_whose_experts_it_replaces(
     family, tmp_path, monkeypatch
 ):

@@ -60,6 +60,7 @@ def finetune(monkeypatch):
     return example
 
 
+@pytest.mark.slow
 def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(finetune, tmp_path, capsys):
     small = str(tmp_path / "small")
     loss = finetune.main(["--steps", "6", "--output", small, *TINY])["eval_loss"]

@@ -24,7 +24,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_fp8,
 )
-from helpers.marks import loads_hub_formats, rest_pinned
+from helpers.marks import crossed, loads_hub_formats, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -52,8 +52,7 @@ def make_fp8(folder, family, kind="fp32", **declared):
     return to_fp8(folder, kind, **declared)
 
 
-@pytest.mark.parametrize("kind", rest_pinned(["fp32", "bf16", "ue8m0"]))
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family, kind", crossed(SIZES, ["fp32", "bf16", "ue8m0"], everywhere=2))
 def test_an_fp8_checkpoints_experts_are_taken_bit_for_bit(family, kind, tmp_path):
     stored, dense = make_fp8(tmp_path / "fp8", family, kind)
     model = from_pretrained(tmp_path / "fp8", experts_quantization="fp8")
@@ -110,8 +109,7 @@ def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family
     assert_all_close(gradients_of(packed), gradients_of(dense), 1e-5, ORDER_OF_SUMS)
 
 
-@pytest.mark.parametrize("format", rest_pinned(["nf4", "mxfp4", "nvfp4"]))
-@pytest.mark.parametrize("family", rest_pinned(SIZES | UNGATED))
+@pytest.mark.parametrize("family, format", crossed(SIZES | UNGATED, ["nf4", "mxfp4", "nvfp4"], everywhere=1))
 def test_fp8_experts_become_4_bits_while_they_stream_in_as_the_dequantized_do(family, format, tmp_path, monkeypatch):
     sizes = (SIZES | UNGATED)[family]
     width = "moe_latent_size" if family in UNGATED else "hidden_size"

@@ -1,7 +1,7 @@
 """GRPO with a stand-in for `vllm serve`: it is told to load each version of the adapter, and says what it lacks."""
 
 import pytest
-from helpers.marks import rest_pinned
+from helpers.marks import rest_slow
 from helpers.rl import GAP, logged, make
 from helpers.vllm_stand_in import serving
 from trl import GRPOTrainer as TRLsGRPOTrainer
@@ -19,7 +19,7 @@ def of(server, **changes):
     return {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 5, **changes}
 
 
-@pytest.mark.parametrize("mixed", rest_pinned([True, False]))
+@pytest.mark.parametrize("mixed", rest_slow([True, False]))
 def test_each_version_is_loaded_by_a_name_of_its_own_and_the_one_before_is_unloaded(mixed, base, engine, tmp_path):
     """Versions are in PEFT's own form where the server takes it. A second run, after one that was killed, unloads what
     that left."""

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.marks import rest_pinned
+from helpers.marks import crossed
 from helpers.models import OF_64, batch, build, loss_and_gradients
 from helpers.training import OutOfMemory, fail_in, logs_of, trainer_for
 from transformers import TrainerCallback
@@ -39,8 +39,9 @@ def bytes_of_layer(model):
     return sum(map(expanded_nbytes, weights_of(model))) // layers
 
 
-@pytest.mark.parametrize("format", rest_pinned([format for format in FORMATS if format != "uint4"]))
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family, format", crossed(["qwen3_moe", "gpt_oss"], [each for each in FORMATS if each != "uint4"], everywhere=2)
+)
 def test_layers_that_fit_compute_the_same_bits_and_expand_nothing(family, format):
     model = packed(family, format)
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload
 from helpers.adapters import with_lora
 from helpers.checkpoints import edit_tensors, tensors_in
-from helpers.marks import rest_pinned
+from helpers.marks import crossed
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
@@ -85,9 +85,7 @@ def test_bytes_before_packing_are_those_that_are_stored(format):
 # from files
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("format", rest_pinned(["nf4", None]))
-@pytest.mark.parametrize("layout", rest_pinned(["hub", "native"]))
+@pytest.mark.parametrize("family, format, layout", crossed(["qwen3_moe", "gpt_oss"], ["nf4", None], ["hub", "native"]))
 def test_loaded_into_host_memory_experts_are_those_loaded_to_the_device(late_copies, family, format, layout, tmp_path):
     folder = dict(zip(("hub", "native"), save_both(small(family).bfloat16(), tmp_path)))[layout]
     resident = from_pretrained(folder, experts_quantization=format)
