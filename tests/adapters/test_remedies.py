@@ -188,6 +188,22 @@ def make_infinite(folder):
     edit_tensors(folder.adapter, lambda tensors: next(iter(tensors.values()))[0].fill_(torch.inf))
 
 
+def with_a_base_that_is_infinite(folder):
+    name = next(name for name in tensors_in(folder.base) if "q_proj" in name)
+    whole = tensors_in(folder.base)[name]
+    edit_tensors(folder.base, {name: torch.full_like(whole, torch.inf)})
+    folder.whole = {name: whole}
+    return folder.merge()
+
+
+def look_for_it(folder):
+    """Find what is infinite, which is in the base, and take that weight as it was."""
+    found = [name for name, tensor in tensors_in(folder.base).items() if not tensor.isfinite().all()]
+    assert found == [*folder.whole] and all(tensor.isfinite().all() for tensor in tensors_in(folder.adapter).values())
+    edit_tensors(folder.base, folder.whole)
+    return folder.merge()
+
+
 def save_again(folder):
     folder.model.save_pretrained(folder.adapter)
     return folder.merge()
@@ -257,6 +273,12 @@ OTHERS = {
     "two names": Case("keep the one that was trained", trained(), raising(add_a_copy), [without_module_names]),
     "a factor is missing": Case("Save the whole adapter again", trained(), raising(remove_a_factor), [save_again]),
     "infinite": Case("take an earlier checkpoint", trained(), raising(make_infinite), [save_again]),
+    "an infinite base": Case(
+        "with the adapter added has NaN or infinite values in .*; look for them in the adapter and in the base",
+        trained(),
+        with_a_base_that_is_infinite,
+        [look_for_it],
+    ),
     "an older PEFT": Case(
         "train the adapter with a newer PEFT",
         trained("olmoe", EXPERTS[:1]),

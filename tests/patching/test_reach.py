@@ -76,7 +76,7 @@ def of_somebody_else(hidden_states, top_k_index, top_k_weights):
 @pytest.mark.parametrize("when", ["before patching", "after patching", "after a call"])
 def test_a_forward_put_in_the_place_of_the_experts_own_is_refused_by_name(when):
     model = build("qwen3_moe")
-    words = r"model.layers.1.mlp: Qwen3MoeExperts: its forward is .*of_somebody_else, which never reaches sonicmoe_hf; undo"
+    words = r"model.layers.1.mlp: Qwen3MoeExperts: its forward is .*of_somebody_else, which never reaches sonicmoe_hf; undo what put it"
     if when != "before patching":
         sonicmoe_hf.patch_model(model)
     if when == "after a call":

@@ -20,10 +20,10 @@ OVERLAP = 16  # characters
 NOT_CARRIED_OUT = "Not carried out: "
 ROW = re.compile(r"    (?:(?P<mark>[+=]) )?(?P<module>[\w/]+\.py): (?P<words>.+)")
 VERBS = (
-    "add|adapt|attach|bring|build|call|cast|choose|compute|convert|copy|download|drop|give|group|hand|"
-    "have|import|install|keep|launch|leave|let|load|log|make|merge|move|name|open|pack|pad|pass|pick|put|"
-    "quantize|raise|record|remove|rename|replicate|resize|resume|return|run|save|say|see|serve|set|shard|"
-    "show|split|start|take|train|try|unset|update|use|wait"
+    "activate|add|adapt|attach|bring|build|call|cast|check|checkpoint|choose|compute|convert|copy|download|drop|"
+    "give|group|hand|have|import|install|keep|launch|leave|let|load|log|look|make|merge|move|name|open|pack|pad|"
+    "pass|pick|put|quantize|raise|record|remove|rename|replay|replicate|resize|resume|return|round|run|save|say|"
+    "see|serve|set|shard|show|split|start|switch|take|train|try|undo|unset|unshard|update|use|wait"
 )
 REMEDY = re.compile(rf"(?:^|[;:.,] |\bor |\band |\bthen )(?:{VERBS})\b", re.IGNORECASE)
 WORD = re.compile(r"\b[a-z]{2,}\b")

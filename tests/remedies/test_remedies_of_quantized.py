@@ -5,7 +5,16 @@ import shutil
 import pytest
 import torch
 from helpers.adapters import adapt
-from helpers.checkpoints import DECLARED_FP8, DECLARED_NVFP4, edit_config, edit_tensors, load_whole, make, packed_in
+from helpers.checkpoints import (
+    DECLARED_FP8,
+    DECLARED_NVFP4,
+    edit_config,
+    edit_tensors,
+    load_whole,
+    make,
+    packed_in,
+    to_fp8,
+)
 from helpers.integers import DECLARED, to_int8, to_integers
 from helpers.marks import loads_hub_formats
 from helpers.models import logits_of, relative_error
@@ -97,6 +106,34 @@ def test_experts_in_8_bit_integers_are_merged_into_bf16_or_from_it(bf16, tmp_pat
         DeclaredQuantization("compressed-tensors", DECLARED["ct-8"]).hub().pack()
     model = from_pretrained(bf16, experts_quantization="int4")
     assert {weight.format for weight in packed_in(model).values()} == {"int4"}
+
+
+def test_sizes_that_no_engine_reads_in_fp8_are_served_in_bf16(tmp_path):
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, **{**OF_128, "hidden_size": 64})
+    expected = logits_of(adapt(load_whole(tmp_path / "base"), tmp_path / "adapter"))
+    folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    with says("of which not both are multiples of 128: Transformers takes other blocks", "; serve bf16"):
+        merge_adapter(*folders, quantize="fp8")
+    merge_adapter(*folders)
+    assert relative_error(logits_of(load_whole(folders[2])), expected) < 1e-5, "fp32: sums in another order"
+
+
+def test_a_checkpoint_that_engines_read_as_it_is_has_the_values_that_are_trained(bf16, tmp_path):
+    shutil.copytree(bf16, tmp_path / "base")
+    to_fp8(tmp_path / "base")
+    with says("is fp8 already, and engines read it so; serve it as it is"):
+        assert main(["convert", str(tmp_path / "base"), str(tmp_path / "x"), "--layout", "hub", "--round", "fp8"]) == 2
+    trained = from_pretrained(tmp_path / "base", experts_quantization="fp8", dtype=torch.float32)
+    served = load_whole(tmp_path / "dense")  # the values that its files stand for
+    assert relative_error(logits_of(trained), logits_of(served)) < 1e-5, "fp32: sums in another order"
+
+
+def test_doctor_takes_a_checkpoint_that_is_not_quantized_for_one_in_no_format_that_is_read(bf16, tmp_path):
+    shutil.copytree(bf16, tmp_path / "base")
+    edit_config(tmp_path / "base", quantization_config={"quant_method": "aqlm", "nbits_per_codebook": 16})
+    with says("its experts would never reach sonicmoe_hf; use a checkpoint that is not quantized"):
+        assert main(["doctor", str(tmp_path / "base")]) == 1
+    assert main(["doctor", str(bf16)]) == 0
 
 
 def test_doctor_says_how_experts_that_never_reach_sonicmoe_hf_are_loaded(bf16, tmp_path):

@@ -116,6 +116,9 @@ def test_what_commands_about_checkpoints_are_given(tmp_path):
         if isinstance(weight, sonicmoe_hf.PackedWeight):
             error = (rounded.get_parameter(name) - weight.dequantize()).norm() / rounded.get_parameter(name).norm()
             assert error < 0.005, "to bf16"
+    sonicmoe_hf.convert_checkpoint(tmp_path / "base", tmp_path / "native")
+    with says("whose rows stand in another order; round the checkpoint of the hub that is trained"):
+        assert run("convert", tmp_path / "native", tmp_path / "x", "--layout", "hub", "--round", "nf4") == 2
     with says("it needs 2048 tokens per forward on each device: raise the batch size or the sequence length"):
         run("doctor", tmp_path / "base", "--batch-size", 15, "--sequence-length", 128)
     for options in (("--batch-size", 16), ("--batch-size", 15, "--tile", 64)):

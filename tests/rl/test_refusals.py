@@ -52,8 +52,10 @@ def test_no_adapter_and_several_are_refused(base, engine, tmp_path):
     model = get_peft_model(model, sonicmoe_hf.lora_config(model))
     model.add_adapter("other", model.peft_config["default"])
     model.base_model.set_adapter(["default", "other"])
-    with pytest.raises(ValueError, match=r"\['default', 'other'\] are active"):
+    with pytest.raises(ValueError, match=r"\['default', 'other'\] are active; activate one with set_adapter"):
         make(GRPOTrainer, base, tmp_path, model=model, peft_config=None)
+    model.set_adapter("other")
+    assert adapter_of(model) == "other"
     other = get_peft_model(loaded(base), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(ValueError, match=r"vLLM serves LoRA, not .*IA3; give peft_config="):
         adapter_of(other)

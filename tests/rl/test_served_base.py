@@ -66,6 +66,7 @@ def test_a_base_rounded_as_the_trainer_holds_it_has_its_log_probabilities_and_an
     unrounded = make(
         vllm_adapters(TRLsGRPOTrainer), base, tmp_path / "c", kept, model=loaded(base, experts_quantization="nf4")
     )
+    assert ": serve what is trained, sonicmoe-hf convert " in caplog.text
     assert "--layout hub --round nf4" in caplog.text and "served_base=" in caplog.text
     unrounded.train()
     assert min(logged(unrounded)) > 1e-3

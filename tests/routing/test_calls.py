@@ -155,12 +155,15 @@ def replay(model):
 @pytest.mark.parametrize("ask", [round_tokens, start_counting, balance, sonicmoe_hf.record_routing, replay])
 def test_checkpointing_around_a_whole_model_with_work_is_an_error_that_names_its_layers(ask, kind):
     model, inputs = patched("qwen3_moe", use_cache=False), batch()
-    words = r"whole model runs it twice.*activation_checkpointing_enable"
+    words = r"whole model runs it twice.*; checkpoint its layers: model\.activation_checkpointing_enable"
     with ask(model) or contextlib.nullcontext(), pytest.raises(RuntimeError, match=words):
         whole(model, inputs, CHECKPOINTING[kind]).backward()
     assert calls.in_progress() is None
     if ask is replay:  # which is over
         whole(model, inputs, CHECKPOINTING[kind]).backward()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    with ask(model) or contextlib.nullcontext():
+        model(**inputs).loss.backward()
 
 
 # checkpointing that is not torch's
