@@ -173,6 +173,9 @@ def test_a_server_of_texts_whose_tokens_are_not_known_and_one_that_is_not_told_w
         assert main([*command, url, "--model", model]) == 2
         assert said in capsys.readouterr().err
         assert model or main([*command, url, "--model", ADAPTER]) == 0
+    if model:
+        with serving(Served(base_of(place), tuned(place), word_tokenizer(WORD), "prompts", listed=None)) as url:
+            assert main([*command, url, "--model", ADAPTER]) == 0
 
 
 @pytest.mark.pinned

@@ -20,8 +20,9 @@ from helpers.marks import loads_hub_formats
 from helpers.models import logits_of, relative_error
 from helpers.said import says
 
-from sonicmoe_hf import from_pretrained, merge_adapter
+from sonicmoe_hf import from_pretrained, merge_adapter, patch_model
 from sonicmoe_hf.formats.declared import DeclaredQuantization
+from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = [pytest.mark.pinned, loads_hub_formats]
@@ -106,6 +107,16 @@ def test_experts_in_8_bit_integers_are_merged_into_bf16_or_from_it(bf16, tmp_pat
         DeclaredQuantization("compressed-tensors", DECLARED["ct-8"]).hub().pack()
     model = from_pretrained(bf16, experts_quantization="int4")
     assert {weight.format for weight in packed_in(model).values()} == {"int4"}
+
+
+def test_experts_that_somebody_quantized_are_loaded_unquantized(bf16):
+    model = load_whole(bf16)
+    experts = next(find_layers(model)).experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.int8), requires_grad=False)
+    with says("its down_proj is stored as torch.int8, quantized", "load the model unquantized"):
+        patch_model(model)
+    patch_model(model := load_whole(bf16))
+    assert relative_error(logits_of(model), logits_of(load_whole(bf16))) < 1e-5, "fp32: sums in another order"
 
 
 def test_sizes_that_no_engine_reads_in_fp8_are_served_in_bf16(tmp_path):
