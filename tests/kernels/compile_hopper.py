@@ -163,18 +163,18 @@ CASES |= {
 
 
 INT4, NF4, MXFP4 = Stored("int4", "bfloat16", 32), Stored("nf4", "uint8", 64), Stored("mxfp4", "uint8", 32)
-CLAMPED = Activation("clamped_swiglu")
-for stored in (INT4, NF4, MXFP4, Stored("int4", "float16", 128), Stored("uint4", "bfloat16", 128)):
-    for rank in (0, 16):
-        name = f"{stored.format} in {stored.scales}, rank {rank}"
-        CASES |= {
-            f"up, {name}": up(dtype=stored, rank=rank),
-            f"down, {name}": down(dtype=stored, rank=rank),
-            f"down, read across, {name}": down(K=1536, contiguous=False, dtype=stored, rank=rank),
-            f"down_backward, {name}": down_backward(dtype=stored, rank=rank),
-        }
+for stored, rank in ((INT4, 16), (NF4, 0), (NF4, 16), (MXFP4, 16)):
+    CASES |= {
+        f"up, {stored.format}, rank {rank}": up(dtype=stored, rank=rank),
+        f"down, {stored.format}, rank {rank}": down(dtype=stored, rank=rank),
+        f"down, {stored.format} read across, rank {rank}": down(K=1536, contiguous=False, dtype=stored, rank=rank),
+        f"down_backward, {stored.format}, rank {rank}": down_backward(dtype=stored, rank=rank),
+    }
 CLAMPED = Activation("clamped_swiglu")
 CASES |= {
+    "up, int4 in fp16, rank 16": up(dtype=Stored("int4", "float16", 128), rank=16),
+    "up, uint4, rank 16": up(dtype=Stored("uint4", "bfloat16", 128), rank=16),
+    "down_backward, uint4, rank 16": down_backward(dtype=Stored("uint4", "bfloat16", 128), rank=16),
     "up, mxfp4, interleaved, bias, rank 16": up(
         2880, 2880, bias=True, act=CLAMPED, interleaved=True, dtype=MXFP4, rank=16
     ),
@@ -206,8 +206,8 @@ REPRESENTATIVE = (
     "down_backward, relu2, odd sizes",
     "wgrad, stored across, many rows of tiles",
     "gemm_wgrad, 128x4",
-    "up, nf4 in uint8, rank 16",
-    "down_backward, int4 in bfloat16, rank 16",
+    "up, nf4, rank 16",
+    "down_backward, int4, rank 16",
 )
 
 
