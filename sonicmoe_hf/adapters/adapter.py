@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.reading.files import opened, refuse_model_beside_adapter
+from ..checkpoints.reading.files import check_float, opened, refuse_model_beside_adapter
 from ..checkpoints.writing.output import finite_bounds
 from ..errors import CheckpointError
 from ..kernels.low_rank import by_expert
@@ -151,8 +151,9 @@ class _Reader:
         return Factors(a, b, self.assignment.config.scale(adapted.trained))
 
     def _tensor(self, name: str, handle: Any) -> torch.Tensor:
-        """Read a tensor of the open file. Raises CheckpointError for NaN and infinity."""
+        """Read a tensor of the open file. Raises CheckpointError for NaN, infinity and what is no float."""
         tensor = handle.get_tensor(name)
+        check_float(self.path, name, tensor.dtype)
         if not finite_bounds(tensor, tensor.dtype):
             raise CheckpointError(NOT_FINITE.format(path=self.path, name=name))
         return tensor

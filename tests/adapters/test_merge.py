@@ -233,6 +233,8 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
     [
         ({DOWN_B: torch.zeros(16, 32)}, "PEFT up to 0.19.0"),
         ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values"),
+        ({DOWN_B: torch.ones(32, 16, dtype=torch.int8)}, r"adapter_model.safetensors: .* has dtype torch.int8"),
+        ({DOWN_B: torch.ones(32, 16).to(torch.float8_e5m2)}, r"has dtype torch.float8_e5m2; weights are floats"),
         ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "is neither lora_A nor lora_B of a layer"),
         ({Q_PROJ + "base_layer.lora_A.weight": torch.zeros(2, 32)}, "adapts nothing that the model has"),
         ({"base_model.model.lm_head.weight": torch.zeros(65, 32)}, "if the vocabulary was resized"),

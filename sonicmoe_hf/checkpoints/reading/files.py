@@ -164,6 +164,13 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return by_name
 
 
+def check_float(path: Path, name: str, dtype: torch.dtype) -> None:
+    """Raise CheckpointError where a tensor of the file at `path`, a weight that is not quantized, is in no dtype of
+    weights."""
+    if not (dtype.is_floating_point and dtype.itemsize >= 2):
+        raise CheckpointError(f"{path}: {name} has dtype {dtype}; weights are floats")
+
+
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Say whether two tensors have the same dtype, shape and bytes: unlike torch.equal, NaN is NaN, and 0 is not -0."""
     alike = first.dtype == second.dtype and first.shape == second.shape

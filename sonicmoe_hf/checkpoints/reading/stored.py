@@ -17,7 +17,7 @@ from ...formats.declared_integers import METHODS
 from ...formats.hub import HubFormat
 from ...private.transformers import missing_allowed
 from .converters import WeightGroup, weight_groups
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, TensorFiles, read_config
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, TensorFiles, check_float, read_config
 from .weight import HubMatrix, PackedExperts, UntiedWeight, Weight
 
 # model types whose dense experts are [E, in, out], and packed ones [E, out, in]
@@ -151,10 +151,8 @@ class StoredWeights(TensorFiles):
 
     def check_float(self, weight: Weight) -> None:
         """Raise CheckpointError where a weight that is not quantized is in no dtype of weights."""
-        if weight.format is None and not (weight.dtype.is_floating_point and weight.dtype.itemsize >= 2):
-            raise CheckpointError(
-                f"{self.path_of(weight.name)}: {weight.name} has dtype {weight.dtype}; weights are floats"
-            )
+        if weight.format is None:
+            check_float(self.path_of(weight.name), weight.name, weight.dtype)
 
     def path_of(self, name: str) -> Path:
         """Return the path of the file that holds a weight, or a tensor of one."""
