@@ -110,10 +110,10 @@ def one_by_one(original: Callable) -> Callable:
 @torch.compiler.disable
 def _sequences(given: dict[str, Any]) -> list[tuple[int, int, int]] | None:
     """Find the packed sequences of a layer's call as (row, first token, token after the last); None of whole rows."""
-    position_ids, (size, length, _) = given.get("position_ids"), given["hidden_states"].shape
+    size, length, _ = given["hidden_states"].shape
     if not are_packed(given) or not _all_are_tokens(given["attention_mask"]):
         return None
-    starts = None if position_ids is None else starts_of(position_ids, size)
+    starts = starts_of(given["position_ids"], size)
     assert starts is not None, "packed rows have starts inside"
     begins = starts.tolist()
     return [(first // length, first % length, (last - 1) % length + 1) for first, last in itertools.pairwise(begins)]

@@ -49,6 +49,7 @@ OF_HEADS = {
     "flint": (6.0, 6.0),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), (8.8, 5.2)),
 }
+FP32_STREAMS = ("zaya",)  # model types whose hidden states between layers are in fp32
 # By model type, MiB of a token and layer of Kimi delta attention without flash-linear-attention's kernels.
 PLAIN_LINEAR = {"kimi_linear": 6.6, "bailing_hybrid": 6.6}
 
@@ -65,13 +66,16 @@ class ModelSizes:
     heads: of the attention. mixer, mixer_output: features that the linear layers of attentions, linear attentions and
     Mamba layers make, and those that become hidden states again, averaged over the layers. head_norms: features of q and
     k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
-    plain_inner: I of the dense and shared MLPs, summed over the layers. linear: parameters of all linear layers but the
-    head. attention: "sdpa", or "eager" where a model has nothing else. streams: hidden states of a token between two
-    layers (hyper-connections have several). kept_of_pair, made_of_pair: bytes that a layer's own attention keeps of a
-    pair of tokens for backward, and makes beside that. has_sinks: attention that from_pretrained replaces by
-    "torch_sinks" on a GPU; in_pieces: by "torch_pieces". quantization: what its checkpoint declares, by the names of
-    kernels/packed where it is of these; is_packed: by this package; is_dequantized: Transformers can load it in bf16;
-    is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what is estimated, in words.
+    plain_inner: I of the dense and shared MLPs, summed over the layers; plain_copies: tensors of it that they keep.
+    linear: parameters of all linear layers but the head. attention: "sdpa", or "eager" where a model has nothing
+    else. streams: hidden states of a token between two layers (hyper-connections have several). kept_of_pair,
+    made_of_pair: bytes that a layer's own attention keeps of a pair of tokens for backward, and makes beside that.
+    gated_output: features of an attention's output that a sigmoid gates; gated_norms: of a layer's hidden states,
+    with a sigmoid of their own in fp32. queries: features of all queries. index_heads: of the indexer that picks
+    index_topk keys of a query. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU;
+    in_pieces: by "torch_pieces". quantization: what its checkpoint declares, by the names of kernels/packed where it
+    is of these; is_packed: by this package; is_dequantized: Transformers can load it in bf16; is_convertible:
+    `sonicmoe-hf convert` makes bf16 of it. notes: what is estimated, in words.
     """
 
     name: str
@@ -101,6 +105,12 @@ class ModelSizes:
     streams: int = 1
     kept_of_pair: float = 0.0
     made_of_pair: float = 0.0
+    plain_copies: int = 4
+    gated_output: int = 0
+    gated_norms: float = 0.0
+    queries: int = 0
+    index_heads: int = 0
+    index_topk: int = 0
     quantization: str | None = None
     is_packed: bool = False
     is_dequantized: bool = False
@@ -190,7 +200,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
             (
                 (p, min(p.features_out, widest))  # a gate of the output may come from q_proj too
                 for p in mixers
-                if f"{p.name[0]}_norm" in names and p.name in ("q_proj", "k_proj")
+                if names & {f"{p.name[0]}_norm", f"{p.name[0]}_layernorm"} and p.name in ("q_proj", "k_proj")
             ),
         ),
         plain_inner=sum(
@@ -198,6 +208,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
             for module_name, module in decoder.named_modules()
             if isinstance(module, nn.Linear) and module_name.endswith("down_proj")
         ),
+        plain_copies=7 if getattr(config, "swiglu_limit", None) else 4,
         linear=sum(
             module.weight.numel()
             for module in model.modules()
@@ -207,6 +218,11 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         norms=max(2.0, _norms(decoder, config.hidden_size) / config.num_hidden_layers),
         streams=getattr(config, "hc_mult", 1),
         kept_of_pair=of_pair[0],
+        gated_output=_of_a_layer(config, ((p, p.features_in) for p in outputs if _is_gated(mixers, p))),
+        gated_norms=_norms(decoder, config.hidden_size, "GatedRMSNorm") / config.num_hidden_layers,
+        queries=max((p.features_out for p in mixers if p.name.startswith("q")), default=0),
+        index_heads=getattr(config, "index_n_heads", None) or 0,
+        index_topk=getattr(config, "index_topk", None) or 0,
         made_of_pair=of_pair[1],
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
@@ -218,12 +234,21 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     )
 
 
-def _norms(decoder: nn.Module, hidden: int) -> int:
-    """Count the norms of hidden states in all layers, without those of all heads' q and k, which `head_norms` has."""
+def _is_gated(mixers: list[AttentionLinear], output: AttentionLinear) -> bool:
+    """Tell whether a sigmoid gates what an attention's last linear layer reads: the gate comes from q_proj, or from a
+    layer of its own."""
+    is_gate = {("q_proj", 2 * output.features_in), *((name, output.features_in) for name in ("gate_proj", "g_proj"))}
+    return any((p.name, p.features_out) in is_gate for p in mixers)
+
+
+def _norms(decoder: nn.Module, hidden: int, kind: str = "Norm") -> int:
+    """Count the norms of hidden states in all layers, without those of all heads' q and k, which `head_norms` has.
+
+    kind: a word in their classes' names. Of norms around others the inner ones' weights count."""
     weights = (
-        getattr(module, "weight", None)
+        getattr(getattr(module, "norm", module), "weight", None)
         for name, module in decoder.named_modules()
-        if "layers." in name and "Norm" in type(module).__name__ and not name.endswith(("q_norm", "k_norm"))
+        if "layers." in name and kind in type(module).__name__ and not name.endswith(("q_norm", "k_norm"))
     )
     return sum(weight is not None and weight.shape == (hidden,) for weight in weights)
 

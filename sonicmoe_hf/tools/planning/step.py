@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...attention.pieces import PIECE_BYTES
 from .run_time import MAX_ROWS, gathers_tokens, is_in_pieces, makes_room_for_all_ranks
-from .sizes import AttentionLinear, ModelSizes, of_eager
+from .sizes import FP32_STREAMS, AttentionLinear, ModelSizes, of_eager
 from .training import Training
 
 NORM_COPIES = 5 * 4.0  # bytes of a feature in the backward of Transformers' RMSNorm: five tensors in fp32
@@ -98,7 +99,12 @@ class Step(NamedTuple):
     @property
     def stream_bytes(self) -> float:
         """Bytes of a token's hidden states between two layers."""
-        return (4.0 if self.training.fp32_stream else 2.0) * self.sizes.hidden * self.sizes.streams
+        return (4.0 if self.has_fp32_stream else 2.0) * self.sizes.hidden * self.sizes.streams
+
+    @property
+    def has_fp32_stream(self) -> bool:
+        """Tell whether hidden states between layers are in fp32: by autocast, or because the model has them so."""
+        return self.training.fp32_stream or self.sizes.model_type in FP32_STREAMS
 
     def norm_bytes(self, features: int, fp32: bool) -> float:
         """Count what an RMSNorm keeps: its input with Liger, else an fp32 copy, and the normalised values where its
@@ -126,7 +132,7 @@ class Step(NamedTuple):
         inputs = 5 if training.fp32_stream else 2  # q, k and v share one, but for casts of autocast
         if not full:  # each adapter has a copy of its own
             inputs = sum(p.features_in == hidden and p.name != "o_proj" for p in adapted)
-        kept = sizes.norms * self.norm_bytes(hidden, training.fp32_stream) + 2.0 * hidden * inputs
+        kept = sizes.norms * self.norm_bytes(hidden, self.has_fp32_stream) + 2.0 * hidden * inputs
         kept += 2.0 * sizes.experts_hidden if has_experts_adapters else 0.0
         if full and sizes.experts_hidden != hidden:  # latents: what experts read, and what becomes hidden states again
             kept += 2 * 2.0 * sizes.experts_hidden
@@ -136,14 +142,16 @@ class Step(NamedTuple):
         read = sizes.projections if full else adapted
         kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
         kept += self.pair_bytes[0] * training.sequence
+        kept += 2 * 2.0 * sizes.gated_output  # the gate's sigmoid and what it gates
+        kept += (4.0 + 2.0) * hidden * sizes.gated_norms  # likewise, the sigmoid in fp32
         if sizes.streams > 1:
             kept += STREAM_COPIES * 4.0 * sizes.hidden * sizes.streams
         rows = self.rows
         kept += 2.0 * sizes.up_rows * sizes.inner * rows if self.keeps_h else 0.0
         kept += 2 * 2.0 * max(training.experts_r, 16) * rows if has_experts_adapters else 0.0
         kept += 4.0 * sizes.num_experts + 28.0 * sizes.top_k  # the router's scores; weights, ids, and where rows stand
-        # dense and shared MLPs: gate, its activation, up, their product
-        kept += 4 * 2.0 * sizes.plain_inner / sizes.layers
+        # dense and shared MLPs: gate, its activation, up, their product; of clamped ones also both clamped, and a sigmoid
+        kept += sizes.plain_copies * 2.0 * sizes.plain_inner / sizes.layers
         return kept + (0.0 if self.gathers_tokens else self.exchanged_bytes)
 
     @property
@@ -158,6 +166,7 @@ class Step(NamedTuple):
         dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
         a = a if training.full or training.experts_r else 0.0
         h = dh if self.keeps_h else 0.0
+        again = self.forward_bytes if training.checkpointing else 0.0
         around = 3 * self.stream_bytes
         if training.splits_experts:  # the output's gradient from all ranks, and x's for them
             around += 2 * (2.0 * sizes.experts_hidden + self.exchanged_bytes)
@@ -169,4 +178,23 @@ class Step(NamedTuple):
             h = 0.0 if sizes.norms > 2 else h
             of_heads = NORM_COPIES * sizes.head_norms - 2.0 * (sizes.mixer + sizes.mixer_output) - 4.0 * sizes.hidden
             before = max(before, max(NORM_COPIES * sizes.hidden, of_heads) - h + 2 * self.stream_bytes)
-        return before, (a - h + around) if training.full else 0.0
+        return max(before, again), (a - h + around) if training.full else 0.0
+
+    @property
+    def forward_bytes(self) -> float:
+        """Bytes that a layer's forward holds beside all that it keeps, where backward computes it again.
+
+        The experts' a, y and output (layer/products.py), or before them the scores of an indexer's piece of queries, two
+        at once, beside queries before and after RoPE.
+        """
+        sizes, training = self
+        rows = 2.0 * (MAX_ROWS / training.tokens if self.is_in_pieces else self.rows)
+        around = 3 * self.stream_bytes + 2.0 * sizes.hidden  # and what the norm before made
+        h = rows * sizes.up_rows * sizes.inner
+        experts = rows * (sizes.inner + sizes.experts_hidden) + 2.0 * sizes.experts_hidden + around
+        if training.sequence <= sizes.index_topk or not sizes.index_heads:
+            return experts + (0.0 if self.keeps_h else h)
+        scores = min(4.0 * sizes.index_heads * training.sequence, PIECE_BYTES / training.tokens)
+        later = (h if self.keeps_h else 0.0) + sizes.plain_copies * 2.0 * sizes.plain_inner / sizes.layers
+        later += 2.0 * sizes.mixer_output + self.norm_bytes(sizes.hidden, self.has_fp32_stream)
+        return max(experts, 2 * scores + 2.0 * sizes.queries + around - later)
