@@ -112,7 +112,8 @@ class WeightGroup:
         if self._converter is None:
             return None if (shape or (1,)) == (wanted or (1,)) else (first, f"by config.json it must be {wanted}")
         try:
-            self.parameters({name: torch.empty(own, device="meta") for name, own in self.shapes.items()}, None)
+            shapes = self.shapes.items()
+            self.parameters({name: torch.empty(own, dtype=torch.float32, device="meta") for name, own in shapes}, None)
         except NOT_INVERTED as error:
             for names in self.weight_names.values():
                 usual, _ = Counter(self.shapes[name] for name in names.values()).most_common(1)[0]
