@@ -1,12 +1,11 @@
 """Decoders of packed weights: words of eight codes become bf16 values in registers, to the bit what expanding gives.
 
-A thread decodes GROUP codes that share a scale. It computes the group's 16 values once (of MXFP4 eight, which signs
-double) and keeps them as bytes in eight registers. Permutations look up the bytes of four codes at a time: six, and two
-that bring a value's bytes together. Values are products of bf16, rounded once, where that gives the bits of expanding; of
-the other formats they are rounded to fp32 before, as expanding does.
+A thread decodes GROUP codes that share a scale. INT4 with scales in bf16 takes a product of bf16 for two values, which
+rounds once. The other formats round to fp32 first, so that a code's value is not a product of bf16: the group's 16
+values (of MXFP4 eight, and their signs) are computed once, in fp32, rounded, and kept as bytes in eight registers, from
+which permutations look up the bytes of four codes at a time: six, and two that bring a value's bytes together.
 """
 
-import struct
 from dataclasses import dataclass
 
 import cutlass
@@ -15,20 +14,11 @@ from cutlass import Float32, Int32
 
 from ..packed.nf4 import NF4_VALUES, SCALE_MAP, SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE
 from .config import Stored
-from .ptx import multiply_add, pack_bf16, permute_bytes, scale_pair
+from .ptx import multiply_add, pack_bf16, permute_bytes, scale_codes, scale_pair
 
 GROUP = 32  # values of a row that a thread decodes; they share a scale
 SIGNS = 0x80808080 - (1 << 32)
-
-
-def _pairs(values) -> list[int]:
-    """Return the bits of small integers in bf16, two to a word, the first in its low half."""
-    halves = [struct.pack("<f", value)[2:] for value in values]
-    return [struct.unpack("<i", low + high)[0] for low, high in zip(halves[::2], halves[1::2])]
-
-
-CODES_LESS_8 = _pairs(range(-8, 8))
-TWICE_E2M1 = _pairs((0, 1, 2, 3, 4, 6, 8, 12))
+TWICE_E2M1 = 0x3F800000, 0x40404000, 0x40C04080, 0x41404100  # bf16 pairs of 0, 1, 2, 3, 4, 6, 8, 12
 
 
 @dataclass(frozen=True)
@@ -40,24 +30,11 @@ class Codes:
     state: cute.Tensor | None
 
 
-def planes_of(pairs):
-    """Return the low and the high bytes of values that come two to a word, four to a word each."""
-    return [
-        [permute_bytes(first, second, selector) for first, second in zip(pairs[::2], pairs[1::2])]
-        for selector in (0x6420, 0x7531)
-    ]
-
-
 class Decoder:
-    """Of one format.
-
-    loaded: registers that hold what is loaded with a thread's codes. prepared: those that hold what it is made into,
-    before the next codes are loaded. order: selectors of the bytes of a pair, of codes 0 and 1 and of codes 2 and 3, from
-    a word of low bytes and one of high ones.
-    """
+    """Of one format. loaded: registers that hold what is loaded with a thread's codes. prepared: those that hold what it
+    is made into, before the next codes are loaded."""
 
     loaded = prepared = 1
-    order = 0x5140, 0x7362
 
     def __init__(self, stored: Stored):
         self.group = stored.group
@@ -74,17 +51,54 @@ class Decoder:
         """Make what was loaded into what `table` takes."""
         return loaded
 
+    def table(self, prepared):
+        """Compute what is the same for all of a thread's words."""
+        raise NotImplementedError
+
+    def pairs(self, word, table):
+        """Decode a word into four pairs of values, in their order."""
+        raise NotImplementedError
+
+
+class Int4(Decoder):
+    """Codes less 8, times a scale in bf16: rounded once."""
+
+    def prepare(self, codes, constants, loaded):
+        (scale,) = loaded
+        return (permute_bytes(scale, scale, 0x3232),)
+
+    def table(self, prepared):
+        return prepared[0]
+
+    def pairs(self, word, table):
+        shifted = word >> 4
+        for byte in range(4):
+            yield scale_codes(permute_bytes(word, shifted, 0x4400 + 0x1111 * byte), table)
+
+
+def planes_of(pairs):
+    """Return the low and the high bytes of values that come two to a word, four to a word each."""
+    return [
+        [permute_bytes(first, second, selector) for first, second in zip(pairs[::2], pairs[1::2])]
+        for selector in (0x6420, 0x7531)
+    ]
+
+
+class LookedUp(Decoder):
+    """Base of those that look values up by their codes. order: selectors of the bytes of a pair, of codes 0 and 1 and of
+    codes 2 and 3, from a word of low bytes and one of high ones."""
+
+    order = 0x5140, 0x7362
+
     def values(self, prepared):
         """Compute the group's 16 values, in fp32."""
         raise NotImplementedError
 
     def table(self, prepared):
-        """Compute the bytes of the group's values: low ones, and high ones."""
         values = self.values(prepared)
-        return planes_of([pack_bf16(*pair) for pair in zip(values[::2], values[1::2])])
+        return planes_of([pack_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)])
 
     def pairs(self, word, table):
-        """Decode a word into four pairs of values, in their order."""
         code = word & 0x77777777
         upper = (word >> 1) & 0x44444444 | 0x32103210  # a code of 8 or more takes the byte of the upper half
         for half in range(2):
@@ -100,18 +114,7 @@ class Decoder:
         return found[0] if len(found) == 1 else permute_bytes(*found, upper)
 
 
-class Int4(Decoder):
-    """Codes less 8, times a scale in bf16: rounded once."""
-
-    def prepare(self, codes, constants, loaded):
-        (scale,) = loaded
-        return (permute_bytes(scale, scale, 0x3232),)
-
-    def table(self, prepared):
-        return planes_of([scale_pair(Int32(pair), prepared[0]) for pair in CODES_LESS_8])
-
-
-class Integers(Decoder):
+class Integers(LookedUp):
     """INT4 with scales in fp16 or fp32, and UINT4, whose zeros are `state`."""
 
     def __init__(self, stored: Stored):
@@ -130,7 +133,7 @@ class Integers(Decoder):
         return [(Float32(code) - zero) * scale.bitcast(Float32) for code in range(16)]
 
 
-class NF4(Decoder):
+class NF4(LookedUp):
     """The code book's values times a scale in fp32, which is a value of the scales' code book, times the scale of 256
     scales, plus an offset."""
 
@@ -155,7 +158,7 @@ class NF4(Decoder):
         return [prepared[0].bitcast(Float32) * value for value in NF4_VALUES]
 
 
-class MXFP4(Decoder):
+class MXFP4(LookedUp):
     """E2M1 values times a power of two: exact in bf16, as is twice the value times half the power."""
 
     def load(self, codes, expert, row, unit):

@@ -80,3 +80,15 @@ def scale_pair(pair, scale, *, loc=None, ip=None) -> Int32:
     """Multiply the two bf16 values in a word by those in another, rounded to nearest, subnormals too."""
     code = "{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, $2, none; }"
     return _computed(Int32, code, [*map(Int32, (pair, scale))], loc, ip)
+
+
+@dsl_user_op
+def scale_codes(codes, scale, *, loc=None, ip=None) -> Int32:
+    """Return (code - 8) * scale of two bf16 values in a word, rounded once; a code is the four low bits of each half of
+    `codes`. A code below 0x4300 is 128 + code in bf16. One lop3 has both masks; of C's operators ptxas makes two."""
+    code = (
+        "{ .reg .b32 code, mask, offset; mov.b32 mask, 0x000f000f; mov.b32 offset, 0x43004300; "
+        "lop3.b32 code, $1, mask, offset, 0xea; mov.b32 offset, 0x43084308; "
+        "sub.rn.bf16x2 code, code, offset; mul.rn.bf16x2 $0, code, $2; }"
+    )
+    return _computed(Int32, code, [*map(Int32, (codes, scale))], loc, ip)

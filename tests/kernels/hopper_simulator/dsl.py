@@ -332,6 +332,12 @@ def _pack_e4m3(*values):
     return Bits(int.from_bytes(bytes(to_e4m3(torch.tensor(values)).tolist()), "little"))
 
 
+def _scale_codes(codes, scale):
+    """lop3, sub.rn.bf16x2 and mul.rn.bf16x2"""
+    codes = np.array([codes], np.int32).view(np.uint16) & 15
+    return _word((codes.astype(np.float32) - 8) * _halves(scale))
+
+
 def _halves(word):
     """Decode the two bf16 values in a word."""
     return decoded(np.array([word], np.int32).view(np.uint16), BFloat16)
@@ -353,6 +359,7 @@ ptx = _module(
     pack_bf16=lambda *values: _word([_in_fp32(value) for value in values]),
     multiply_add=lambda a, b, c: _in_fp32(_in_fp32(a * b) + c),
     scale_pair=lambda pair, scale: _word(_halves(pair) * _halves(scale)),
+    scale_codes=_scale_codes,
 )
 
 
