@@ -12,7 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -153,7 +153,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_token(value: Any) -> bool:
+def _is_token(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
