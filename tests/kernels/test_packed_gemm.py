@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import tapes
-from helpers.marks import crossed, rest_pinned, rest_slow
+from helpers.marks import crossed
 from kernel_helpers import errors, relative_error
 from moe_problems import AdaptedLayer, adapter, layer, packed_adapter, poisoned, routing_ids
 from torch.utils.checkpoint import checkpoint
@@ -47,26 +47,18 @@ def problem(name, T, H, I, E, K, kind, device, dtype, interleaved=False, activat
     return tensors | packed, tensors | dense, rows
 
 
-@pytest.mark.parametrize("name", rest_slow(FORMATS, 2))
-@pytest.mark.parametrize(
-    "T, H, I, kind, interleaved, rank, activation",
-    [
-        (1, 64, 64, "top_k", False, 0, "clamped_swiglu"),
-        (11, 192, 96, "top_k", False, 20, "relu2"),
-        # two steps of the depth, the second cut; several tiles of rows
-        *rest_pinned(
-            [
-                (20, 320, 64, "list", True, 3, "clamped_swiglu"),
-                (12, 128, 64, "top_k", False, 20, "clamped_swiglu"),  # 12 rows of two experts, eight at a time
-                # gate_up has I rows, no multiple of a tile's height
-                (1, 192, 96, "top_k", False, 0, "relu2"),
-            ],
-            0,
-        ),
-    ],
-)
-def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, interleaved, rank, activation):
-    E, K = 3, 2
+PROBLEMS = [
+    (20, 320, 64, "list", True, 3, "clamped_swiglu"),  # two steps of the depth, the second cut; several tiles of rows
+    (11, 192, 96, "top_k", False, 20, "relu2"),
+    (12, 128, 64, "top_k", False, 20, "clamped_swiglu"),  # 12 rows of two experts, eight at a time
+    (1, 192, 96, "top_k", False, 0, "relu2"),  # gate_up has I rows, no multiple of a tile's height
+    (1, 64, 64, "top_k", False, 0, "clamped_swiglu"),
+]
+
+
+@pytest.mark.parametrize("problem_of, name", crossed(PROBLEMS, FORMATS, everywhere=2), ids=str)
+def test_up_and_down_agree_with_the_eager_backend(device, name, problem_of):
+    (T, H, I, kind, interleaved, rank, activation), E, K = problem_of, 3, 2
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if name == "mxfp4" and is_gated(
         activation
