@@ -135,7 +135,7 @@ class Server:
         if len(ids) == len(first):
             raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with nothing")
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if _is_token(count) and count - len(ids) + len(first) not in (0, 1):  # 1: the end of the text
+        if isinstance(count, int) and count - len(ids) + len(first) not in (0, 1):  # 1: the end of the text
             return None
         return Text(ids, max(1, len(first)))
 
