@@ -1,7 +1,7 @@
-"""DeepSeek-V4's attention in pieces of queries: a window of keys, and compressed keys that an indexer picks or that are
-all seen, in one softmax with the sink.
+"""DeepSeek-V4's attention layer, computed for some queries at a time so that long sequences fit in memory.
 
-Projection, norm and RoPE of the queries and the first projection of the output run inside the piece too, since
+A query sees a window of keys, and compressed keys that an indexer picks or that are all seen, in one softmax with the
+sink. Projection, norm and RoPE of the queries and the first projection of the output run inside the piece too, since
 heads * head_dim is eight times the hidden size. Letters as in piecewise.py; T compressed keys, W keys of a window.
 """
 

@@ -1,5 +1,7 @@
-"""torch's flash attention on a CPU and on CUDA behind one interface, without sinks: what it gives forward (o and the
-log-sum-exp l of every query's scores), and its gradients from an o and an l that need not be those it gave.
+"""torch's flash attention, forward and backward, behind one interface for CPU and CUDA.
+
+Without sinks. Forward gives the result o and the log-sum-exp l of every query's scores; backward takes an o and an l
+that need not be those, which is how sinks.py adds the sink.
 
 Letters: B sequences, T queries, S keys, H heads, G query heads to each key head, D size of a head, N tokens of packed
 sequences. q [B, T, H, D], k and v [B, S, H / G, D], l [B, H, T]; packed q [N, H, D], k and v [N, H / G, D], l [H, N].

@@ -1,4 +1,4 @@
-"""Sizes of the pieces of queries that layers take at a time, and the arguments of their forwards."""
+"""Choose how many queries an attention layer computes at a time, and cut the layer's arguments to some tokens."""
 
 from __future__ import annotations
 

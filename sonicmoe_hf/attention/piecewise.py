@@ -1,7 +1,8 @@
-"""attn_implementation="torch_pieces": attention with sinks, some queries at a time, in plain PyTorch.
+"""Attention function of attn_implementation="torch_pieces": plain PyTorch, some queries at a time.
 
-For models whose keys are chosen for each query, which no kernel of torch takes. A piece is checkpointed: its scores are
-made again in backward. One row of a batch at a time; letters: H heads, C queries of a piece, N keys, D size of a head.
+With or without sinks, for models whose keys are chosen for each query, which no kernel of torch takes. A piece is
+checkpointed: its scores are made again in backward. One row of a batch at a time; letters: H heads, C queries of a
+piece, N keys, D size of a head.
 """
 
 from __future__ import annotations

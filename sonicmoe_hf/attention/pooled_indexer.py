@@ -1,4 +1,4 @@
-"""Qwen4-Exp's indexer without its loop over queries: the same selection, by tensors.
+"""Qwen4-Exp's indexer, which picks blocks of keys for each query: the same blocks, without a loop over the queries.
 
 Letters: B sequences, S queries, T keys, P blocks of r keys in a row, D size of an index head.
 """
