@@ -31,7 +31,7 @@ class PatchReport(NamedTuple):
     routing: TokenRounding | None
 
     def __str__(self):
-        routing = "top-k" if self.routing is None else f"{self.routing}, in training"
+        routing = "top-k" if self.routing is None else f"{self.routing} in training, top-k in evaluation"
         lines = [f"{len(self.layers)} mixture-of-experts layers patched; routing: {routing}"]
         for layers in collapse(self.layers, {}):
             lines.append(f"  {layers.name} ({layers.support.family or 'no family'}): {layers.support.reason}")

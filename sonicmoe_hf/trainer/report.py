@@ -18,7 +18,8 @@ from ..models.patch import PatchReport
 from ..patching.support import every_experts, is_patched, supports, transformers_model
 from ..patching.unpacked import dense_beside_bitsandbytes
 from ..private.torch import has_compiled_modules
-from ..routing.model import routing_policy
+from ..routing.hooks import routers
+from ..routing.model import find_state, routing_policy
 from ..routing.support import with_rounding
 from .mixed_precision import computing_dtype
 
@@ -68,6 +69,18 @@ def _training(model: nn.Module, remedies: Remedies) -> str:
     return f"{held}, beside LoRA that leaves them out; {remedies.adapt} adapts them too" if has_lora else held
 
 
+def _balancing(model: nn.Module) -> list[str]:
+    """Say what balances the experts, and whether the routers learn from it."""
+    state = find_state(model)
+    if state is None or state.balancing is None:
+        return []
+    weight, counting = state.balancing
+    ways = [f"a loss of weight {weight:g}"] * bool(weight) + ["the routers' correction biases"] * counting
+    trained = any(weight.requires_grad for _, _, router in routers(model) for weight in router.parameters())
+    frozen = "; the routers are frozen, so it reaches what they read" if weight and not trained else ""
+    return [f"  balancing: by {' and '.join(ways)}{frozen}"]
+
+
 def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies: Remedies) -> str:
     """Write lines that say what was patched, what computes it and, once the program `trains`, what is trained; or why
     nothing was patched."""
@@ -80,7 +93,9 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     choice = backends.choose(weight.device, dtype)
     compiled = ", layers compiled" if has_compiled_modules(list(model.modules())) else ""
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}{compiled}"]
-    return "\n".join([*lines, f"  experts: {_training(model, remedies)}"] if trains else lines)
+    if trains:
+        lines += [f"  experts: {_training(model, remedies)}", *_balancing(model)]
+    return "\n".join(lines)
 
 
 def write(text: str) -> None:

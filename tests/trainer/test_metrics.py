@@ -137,6 +137,14 @@ def test_attaching_twice_counts_once_takes_the_callback_that_is_there_and_report
         sonicmoe_hf.attach(model)
 
 
+def test_balancing_is_told_and_that_routers_are_frozen(tmp_path, capsys):
+    for freeze, words in ((False, ""), (True, "; the routers are frozen, so it reaches what they read")):
+        model = build("qwen3_moe", num_hidden_layers=1)
+        model.model.layers[0].mlp.gate.requires_grad_(not freeze)
+        trained(model, tmp_path, [sonicmoe_hf.LoadBalancing(per_layer_loss=0.05)], max_steps=1)
+        assert capsys.readouterr().err.endswith(f"balancing: by a loss of weight 0.05{words}\n")
+
+
 def test_experts_that_a_lora_leaves_out_are_told_with_the_remedy(tmp_path, capsys):
     model = get_peft_model(patched("qwen3_moe", num_hidden_layers=1), LoraConfig(target_modules=["q_proj"]))
     trained(model, tmp_path, max_steps=1)

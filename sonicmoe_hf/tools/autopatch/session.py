@@ -26,7 +26,9 @@ from ...trainer.report import FirstStepReport, Remedies, describe, write
 from .settings import RunSettings, from_environment
 
 COMMAND = "sonicmoe-hf run"
-REMEDIES = Remedies("--adapt-experts RANK", "--experts-quantization nf4")
+REMEDIES = Remedies(
+    "--adapt-experts RANK before the program's name", "--experts-quantization nf4 before the program's name"
+)
 
 
 class Session:

@@ -165,7 +165,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "checkpoints",
-        "convert a checkpoint to the native layout, or back to the hub's",
+        "convert a checkpoint to the native layout or the hub's, or an adapter to what engines load",
         """Convert a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a time and bit
         by bit; a folder with a LoRA adapter is converted too, also to what inference engines load. The result appears
         whole or not at all. Exit code: 0 if it is there, 2 if nothing was written.""",

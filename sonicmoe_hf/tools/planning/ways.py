@@ -314,7 +314,9 @@ def _command(step: Step) -> str:
         if training.experts_memory is not None:
             options = [f"--experts-memory {training.experts_memory // GIB}GiB"]
         options += ["--replicate"] * (training.parallel == "DDP")
-        options += ["--linear-nf4"] * (training.linear == "nf4" and sizes.quantization is not None)
+        is_default = sizes.quantization is None and not training.splits_experts  # linear layers in NF4
+        options += ["--linear-nf4"] * (training.linear == "nf4" and not is_default)
+        options += ["--no-linear-nf4"] * (training.linear == "bf16" and is_default)
         options += ["--optim adamw_8bit"] * (training.optimizer == "adam8bit")
         options += [f"--rank {training.r}"] * (training.r in SMALLER_RANKS)
     else:
