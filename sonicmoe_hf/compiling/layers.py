@@ -49,11 +49,11 @@ SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all th
 OF_A_TRAINER = (
     "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
 )
-OFFLOADED = "train with gradient checkpointing that offloads nothing"
+WITHOUT_OFFLOADING = "train with gradient checkpointing that offloads nothing"
 REMEDIES = {  # by a word of torch's reason
     "liger_kernel": "switch that kernel off in liger_kernel_config",
-    "offload": OFFLOADED,
-    "save_on_cpu": OFFLOADED,  # what Transformers' own checkpointing offloads by
+    "offload": WITHOUT_OFFLOADING,
+    "save_on_cpu": WITHOUT_OFFLOADING,  # what Transformers' own checkpointing offloads by
     "contextvar": "train without output_hidden_states",
     "hook": "remove the module's hook",
 }

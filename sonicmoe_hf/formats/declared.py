@@ -30,7 +30,7 @@ FP8_TAKEN = {  # entries of FP8's declaration: what experts_quantization takes, 
 }
 TO_BF16 = "load the bf16 checkpoint that it was made from"
 PLAIN_BLOCKS = "proj_blocks"  # how the name of an MXFP4 weight ends
-DENSE = ("F32", "BF16", "F16")  # dtypes in the headers of safetensors files
+PLAIN_DTYPES = ("F32", "BF16", "F16")  # dtypes in the headers of safetensors files
 TO_PLAIN_NAMES = (
     "are plain weights under the names of packed ones, as save_pretrained writes a model that was loaded with "
     "dequantize=True; rename them: AutoModelForCausalLM.from_pretrained(SRC, "
@@ -194,7 +194,7 @@ def check_undeclared(files: Iterable[Path]) -> None:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-                if name.endswith(PLAIN_BLOCKS) and tensors.get_slice(name).get_dtype() in DENSE:
+                if name.endswith(PLAIN_BLOCKS) and tensors.get_slice(name).get_dtype() in PLAIN_DTYPES:
                     raise CheckpointError(f"{name} and others in {file} {TO_PLAIN_NAMES}")
                 is_integers = name.endswith(INTEGERS)
                 if is_integers or tensors.get_slice(name).get_dtype() in FLOAT8:

@@ -18,7 +18,7 @@ from ..layer.packed_weight import PackedWeight
 from ..private.replaced import replace
 
 SHARDING = "replicate them by DDP, or shard them with FSDP2 (fully_shard; accelerate's fsdp_version: 2)"
-CONVERT = "sonicmoe-hf convert SRC DST --layout native --quantize FORMAT"
+PACK_COMMAND = "sonicmoe-hf convert SRC DST --layout native --quantize FORMAT"
 DEEPSPEED = f"DeepSpeed does not take packed experts; {SHARDING}, or load the model in bf16 for DeepSpeed"
 SPLIT = "tensor parallelism cannot split packed experts; load the model without tp_size, or in bf16"
 
@@ -45,7 +45,7 @@ def _why_not_distributed(
     if hub is not None and sizes["tp_size"] > 1:
         return (
             f"DistributedConfig(tp_size={sizes['tp_size']}) splits linear layers that the checkpoint stores as "
-            f"{hub['quant_method']}; convert the checkpoint first ({CONVERT}) or, unless they are in integers, use "
+            f"{hub['quant_method']}; convert the checkpoint first ({PACK_COMMAND}) or, unless they are in integers, use "
             f"fsdp_size and ep_size in its place ({expert_parallel_remedy()})"
         )
     is_ours = sizes["ep_size"] > 1 and getattr(config, "ep_implementation", None) == IMPLEMENTATION

@@ -32,7 +32,7 @@ OTHER = (
     "the adapter was trained on experts in {trained}, and those of {place} are in {here}; it may have learned to make up "
     "for that rounding, so take the base that it was trained on"
 )
-DENSE = (
+NOT_PACKED = (
     "the adapter was trained on experts in {trained}, and those of {place} are not packed: what it gives lacks the "
     "rounding of training, so compare the losses, or load the base with experts_quantization={name!r} "
     "(sonicmoe-hf check: --experts-quantization {name})"
@@ -119,7 +119,7 @@ class PackedBase(NamedTuple):
         if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
         if here is None:
-            return DENSE.format(trained=self.format, place=place, name=self.option)
+            return NOT_PACKED.format(trained=self.format, place=place, name=self.option)
         return OTHER.format(trained=self, place=place, here=here)
 
 

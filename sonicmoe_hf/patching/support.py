@@ -19,11 +19,11 @@ from ..private import attributes
 from .experts import check_weights, experts_facts
 from .forwards import LIGERS, is_bound_by_liger, unbind_liger, why_not_reached
 
-KEPT = (
+KEEP_PACKED = (
     "to keep its experts packed and frozen, load it with "
     'sonicmoe_hf.from_pretrained(..., experts_quantization="{format}")'
 )
-DENSE = {  # quantization method: how Transformers makes plain experts; those of others it leaves random
+PLAIN_REMEDY = {  # quantization method: how Transformers makes plain experts; those of others it leaves random
     "mxfp4": "quantization_config=Mxfp4Config(dequantize=True)",
     "fp8": "quantization_config=FineGrainedFP8Config(dequantize=True)",
     "compressed-tensors": "quantization_config=CompressedTensorsConfig(dequantize=True) if they are symmetric integers",
@@ -75,8 +75,8 @@ def loading_remedy(method: str, format: str) -> str:
 
     format: of the experts, as `DeclaredQuantization.format` names it.
     """
-    kept = KEPT.format(format="int4" if format in ("uint4", "int8") else format)
-    return f"{kept}; for plain weights, with {DENSE[method]}" if method in DENSE else kept
+    kept = KEEP_PACKED.format(format="int4" if format in ("uint4", "int8") else format)
+    return f"{kept}; for plain weights, with {PLAIN_REMEDY[method]}" if method in PLAIN_REMEDY else kept
 
 
 def _saved_copies(module: nn.Module) -> nn.ModuleDict | None:

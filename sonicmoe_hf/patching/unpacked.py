@@ -14,7 +14,7 @@ from ..layer.packed_weight import PackedWeight
 from .support import every_experts
 
 logger = logging.getLogger(__name__)
-DENSE = (
+UNPACKED_EXPERTS = (
     "bitsandbytes has quantized the linear layers of {model}, but its experts, {share:.0%} of its bytes, stay in "
     '{dtype}: pack them, by sonicmoe_hf.from_pretrained(..., experts_quantization="nf4") or sonicmoe-hf run '
     "--experts-quantization nf4"
@@ -44,7 +44,7 @@ def warn_of_dense_experts(model: nn.Module) -> None:
     _warned.add(model)
     experts = _nbytes(weight for module in every_experts(model) for weight in module.parameters())
     share = experts / _nbytes(model.parameters())
-    logger.warning(f"sonicmoe_hf: {DENSE.format(model=type(model).__name__, share=share, dtype=dtype)}")
+    logger.warning(f"sonicmoe_hf: {UNPACKED_EXPERTS.format(model=type(model).__name__, share=share, dtype=dtype)}")
 
 
 def warn_of_linear_layers_on_cpus(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from .gathering import gathered_factors
 
 NUMBER = re.compile(r"-(\d+)$")
-KEPT = 2  # vLLM reads paths late: a folder that is gone ends the engine
+KEPT_VERSIONS = 2  # vLLM reads paths late: a folder that is gone ends the engine
 NO_ADAPTER = (
     "vLLM gets adapters, but the model has none; give peft_config=sonicmoe_hf.lora_config(model), or take TRL's own "
     "trainer for whole weights"
@@ -154,7 +154,7 @@ class AdapterVersions:
             saved.rename(folder)
             shutil.rmtree(hidden, ignore_errors=True)
             for old in self.root.glob(f"{self.prefix}-*"):
-                if int(NUMBER.search(old.name)[1]) <= self.number - KEPT:  # type: ignore[index]
+                if int(NUMBER.search(old.name)[1]) <= self.number - KEPT_VERSIONS:  # type: ignore[index]
                     shutil.rmtree(old, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         return Version(name, self.number, folder, self.is_3d)

@@ -32,11 +32,11 @@ SYNC = (
     Hook(f"{CLIENT}:VLLMClient", "_post", ("self", "url")),
     Hook(f"{CLIENT}:VLLMClient", "init_communicator", ("self", "device")),
 )
-SCORED = ("self", "model", "input_ids", "attention_mask", "logits_to_keep")
+SCORING_PARAMETERS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep")
 REPLAY = {  # of TRL's GRPOTrainer
     "_generate": ("self", "prompts"),
     "_generate_and_score_completions": ("self", "inputs"),
-    "_get_per_token_logps_and_entropies": SCORED,
+    "_get_per_token_logps_and_entropies": SCORING_PARAMETERS,
     "compute_loss": ("self", "model", "inputs"),
 }
 ASYNC = (

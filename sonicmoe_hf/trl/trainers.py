@@ -24,7 +24,7 @@ from .serving import Serving
 logger = logging.getLogger(__name__)
 ROUTING = "routing"  # beside TRL's own tensors of a batch, which it shuffles and splits together: [B, S, L, K]
 BUILDER = "VLLMGeneration"
-SCORED = ("input_ids", "attention_mask", "logits_to_keep", "batch_size")  # as TRL gives them by position
+SCORING_ARGUMENTS = ("input_ids", "attention_mask", "logits_to_keep", "batch_size")  # as TRL gives them by position
 UNTRUNCATED = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None)}
 TRUNCATED = (
     "vLLM's log-probabilities are those of the distribution that {names} left, and the trainer's of the whole one, so "
@@ -185,7 +185,7 @@ class ReplaysRouting(SendsAdapters):
         method = super()._get_per_token_logps_and_entropies
         if self._rollout is None or model is not self.model:
             return method(model, *args, **options)
-        given = dict(zip(SCORED, args)) | options
+        given = dict(zip(SCORING_ARGUMENTS, args)) | options
         ids = given["input_ids"]
         if self._aligned is None:
             self._aligned = self._rollout.aligned(ids.shape[1], given["logits_to_keep"])

@@ -19,7 +19,7 @@ from ...layer.experts_module import has_gate, is_experts, weight_names
 
 LEFT_OUT = "left out"  # the kind of hypotheses that a part of the adapter is missing
 MISREAD = "misread"
-SCALED = "scaled"
+SCALED_PART = "scaled"
 ALL = "the adapter"
 LORA = "its LoRA"
 BIASES = "its biases"
@@ -28,11 +28,11 @@ KNOWN = {  # remedies
     EXPERTS: "the engine takes no adapters of experts, or not in this form; convert (--layout) or merge it",
     "kv_b_proj": "vLLM decodes without the adapter of this layer; merge it",
 }
-COLUMNS = (
+OTHER_COLUMN_ORDER = (
     "its experts' lora_B read in the other order of columns, of PEFT's and older Unsloth's; bring it into PEFT's first: "
     "sonicmoe-hf convert ADAPTER DST --layout hub"
 )
-ROWS = "gate's and up's rows of lora_B read in the other order (halves, or in turn)"
+OTHER_ROW_ORDER = "gate's and up's rows of lora_B read in the other order (halves, or in turn)"
 SCALES = "without its alpha_pattern and rsLoRA: scaled by lora_alpha / rank"
 
 
@@ -172,9 +172,9 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
             everything = " and ".join(names)
             hypotheses.append(Hypothesis(LEFT_OUT, everything, lambda layer: None, lambda name: True))
     if any(layer.rank > 1 for layer in experts):
-        hypotheses += [Hypothesis(MISREAD, COLUMNS, change) for change in (_as_by_rank, _as_by_expert)]
+        hypotheses += [Hypothesis(MISREAD, OTHER_COLUMN_ORDER, change) for change in (_as_by_rank, _as_by_expert)]
     if any(layer.is_gate_up for layer in layers):
-        hypotheses.append(Hypothesis(MISREAD, ROWS, _in_other_rows))
+        hypotheses.append(Hypothesis(MISREAD, OTHER_ROW_ORDER, _in_other_rows))
     alpha = model.peft_config[model.active_adapter].lora_alpha
     if any(layer.scale != alpha / layer.rank for layer in layers):
         hypotheses.append(Hypothesis(MISREAD, SCALES, lambda layer: layer.b.data * (alpha / layer.rank / layer.scale)))

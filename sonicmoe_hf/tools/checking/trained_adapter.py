@@ -9,7 +9,7 @@ import torch
 
 from .hypotheses import (
     LEFT_OUT,
-    SCALED,
+    SCALED_PART,
     Hypothesis,
     groups_of,
     hypotheses_for,
@@ -167,7 +167,7 @@ class TrainedAdapter:
         """Return the hypothesis that a group of layers is scaled; the coarse ones are the same for every place."""
         if (name, scale) not in self._scaled:
             change = scale_of(self._groups[name], scale)
-            self._scaled[name, scale] = Hypothesis(SCALED, f"{name} scaled by {scale:.2g}", change)
+            self._scaled[name, scale] = Hypothesis(SCALED_PART, f"{name} scaled by {scale:.2g}", change)
         return self._scaled[name, scale]
 
 

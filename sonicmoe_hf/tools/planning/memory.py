@@ -25,7 +25,7 @@ from .step import Step
 
 GIB = 2**30
 LIVE_PARAMETERS, REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
-OFFLOADED = 2  # hidden states between layers that are on the GPU while the others are in host memory
+RESIDENT_STATES = 2  # hidden states between layers that are on the GPU while the others are in host memory
 ADAM8 = 2 * (1 + 4 / 256)  # bytes of two moments in torchao's and bitsandbytes' AdamW8bit: 256 share a scale
 
 
@@ -55,7 +55,7 @@ def memory(step: Step) -> Memory:
     sizes, training = step
     fixed, tokens, checkpointing = _fixed(step), training.tokens, training.checkpointing
     layer, stream = tokens * step.layer_bytes, tokens * step.stream_bytes
-    between = OFFLOADED if training.offloading else sizes.layers
+    between = RESIDENT_STATES if training.offloading else sizes.layers
     kept = (between * stream if checkpointing else sizes.layers * layer) + _casts(step)
     kept_by_last = (0.0 if checkpointing else layer) + stream  # when only the last layer's backward is left
     weights = sizes.experts / sizes.moe_layers if training.keeps_expanded else sizes.largest_weight

@@ -43,7 +43,7 @@ LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger
 NEAREST = ("bf16", "fp8", "nf4", "nvfp4", "int4", "uint4", "mxfp4")  # formats by the error of rounding to them
 USUAL = ("fp8", "nf4")  # of those that plain experts can be packed in: the nearest, and the smallest
 PACKED_HERE = tuple(name for name in FORMATS if name != "uint4")  # which comes of checkpoints alone
-KEPT = (  # what is kept for backward, the fastest first
+KEPT_FOR_BACKWARD = (  # what is kept for backward, the fastest first
     {"checkpointing": False},
     {"checkpointing": False, "save": "input"},
     {"checkpointing": True},
@@ -281,7 +281,7 @@ def _kept(training: Training, **settings: Any) -> Iterator[Training]:
 
 
 def _kinds_kept(training: Training) -> tuple[dict[str, Any], ...]:
-    return KEPT if training.full or training.sequence <= SEQUENCE else (*KEPT, OFFLOADING)
+    return KEPT_FOR_BACKWARD if training.full or training.sequence <= SEQUENCE else (*KEPT_FOR_BACKWARD, OFFLOADING)
 
 
 def _formats(sizes: ModelSizes) -> Iterator[str]:
