@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.boundaries import check_rows
+from ..attention.boundaries import LENGTHS, check_rows
 from ..private import attributes
 from ..private.torch import guard_module_hooks
 from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
@@ -56,7 +56,8 @@ class ExpertsGuard:
     def __call__(self, model: nn.Module, args, kwargs) -> None:
         if not (INPUTS.isdisjoint(kwargs) or self.has_warned):
             self._warn_of_ignored(model, kwargs)
-        check_rows(model, args, kwargs)
+        if args or kwargs.get("position_ids") is not None or not kwargs.keys().isdisjoint(LENGTHS):
+            check_rows(model, args, kwargs)
         is_replaced = False
         for module, forward in self.forwards:
             is_replaced = is_replaced or module.__dict__.get("forward") is not forward
