@@ -18,6 +18,7 @@ from .unpacked import warn_of_dense_experts, warn_of_linear_layers_on_cpus
 
 logger = logging.getLogger(__name__)
 INPUTS = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
+OF_ROWS = set(LENGTHS)
 OF_TRANSFORMERS = ("transformers.", f"{__name__.partition('.')[0]}.")  # modules of classes whose forwards are known
 IGNORED = (
     "sonicmoe_hf: {model} takes no {names}, and ignores what it gets: load the class that the checkpoint's "
@@ -56,7 +57,7 @@ class ExpertsGuard:
     def __call__(self, model: nn.Module, args, kwargs) -> None:
         if not (INPUTS.isdisjoint(kwargs) or self.has_warned):
             self._warn_of_ignored(model, kwargs)
-        if args or kwargs.get("position_ids") is not None or not kwargs.keys().isdisjoint(LENGTHS):
+        if args or kwargs.get("position_ids") is not None or not OF_ROWS.isdisjoint(kwargs):
             check_rows(model, args, kwargs)
         is_replaced = False
         for module, forward in self.forwards:
