@@ -33,7 +33,7 @@ LEAKING: dict[
     str, tuple[str, tuple[str, ...]]
 ] = {  # model types of text configs: why, and the arguments of packed sequences with which they do not
     **dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), (NO_POSITIONS, ())),
-    **dict.fromkeys(("ernie4_5_vl_moe_text", "glm4v_moe_text"), (FOUR_ROWS, ())),
+    **dict.fromkeys(("ernie4_5_vl_moe_text", "glm4v_moe_text", "hy_v4_vl_text"), (FOUR_ROWS, ())),
     **dict.fromkeys(RECURRENT_MODELS, (RECURRENT, ())),
     **dict.fromkeys(("granitemoehybrid", "lfm2_moe", "nemotron_h"), (RECURRENT, ("seq_idx",))),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), (RECURRENT, ("cu_seq_lens_q", "seq_idx"))),

@@ -23,10 +23,15 @@ RENAMED = ("deepseek_ocr2", "unlimited_ocr", "mistral_large4")  # their hub name
 JOINED = ("ernie4_5_vl_moe",)  # the hub counts text's and images' experts in one list
 HERE = families_here()
 CASES = [(family, format) for family in RENAMED if family in HERE for format in FORMATS]
+EVERYWHERE = len(CASES)
 CASES += [(family, FORMATS[number % 2]) for number, family in enumerate(HERE) if family not in RENAMED]
+PINNED = [  # 5.17 does not load qwen3_vl_moe's packed experts, and 5.24's inkling2 has no way back: both raise errors
+    pytest.param(*case.values, marks=[*case.marks, pytest.mark.pinned])
+    for case in slow_beyond_kinds(CASES[EVERYWHERE:])
+]
 
 
-@pytest.mark.parametrize("family, format", slow_beyond_kinds(CASES))
+@pytest.mark.parametrize("family, format", [*slow_beyond_kinds(CASES[:EVERYWHERE]), *PINNED])
 def test_what_is_saved_packed_loads_again_to_the_bit_and_has_the_hubs_names_once_it_is_dense(family, format, tmp_path):
     model = quantize_experts(small_model(family, **FOR_PACKING), format)
     model.save_pretrained(tmp_path / "packed")
