@@ -52,11 +52,8 @@ def _weights(weights, rows, depth, depth_contiguous):
     if not isinstance(weights, Stored):
         return (_weight(DTYPES[weights], rows, depth, depth_contiguous),)
     rows, depth = (rows, depth) if depth_contiguous else (depth, rows)
-    words, scales, kind = (
-        (cute.sym_int(), rows, depth // 8),
-        (cute.sym_int(), rows, depth // weights.group),
-        SCALES[weights.scales],
-    )
+    words = cute.sym_int(), rows, depth // 8
+    scales, kind = (cute.sym_int(), rows, depth // weights.group), SCALES[weights.scales]
     state = None
     if weights.format == "uint4":
         state = _tensor(cutlass.Uint8, scales, align=1)

@@ -31,8 +31,8 @@ class Codes:
 
 
 class Decoder:
-    """Of one format. loaded: registers that hold what is loaded with a thread's codes. prepared: those that hold what it
-    is made into, before the next codes are loaded."""
+    """The base of decoders, each of one format. loaded: registers for what is loaded with a thread's codes. prepared:
+    those for what it is made into, before the next codes are loaded."""
 
     loaded = prepared = 1
 
@@ -52,7 +52,7 @@ class Decoder:
         return loaded
 
     def table(self, prepared):
-        """Compute what is the same for all of a thread's words."""
+        """Compute the table by which `pairs` decodes all of a thread's words."""
         raise NotImplementedError
 
     def pairs(self, word, table):

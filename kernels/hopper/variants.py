@@ -83,6 +83,7 @@ def variants(
     adapters of `rank` (a multiple of 8) or, where it is 0, without; any T, E and K. weights: as in compiled.py; packed
     ones are frozen, and not stored transposed."""
     width = activation.width(inner)
+    wgrad_tiles = () if isinstance(weights, Stored) else gemm_wgrad_tiles(hidden)
     kernels = []
     if supports_sizes(hidden, inner):
         gated = activation, interleaved, rank
@@ -98,12 +99,11 @@ def variants(
             kernels.append(("gemm_down_backward", (weights, hidden, inner, transposed, *want, *gated, chosen)))
         for chosen in gemm_down_tiles(hidden, inner, weights):
             kernels.append(("gemm_down", (weights, hidden, inner, not transposed, bias, rank, chosen)))
-        for chosen in gemm_wgrad_tiles(hidden):
+        for chosen in wgrad_tiles:
             kernels.append(("gemm_wgrad", (weights, inner, hidden, transposed, chosen)))
     if supports_sizes(hidden, width):
         for chosen in gemm_down_tiles(hidden, width, weights):
             kernels.append(("gemm_down", (weights, hidden, width, transposed, False, rank, chosen)))
-        for chosen in gemm_wgrad_tiles(hidden):
+        for chosen in wgrad_tiles:
             kernels.append(("gemm_wgrad", (weights, width, hidden, not transposed, chosen)))
-    is_frozen = isinstance(weights, Stored)
-    return [one for one in dict.fromkeys(kernels) if not (is_frozen and one[0] == "gemm_wgrad")]
+    return list(dict.fromkeys(kernels))
