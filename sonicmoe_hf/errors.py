@@ -19,6 +19,18 @@ class UnsupportedModelError(ValueError):
     remedy."""
 
 
+class UnlikeApartError(ValueError):
+    """Sequences, or micro-batches, that would not be computed in one row as they are apart. The message names the reason
+    and the remedy.
+
+    reason: without the remedy.
+    """
+
+    def __init__(self, message: str, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason
+
+
 def deprecated(until: str, instead: str) -> marked:
     """Mark a public function or class that will go: each call gives a FutureWarning (docs/api.md, Stability).
 

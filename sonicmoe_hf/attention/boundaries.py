@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnlikeApartError
 from ..private import attributes
 from .models import SUPPORTED
 from .pieces import arguments_of, cut
@@ -27,11 +28,12 @@ FOUR_ROWS = (
     "its attention masks are made of the first row of position_ids [4, rows, tokens] alone, the tokens' own positions "
     "before those of images"
 )
-RECURRENT_MODELS = ["bailing_hybrid", "glm5_next_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "jamba"]
-RECURRENT_MODELS += ["kimi_linear", "minimax", "qwen4_exp_text", "zaya"]
-LEAKING: dict[
-    str, tuple[str, tuple[str, ...]]
-] = {  # model types of text configs: why, and the arguments of packed sequences with which they do not
+RECURRENT_MODELS = (
+    *("bailing_hybrid", "glm5_next_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "jamba"),
+    *("kimi_linear", "minimax", "qwen4_exp_text", "zaya"),
+)
+# model types of text configs: why, and the arguments of packed sequences with which they do not
+LEAKING: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), (NO_POSITIONS, ())),
     **dict.fromkeys(("ernie4_5_vl_moe_text", "glm4v_moe_text", "hy_v4_vl_text"), (FOUR_ROWS, ())),
     **dict.fromkeys(RECURRENT_MODELS, (RECURRENT, ())),
@@ -50,7 +52,7 @@ def check_rows(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     With an attention_mask a row is one sequence in every family.
 
     Raises:
-        ValueError: it has some.
+        UnlikeApartError: it has some.
     """
     config = model.config.get_text_config()
     parameters = inspect.signature(type(model).forward).parameters if args else ()
@@ -74,9 +76,9 @@ def check_rows(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
             return  # kernels take them; without its kernels Transformers raises an error
         remedy += f", or give it {' and '.join(needed)} (return_flash_attn_kwargs and return_seq_idx of that collator)"
     if lengths or _restarts(positions, why == FOUR_ROWS):
-        raise ValueError(
-            f"{type(model).__name__} would mix the sequences of a row: {why}. {remedy[0].upper()}{remedy[1:]}; with an "
-            "attention_mask of ones a row is one sequence"
+        reason = f"{type(model).__name__} would mix the sequences of a row: {why}"
+        raise UnlikeApartError(
+            f"{reason}. {remedy[0].upper()}{remedy[1:]}; with an attention_mask of ones a row is one sequence", reason
         )
 
 

@@ -80,8 +80,13 @@ def _get_batch_samples(trainer, get_batch_samples, *args, **kwargs):
     return batches, num_items
 
 
-def _check_types(compile: object, packed_tokens: object, few_lengths: object) -> None:
-    """Raise TypeError for arguments of `attach` that would count as True or as a number without being one."""
+def _check_arguments(compile: object, packed_tokens: object, few_lengths: object) -> None:
+    """Check the arguments of `attach`.
+
+    Raises:
+        TypeError: one would count as True or as a number without being one.
+        ValueError: packed_tokens is negative.
+    """
     for name, value, default in (
         ("compile", compile, "torch_compile of the arguments"),
         ("few_lengths", few_lengths, "no"),
@@ -93,6 +98,11 @@ def _check_types(compile: object, packed_tokens: object, few_lengths: object) ->
     if packed_tokens is not None and (packed_tokens is True or not isinstance(packed_tokens, int)):
         raise TypeError(
             f"attach: packed_tokens is {packed_tokens!r}, where a number of tokens is expected, such as 8192, or False"
+        )
+    if packed_tokens is not None and packed_tokens < 0:
+        raise ValueError(
+            f"packed_tokens is {packed_tokens!r}; give the largest number of tokens of a row, such as 8192, or False to "
+            "compute micro-batches one by one"
         )
 
 
@@ -151,7 +161,7 @@ def attach(
             f"attach takes a Trainer and got a {type(trainer).__name__}: attach(trainer) before trainer.train(); a model "
             "in a loop of your own needs patch_model(model) alone"
         )
-    _check_types(compile, packed_tokens, few_lengths)
+    _check_arguments(compile, packed_tokens, few_lengths)
     check_sampling(trainer)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch.nn.functional import pad
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..errors import UnlikeApartError
 from ..kernels.announce import is_first_rank
 from ..routing.model import find_state
 from .few_lengths import aligned_length, few_length, why_not_plain
@@ -60,16 +60,7 @@ class PackedSteps(TrainerCallback):
         self.rows: dict[int, Row] = {}  # by the id of the last micro-batch of each
 
     def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool) -> None:
-        """Choose by what `attach` was given; packed_tokens=None leaves what was chosen before.
-
-        Raises:
-            ValueError: packed_tokens is negative.
-        """
-        if packed_tokens is not None and packed_tokens < 0:
-            raise ValueError(
-                f"packed_tokens is {packed_tokens!r}; give the largest number of tokens of a row, such as 8192, or False "
-                "to compute micro-batches one by one"
-            )
+        """Choose by what `attach` was given; packed_tokens=None leaves what was chosen before."""
         self.given = self.given if packed_tokens is None else int(packed_tokens)
         self.is_automatic = self.given is None and is_compiled
         self.few_lengths = few_lengths
@@ -101,7 +92,7 @@ class PackedSteps(TrainerCallback):
             return
         counts, reason = _counts(batches)
         if reason is not None:
-            if not (self.is_automatic and "position_ids" in reason):  # such are rows already
+            if not (self.is_automatic and any("position_ids" in batch for batch in batches)):  # such are rows already
                 logger.warning_once(APART.format(reason=reason))
             return
         self.largest = max(self.largest, *(batch["input_ids"].numel() for batch in batches))
@@ -134,10 +125,10 @@ class PackedSteps(TrainerCallback):
         try:
             if check not in self.passed:
                 check(*args)
-        except ValueError as error:
+        except ValueError as error:  # of the model too, which a check calls
             if not self.is_automatic:
                 raise
-            self.reason = re.split(r"; |\. ", str(error).removeprefix("micro-batches cannot be packed: "))[0]
+            self.reason = error.reason if isinstance(error, UnlikeApartError) else str(error)
             logger.warning_once(APART.format(reason=self.reason))
             return False
         self.passed.add(check)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..compiling.layers import CAPTURED_MODES
+from ..errors import UnlikeApartError
 from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts, transformers_model
 from ..routing.model import find_state
@@ -26,7 +27,7 @@ def check_steps(trainer: Any, max_tokens: int) -> None:
     micro-batches.
 
     Raises:
-        ValueError: they would differ, or ranks with different numbers of rows would wait for each other.
+        UnlikeApartError: they would differ, or ranks with different numbers of rows would wait for each other.
     """
     model = transformers_model(trainer.model)
     config, args = model.config.get_text_config(), trainer.args
@@ -59,7 +60,7 @@ def check_automatic(trainer: Any) -> None:
     replace nothing that was asked for.
 
     Raises:
-        ValueError: they may.
+        UnlikeApartError: they may.
     """
     attention = transformers_model(trainer.model).config.get_text_config()._attn_implementation or ""
     _refuse(
@@ -77,7 +78,7 @@ def check_routers(model: nn.Module) -> None:
     """Check what callbacks ask of a model's routers in this step.
 
     Raises:
-        ValueError: it depends on which tokens are computed together.
+        UnlikeApartError: it depends on which tokens are computed together.
     """
     state = find_state(model)
     if state is not None:
@@ -96,8 +97,8 @@ def check_rows_apart(model: Any) -> None:
     """Check, by two forwards of a few random tokens, that a sequence's logits are the same whatever comes before it.
 
     Raises:
-        ValueError: they are not. Linear attention, convolutions and attention without position_ids reach over borders. Or
-            the model takes no position_ids.
+        UnlikeApartError: they are not, as linear attention, convolutions and attention without position_ids reach over
+            borders; or the model takes no position_ids.
     """
     device, was_training = next(model.parameters()).device, model.training
     generator = torch.Generator().manual_seed(0)
@@ -114,19 +115,23 @@ def check_rows_apart(model: Any) -> None:
         )
     except (AttributeError, TypeError) as error:
         reason = f"{type(model).__name__} takes no position_ids, or returns no logits"
-        raise ValueError(f"micro-batches cannot be packed: {reason}; {REMEDY}") from error
+        raise _unlike_apart(reason) from error
     finally:
         model.train(was_training)
     change = ((first - second).norm() / first.norm()).item()
     if not change <= LEAK:
-        raise ValueError(
-            f"micro-batches cannot be packed: tokens of one sequence change the logits of the next one in its row by "
-            f"{change:.0%} in {type(model).__name__}, as linear attention, convolutions and attention "
-            f"{config._attn_implementation!r} without regard to position_ids do; {REMEDY}"
+        raise _unlike_apart(
+            f"tokens of one sequence change the logits of the next one in its row by {change:.0%} in "
+            f"{type(model).__name__}, as linear attention, convolutions and attention {config._attn_implementation!r} "
+            "without regard to position_ids do"
         )
 
 
 def _refuse(reasons: dict[str, bool]) -> None:
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
-        raise ValueError(f"micro-batches cannot be packed: {reason}; {REMEDY}")
+        raise _unlike_apart(reason)
+
+
+def _unlike_apart(reason: str) -> UnlikeApartError:
+    return UnlikeApartError(f"micro-batches cannot be packed: {reason}; {REMEDY}", reason)

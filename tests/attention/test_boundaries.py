@@ -80,7 +80,9 @@ def test_each_sequence_is_computed_as_apart_or_packed_ones_are_refused(folder):
         return
     for more in ({}, lengths):
         with pytest.raises(
-            ValueError, match=r"would mix the sequences of a row: .*\. Pad sequences \(TRL: packing=False"
+            ValueError,
+            match=r"would mix the sequences of a row: .*\. Pad sequences \(TRL: packing=False.*"
+            r"; with an attention_mask of ones a row is one sequence",
         ):
             model(**packed, **more)
     apart = logits_apart(model, packed["input_ids"])
