@@ -44,12 +44,8 @@ PROFILED = 6
 CASES = (
     *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
     *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered", "layers+expanded"),
-    *(
-        "liger+torch_compile+second",
-        "liger+torch_compile+packed+second",
-        "liger+torch_compile+unpacked",
-        "layers+bf16",
-    ),
+    *("layers+bf16", "liger+torch_compile+second", "liger+torch_compile+packed+second"),
+    *("liger+torch_compile+unpacked", "liger+torch_compile+unpacked+second"),
     *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+torch_compile+packed+lengths"),
 )
 UNFUSED = "aot_eager"  # compiles in seconds: a run on a CPU checks the script
