@@ -99,7 +99,7 @@ def _named(weight: str, separator: str = ": ") -> Iterator[None]:
         raise CheckpointError(f"{weight}{separator}{error}") from error
 
 
-StreamedTensors = dict[str, Any]  # by name: tensors in a list, those of the experts in their order; or Apart
+Streamed = dict[str, Any]  # by name: tensors in a list, those of the experts in their order; or Apart
 
 
 class LeaveApart(MergeModulelist):
@@ -151,7 +151,7 @@ class _ParameterConversion(ConversionOps):
             return operation.convert({full_layer_name: made}, full_layer_name=full_layer_name, model=model, **options)
         return {full_layer_name: made}
 
-    def make(self, target: LoadedParameter, stored: StreamedTensors) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
         """Make the parameter."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class _ParameterConversion(ConversionOps):
 class PackExperts(_ParameterConversion):
     """A packed weight of experts in floats. What else is quantized goes to the quantizer of linear layers."""
 
-    def make(self, target: LoadedParameter, stored: StreamedTensors) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
         """See _ParameterConversion."""
         (found,) = stored.values()
         if target.name not in packable(target.module):
@@ -178,7 +178,7 @@ class PackExperts(_ParameterConversion):
 class TakePacked(_ParameterConversion):
     """A packed weight of the tensors that store it."""
 
-    def make(self, target: LoadedParameter, stored: StreamedTensors) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
         """See _ParameterConversion."""
         tensors = {name.rpartition(".")[2]: found[0] for name, found in stored.items()}
         format = FORMATS[self.format]
@@ -205,7 +205,7 @@ class TakeExperts(_ParameterConversion):
         super().__init__(hf_quantizer)
         self.stored_format, self.sources = stored_format, sources
 
-    def make(self, target: LoadedParameter, stored: StreamedTensors) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
         """See _ParameterConversion."""
         wanted, dtype, is_plain = self.format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
@@ -225,14 +225,14 @@ class TakeExperts(_ParameterConversion):
 
         return pack_share(wanted, pack, local_shape(target.dense), device, target.holding)
 
-    def _is_plain(self, stored: StreamedTensors) -> bool:
+    def _is_plain(self, stored: Streamed) -> bool:
         """Tell whether the checkpoint has these experts in floats."""
         scales = {name for source in self.sources for name in self.stored_format.names(source)} - {*self.sources}
         weights = [tensor for source in self.sources for tensor in stored.get(source, ())]
         is_packed = any(stored.get(name) for name in scales) or not weights
         return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
 
-    def _values(self, stored: StreamedTensors, target: LoadedParameter) -> Iterator[torch.Tensor]:
+    def _values(self, stored: Streamed, target: LoadedParameter) -> Iterator[torch.Tensor]:
         """Yield the values [N, K] of each expert."""
         first = target.holding.experts.start
         if self.stored_format.name not in FORMATS:
@@ -246,7 +246,7 @@ class TakeExperts(_ParameterConversion):
             joined = self._joined([[projection] for projection in expert], target, number)
             yield FORMATS[self.stored_format.name].expert(joined, 0)
 
-    def _projections(self, stored: StreamedTensors, target: LoadedParameter) -> list[list[Quantized]]:
+    def _projections(self, stored: Streamed, target: LoadedParameter) -> list[list[Quantized]]:
         """List the experts as the checkpoint has them, [projection][expert]."""
         projections = [self._projection(stored, source, target) for source in self.sources]
         alike = _kinds(projections[0][0])
@@ -266,9 +266,7 @@ class TakeExperts(_ParameterConversion):
         check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
         return packed
 
-    def _tensors(
-        self, stored: StreamedTensors, source: str, target: LoadedParameter
-    ) -> list[tuple[torch.Tensor, ...]]:
+    def _tensors(self, stored: Streamed, source: str, target: LoadedParameter) -> list[tuple[torch.Tensor, ...]]:
         """List the tensors that store a projection of each expert."""
         there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
         if target.holding.group is not None:  # of vectors Transformers gives a rank pieces, and of every expert
@@ -284,7 +282,7 @@ class TakeExperts(_ParameterConversion):
             )
         return list(zip(*by_name.values()))
 
-    def _projection(self, stored: StreamedTensors, source: str, target: LoadedParameter) -> list[Quantized]:
+    def _projection(self, stored: Streamed, source: str, target: LoadedParameter) -> list[Quantized]:
         packed = []
         for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
             with _named(f"{target.full_name}, {source} of expert {expert}"):
@@ -299,7 +297,7 @@ class TakeDense(_ParameterConversion):
         super().__init__(hf_quantizer)
         self.stored_format = stored_format
 
-    def make(self, target: LoadedParameter, stored: StreamedTensors) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
         """See _ParameterConversion."""
         weight_name, parameter, layer = WEIGHT[1:], target.dense, target.full_name
         needed = self.stored_format.names(weight_name)

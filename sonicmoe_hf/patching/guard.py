@@ -77,15 +77,15 @@ class ExpertsGuard:
 
     def _warn_of_ignored(self, model: nn.Module, kwargs: dict) -> None:
         given = tuple(sorted(name for name in INPUTS if kwargs.get(name) is not None))
-        if _warn_of_ignored(type(model), given) and not torch.compiler.is_compiling():
+        if _has_warned_of(type(model), given) and not torch.compiler.is_compiling():
             for guard in guards_of(model):  # models inside, which get the same
                 guard.has_warned = True
 
 
 @torch.compiler.assume_constant_result  # which is called while a graph is traced, not in it
-def _warn_of_ignored(model_class: type[nn.Module], given: tuple[str, ...]) -> bool:
-    """Warn of inputs that a class of Transformers takes among its keyword arguments alone, and ignores. What a class of
-    somebody else's makes of those is not known."""
+def _has_warned_of(model_class: type[nn.Module], given: tuple[str, ...]) -> bool:
+    """Warn of inputs that a class of Transformers takes among its keyword arguments alone, and ignores, and tell whether
+    there are any. What a class of somebody else's makes of those is not known."""
     if not model_class.forward.__module__.startswith(OF_TRANSFORMERS):
         return False
     named = inspect.signature(model_class.forward).parameters

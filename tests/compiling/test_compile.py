@@ -19,14 +19,7 @@ from helpers.models import (
     relative_error,
     twin,
 )
-from helpers.training import (
-    CHECKPOINTED_TRAINING,
-    POLICY,
-    TILE,
-    checkpointed,
-    start_counting,
-    trained,
-)
+from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpointed, start_counting, trained
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -285,9 +278,7 @@ def compile_model(model):
     ("order", "compiled"),
     rest_slow(
         [
-            ("in another thread", compile_layers),
-            ("before", compile_layers),
-            ("between", compile_layers),
+            *((order, compile_layers) for order in ("in another thread", "before", "between")),
             ("unpatched", compile_model),
         ]
     ),

@@ -251,7 +251,7 @@ def test_packed_weights_that_the_kernels_do_not_decode_are_expanded(launched, tr
 
 
 def test_packed_weights_are_decoded_up_to_a_number_of_rows():
-    """Where expanding serves forward's products and backward's, half of the rows are as many."""
+    """Half of the rows are as many where expanding serves forward's products and backward's."""
     (weight, _), limit = packed("nf4").values(), DECODED["nf4"]
 
     def decoded(mean_rows, *is_expanded, weight=weight, dtype=BF16):

@@ -175,7 +175,7 @@ def measured(family, config, sizes, length, checkpointed):
 
 
 def ratio(family, checkpointed):
-    """Return what plan counts, over what was measured."""
+    """Divide the peak that plan counts by the measured one."""
     config = config_of(family)
     with torch.device("meta"):
         whole = class_of(family, config, "ForCausalLM", "ForConditionalGeneration")

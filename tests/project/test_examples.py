@@ -22,18 +22,7 @@ from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.tools.cli.main import main as command
 from sonicmoe_hf.tools.demo import corpus
 
-TINY = [
-    "--batch-size",
-    "4",
-    "--sequence-length",
-    "64",
-    "--logging-steps",
-    "2",
-    "--held-out-blocks",
-    "8",
-]
-
-
+TINY = ["--batch-size", "4", "--sequence-length", "64", "--logging-steps", "2", "--held-out-blocks", "8"]
 ROUNDED = ["--rounding", "nearest", "--tile", "8"]
 
 

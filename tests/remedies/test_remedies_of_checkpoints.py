@@ -134,7 +134,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("words", DAMAGES)
 def test_a_damaged_folder_is_written_anew(words, place):
-    """Its copy stands for what the hub has."""
+    """A copy of the folder stands for the hub's."""
     shutil.copytree(place.base, place.path / "copy")
     DAMAGES[words](place.base)
     with says(words):

@@ -35,7 +35,7 @@ def kernel_of_liger_kernel():
 
 
 class OnHost(torch.autograd.graph.save_on_cpu):
-    """What Transformers offloads by, without pinned memory, which takes a GPU."""
+    """Stand for the class by which Transformers offloads, without pinned memory, which takes a GPU."""
 
     def __init__(self, **options):
         super().__init__()

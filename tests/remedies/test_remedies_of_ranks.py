@@ -160,7 +160,7 @@ ASKED = {
 
 
 def losses_and_messages(rank, folder, implementation):
-    """Return what is said of each that is asked for, and a loss after it."""
+    """Ask for each of ASKED; list the messages, and a loss after it."""
     found = []
     for ask in ASKED.values():
         model = load(folder, APART | implementation).train()
@@ -192,7 +192,7 @@ def tokens(count):
 
 
 def outputs_or_message(rank, folder, implementation):
-    """Return what the experts give for 8 and then for 9 tokens in one call of a model, or what they say."""
+    """Compute the experts' outputs for 8 and then for 9 tokens in one call of a model, or take their message."""
     model = load(folder, APART | implementation)
     experts, hook = next(find_layers(model)).experts, installed(model)
     if hook is not None:
