@@ -235,8 +235,10 @@ def test_losses_that_are_no_sum_over_tokens_are_refused(options, callbacks, reas
 
 
 def test_a_row_of_less_than_no_tokens_is_refused_at_once(tmp_path):
+    trainer = trainer_for(patched("qwen3_moe"), tmp_path)
     with pytest.raises(ValueError, match="packed_tokens is -1"):
-        sonicmoe_hf.attach(trainer_for(patched("qwen3_moe"), tmp_path), packed_tokens=-1)
+        sonicmoe_hf.attach(trainer, packed_tokens=-1)
+    assert find_callback(trainer, PackedSteps) is None
 
 
 def steps_of_rank(rank, folder, packed_tokens):
