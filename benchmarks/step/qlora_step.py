@@ -3,11 +3,12 @@
     python -m benchmarks.step.qlora_step [--case NAME ...] [--cap GIB] [--no-liger] [--csv FILE]
 
 Random weights under the limit, experts packed from the start and linear layers quantized one by one; random tokens in
-sequences of at most 4,096; r = 8, gradient checkpointing, bf16 autocast, adapters and fused AdamW in fp32, embeddings in
-bf16, Liger's kernels with its loss in chunks. Qwen3's experts are NF4 and its attention's linear layers bitsandbytes' NF4
-("bf16 attention": they stay); gpt-oss's experts are MXFP4 and the rest bf16, as on the hub. A step is forward, backward,
-optimiser, and zero_grad. The peak is that of the whole run, building the model included. Capped cases run on the Triton
-backend, as a consumer card does; the others on the one that is chosen. --device cpu --tiny checks the script.
+sequences of at most 4,096; r = 8, gradient checkpointing, bf16 autocast, adapters and fused AdamW in fp32, embeddings
+in bf16, Liger's kernels with its loss in chunks. Qwen3's experts are NF4 (or INT4 in groups of 32) and its
+attention's linear layers bitsandbytes' NF4 ("bf16 attention": they stay); gpt-oss's experts are MXFP4 and the rest
+bf16, as on the hub. A step is forward, backward, optimiser, and zero_grad. The peak is that of the whole run,
+building the model included. Capped cases run on the Triton backend, as a consumer card does; the others on the one
+that is chosen. --device cpu --tiny checks the script.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ CASES = {
     "gpt-oss-20b, experts and attention": case("gpt-oss-20b", 2048, "mxfp4", None, is_capped=True),
     "Qwen3-30B-A3B, 16384 tokens, QLoRA": case("Qwen3-30B-A3B", 16384, "nf4", "nf4"),
     "Qwen3-30B-A3B, 16384 tokens, QLoRA, bf16 attention": case("Qwen3-30B-A3B", 16384, "nf4", None),
+    "Qwen3-30B-A3B, 16384 tokens, QLoRA of INT4, bf16 attention": case("Qwen3-30B-A3B", 16384, "int4", None),
     "Qwen3-30B-A3B, 16384 tokens, bf16 LoRA": case("Qwen3-30B-A3B", 16384, None, None),
 }
 
