@@ -139,10 +139,10 @@ def attach(
             so far has with padding, and 4,096, so that memory does not grow. Micro-batches are computed one by one, and
             the reason is said, where a row would not be as they are, where attention is not "sdpa", flash attention or
             "torch_sinks", and where CUDA graphs are captured. False, or 0, leaves rows out.
-        few_lengths: whether training micro-batches, or rows of packed_tokens, are padded at the end to a few lengths, by
-            less than a tenth or 8 tokens. Where lengths vary, sizes come again, and with them what was prepared for them;
-            losses and gradients stay the same. Batches with more than input_ids, labels and attention_mask [B, L] stay as
-            they are.
+        few_lengths: whether training micro-batches are padded at the end to a few lengths, by less than a tenth or 8
+            tokens. Where lengths vary, sizes come again, and with them what was prepared for them; losses and gradients
+            stay the same. Batches with more than input_ids, labels and attention_mask [B, L] stay as they are. By default
+            rows of packed_tokens are padded so, up to 4,096 tokens of one, and other micro-batches are not.
         expanded_memory: the memory of the GPU ("20GiB", or a number of bytes) in which packed experts lie expanded too
             while the Trainer trains, of as many layers as fit: their products expand nothing, and results stay the same.
     Returns:
@@ -185,7 +185,7 @@ def attach(
         add_expanded_memory(trainer, expanded_memory)
     lengths.few_lengths = lengths.few_lengths if few_lengths is None else few_lengths
     compiled.choose(trainer, compile)
-    packed_steps.choose(packed_tokens, compiled.options is not None, lengths.few_lengths)
+    packed_steps.choose(packed_tokens, compiled.options is not None, few_lengths)
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True

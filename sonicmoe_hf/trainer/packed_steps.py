@@ -48,7 +48,8 @@ class PackedSteps(TrainerCallback):
 
     def __init__(self) -> None:
         self.given: int | None = None
-        self.is_automatic = self.few_lengths = False
+        self.few_lengths: bool | None = None
+        self.is_automatic = False
         self._forget()
 
     def _forget(self) -> None:
@@ -59,11 +60,11 @@ class PackedSteps(TrainerCallback):
         self.later: set[int] = set()  # ids of micro-batches that a later one's row holds
         self.rows: dict[int, Row] = {}  # by the id of the last micro-batch of each
 
-    def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool) -> None:
-        """Choose by what `attach` was given; packed_tokens=None leaves what was chosen before."""
+    def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool | None) -> None:
+        """Choose by what `attach` was given; None leaves what was chosen before."""
         self.given = self.given if packed_tokens is None else int(packed_tokens)
         self.is_automatic = self.given is None and is_compiled
-        self.few_lengths = few_lengths
+        self.few_lengths = self.few_lengths if few_lengths is None else few_lengths
 
     @property
     def is_on(self) -> bool:
@@ -140,8 +141,12 @@ class PackedSteps(TrainerCallback):
         tokens = row["input_ids"].shape[1]
         if tokens <= max_tokens:
             self.later |= {id(batch) for batch in group[:-1]}
-            wanted = few_length(tokens) if self.few_lengths else aligned_length(tokens)
-            self.rows[id(group[-1])] = filled(row, max(tokens, min(wanted, max_tokens)))
+            self.rows[id(group[-1])] = filled(row, max(tokens, min(self._length(tokens), max_tokens)))
+
+    def _length(self, tokens: int) -> int:
+        """Round a row up. Of few lengths sizes come again; more than 4,096 tokens keep the GPU busy, whatever they are."""
+        has_few = tokens <= AUTOMATIC_TOKENS if self.few_lengths is None else self.few_lengths
+        return few_length(tokens) if has_few else aligned_length(tokens)
 
 
 def packed(batches: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:

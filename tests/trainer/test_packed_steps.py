@@ -99,6 +99,28 @@ def messages(monkeypatch):
     return said
 
 
+LONG = (60, 55, 50, 50, 55, 55)  # 325 tokens
+
+
+@pytest.mark.parametrize(
+    ("few_lengths", "expected"), [(None, few_length(325)), (True, few_length(325)), (False, aligned_length(325))]
+)
+def test_rows_have_few_lengths_unless_they_are_to_have_none(few_lengths, expected, tmp_path):
+    assert few_length(325) == 352 and aligned_length(325) == 328
+    trainer, calls = compiled_trainer(tmp_path, LONG, torch_compile=False)
+    sonicmoe_hf.attach(trainer, packed_tokens=1000, few_lengths=few_lengths)
+    trainer.train()
+    assert calls == [(1, expected)]
+
+
+def test_rows_that_keep_a_gpu_busy_have_no_padding():
+    steps = packed_steps.PackedSteps()
+    steps.choose(8192, False, None)
+    assert [steps._length(tokens) for tokens in (4001, 4097)] == [4096, 4104]
+    steps.choose(None, False, True)
+    assert steps._length(4097) == few_length(4097) == 4352
+
+
 VARIED = 5, 4, 4, 3, 3, 3, 24, 3, 9, 4, 5, 4  # two steps
 ALL = [(2, length) for length in (5, 4, 3, 24, 9, 5)]
 
