@@ -144,7 +144,7 @@ class PackedSteps(TrainerCallback):
             self.rows[id(group[-1])] = filled(row, max(tokens, min(self._length(tokens), max_tokens)))
 
     def _length(self, tokens: int) -> int:
-        """Round a row up. Of few lengths sizes come again; more than 4,096 tokens keep the GPU busy, whatever they are."""
+        """Round a row up. Few lengths come again; more than 4,096 tokens keep the GPU busy, however many they are."""
         has_few = tokens <= AUTOMATIC_TOKENS if self.few_lengths is None else self.few_lengths
         return few_length(tokens) if has_few else aligned_length(tokens)
 

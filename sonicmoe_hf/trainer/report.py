@@ -48,12 +48,34 @@ def _expanded(every: set[Any]) -> str:
     return f" and in {count} of {len(layers)} layers expanded" if count else ""
 
 
+def _ranks(modules: list[Any], every: set[Any]) -> str:
+    """Write the ranks of the experts' adapters, which PEFT may choose apart for each weight; "" without any."""
+    of_weight: dict[str, set[int]] = {}
+    for module in modules:
+        if type(module).__name__ == "ParamWrapper" and module.get_base_layer() in every:
+            of_weight.setdefault(module.parameter_name, set()).update(module.r.values())
+    written = {name: " and ".join(map(str, sorted(ranks))) for name, ranks in of_weight.items()}
+    if len(set(written.values())) < 2:
+        return "".join(f"rank {ranks}" for ranks in set(written.values()))
+    return " and ".join(f"rank {ranks} on {name}" for name, ranks in sorted(written.items()))
+
+
+def _beside(model: nn.Module) -> list[str]:
+    """Say which modules beside the experts have adapters, by the last part of their names."""
+    every: set[Any] = set(every_experts(model))
+    adapted = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if len(getattr(module, "lora_A", ())) and module.get_base_layer() not in every
+    }
+    return [f"  LoRA beside the experts: on {', '.join(sorted(adapted))}"] if adapted else []
+
+
 def _training(model: nn.Module, remedies: Remedies) -> str:
     """Say which of the experts' weights are trained, and what would change it."""
     modules: list[Any] = list(model.modules())
     every: set[Any] = set(every_experts(model))
-    wrappers = [module for module in modules if type(module).__name__ == "ParamWrapper"]
-    ranks = sorted({rank for wrapper in wrappers if wrapper.get_base_layer() in every for rank in wrapper.r.values()})
+    ranks = _ranks(modules, every)
     weights: list[Any] = [weight for experts in every for weight in experts.parameters()]
     formats = (weight.format for weight in weights if isinstance(weight, PackedWeight))
     packed = next(filter(None, formats), None)  # dense weights on the host have the format ""
@@ -62,7 +84,7 @@ def _training(model: nn.Module, remedies: Remedies) -> str:
     if dense is not None:
         held = f"frozen, in {dense} beside bitsandbytes' linear layers ({remedies.pack} packs them)"
     if ranks:
-        return f"{held}, with LoRA of rank {' and '.join(map(str, ranks))}"
+        return f"{held}, with LoRA of {ranks}"
     if any(weight.requires_grad for weight in weights):
         return "trained"
     has_lora = any(len(getattr(module, "lora_A", ())) for module in modules)
@@ -94,7 +116,7 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     compiled = ", layers compiled" if has_compiled_modules(list(model.modules())) else ""
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}{compiled}"]
     if trains:
-        lines += [f"  experts: {_training(model, remedies)}", *_balancing(model)]
+        lines += [f"  experts: {_training(model, remedies)}", *_beside(model), *_balancing(model)]
     return "\n".join(lines)
 
 

@@ -149,7 +149,24 @@ def test_experts_that_a_lora_leaves_out_are_told_with_the_remedy(tmp_path, capsy
     model = get_peft_model(patched("qwen3_moe", num_hidden_layers=1), LoraConfig(target_modules=["q_proj"]))
     trained(model, tmp_path, max_steps=1)
     expected = "frozen, beside LoRA that leaves them out; sonicmoe_hf.lora_config(model) adapts them too"
-    assert f"experts: {expected}\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"experts: {expected}\n" in said and said.endswith("LoRA beside the experts: on q_proj\n")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"), [({}, "rank 3"), ({"down_proj": 2}, "rank 2 on down_proj and rank 3 on gate_up_proj")]
+)
+def test_ranks_of_adapters_and_what_else_they_adapt_are_told(patterns, words, tmp_path, capsys):
+    config = LoraConfig(
+        r=3,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={rf".*\.experts\.{name}": rank for name, rank in patterns.items()},
+    )
+    trained(get_peft_model(patched("qwen3_moe", num_hidden_layers=1), config), tmp_path, max_steps=1)
+    said = capsys.readouterr().err
+    assert f"experts: frozen, with LoRA of {words}\n" in said
+    assert said.endswith("LoRA beside the experts: on o_proj, q_proj\n")
 
 
 def test_a_callback_is_attached_to_every_trainer_that_it_is_given_to(tmp_path):
