@@ -1,4 +1,5 @@
-"""Packed sequences in models whose layers do not keep the sequences of a row apart by themselves.
+"""Packed sequences in models whose layers do not keep the sequences of a row apart by themselves, and rows padded left
+in those whose attention counts keys from a row's start.
 
 Patched models of some families run their attention on one sequence after the other (`one_by_one`); those of others refuse
 packed sequences (`check_rows`). B rows of a batch, S tokens of a row.
@@ -9,17 +10,20 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from transformers.utils import is_tracing
 
 from ..errors import UnlikeApartError
 from ..private import attributes
 from .models import SUPPORTED
 from .pieces import arguments_of, cut
-from .positions import are_packed, starts_of
+from .positions import LastAnswer, are_packed, starts_of
 
+logger = logging.getLogger(__name__)
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 BY_KERNELS = ("torch_sinks", "flash")  # in names of implementations that are given position_ids or lengths
 RECURRENT = "its recurrent layers or convolutions run over the whole row"
@@ -40,6 +44,14 @@ LEAKING: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("granitemoehybrid", "lfm2_moe", "nemotron_h"), (RECURRENT, ("seq_idx",))),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), (RECURRENT, ("cu_seq_lens_q", "seq_idx"))),
 }
+POSITIONS = ("position_ids", "position_embeddings")  # a layer's arguments
+COUNTED = "the model counts blocks of keys from a row's start"
+PADDED = (
+    f"{COUNTED}, so that with a cache a row that is padded left gets other logits than alone; where nothing is "
+    "generated, call it with use_cache=False"
+)
+_last: LastAnswer[list[int] | None] = LastAnswer()  # of masks: the first token of each row
+_warned: set[str] = set()
 PAD = (
     "pad sequences (TRL: packing=False, padding_free=False; no packed_tokens of attach(trainer), no "
     "DataCollatorWithFlattening)"
@@ -90,48 +102,112 @@ def _restarts(position_ids: torch.Tensor | None, four_rows: bool) -> bool:
     return are_packed({"position_ids": position_ids})
 
 
+class Sequence(NamedTuple):
+    """A sequence in row `row` of a batch, its first token and the one after its last. shift: by how much earlier its
+    positions stand in the row: those of a row padded left count from the row's start, unless the caller gave others."""
+
+    row: int
+    first: int
+    last: int
+    shift: int = 0
+
+
 def one_by_one(original: Callable) -> Callable:
-    """Wrap the forward of attention which counts its keys from a row's start: in patched models it is run on each packed
-    sequence, as position_ids tell them, by itself."""
+    """Wrap the forward of attention which counts its keys from a row's start: in patched models it is run by itself on
+    each packed sequence, as position_ids tell them, and on each row without the padding on its left."""
     named, cache = arguments_of(original)
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         given = named(args, kwargs)
-        if not vars(self).get(attributes.IN_PIECES) or given.get(cache) is not None:
+        if not vars(self).get(attributes.IN_PIECES):
             return original(self, **given)
-        places = _sequences(given)
-        if places is None:
+        if given.get(cache) is not None:
+            _check_cached(given)
+            return original(self, **given)
+        sequences = _sequences(given)
+        if sequences is None:
             return original(self, **given)
         given = {name: value for name, value in given.items() if name not in LENGTHS}
-        return _joined([original(self, **_of_sequence(given, *place))[0] for place in places], given), None
+        pieces = [original(self, **_of_sequence(given, each))[0] for each in sequences]
+        return _joined(pieces, sequences, given), None
 
     return forward
 
 
 @torch.compiler.disable
-def _sequences(given: dict[str, Any]) -> list[tuple[int, int, int]] | None:
-    """Find the packed sequences of a layer's call as (row, first token, token after the last); None of whole rows."""
-    size, length, _ = given["hidden_states"].shape
-    if not are_packed(given) or not _all_are_tokens(given["attention_mask"]):
+def _sequences(given: dict[str, Any]) -> list[Sequence] | None:
+    """Find the sequences of a layer's call that do not fill their rows from the start on; None of others."""
+    (size, length, _), mask = given["hidden_states"].shape, given["attention_mask"]
+    if are_packed(given) and _all_are_tokens(mask):
+        starts = starts_of(given["position_ids"], size)
+        assert starts is not None, "packed rows have starts inside"
+        begins = starts.tolist()
+        ends = itertools.pairwise(begins)
+        return [Sequence(first // length, first % length, (last - 1) % length + 1) for first, last in ends]
+    firsts = _first_tokens(mask, size)
+    if firsts is None:
         return None
-    starts = starts_of(given["position_ids"], size)
-    assert starts is not None, "packed rows have starts inside"
-    begins = starts.tolist()
-    return [(first // length, first % length, (last - 1) % length + 1) for first, last in itertools.pairwise(begins)]
+    counts = _count_from_the_row(given, firsts)
+    return [Sequence(row, first, length, first * counted) for row, (first, counted) in enumerate(zip(firsts, counts))]
+
+
+@torch.compiler.disable
+def _check_cached(given: dict[str, Any]) -> None:
+    """Check a layer's call with a cache, in which keys count from a row's start: warn, once, of a row padded left.
+
+    Raises:
+        UnlikeApartError: of packed sequences.
+    """
+    (size, length, _), mask = given["hidden_states"].shape, given["attention_mask"]
+    if length == 1:
+        return
+    if are_packed(given) and _all_are_tokens(mask):
+        raise UnlikeApartError(
+            f"{COUNTED}: with a cache, packed sequences would mix; call it with use_cache=False", COUNTED
+        )
+    if _first_tokens(mask, size) is not None and PADDED not in _warned:
+        _warned.add(PADDED)
+        logger.warning(f"sonicmoe_hf: {PADDED}")
+
+
+def _own_keys(mask: torch.Tensor) -> torch.Tensor:
+    """Tell which tokens see themselves, [B, 1, S], by a mask [B, 1, S, T] of the last S of T keys, or uint8 [B, 1, S, W]
+    of the W keys up to a token: padding does not, whose positions begin no sequence."""
+    own = mask[..., -1] if mask.dtype == torch.uint8 else mask.diagonal(mask.shape[-1] - mask.shape[-2], -2, -1)
+    return own == 0 if own.is_floating_point() else own != 0
 
 
 def _all_are_tokens(mask: torch.Tensor | None) -> bool:
-    """Tell whether every token sees itself, by a mask [B, 1, S, S], or uint8 [B, 1, S, W] of the W keys up to a token:
-    padding does not, whose positions begin no sequence."""
-    if mask is None:
-        return True
-    own = mask[..., -1] if mask.dtype == torch.uint8 else mask.diagonal(dim1=-2, dim2=-1)
-    return bool((own == 0).all() if own.is_floating_point() else own.all())
+    return mask is None or bool(_own_keys(mask).all())
 
 
-def _of_sequence(given: dict[str, Any], row: int, first: int, last: int) -> dict[str, Any]:
+def _first_tokens(mask: torch.Tensor | None, batch_size: int) -> list[int] | None:
+    """Find the first token of each row that is no padding; None where that is the row's first for all."""
+    if mask is None or mask.dim() != 4 or is_tracing(mask):
+        return None
+
+    def compute() -> list[int] | None:
+        firsts = _own_keys(mask)[:, 0].int().argmax(1).expand(batch_size).tolist()
+        return firsts if any(firsts) else None
+
+    return _last.get(mask, batch_size, compute)
+
+
+def _count_from_the_row(given: dict[str, Any], firsts: list[int]) -> list[bool]:
+    """Tell of which rows the first token's position is its place in the row."""
+    positions = given.get("position_ids")
+    if positions is None:
+        return [True] * len(firsts)
+    rows = positions.expand(len(firsts), -1)
+    return [int(rows[row, first]) == first for row, first in enumerate(firsts)]
+
+
+def _of_sequence(given: dict[str, Any], sequence: Sequence) -> dict[str, Any]:
+    row, first, last, shift = sequence
     piece = cut(given, row, first, last)
+    earlier = cut(given, row, first - shift, last - shift)
+    piece |= {name: earlier[name] for name in POSITIONS if name in given}
     mask = given["attention_mask"]
     if mask is not None:
         mask = mask[row % mask.shape[0]][None, :, first:last]
@@ -139,6 +215,11 @@ def _of_sequence(given: dict[str, Any], row: int, first: int, last: int) -> dict
     return piece
 
 
-def _joined(pieces: list[torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
-    """Join [1, S of a sequence, .] to [B, S, .]."""
-    return torch.cat(pieces, 1).view(*given["hidden_states"].shape[:2], -1)
+def _joined(pieces: list[torch.Tensor], sequences: list[Sequence], given: dict[str, Any]) -> torch.Tensor:
+    """Join [1, tokens of a sequence, .] to [B, S, .], with zeros for what belongs to none."""
+    size, length, _ = given["hidden_states"].shape
+    parts, end = [], 0
+    for piece, (row, first, last, _) in zip(pieces, sequences):
+        parts += [piece.new_zeros(1, row * length + first - end, piece.shape[2]), piece]
+        end = row * length + last
+    return torch.cat(parts, 1).view(size, length, -1)

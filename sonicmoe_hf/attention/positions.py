@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers.utils import is_tracing
 
 from .packing import sequence_starts
 
-
-class _Answer(NamedTuple):
-    position_ids: weakref.ref
-    state: tuple[int, int]  # the tensor's version, and the batch's size
-    starts: torch.Tensor | None
+T = TypeVar("T")
 
 
-_last: _Answer | None = None
+class LastAnswer(Generic[T]):
+    """What was computed of the last tensor, kept for a model's other layers, which are given the same one, because it
+    waits for the GPU. A tensor of inference_mode has no version that would show a change in place, so its is computed
+    for every layer."""
+
+    def __init__(self) -> None:
+        self._of: weakref.ref | None = None
+        self._state: tuple[int, int] | None = None  # the tensor's version, and the batch's size
+        self._answer: Any = None
+
+    def get(self, tensor: torch.Tensor, batch_size: int, compute: Callable[[], T]) -> T:
+        """Return what `compute` returns, of now or of the last call with the same tensor as it is now."""
+        if tensor.is_inference():
+            return compute()
+        state = tensor._version, batch_size
+        if self._of is None or self._of() is not tensor or self._state != state:
+            with torch.inference_mode(False):  # a later step may save it for its backward
+                self._answer = compute()
+            self._of, self._state = weakref.ref(tensor), state
+        return self._answer
+
+
+_last: LastAnswer[torch.Tensor | None] = LastAnswer()
 
 
 def begins_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor:
@@ -35,16 +54,9 @@ def are_packed(given: dict[str, Any]) -> bool:
 
 
 def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
-    """Compute `sequence_starts` of them, kept for the model's other layers, which are given the same tensor, because it
-    waits for the GPU. torch.compile keeps one of the layers' ops. Under inference_mode it is computed for every layer,
-    because such a tensor has no version that would show a change in place."""
-    global _last
-    if torch.compiler.is_compiling() or position_ids.is_inference():
+    """Compute `sequence_starts` of them, kept for the model's other layers; torch.compile keeps one of their ops."""
+
+    def compute():
         return sequence_starts(begins_of(position_ids, batch_size))
-    last, state = _last, (position_ids._version, batch_size)
-    if last is not None and last.position_ids() is position_ids and last.state == state:
-        return last.starts
-    with torch.inference_mode(False):  # a later step may save them for its backward
-        starts = sequence_starts(begins_of(position_ids, batch_size))
-    _last = _Answer(weakref.ref(position_ids), state, starts)
-    return starts
+
+    return compute() if torch.compiler.is_compiling() else _last.get(position_ids, batch_size, compute)

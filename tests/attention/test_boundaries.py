@@ -140,6 +140,45 @@ def test_attention_that_counts_keys_from_a_rows_start_trains_on_each_sequence_ap
         assert error < 2e-5 * expected[0][name].norm() + 1e-7 * largest, name
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("folder", APART)
+@pytest.mark.parametrize("implementation", ["eager", "torch_pieces"])
+@pytest.mark.parametrize("given", [False, True], ids=["", "position_ids"])
+def test_a_row_that_is_padded_left_is_computed_as_it_is_apart(given, implementation, folder):
+    """As trainers of reinforcement learning pad prompts; Transformers compresses keys in blocks from the padding on."""
+    model = model_of(folder)
+    if implementation == "torch_pieces":
+        choose_attention(model)
+    ids = torch.randint(3, 50, (3, 25), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = mask[2, :11] = mask[1, 20:] = 0
+    positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if given else {}
+    found = model(input_ids=ids, attention_mask=mask, use_cache=False, **positions).logits
+    for row, seen in enumerate(mask.bool()):
+        apart = model(input_ids=ids[row, seen][None], use_cache=False).logits[0]
+        assert relative_error(found[row, seen], apart) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("folder", APART)
+def test_with_a_cache_packed_sequences_are_refused_and_padding_left_is_warned_of(folder, caplog, monkeypatch):
+    monkeypatch.setattr(boundaries, "_warned", set())
+    model, packed = model_of(folder), packed_batch()
+    apart = model(**packed).logits
+    del packed["use_cache"]
+    with pytest.raises(ValueError, match=r"packed sequences would mix; call it with use_cache=False"):
+        model(**packed)
+    assert torch.equal(model(**packed, use_cache=False).logits, apart)
+    mask = torch.ones_like(packed["input_ids"])
+    model.generate(packed["input_ids"], attention_mask=mask, max_new_tokens=2)
+    assert not caplog.records
+    mask[0, :3] = 0
+    for _ in range(2):
+        model.generate(packed["input_ids"], attention_mask=mask, max_new_tokens=2)
+    (record,) = caplog.records
+    assert "a row that is padded left gets other logits than alone" in record.message
+
+
 @pytest.mark.skipif("minimax_m3_vl" not in APART, reason="of Transformers 5.23")
 def test_blocks_of_keys_in_a_model_that_is_not_patched_are_refused():
     model, packed = small_model("minimax_m3_vl"), packed_batch()
