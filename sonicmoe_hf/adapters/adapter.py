@@ -104,9 +104,10 @@ class _Reader:
         self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
 
     def replaced(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return the functions that read each whole weight."""
-        names = self.assignment.replaced.items()
-        return {weight: partial(self._read, partial(self._tensor, name)) for weight, name in names}
+        """Return the functions that read each whole weight, or table of integers."""
+        names, state = self.assignment.replaced.items(), self.trained.state
+        readers = {weight: self._tensor if state[weight].is_floating_point() else self._table for weight, _ in names}
+        return {weight: partial(self._read, partial(readers[weight], name)) for weight, name in names}
 
     def factors(self) -> dict[str, Callable[[], Factors]]:
         """Return the functions that read the factors of each adapted weight."""
@@ -157,6 +158,10 @@ class _Reader:
         if not finite_bounds(tensor, tensor.dtype):
             raise CheckpointError(NOT_FINITE.format(path=self.path, name=name))
         return tensor
+
+    def _table(self, name: str, handle: Any) -> torch.Tensor:
+        """Read a tensor of the open file that the model has in integers."""
+        return handle.get_tensor(name)
 
     def _read(self, read: Callable[[Any], Any]) -> Any:
         """Read a weight's tensors of the file, which is open meanwhile only: its mapped pages count as memory. Opening it

@@ -45,6 +45,10 @@ from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
 from .rules import ADAPTER_WEIGHTS, AdapterConfig
 
+OTHER_TABLE = (
+    "{folder} has {name}, which no training changes, with other values than {base}: it was trained on another base; give "
+    "that one to merge"
+)
 KEEP, DITHERED = "keep", MERGE_ROUNDINGS[0]
 QUANTIZE = (KEEP, "mxfp4", "fp8", "int4")
 
@@ -141,7 +145,8 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
         What a user should know of it, in sentences.
     Raises:
         CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
-            files, the adapter was trained beside norms that AWQ scaled and that these are not; or as Adapter.read.
+            files, the adapter was trained beside norms that AWQ scaled and that these are not, or has other tables of
+            experts; or as Adapter.read.
     """
     groups = stored.groups(model)
     adapter = Adapter.read(folder, model)
@@ -157,6 +162,8 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     replaced = {
         name for name, tensor in adapter.replaced.items() if not _is_the_bases(stored, stored_in[name], tensor)
     }
+    if tables := sorted(name for name in replaced if not adapter.replaced[name].is_floating_point()):
+        raise CheckpointError(OTHER_TABLE.format(folder=folder, name=tables[0], base=stored.folder))
     changed = {*adapter.factors, *replaced}
     notices = _untie(stored, model, groups, changed)
     delta = lru_cache(ALTERNATING)(lambda parameter: _GroupDelta(stored, adapter, groups[parameter], replaced))

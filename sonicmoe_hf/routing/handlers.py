@@ -124,7 +124,9 @@ def count_load(run: RouterRun) -> None:
 
 @torch.no_grad()
 def count_tokens(run: RouterRun) -> None:
-    """Count the tokens that top-k sends to every expert, for the next update of the router's bias."""
+    """Count the tokens that top-k sends to every expert, for the next update of the router's bias; a table has none."""
+    if run.family.has_fixed_experts(run.router):
+        return
     if not run.forward.recomputing:
         run.hook.balance.record(run.index_TK, run.num_experts, valid_T=run.valid_T)
 

@@ -9,6 +9,10 @@ from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.support import LayerSupport, MoELayer, find_layers, undo_liger_and_check
 
+FIXED = (
+    "fully supported, with the experts of a token from a table, which token rounding and balancing leave as they are"
+)
+
 
 def _why_no_rounding(layer: MoELayer) -> str | None:
     if layer.family is None:
@@ -32,9 +36,17 @@ def why_no_rounding(model: nn.Module) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
+def why_not_rounded(model: nn.Module) -> dict[str, str]:
+    """Find the layers that token rounding leaves as they are, and why: where it does not work, and those that take a
+    token's experts from a table, which a model that rounds may have."""
+    layers = find_layers(model)
+    fixed = {each.name: FIXED for each in layers if each.family and each.family.has_fixed_experts(each.router)}
+    return fixed | why_no_rounding(model)
+
+
 def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSupport]:
-    """Give accelerated layers in which token rounding does not work that reason."""
-    reasons = why_no_rounding(model)
+    """Give accelerated layers that token rounding leaves as they are that reason."""
+    reasons = why_not_rounded(model)
     return [
         layer._replace(reason=reasons.get(layer.name, layer.reason)) if layer.accelerated else layer
         for layer in layers

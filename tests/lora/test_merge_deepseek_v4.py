@@ -92,6 +92,39 @@ def test_a_packed_copy_keeps_its_format_or_becomes_dense_under_the_hubs_names(tr
     assert all(relative_error(found[name].float(), expected[name].float()) < BF16 for name in expected)
 
 
+def test_routers_that_were_trained_bring_their_table_which_must_be_the_bases(trained, tmp_path):
+    """As LoadBalancing(bias_update=...) asks for beside adapters: modules_to_save writes the table of integers too."""
+    model = from_pretrained(trained / "fp4", experts_quantization="mxfp4", dtype=torch.float32)
+    config = lora_config(model, r=2)
+    config.modules_to_save = ["gate"]
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "modules_to_save" in name and tensor.is_floating_point():
+                tensor.add_(1.0)
+    model.save_pretrained(tmp_path / "adapter")
+    merge_adapter(trained / "fp4", tmp_path / "adapter", tmp_path / "merged", verify=True)
+    base, merged = tensors_in(trained / "fp4"), tensors_in(tmp_path / "merged")
+    changed = [name for name in base if ".gate." in name and not torch.equal(merged[name], base[name])]
+    assert changed == [
+        "model.layers.0.ffn.gate.weight",
+        "model.layers.1.ffn.gate.bias",
+        "model.layers.1.ffn.gate.weight",
+    ]
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        served, expected = (each.eval()(input_ids=ids).logits for each in (load_whole(tmp_path / "merged"), model))
+    assert relative_error(served, expected) < WHOLE
+    convert_adapter(tmp_path / "adapter", tmp_path / "hub", "hub", trained_on=trained / "fp4")
+    assert same_bits(tensors_in(tmp_path / "hub"), tensors_in(tmp_path / "adapter"))
+    shutil.copytree(trained / "fp4", tmp_path / "other")
+    edit_tensors(tmp_path / "other", lambda found: found["model.layers.0.ffn.gate.tid2eid"].add_(1).remainder_(4))
+    with pytest.raises(
+        CheckpointError, match=r"gate\.tid2eid, which no training changes, with other values than .*other: "
+    ):
+        merge_adapter(tmp_path / "other", tmp_path / "adapter", tmp_path / "refused")
+
+
 def test_conversion_makes_the_hubs_and_packed_copies_dense_and_names_what_else_there_is(trained, tmp_path):
     from_pretrained(trained / "fp4", experts_quantization="mxfp4", dtype=torch.float32).save_pretrained(
         tmp_path / "packed"
