@@ -7,7 +7,7 @@ import torch
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # bit 3 is the sign
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 E4M3_NAN = 0x7F  # and with the sign bit
-POWER_BITS = 0x7F800000  # of fp32: what they stand for is the power of two in a value
+POWER_BITS = 0x7F800000  # of fp32: alone they are the power of two in a value
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -21,26 +21,27 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Return the values of E2M1 codes in fp32."""
+    """Convert E2M1 codes to fp32."""
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
     table = torch.cat((values, -values))
     return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1).flatten(-2)
 
 
 def e2m1_neighbours(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the E2M1 values below and above fp32 values, in fp32; of those beyond all, the last two."""
+    """Find the E2M1 values below and above fp32 values, in fp32; beyond all of them the last two."""
     return _neighbours(values, mantissa=1, smallest=1.0, largest=E2M1_MAX)
 
 
 def e4m3_neighbours(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the E4M3 values below and above fp32 values, in fp32; of those beyond all, the last two."""
+    """Find the E4M3 values below and above fp32 values, in fp32; beyond all of them the last two."""
     return _neighbours(values, mantissa=3, smallest=2.0**-6, largest=E4M3_MAX)
 
 
 def _neighbours(
     values: torch.Tensor, mantissa: int, smallest: float, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the floats with so many bits of mantissa below and above; below `smallest` their steps are its own."""
+    """Find the floats with so many bits of mantissa below and above; below `smallest`, the smallest normal one, steps are
+    those above it."""
     values = values.clamp(-largest, largest * (1 - 2.0**-20))  # the largest is the upper one
     power = values.view(torch.int32).bitwise_and(POWER_BITS).view(torch.float32)
     step = power.clamp_(min=smallest).mul_(2.0**-mantissa)
@@ -54,7 +55,7 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """Return the values of E4M3 codes in fp32."""
+    """Convert E4M3 codes to fp32."""
     return codes.contiguous().view(torch.float8_e4m3fn).float()
 
 

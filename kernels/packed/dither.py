@@ -1,7 +1,9 @@
-"""Dithered rounding: a value goes up where a number in [0, 1) is below its place between the grid's two neighbours.
+"""Dithered rounding: a value goes up where a number in [0, 1) is less than the fraction of the grid's step by which the
+value exceeds its lower neighbour.
 
 The mean over the numbers is the value itself, so a change far below the grid's steps survives, as noise around it. The
-numbers are a hash of a value's place and of a seed: the same on any machine, in any order of files, ranks and rows.
+numbers are a hash of a value's row, column, expert and weight, and of a seed: the same on any machine, in any order of
+files, ranks and rows.
 """
 
 from __future__ import annotations
@@ -39,21 +41,21 @@ class Dither(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The 32 bits that stand for name and seed."""
+        """Hash name and seed to 32 bits."""
         return int.from_bytes(hashlib.sha256(f"{self.seed} {self.name}".encode()).digest()[:4], "little")
 
     def uniform(self, expert: int, shape: torch.Size, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the numbers of an expert's matrix [N, K], fp32. expert: its number among all of the layer."""
+        """Compute the numbers of an expert's matrix [N, K], fp32. expert: its number among all of the layer."""
         num_rows, num_columns = shape
         _, kinds = ORDERS[self.order]
         rows = torch.arange(num_rows, dtype=torch.int64, device=device).view(kinds, -1).T.reshape(-1)
         columns = torch.arange(num_columns, dtype=torch.int64, device=device)
-        of_expert = _mix(torch.tensor(expert ^ self.key, dtype=torch.int64, device=device))
-        rows, columns = _mix((rows + self.first_row) ^ of_expert), _mix(columns ^ (~self.key & BITS))
+        expert_hash = _mix(torch.tensor(expert ^ self.key, dtype=torch.int64, device=device))
+        rows, columns = _mix((rows + self.first_row) ^ expert_hash), _mix(columns ^ (~self.key & BITS))
         numbers = torch.empty(num_rows, num_columns, dtype=torch.float32, device=device)
         size = max(1, AT_ONCE // max(1, num_columns))
-        for some, out in zip(rows.split(size), numbers.split(size)):
-            hashed = (some.unsqueeze(1) ^ columns).mul_(FACTORS[0]).bitwise_and_(BITS)
+        for block, out in zip(rows.split(size), numbers.split(size)):
+            hashed = (block.unsqueeze(1) ^ columns).mul_(FACTORS[0]).bitwise_and_(BITS)
             hashed.bitwise_xor_(hashed >> 15).mul_(FACTORS[1]).bitwise_and_(BITS)
             torch.mul(hashed.bitwise_right_shift_(8), 2.0**-24, out=out)
         return numbers

@@ -23,7 +23,9 @@ ORDERS = {  # (P, Q): N rows are P parts, one behind the other, each of Q kinds 
 }
 E8M0_NAN = 255  # of the bytes that stand for powers of two
 Mean = Callable[[torch.Tensor], torch.Tensor]
-Stored = dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]  # by name: shape, and the dtypes that it may have
+TensorSpecs = dict[
+    str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]
+]  # a tensor's name: its shape, and possible dtypes
 
 
 class Quantized(NamedTuple):
@@ -48,10 +50,11 @@ class Format:
     name: in FORMATS. block: what K must be a multiple of. dims: the dimensions of codes, scales and state, None where
     there is none.
 
-    In checkpoints: suffixes: what follows a parameter's name in those of the tensors that store it, in the order of
-    Quantized. values: by suffix, what bytes stand for, where they are floats. loss: percent of normally distributed
-    weights that rounding changes (root mean squares of error and weight). element_size: bytes a weight that device_map
-    counts with, somewhat more than is stored. is_whole: whether what is stored ties experts together.
+    suffixes: what follows a parameter's name in the names of the tensors that store it in checkpoints, in the order of
+    Quantized. values: by suffix, the float dtype that a tensor's bytes stand for. loss: the error of rounding normally
+    distributed weights, in percent (root mean squares of error and weight). element_size: bytes a weight that device_map
+    counts with, somewhat more than is stored. is_whole: whether some numbers are stored for several experts together, so
+    that a share of the experts cannot always be cut out. has_our_blocks: True, which a HubFormat may differ in.
     """
 
     name: str
@@ -66,22 +69,22 @@ class Format:
     # A weight's shape and what stores it
 
     def shape(self, packed: Quantized) -> tuple[int, int, int]:
-        """Return (E, N, K) of a weight."""
+        """Compute (E, N, K) of a packed weight."""
         num_experts, size_out, groups = packed.scales.shape
         return num_experts, size_out, groups * self.block
 
     def group(self, packed: Quantized) -> int:
-        """Return the number of values of a row that share a scale."""
+        """Count the values of a row that share a scale."""
         return self.block
 
     def parts_and_kinds(self, packed: Quantized) -> tuple[int, int]:
-        """Return (P, Q) of a weight's order; (1, 1) where the format has none."""
+        """Read (P, Q) of the weight's order; (1, 1) where the format does not store it."""
         return ORDERS["whole"]
 
     def shapes(self, shape: tuple[int, ...], order: str = "whole", group: int | None = None) -> Shapes:
-        """Return the shapes of what stores a weight of shape (E, N, K) in an order of ORDERS.
+        """Compute the shapes of the tensors that store a weight of shape (E, N, K) in an order of ORDERS.
 
-        group: how many values of a row share a scale, in a format that has several; None: those that are made here.
+        group: how many values of a row share a scale, where the format leaves a choice; None: as many as `pack` chooses.
 
         Raises:
             ValueError: K is no multiple of the format's block, or N is odd where it has gates and ups.
@@ -107,7 +110,7 @@ class Format:
         raise NotImplementedError
 
     def dtypes(self, field: str) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that a field of Quantized may have, first the one that is made here."""
+        """List the dtypes that a field of Quantized may have, first the one that `pack` makes."""
         return (torch.float32,) if field == "state" else (torch.uint8,)
 
     def check_shapes(self, packed: Quantized) -> None:
@@ -123,11 +126,11 @@ class Format:
         for field, tensor, shape in zip(Quantized._fields, packed, wanted):
             if tensor is None:
                 continue
-            found = tuple(tensor.shape), tensor.dtype, tensor.device
+            actual = tuple(tensor.shape), tensor.dtype, tensor.device
             dtypes = self.dtypes(field)
-            if found[0] != shape or found[1] not in dtypes or found[2] != packed.scales.device:
+            if actual[0] != shape or actual[1] not in dtypes or actual[2] != packed.scales.device:
                 raise ValueError(
-                    f"{field} of this {self.name} weight is {found}; beside scales {tuple(packed.scales.shape)} it must "
+                    f"{field} of this {self.name} weight is {actual}; beside scales {tuple(packed.scales.shape)} it must "
                     f"be {(shape, dtypes[0], packed.scales.device)}"
                 )
 
@@ -164,27 +167,27 @@ class Format:
         return Quantized(*packed)
 
     def pack_expert(self, weight_NK: torch.Tensor, parts: int, kinds: int) -> tuple[torch.Tensor, ...]:
-        """Return codes, scales and, where there is one, state of an expert's weight in fp32, whose rows are P parts of Q
-        kinds."""
+        """Pack an expert's weight in fp32, whose rows are P parts of Q kinds, into codes, scales and, where there is one,
+        state."""
         raise NotImplementedError
 
     def expert(self, packed: Quantized, expert: int) -> torch.Tensor:
-        """Return the values [N, K] of one expert in fp32."""
+        """Compute the values [N, K] of one expert in fp32."""
         raise NotImplementedError
 
     def round_expert(
         self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform: torch.Tensor | None = None
     ) -> Rounded:
-        """Round a changed weight of one expert in fp32 to what it is packed in: codes and scales as stored, the state
-        stays. uniform: as of Grid.round."""
+        """Round a changed weight of one expert in fp32 to the format again; the state stays as it is. uniform: as of
+        Grid.round."""
         raise NotImplementedError
 
     def dequantize(self, packed: Quantized, dtype: torch.dtype, experts: Iterable[int] | None = None) -> torch.Tensor:
-        """Return the weight [E, N, K] in `dtype`, contiguous, each value rounded once.
+        """Expand a packed weight to [E, N, K] in `dtype`, contiguous, each value rounded once.
 
-        Bit by bit what bitsandbytes' dequantize_4bit, Transformers' convert_moe_packed_tensors (which transposes) and
-        Fp8Dequantize, and ModelOpt's dequantize give. Where FP8's blocks are cut off, Fp8Dequantize takes other blocks
-        than the checkpoint's: it divides the rows by the number of blocks.
+        The values are bit by bit those of bitsandbytes' dequantize_4bit, Transformers' convert_moe_packed_tensors (which
+        transposes) and Fp8Dequantize, and ModelOpt's dequantize; except where FP8's last blocks are cut off, because
+        there Fp8Dequantize takes blocks of another size than the checkpoint's: the rows divided by the number of blocks.
 
         experts: whose rows are wanted; the others' are left uninitialised. None: all.
         """
@@ -195,26 +198,28 @@ class Format:
         return weight_ENK
 
     def dequantize_expert(self, packed: Quantized, dtype: torch.dtype, expert: int) -> torch.Tensor:
-        """Return the rows [N, K] of one expert in `dtype`, as `dequantize` gives them."""
+        """Expand the rows [N, K] of one expert, as `dequantize` does."""
         return self.expert(packed, expert).to(dtype)
 
     # The tensors of a checkpoint
 
     def names(self, weight: str) -> list[str]:
-        """Return the names of the tensors that store the parameter `weight`."""
+        """Name the tensors that store the parameter `weight`."""
         return [f"{weight}_{suffix}" for suffix in self.suffixes]
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
-        """Return the parameter of which a checkpoint's tensor is the first that stores it; None of another tensor."""
+        """Name the parameter that a checkpoint's tensor `name` stores, if it is the first of those that do; None
+        otherwise."""
         first = self.names("")[0]
         return name.removesuffix(first) if name.endswith(first) else None
 
     def tensors(self, name: str, packed: Quantized) -> dict[str, torch.Tensor]:
-        """Return the tensors that store the parameter `name`, by name."""
+        """Name the tensors of a packed weight, which store the parameter `name`."""
         return dict(zip(self.names(name), (tensor for tensor in packed if tensor is not None), strict=True))
 
     def read(self, name: str, tensors: dict[str, torch.Tensor], first: int = 0) -> Quantized:
-        """Return the weight that `tensors` took apart. Raises ValueError as `check`."""
+        """Assemble the weight `name` from a checkpoint's tensors, the inverse of `tensors`. Raises ValueError as
+        `check`."""
         packed = Quantized(*(tensors[stored] for stored in self.names(name)))
         self.check(name, packed, first)
         return packed
@@ -229,7 +234,9 @@ class Format:
         for suffix, tensor in zip(self.suffixes, packed):
             if tensor is None or tensor.is_meta:
                 continue
-            for number, one in enumerate(tensor if tensor.dim() > 1 else [tensor], first):  # the check takes memory
+            for number, one in enumerate(
+                tensor if tensor.dim() > 1 else [tensor], first
+            ):  # one expert at a time, since the check takes memory
                 if not self.is_sound(suffix, one):
                     where = f" in expert {number}" if tensor.dim() > 1 else ""
                     raise ValueError(f"{name}_{suffix} has NaN or infinite values{where}: the checkpoint is damaged")
@@ -239,9 +246,9 @@ class Format:
         is_bytes = tensor.dtype == torch.uint8 and suffix in self.values
         return is_sound(tensor.view(self.values[suffix]) if is_bytes else tensor)
 
-    def stored(self, name: str, shape: tuple[int, ...], order: str, group: int | None = None) -> Stored:
-        """Return by name the shape of each of the tensors that store the weight `name` [E, N, K], and the dtypes that it
-        may have, the first where it is made here. group: as `shapes`. Raises ValueError where K is no multiple of the
+    def stored(self, name: str, shape: tuple[int, ...], order: str, group: int | None = None) -> TensorSpecs:
+        """Describe the tensors that store the weight `name` [E, N, K]: by name their shape and the dtypes that they may
+        have, first the one that `pack` makes. group: as of `shapes`. Raises ValueError where K is no multiple of the
         format's block."""
         try:
             shapes = self.shapes(shape, order, group)
@@ -256,16 +263,16 @@ class Format:
         return [tensor for tensor in packed if tensor is not None]
 
     def has_blocks_of(self, other: Any) -> bool:
-        """Tell whether weights in `other`, a format of experts or of the hub's matrices, or None, have these blocks."""
+        """Tell whether `other`, a Format, a HubFormat or None, has the same codes in blocks of the same size."""
         return other is not None and other.name == self.name and other.has_our_blocks
 
-    # A rank's share of the experts: whatever belongs to one expert alone goes along with it.
+    # A rank's share of the experts. Tensors [E, ...] are cut along E; these methods are for formats with others.
 
     def check_share(self, experts: slice, values_per_expert: int) -> None:
-        """Raise ValueError where these experts cannot be stored apart with the values that they have in all of them."""
+        """Raise ValueError where these experts cannot be cut out of the whole weight without being quantized anew."""
 
     def join(self, suffix: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Join what the ranks hold, in their order, of the tensor whose name ends in `suffix`."""
+        """Join the ranks' shares of the tensor whose name ends in `suffix`, in the order of ranks."""
         return torch.cat(tensors)
 
 
@@ -280,7 +287,7 @@ def views_of_parts(tensor: torch.Tensor, parts: int, kinds: int) -> Iterator[tor
 
 
 def in_fp32(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Return the weight in fp32, contiguous. Raises ValueError where it is not finite."""
+    """Convert a weight to fp32, contiguous. Raises ValueError where it is not finite."""
     weight = weight_NK.float().contiguous()
     check_finite(weight)
     return weight
@@ -293,7 +300,7 @@ def check_finite(weight: torch.Tensor) -> None:
 
 
 def is_sound(stored: torch.Tensor) -> bool:
-    """Tell whether what is stored has no NaN or infinity; bytes show none."""
+    """Tell whether a stored tensor has no NaN or infinity; plain integers have none."""
     if stored.dtype == torch.float8_e4m3fn:
         return not has_e4m3_nan(stored.view(torch.uint8))
     if stored.dtype == torch.float8_e8m0fnu:

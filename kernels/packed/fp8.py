@@ -15,16 +15,16 @@ FP8_BLOCK = 128  # rows, and columns, that share a scale
 
 
 def inverse_scales(largest: torch.Tensor) -> torch.Tensor:
-    """Compute the factors of values in fp32, by their blocks' largest magnitudes, as Transformers' Fp8Quantize does. Its
-    scales are the reciprocals, which differ from largest / 448 by a bit in one block of three."""
+    """Compute the inverse of the scales from the blocks' largest magnitudes in fp32, as Transformers' Fp8Quantize does,
+    which multiplies values by it. A scale, its reciprocal, differs from largest / 448 by a bit in one block of three."""
     return torch.where(largest > 0, E4M3_MAX / largest, 1.0).clamp(max=torch.finfo(torch.float32).max)
 
 
 def fp8_grid(dtype: torch.dtype, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK), has_powers: bool = False) -> Grid:
-    """Return the values that a matrix can have whose scales are of this dtype: fp32, bf16, or a byte for 2^(scale - 127).
+    """Make the grid of a matrix whose scales are of this dtype: fp32, bf16, or a byte for 2^(scale - 127).
     has_powers: whether scales are powers of two in any dtype."""
 
-    def fresh(largest: torch.Tensor) -> torch.Tensor:
+    def new_scales(largest: torch.Tensor) -> torch.Tensor:
         if dtype == torch.float32 and not has_powers:
             return 1.0 / inverse_scales(largest)
         ideal = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
@@ -41,11 +41,11 @@ def fp8_grid(dtype: torch.dtype, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
     def values(codes: torch.Tensor) -> torch.Tensor:
         return from_e4m3(codes.view(torch.uint8))
 
-    return Grid(*block, fresh, scales_in_fp32, codes, values, e4m3_neighbours)
+    return Grid(*block, new_scales, scales_in_fp32, codes, values, e4m3_neighbours)
 
 
 def scales_in_fp32(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as fp32: bytes are powers of two, 2^(scale - 127)."""
+    """Convert stored scales to fp32: bytes stand for powers of two, 2^(scale - 127)."""
     return powers_of_two(scales).float() if scales.dtype.itemsize == 1 else scales.float()
 
 
@@ -89,7 +89,7 @@ class FP8(Format):
         grid = fp8_grid(torch.float32)
         matrices = views_of_parts(weight_NK, parts, kinds)
         for matrix, own_codes in zip(matrices, views_of_parts(codes, parts, kinds)):
-            largest = grid.of_blocks(matrix.abs(), torch.amax)
+            largest = grid.reduce_blocks(matrix.abs(), torch.amax)
             inverse = inverse_scales(largest)
             own_codes.copy_(to_e4m3(matrix * grid.spread(inverse, matrix.shape)))
             scales.append(1.0 / inverse)
@@ -123,6 +123,6 @@ class FP8(Format):
         return [packed.codes, packed.scales.flatten(1, 3)]
 
 
-def _scales(of_expert: torch.Tensor) -> Iterator[torch.Tensor]:
+def _scales(scales: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the scales [blocks, blocks] of each part and kind of an expert."""
-    return (blocks for part in of_expert for blocks in part.unbind(1))
+    return (blocks for part in scales for blocks in part.unbind(1))

@@ -1,5 +1,7 @@
-"""INT4 as weight-only checkpoints have it (compressed-tensors, GPTQ, AWQ, AutoRound): unsigned codes less a zero, times a
-scale of 32, 64 or 128 values of a row."""
+"""INT4 as weight-only checkpoints have it (compressed-tensors, GPTQ, AWQ, AutoRound): (code - zero) * scale.
+
+Codes are unsigned, and 32, 64 or 128 values of a row share a scale and a zero.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +13,35 @@ from .format import Format, Quantized, Shapes
 from .grid import Grid, Rounded
 
 GROUPS = (128, 64, 32)  # values of a row that share a scale
-GROUP = GROUPS[-1]  # of those that are made here
+GROUP = GROUPS[-1]  # as many as `pack` chooses
 ZERO = 8  # the code of zero where a weight stores none
-LARGEST = 15
+LARGEST = 15  # code
 DIVISOR = 7.5  # the largest magnitude of a group over its scale, as compressed-tensors has it
 
 
 def to_nibbles(bytes_: torch.Tensor) -> torch.Tensor:
-    """Return the halves of bytes [..., B], the low one first: [..., 2 B]."""
+    """Split bytes [..., B] into halves [..., 2 B], the low one first."""
     return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
 
 
 def to_bytes(nibbles: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of halves [..., 2 B], the low one first: [..., B], contiguous."""
-    # of one row alone contiguous() would leave strides that a view as words refuses
+    """Join halves [..., 2 B], the low one first, to bytes [..., B], contiguous."""
+    # contiguous() would leave strides of a single row as they are, and a view as words refuses those
     return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).clone(memory_format=torch.contiguous_format)
 
 
 def group_of(size_in: int, group: int) -> int:
-    """Return the length of groups here, of a row of `size_in` values whose groups in a checkpoint have this length: the
-    last of those may be short, and longer ones are stored as several. Less than GROUP where no format here takes it."""
+    """Compute the length of groups here for a row of `size_in` values whose groups in a checkpoint have length `group`,
+    the last of them maybe a shorter one. Long groups are stored as several. A result below GROUP means that no format
+    here takes the row."""
     return math.gcd(size_in, group, GROUPS[0])
 
 
 def int4_grid(group: int, dtype: torch.dtype, zeros: torch.Tensor | None = None) -> Grid:
-    """Return the values that a matrix [rows, columns] can have: with scales of this dtype, and zeros [rows, groups] in
-    uint8 that stay as they are, None where all are 8."""
+    """Make the grid of a matrix [rows, columns] with scales of this dtype. zeros: [rows, groups] in uint8, which stay as
+    they are; None where all are 8."""
 
-    def fresh(largest: torch.Tensor) -> torch.Tensor:
+    def new_scales(largest: torch.Tensor) -> torch.Tensor:
         return torch.where(largest > 0, largest / DIVISOR, 1.0).to(dtype)
 
     def neighbours(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +60,7 @@ def int4_grid(group: int, dtype: torch.dtype, zeros: torch.Tensor | None = None)
         nibbles = to_nibbles(codes)
         return (nibbles.double() - zero_of(nibbles.shape[1])).float()
 
-    return Grid(1, group, fresh if zeros is None else None, torch.Tensor.double, codes, values, neighbours)
+    return Grid(1, group, new_scales if zeros is None else None, torch.Tensor.double, codes, values, neighbours)
 
 
 class Int4(Format):
@@ -65,7 +68,7 @@ class Int4(Format):
 
     codes uint8 [E, N, K/2], unsigned, the first value in the LOW half; scales [E, N, K/group], bf16, fp16 or fp32, as the
     checkpoint has them, and also negative; state of "uint4", the zeros, uint8 [E, N, K/group], 0 to 16. A value is
-    (code - zero) * scale, rounded once to fp32. Those made here have bf16 scales of 32 values: their largest magnitude
+    (code - zero) * scale, rounded once to fp32. `pack` makes bf16 scales of 32 values: their largest magnitude
     over 7.5, or in "uint4" a fifteenth of what lies between the smallest and the largest, zero included.
     """
 

@@ -1,5 +1,4 @@
-"""MXFP4: E2M1 values, of which 32 of a row share a power of two, as gpt-oss and, under other names, DeepSeek-V4 have
-it."""
+"""MXFP4 as gpt-oss and, under other names, DeepSeek-V4 have it: 32 E2M1 values of a row share a power of two."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from .grid import POWER_BIAS, Grid, Rounded, powers_of_two
 BLOCK = 32
 
 
-def _fresh(largest: torch.Tensor) -> torch.Tensor:
+def _new_scales(largest: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent; 6 = 0.75 * 2^3
     power = torch.where(mantissa <= 0.75, exponent - 3, exponent - 2).clamp(min=-POWER_BIAS)
     return torch.where(largest > 0, power + POWER_BIAS, 0).to(torch.uint8)
@@ -41,8 +40,8 @@ class MXFP4(Format):
     values: ClassVar = {"scales": torch.float8_e8m0fnu}
 
     def grid(self) -> Grid:
-        """Return the values that one expert can have: codes [rows, columns / 32, 16], scales [rows, columns / 32]."""
-        return Grid(1, BLOCK, _fresh, powers_of_two, _codes, _values, e2m1_neighbours)
+        """Make the grid of one expert: codes [rows, columns / 32, 16], scales [rows, columns / 32]."""
+        return Grid(1, BLOCK, _new_scales, powers_of_two, _codes, _values, e2m1_neighbours)
 
     def _stored_shapes(self, num_experts, size_out, size_in, parts, kinds, group):
         scales = num_experts, size_out, size_in // BLOCK

@@ -26,12 +26,12 @@ SCALES_PER_SCALE = 256
 
 
 def _nearest(scaled: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the indices of the nearest of the rising `values`, a tie going down (bitsandbytes' default kernel)."""
+    """Find the indices of the nearest of the rising `values`; ties go down (bitsandbytes' default kernel)."""
     return torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def to_nf4(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """Return the codes [N, K/2] of blocks [N, K/64, 64] whose largest magnitudes are absmax [N, K/64]."""
+    """Quantize blocks [N, K/64, 64] whose largest magnitudes are absmax [N, K/64] to codes [N, K/2]."""
     scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
     codes = _nearest(scaled, torch.tensor(NF4_VALUES, dtype=torch.float32, device=scaled.device)).view(
         blocks.shape[0], -1
@@ -40,7 +40,7 @@ def to_nf4(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
 
 
 def _dynamic_map() -> torch.Tensor:
-    """Return bitsandbytes' create_dynamic_map(): 256 values in [-1, 1], denser towards 0 (arXiv 1511.04561)."""
+    """Compute bitsandbytes' create_dynamic_map(): 256 values in [-1, 1], denser towards 0 (arXiv 1511.04561)."""
     values = [0.0, 1.0]
     for i in range(7):
         bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
@@ -50,7 +50,7 @@ def _dynamic_map() -> torch.Tensor:
 
 
 def quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Tensor, offset: torch.Tensor) -> None:
-    """Fill `scales` [n] and `state` from absmax [n]: blocks of 256 less the offset, in 8 bits."""
+    """Quantize absmax [n], less the offset, to 8 bits in blocks of 256: fill `scales` [n] and `state`."""
     values = _dynamic_map().to(absmax.device)
     size = -absmax.numel() % SCALES_PER_SCALE
     blocks = torch.nn.functional.pad(absmax - offset, (0, size)).view(-1, SCALES_PER_SCALE)
@@ -64,16 +64,16 @@ def quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Ten
 
 
 def _absmax(packed: Quantized, expert: int, scales: torch.Tensor) -> torch.Tensor:
-    """Return in fp32 what the scales [N, K/64] of an expert stand for."""
+    """Expand the scales [N, K/64] of an expert to fp32."""
     state, first = packed.state, expert * scales.numel()
     assert state is not None
-    places = torch.arange(first, first + scales.numel(), dtype=torch.int64, device=scales.device)
-    of_scales = state[SCALE_SCALES][places // SCALES_PER_SCALE].view(scales.shape)
-    return state[SCALE_MAP][scales.int()] * of_scales + state[SCALE_OFFSET]
+    indices = torch.arange(first, first + scales.numel(), dtype=torch.int64, device=scales.device)
+    scales_of_scales = state[SCALE_SCALES][indices // SCALES_PER_SCALE].view(scales.shape)
+    return state[SCALE_MAP][scales.int()] * scales_of_scales + state[SCALE_OFFSET]
 
 
 def _neighbours(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return NF4's values below and above; of those beyond all, the last two."""
+    """Find NF4's values below and above; beyond all of them the last two."""
     values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=scaled.device)
     low = torch.bucketize(scaled, values[1:-1], right=True, out_int32=True)
     return values[low], values[low + 1]
@@ -125,7 +125,7 @@ class NF4(Format):
         return self.grid(packed, expert).dense(packed.codes[expert], packed.scales[expert])
 
     def grid(self, packed: Quantized, expert: int) -> Grid:
-        """Return the values that one expert can have: codes [rows, columns / 2], scales [rows, columns / 64]."""
+        """Make the grid of one expert: codes [rows, columns / 2], scales [rows, columns / 64]."""
         return Grid(1, NF4_BLOCK, None, partial(_absmax, packed, expert), _codes, _values, _neighbours)
 
     def round_expert(self, packed: Quantized, expert: int, weight_NK: torch.Tensor, uniform=None) -> Rounded:
@@ -152,7 +152,7 @@ class NF4(Format):
             )
 
     def state_of(self, experts: slice, state: torch.Tensor, scales_per_expert: int) -> torch.Tensor:
-        """Return the state of some experts, from that of the whole weight."""
+        """Cut the state of some experts out of that of the whole weight."""
         first, end = (bound * scales_per_expert // SCALES_PER_SCALE for bound in (experts.start, experts.stop))
         return torch.cat((state[: SCALE_SCALES.start], state[SCALE_SCALES][first:end]))
 

@@ -18,15 +18,15 @@ BLOCK = 16
 
 
 def nvfp4_grid(scale_2: torch.Tensor) -> Grid:
-    """Return the values that a matrix can have beside fp32 scales of the whole, [] or [rows, 1]."""
+    """Make the grid of a matrix. scale_2: its second scale in fp32, [] for the whole, or [rows, 1]."""
 
-    def fresh(largest: torch.Tensor) -> torch.Tensor:
+    def new_scales(largest: torch.Tensor) -> torch.Tensor:
         return to_e4m3(largest / (E2M1_MAX * scale_2)).view(torch.float8_e4m3fn)
 
     def factors(scales: torch.Tensor) -> torch.Tensor:
         return (from_e4m3(scales.view(torch.uint8)) * scale_2).double()
 
-    return Grid(1, BLOCK, fresh, factors, to_e2m1, from_e2m1, e2m1_neighbours)
+    return Grid(1, BLOCK, new_scales, factors, to_e2m1, from_e2m1, e2m1_neighbours)
 
 
 class NVFP4(Format):
@@ -79,6 +79,6 @@ class NVFP4(Format):
 
 
 def _by_row(state_PQ: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the scale of each row's part and kind: [N, 1]."""
+    """Repeat the scales of parts and kinds for each row: [N, 1]."""
     parts, kinds = state_PQ.shape
     return state_PQ[:, None].expand(parts, num_rows // (parts * kinds), kinds).reshape(-1, 1)

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Quantized, mxfp4, nvfp4
-from ..kernels.packed.format import Stored
+from ..kernels.packed.format import TensorSpecs
 from ..kernels.packed.fp8 import FP8_BLOCK, fp8_grid
 from ..kernels.packed.grid import Grid, Rounded
 
@@ -43,11 +43,11 @@ class HubFormat(ABC):
         return FORMATS[self.name].element_size
 
     def names(self, weight: str) -> list[str]:
-        """Return the names of the tensors that store `weight`."""
+        """Name the tensors that store `weight`."""
         return [weight, *(weight + end for end in self.scales)]
 
     def names_in(self, weight: str, there: Container[str]) -> list[str]:
-        """Return `names` as a checkpoint with the tensors `there` has them: some write a shorter name."""
+        """Select `names` as a checkpoint with the tensors `there` has them: some write a shorter name."""
         return self.names(weight)
 
     @property
@@ -63,20 +63,20 @@ class HubFormat(ABC):
         """
 
     def optional_names(self, weight: str) -> list[str]:
-        """Return the names of the tensors that may be there too."""
+        """Name the tensors that may be there too."""
         return [weight + end for end in self.optional]
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
-        """Return the weight that a tensor of this name and dtype is; None of another tensor."""
+        """Name the weight that a tensor of this name and dtype stores; None of another tensor."""
         return name if dtype == self.dtype else None
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return (N, K) of a matrix that is stored in this shape."""
+        """Compute (N, K) of a matrix that is stored in this shape."""
         return shape
 
     @abstractmethod
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Return, by name, shape and dtypes of the tensors that store a matrix [N, K]."""
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+        """Describe, by name, shape and dtypes of the tensors that store a matrix [N, K]."""
 
     def check(self, *tensors: torch.Tensor) -> None:
         """Raise CheckpointError where a matrix and its scales do not fit together."""
@@ -86,15 +86,15 @@ class HubFormat(ABC):
 
     @abstractmethod
     def grid(self, *scales: torch.Tensor) -> Grid:
-        """Return the grid of values that a matrix with such scales can have, by their dtype and NVFP4's scale of all."""
+        """Make the grid of values that a matrix with such scales can have, by their dtype and NVFP4's scale of all."""
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Return the values in fp32. Raises CheckpointError as `check`."""
+        """Compute the values in fp32. Raises CheckpointError as `check`."""
         self.check(*tensors)
         return self.grid(*tensors[1:]).dense(tensors[0], tensors[1])
 
     def scales_shape(self, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales that `pack` gives of a matrix [N, K], by that of those that are stored."""
+        """Compute the shape of the scales that `pack` gives of a matrix [N, K], by that of those that are stored."""
         return stored
 
     def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
@@ -103,23 +103,23 @@ class HubFormat(ABC):
         return self.grid(*scales).round(weight, scales[0], codes, uniform)
 
     def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
-        """Return the tensors that store a matrix which was rounded, of those that stored it."""
+        """Make the tensors that store a matrix which was rounded, of those that stored it."""
         return [rounded.codes.view(stored[0].dtype), rounded.scales, *stored[2:]]
 
     @abstractmethod
     def pack(self, *tensors: torch.Tensor) -> Quantized:
-        """Return one expert's codes, scales and state. Raises CheckpointError as `check`."""
+        """Convert one expert to codes, scales and state. Raises CheckpointError as `check`."""
 
     def unpack_new(self, packed: Quantized) -> list[torch.Tensor]:
-        """Return the tensors by which a matrix in the blocks of FORMATS is stored anew; the bits of its scales count."""
+        """Make the tensors by which a matrix in the blocks of FORMATS is stored anew; the bits of its scales count."""
         return [packed.codes.view(self.dtype), packed.scales]
 
     def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return a weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""
+        """Join a weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""
         return scales.flatten(1, 2)
 
     def join(self, parts: list[list[Quantized]]) -> Quantized:
-        """Return one weight of the parts [part][expert], gate and up or down alone, one behind the other."""
+        """Join one weight of the parts [part][expert], gate and up or down alone, one behind the other."""
         by_expert = [part for of_expert in zip(*parts) for part in of_expert]
 
         def field(name: str) -> torch.Tensor:
@@ -154,7 +154,7 @@ class HubFP8(HubFormat):
         short = [weight, weight.removesuffix(WEIGHT) + SHORT_SCALE]
         return short if short[1] in there else self.names(weight)
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat. The last blocks are cut off."""
         if len(shape) != 2:
             raise CheckpointError(f"fp8 tensors have two dimensions; {name} has shape {tuple(shape)}")
@@ -166,7 +166,7 @@ class HubFP8(HubFormat):
         return fp8_grid(scales[0].dtype, self.block, self.has_powers)
 
     def dense_rows(self, weight: torch.Tensor, scales: torch.Tensor, rows: int, first: int) -> torch.Tensor:
-        """Return some rows in fp32, from the `first` on, of a matrix with `rows` rows, by the scales of all of it."""
+        """Compute some rows in fp32, from the `first` on, of a matrix with `rows` rows, by the scales of all of it."""
         self.check(weight.new_empty(rows, weight.shape[1], device="meta"), scales)
         return self.grid(scales).dense(weight, scales, first)
 
@@ -193,7 +193,7 @@ class MXFP4Matrix(HubFormat):
         """See HubFormat."""
         return (*shape[:-1], 2 * shape[-1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         scales = (torch.float8_e8m0fnu, torch.uint8)
@@ -259,7 +259,7 @@ class HubNVFP4(HubFormat):
         """See HubFormat."""
         return (*shape[:-1], 2 * shape[-1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), ()

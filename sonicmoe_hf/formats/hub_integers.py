@@ -9,7 +9,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Quantized, nvfp4
-from ..kernels.packed.format import Stored
+from ..kernels.packed.format import TensorSpecs
 from ..kernels.packed.grid import Grid, Rounded
 from ..kernels.packed.int4 import GROUP, LARGEST, ZERO, group_of, int4_grid, to_bytes, to_nibbles
 from .hub import HUB, HubFormat, MXFP4Matrix, check_matrix
@@ -90,11 +90,11 @@ class HubIntegers(_RenamedFormat):
 
     @abstractmethod
     def _read(self, *tensors: torch.Tensor) -> Quantized:
-        """Return the codes in bytes along K, and scales and zeros [N, groups] of the checkpoint's groups."""
+        """Read the codes in bytes along K, and scales and zeros [N, groups] of the checkpoint's groups."""
 
     @abstractmethod
     def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that are stored of what `_read` returns, in the order of `own`."""
+        """Make the tensors that store what `_read` returns, in the order of `own`."""
 
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """See HubFormat. Groups that K or a format here does not take become several with the same scale."""
@@ -122,7 +122,7 @@ class HubIntegers(_RenamedFormat):
         return Quantized(codes, spread(scales))
 
     def unpack(self, packed: Quantized, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that the checkpoint stores of what `pack` made of it, byte by byte. like: those that it had,
+        """Invert `pack`: make the tensors that the checkpoint stores, byte by byte. like: those that it had,
         as far as they do not depend on the values."""
         codes, scales, zeros = packed
         size_in = 2 * codes.shape[1]
@@ -149,7 +149,7 @@ class HubIntegers(_RenamedFormat):
         if packed.scales.shape[1] == self.num_groups(weight.shape[1]):
             return FORMATS[self.name].round_expert(_as_one_expert(packed), 0, weight, uniform)
         grid = int4_grid(weight.shape[1] // packed.scales.shape[1], packed.scales.dtype, packed.state)
-        return grid._replace(fresh=None).round(weight, packed.scales, packed.codes, uniform)
+        return grid._replace(new_scales=None).round(weight, packed.scales, packed.codes, uniform)
 
     def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
         """See HubFormat."""
@@ -176,7 +176,7 @@ class CompressedInt4(HubIntegers):
         """See HubFormat."""
         return (shape[0], PER_WORD * shape[1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
@@ -238,7 +238,7 @@ class GPTQInt4(HubIntegers):
         """See HubFormat."""
         return (shape[1], PER_WORD * shape[0])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
@@ -272,13 +272,13 @@ class GPTQInt4(HubIntegers):
 
 
 def _in_awq_order(bytes_: torch.Tensor) -> torch.Tensor:
-    """Return the nibbles [K, N] of rows of words whose nibbles are in AWQ's order."""
+    """Unpack the nibbles [K, N] of rows of words whose nibbles are in AWQ's order."""
     inverse = torch.argsort(AWQ_ORDER).to(bytes_.device)
     return to_nibbles(bytes_).unflatten(1, (-1, PER_WORD))[..., inverse].flatten(1)
 
 
 def _to_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
-    """Return the words [K, N/8] of nibbles [K, N]."""
+    """Pack nibbles [K, N] into words [K, N/8]."""
     ordered = nibbles.unflatten(1, (-1, PER_WORD))[..., AWQ_ORDER.to(nibbles.device)].flatten(1)
     return words(to_bytes(ordered))
 
@@ -296,7 +296,7 @@ class AWQInt4(HubIntegers):
         """See HubFormat."""
         return (PER_WORD * shape[1], shape[0])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
@@ -326,7 +326,7 @@ class CompressedInt8(_RenamedFormat):
         """See HubFormat."""
         return (shape[0], 4 * shape[1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         shapes = (rows, columns // 4), (rows, -(-columns // (self.group or columns))), (2,)
@@ -370,7 +370,7 @@ class CompressedNVFP4(_RenamedFormat):
         """See HubFormat."""
         return (shape[0], 2 * shape[1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), (1,)

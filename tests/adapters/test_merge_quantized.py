@@ -182,8 +182,8 @@ def test_of_powers_of_two_the_smallest_that_holds_a_blocks_largest_value_is_take
     """1 holds 448 of E4M3 and 6 of E2M1; half of it half as much, and of more it takes 2."""
     held = torch.tensor([1.0, 0.5, 1.001, 0.999])
     for grid, largest in ((HubFP8(BLOCK).grid(held.to(torch.uint8)), 448), (FORMATS["mxfp4"].grid(), 6)):
-        assert grid.fresh(held * largest).tolist() == [127, 126, 128, 127]
-    powers = HubFP8(BLOCK, has_powers=True).grid(held).fresh(held * 448)
+        assert grid.new_scales(held * largest).tolist() == [127, 126, 128, 127]
+    powers = HubFP8(BLOCK, has_powers=True).grid(held).new_scales(held * 448)
     assert powers.tolist() == [1.0, 0.5, 2.0, 1.0]
 
 

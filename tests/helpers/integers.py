@@ -58,13 +58,13 @@ DECLARED = {  # by kind: what config.json says
 
 
 def format_of(kind, **changes):
-    """Return the reader of the hub's matrices that a kind's config declares."""
+    """Make the reader of the hub's matrices that a kind's config declares."""
     declared = {**DECLARED[kind], **changes}
     return DeclaredQuantization(declared["quant_method"], declared).hub()
 
 
 def stored_as(format, name, weight):
-    """Return (the tensors that store a matrix by name, the values in fp32 that they stand for)."""
+    """Pack a matrix: (the tensors that store it, by name, the values in fp32 that they stand for)."""
     size_out, size_in = weight.shape
     whole = min(format.group or size_in, size_in)
     group = group_of(size_in, format.group or size_in)
@@ -77,7 +77,7 @@ def stored_as(format, name, weight):
     spread = [part.repeat_interleave(whole // group, 1)[:, : size_in // group] for part in (largest, zeros)]
     zeros = spread[1].contiguous() if format.has_zeros else None
     grid = int4_grid(group, dtype, zeros)
-    scales = int4_grid(group, dtype).fresh(spread[0].contiguous())
+    scales = int4_grid(group, dtype).new_scales(spread[0].contiguous())
     codes = grid.codes(weight.double() / grid.spread(scales, weight.shape))
     g_idx = (torch.arange(size_in) // (format.group or size_in)).to(torch.int32)
     like = {"weight_shape": torch.tensor(weight.shape, dtype=torch.int32), "g_idx": g_idx}

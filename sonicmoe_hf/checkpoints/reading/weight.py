@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...formats.hub import HubFormat
 from ...kernels.packed import FORMATS, Format, Quantized
 from ...kernels.packed.dither import Dither
-from ...kernels.packed.format import Stored
+from ...kernels.packed.format import TensorSpecs
 from ...kernels.packed.grid import Rounded
 from .converters import Tensors, WeightGroup
 from .files import Header, TensorFiles
@@ -53,7 +53,7 @@ class GroupChange:
         self._made: Tensors = {}
 
     def apply(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
-        """Return the new values of a weight, or of an expert's [1, ...] of it, whose old ones are `values`."""
+        """Compute the new values of a weight, or of an expert's [1, ...] of it, whose old ones are `values`."""
         owner = self.group.owners[weight.name]
         expert = expert if owner is None else owner
         if expert != self._expert or weight.name not in self._made:
@@ -119,8 +119,8 @@ class Weight:
         else:
             yield from ((expert, [each[expert] for each in tensors]) for expert in range(self.change.num_experts))
 
-    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
-        """Return by name the shape of each tensor that stores a weight of this shape, its rows in this order (of
+    def stored_as(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
+        """Describe by name the shape of each tensor that stores a weight of this shape, its rows in this order (of
         kernels.packed.ORDERS), and the dtypes that it may have: () is any."""
         return {self.name: (shape, ())}
 
@@ -136,7 +136,7 @@ class Weight:
         return self.raw(expert)[0].clone()
 
     def changed(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read it; where it has a change with that, in fp32 where an adapter is added, to be rounded once."""
+        """Read the weight, with its change if it has one; in fp32 where an adapter is added, to be rounded once."""
         values = self.read(expert, dtype)
         return values if self.change is None else self.change.group().apply(self, values, expert)
 
@@ -156,7 +156,7 @@ class Weight:
         return self.change is not None and self.change.dither is not None
 
     def _uniform(self, shape: torch.Size, expert: int | None) -> torch.Tensor | None:
-        """Return the numbers in [0, 1) by which a matrix of this shape is dithered."""
+        """Compute the numbers in [0, 1) by which a matrix of this shape is dithered."""
         if self.change is None or self.change.dither is None:
             return None
         return self.change.dither.uniform(self.change.expert if expert is None else expert, shape)
@@ -167,12 +167,12 @@ class Weight:
         return self._files.tensors[self.tensor_names[1]]
 
     def rewritten(self, rounded: Rounded) -> list[torch.Tensor]:
-        """Return the first of the tensors that store it, or an expert of it, once it was rounded; those behind stay."""
+        """Round the weight, or an expert of it. Returns the first of the tensors that store it; the others stay."""
         return [rounded.codes, rounded.scales]
 
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
-        """Read what stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
-        all. rounded: codes and scales to take in place of its own."""
+        """Read the tensors that store the weight in our layout, each tensor as [rows, ...], or one expert's [1, rows,
+        ...] of one that holds all. rounded: codes and scales to take in place of its own."""
         return self.raw(expert)
 
 
@@ -211,7 +211,7 @@ class PackedExperts(Weight):
         stored = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
         return self._turned(self.format.shape(stored))
 
-    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+    def stored_as(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight. Of how many values share a scale the files alone know."""
         turned, scales = self._turned(shape), self._files.tensors[self.tensor_names[1]].shape
         return self.format.stored(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
@@ -270,7 +270,7 @@ class HubMatrix(Weight):
         header = super().scales_header
         return header._replace(shape=self.format.scales_shape(self.shape, header.shape))
 
-    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+    def stored_as(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight."""
         return dict(zip(self.tensor_names, self.format.stored(self.name, shape).values()))
 

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...kernels.packed import Format, Quantized
-from ...kernels.packed.format import Stored
+from ...kernels.packed.format import TensorSpecs
 from ..layouts import ExpertsParameter, experts_parameters
 from ..reading.files import Header
 from ..reading.source import Source
@@ -117,8 +117,8 @@ class _Relaid:
         return [self._weights[name] for name in self._here.names_of(expert)]
 
     def _read_rows(self, dtype: torch.dtype, expert: int, adapter: bool = True) -> list[torch.Tensor]:
-        """Read what the layout's weights hold of an expert, [out, in] each or [out], in `dtype`; in fp32 where an adapter
-        changes it. adapter: whether to add it."""
+        """Read an expert's matrices from the layout's weights, [out, in] each or [out], in `dtype`; in fp32 where an
+        adapter changes it. adapter: whether to add it."""
         here, matrices = self._here, []
         for weight in self._weights_of(expert):
             own = None if here.is_per_expert else expert
@@ -172,7 +172,7 @@ class _Relaid:
         return self._stored(made, shells)
 
     def _stored(self, packed: list[Quantized], shells: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that store weights, like `shells`."""
+        """Make the tensors that store weights, like `shells`."""
         stored: Iterable[Iterable[torch.Tensor | None]] = packed
         if self.there.is_per_expert:
             assert self._output.hub is not None
@@ -184,7 +184,7 @@ class _Relaid:
         """Make tensors on the meta device like those that will store weights, by name. scales: the header of those whose
         blocks move, for formats with several dtypes or sizes of groups."""
         there = self.there
-        expected: Stored = {}
+        expected: TensorSpecs = {}
         for name in names:
             if there.is_per_expert:
                 assert self._output.hub is not None
