@@ -43,9 +43,9 @@ class Activation(NamedTuple):
         return is_gated(self.name)
 
     def inner(self, width: int) -> int:
-        """Return I of an up projection with `width` rows."""
+        """Compute I of an up projection with `width` rows."""
         return width // 2 if self.is_gated else width
 
     def width(self, inner: int) -> int:
-        """Return the number of rows of the up projection: 2I, or I without a gate."""
+        """Compute the number of rows of the up projection: 2I, or I without a gate."""
         return 2 * inner if self.is_gated else inner

@@ -98,7 +98,7 @@ def round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting):
 
 
 def _spans(rows: Rows):
-    """Return (expert, slice of its rows) for every expert that has rows."""
+    """List (expert, slice of its rows) for every expert that has rows."""
     offsets = rows.offsets.tolist()
     return [(e, slice(s, t)) for e, (s, t) in enumerate(itertools.pairwise(offsets)) if t > s]
 

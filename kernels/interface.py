@@ -7,11 +7,10 @@ A backend is a module with the functions of `Backend` (`kernels/eager.py` is the
 padded to a multiple of 8 with zeros.
 
 Row buffers have P rows; what those past `rows.offsets[E]` hold is undefined, and no other row depends on it. Weights come
-as logical views [E, 2I, H] and [E, H, I]: their strides say whether they are stored transposed. `interleaved` says if
-the 2I dimension holds (gate, up) pairs or all gates, then all ups; h and dh keep that order. With an activation that has
-no gate, I stands for 2I in every shape, and `interleaved` says nothing. `weight_P` is in the
-accumulation dtype (`accumulation_dtype`). What a `want_*` flag leaves out comes back as None. Every function is
-deterministic.
+as logical views [E, 2I, H] and [E, H, I]: their strides say whether they are stored transposed. `interleaved` says if the
+2I dimension has each gate beside its up, or all gates, then all ups; h and dh keep that order. With an activation that
+has no gate, I stands for 2I in every shape, and `interleaved` says nothing. `weight_P` is in the accumulation dtype
+(`accumulation_dtype`). What a `want_*` flag leaves out comes back as None. Every function is deterministic.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Rows(NamedTuple):
 
     @property
     def scheduler_state(self) -> torch.Tensor:
-        """Give (counter, number of tiles, unused), the last entry of `tiles`.
+        """View the last entry of `tiles`: (counter, number of row tiles, unused).
 
         Persistent kernels take their work tiles from the counter. It is 0 between launches, but not during one: that is
         why one Rows is for one stream at a time.
@@ -73,11 +72,11 @@ class Weighting(NamedTuple):
 
 
 class RoundedRows(NamedTuple):
-    """Token rounding's rows, with P = `num_pairs` at least their number: what `round_rows` gives.
+    """The result of `round_rows`: token rounding's rows, in buffers of P = `num_pairs`, which is at least their number.
 
-    It takes S, what to rank by (fp32), top-k's choice, which tokens are no padding (bool, or None) and, for stochastic
-    rounding, a number from [0, 1) for every expert; with padding and fewer than `min_pairs` pairs left, top-k stands.
-    Rows and pairs are one: expert by expert, by rising token.
+    `round_rows` takes the scores S, a ranking of them (fp32), top-k's choice, which tokens are no padding (bool, or None)
+    and, for stochastic rounding, a number from [0, 1) for every expert. Where padding leaves fewer than `min_pairs`
+    pairs, top-k stands. Row r is pair r: expert by expert, by rising token.
 
     weight_P: in `dtype`; 0 past R. expert_P: int32; E past R. fell_back: bool, no dimensions: whether top-k stands; None
         without valid_T.
@@ -90,13 +89,13 @@ class RoundedRows(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype that sums, routing weights and activations are computed in: fp32, or fp64 for fp64 inputs."""
+    """Choose the dtype that sums, routing weights and activations are computed in: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class LoraTerm(NamedTuple):
-    """An adapter's part of a product with a weight [E, N, K]: shrunk_PJ @ factor_ENJ[e]^T, added to the product in fp32
-    before bias and activation. Depth beyond K: [rows_RK | shrunk_PJ] @ [weight | factor]^T.
+    """An adapter's term of a product with a weight [E, N, K]: shrunk_PJ @ factor_ENJ[e]^T, added to the product in fp32
+    before bias and activation. With it the product has more depth: [rows_RK | shrunk_PJ] @ [weight | factor]^T.
 
     shrunk_PJ: contiguous, in the dtype and the order of the rows; what `lora_shrink` or `lora_b_backward` gave.
     factor_ENJ: in the weight's dtype, without gaps, and in the weight's order: J is contiguous where K is, else N.
@@ -120,7 +119,7 @@ class Backend(Protocol):
     v = scale a A2^T, expert by expert; A [E, J, in] and B [E, out, J]."""
 
     def tile_table_length(self, num_pairs: int, num_experts: int) -> int:
-        """Give the length of Rows.tiles."""
+        """Compute the length of Rows.tiles."""
 
     def dispatch(self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool) -> Rows:
         """Sort the pairs by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
@@ -149,12 +148,12 @@ class Backend(Protocol):
         experts without rows are undefined."""
 
     def reads_packed(self, format: str, dtype: torch.dtype, rows: Rows, is_expanded: bool = False) -> bool:
-        """Tell whether up and down take weights as `PackedOperand`, and are faster with them than `dequantize` with what
-        it gives; or than the latter alone, where the weights are expanded anyway."""
+        """Tell whether up and down take weights as `PackedOperand`, and are faster so than on expanded weights, the time
+        of `dequantize` counted unless `is_expanded`: then the weights are expanded in any case."""
 
     def decodes(self, weight: PackedOperand, dtype: torch.dtype, rows: Rows, is_expanded: bool = False) -> bool:
-        """Tell whether up, down, down_backward and up_backward_input take this weight as it is, and are faster with it
-        than `dequantize` with what it gives; or where the weight, if it is expanded, is so once for all of them."""
+        """Tell whether up, down, down_backward and up_backward_input take this weight as it is, and are faster so than on
+        an expanded weight, with the time of `dequantize`: once for each of them, or if `is_expanded` once for all."""
 
     def up(
         self,

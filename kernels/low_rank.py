@@ -33,7 +33,7 @@ def b_as_peft(b):
 
 
 def a_by_expert(shape, strides, num_experts: int):
-    """Give the shape [E, r, in] and the strides of an A of either form."""
+    """View the shape and strides of an A of either form as those of [E, r, in]."""
     if len(shape) == 3:
         return tuple(shape), tuple(strides)
     (rows, length), (by_row, by_column) = shape, strides
@@ -42,7 +42,7 @@ def a_by_expert(shape, strides, num_experts: int):
 
 
 def b_by_expert(shape, strides, num_experts: int):
-    """Give the shape [E, out, r] and the strides of a B of either form."""
+    """View the shape and strides of a B of either form as those of [E, out, r]."""
     if len(shape) == 3:
         return tuple(shape), tuple(strides)
     (size, columns), (by_row, by_column) = shape, strides

@@ -9,7 +9,7 @@ import torch
 
 
 def _order_keys(scores_TE: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys, all different within an expert: a higher fp32 score first, then the lower token index."""
+    """Compute int64 keys, all different within an expert: a higher fp32 score first, then the lower token index."""
     bits = (scores_TE.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 tie
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     token_T1 = torch.arange(scores_TE.shape[0], dtype=torch.int64, device=scores_TE.device).unsqueeze(1)
@@ -30,7 +30,7 @@ def _score_mass(scores_TE, token_EN, count_E):
 
 
 def _rounded_counts(f_E, tile, rounding, uniform_E=None, gained_E=None, lost_E=None):
-    """Return n_E: f_E rounded to multiples of the tile, whether or not there are tokens enough."""
+    """Compute n_E, f_E rounded to multiples of the tile, whether or not there are tokens enough."""
     below_E = f_E // tile * tile
     rest_E = f_E - below_E
     if rounding == "balanced":
@@ -50,12 +50,12 @@ def _rounded_counts(f_E, tile, rounding, uniform_E=None, gained_E=None, lost_E=N
 
 
 def top_k_mask(scores_TE, top_k_index_TK):
-    """Return the model's own top-k as mask_TE, bool."""
+    """Convert the model's own top-k to mask_TE, bool."""
     return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, top_k_index_TK.long(), True)
 
 
 def rounded_mask(scores_TE, top_k_TE, valid_T, uniform_E, rounding, tile):
-    """Return mask_TE after token rounding; see sonicmoe_hf.routing.round_tokens. No expert's column is sorted."""
+    """Compute mask_TE after token rounding; see sonicmoe_hf.routing.round_tokens. No expert's column is sorted."""
     num_tokens = scores_TE.shape[0]
     other_TE = ~top_k_TE & (scores_TE > float("-inf"))
     if valid_T is not None:
@@ -85,7 +85,8 @@ def rounded_mask(scores_TE, top_k_TE, valid_T, uniform_E, rounding, tile):
 
 
 def pairs_of_mask(mask_TE, num_pairs):
-    """Return (expert_P, token_P) of a mask, expert by expert and by rising token; past its pairs expert E, token T."""
+    """List the pairs of a mask as (expert_P, token_P), expert by expert and by rising token; past them expert E, token
+    T."""
     num_tokens = mask_TE.shape[0]
     mask_ET = mask_TE.T.reshape(-1)
     place = torch.where(mask_ET, mask_ET.cumsum(0) - 1, num_pairs)
@@ -103,13 +104,13 @@ def _divisor(chosen, epsilon: float):
 
 
 def chosen_weights(chosen, normalised: bool, epsilon: float, scale: float):
-    """Return the weights of a token's chosen scores, in the last dimension with any number of zeros: the scores, over
-    their sum (+ epsilon) if `normalised`, times `scale`. Zeros, with finite gradients, where there are none."""
+    """Compute the weights of a token's chosen scores, which the last dimension has beside zeros: the scores, over their
+    sum (+ epsilon) if `normalised`, times `scale`. A token without any gets zeros, and finite gradients."""
     return (chosen / _divisor(chosen, epsilon) if normalised else chosen) * scale
 
 
 def set_weights(scores_TE, mask_TE, normalised: bool, epsilon: float, scale: float):
-    """Return weights_TE: `chosen_weights` of S on the set, a mask; elsewhere 0."""
+    """Compute weights_TE: `chosen_weights` of S on the set, a mask; elsewhere 0."""
     return chosen_weights(torch.where(mask_TE, scores_TE, 0.0), normalised, epsilon, scale)
 
 

@@ -76,15 +76,15 @@ def scale_halves(dh_M2I: torch.Tensor) -> ScaledRows:
 
 
 def transposed_shape(codes: torch.Tensor, parts: int) -> tuple[int, int, int]:
-    """Return the shape of a transposed weight's codes: [E, K, N], or of a gate and an up [E, K, 2 I'] as `scale_halves`
-    has it."""
+    """Compute the shape of a transposed weight's codes: [E, K, N], or of a gate and an up [E, K, 2 I'], in the order of
+    `scale_halves`."""
     num_experts, size_out, size_in = codes.shape
     depth = size_out if parts == 1 else parts * -(-size_out // parts // FP8_BLOCK) * FP8_BLOCK
     return num_experts, size_in, depth
 
 
 def transposed(codes_ENK: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
-    """Return the weight whose product with a gradient of its rows is that of its columns."""
+    """Transpose a weight for backward, whose products contract over its rows."""
     parts = scales.shape[1]
     shape = transposed_shape(codes_ENK, parts)
     filling = 0, 0, 0, shape[2] // parts - codes_ENK.shape[1] // parts
@@ -93,7 +93,7 @@ def transposed(codes_ENK: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
 
 
 def block_scales(weight) -> torch.Tensor:
-    """Return the scales of a ScaledWeight or of a packed weight, as fp32 [E, blocks of rows, groups]."""
+    """Convert the scales of a ScaledWeight or of a packed weight to fp32 [E, blocks of rows, groups]."""
     return scales_in_fp32(weight.scales).flatten(1, 3)
 
 

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Leaves = list  # of tensors and constants
 
 ALIGNMENT = 16  # bytes; launches are prepared for pointers that are multiples of it
-TAPES = 4096  # of one function: sizes times layers that differ
+TAPES = 4096  # of one function, at most: one for each combination of sizes, constants and layout
 # Of those with the same sizes. Recording takes ten times as long as the call, which sizes that seldom come again, such as
 # the rows that a rank of expert parallelism receives, would never make up for; a model's layers share theirs.
 RECORDED_CALL = 4
@@ -57,13 +57,14 @@ Tape = Callable[[Leaves, list], "list[torch.Tensor] | None"]
 
 
 def recording() -> Recorder | None:
-    """Give this thread's recorder."""
+    """Look up this thread's recorder; None outside of a recording."""
     return getattr(_thread, "recorder", None)
 
 
 @contextlib.contextmanager
 def launching(device: int):
-    """Wrap a launch on this GPU, which need not be the current one (-1: a CPU); give whom to tell of it, or None."""
+    """Wrap a launch on this GPU, which need not be the current one (-1: a CPU); yield the recorder to note it, or
+    None."""
     recorder = recording()
     elsewhere = device >= 0 and device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else _HERE, _HERE if recorder is None else recorder.noting():
@@ -71,7 +72,7 @@ def launching(device: int):
 
 
 class Unrecordable(Exception):
-    """Something that a tape cannot say."""
+    """Raised where a call does something that no line of a tape can repeat."""
 
 
 class _Expression(str):
@@ -79,7 +80,7 @@ class _Expression(str):
 
 
 class _Root(NamedTuple):
-    """A tensor that a tape has a name for: one that it is given, or makes. Views are told as places in it."""
+    """A tensor that a tape has a name for: one that it is given, or makes. Views of it are written as `as_strided`."""
 
     name: str
     address: int
@@ -92,7 +93,7 @@ class _Root(NamedTuple):
 
 
 def leaves_of(arguments: Sequence[Any]) -> Leaves:
-    """Flatten the arguments: what tuples among them hold stands in their place."""
+    """Flatten the arguments: the items of tuples among them, also of tuples in tuples, replace these."""
     leaves = []
     for argument in arguments:
         if isinstance(argument, tuple):
@@ -138,7 +139,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def noting(self):
-        """Wrap a launch and the note of it, in place of the operations that it makes itself."""
+        """Wrap a launch and its note, so that operations of torch inside the launch are not noted too."""
         self._free()
         was_paused, self._is_paused = self._is_paused, True
         try:
@@ -153,7 +154,7 @@ class Recorder(TorchDispatchMode):
         self.lines.append(self.made(function, *arguments, **options))
 
     def expression(self, value) -> _Expression:
-        """Write source that gives this value when the tape runs."""
+        """Write source of a value."""
         if isinstance(value, _Expression):
             return value
         if isinstance(value, torch.Tensor):
@@ -181,7 +182,7 @@ class Recorder(TorchDispatchMode):
         return _Expression(f"{name}({', '.join(given)})")
 
     def once(self, function: Callable, *arguments) -> _Expression:
-        """Write source of a call that is made once, as the tape begins."""
+        """Write source of a call that the tape makes once, before its other lines."""
         source = self.made(function, *arguments)
         return self._beginning.setdefault(source, _Expression(self._new_name("a")))
 
@@ -324,8 +325,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _share_memory(tensors: list[torch.Tensor]) -> bool:
-    places = sorted((tensor.data_ptr(), _extent(tensor)) for tensor in tensors)
-    return any(start + size > following for (start, size), (following, _) in itertools.pairwise(places))
+    extents = sorted((tensor.data_ptr(), _extent(tensor)) for tensor in tensors)
+    return any(start + size > following for (start, size), (following, _) in itertools.pairwise(extents))
 
 
 def _never(leaves, given):
@@ -333,12 +334,12 @@ def _never(leaves, given):
 
 
 class Taped:
-    """`function(given, *others)`, which empties the list `given` and gives a list of tensors, by its tape.
+    """Runs `function(given, *others)`, which empties the list `given` and returns a list of tensors, by its tape.
 
     The arguments, and what is in the list, are tensors, constants, and tuples of such and of tuples; the first leaf is a
     tensor, and all tensors are on one device. What the function does follows from the tensors' sizes and the constants
     alone.
-    derived: the places of leaves that are tensors without gaps whose sizes follow from the other leaves.
+    derived: the slice of the leaves that are tensors without gaps, whose sizes follow from the other leaves.
     """
 
     def __init__(self, function: Callable[..., list[torch.Tensor]], derived: slice = slice(0, 0)):

@@ -4,7 +4,7 @@ to memory first, on a Hopper GPU.
     python -m benchmarks.layer.decoded_trial [--format NAME ...] [--tokens N ...] [--rounds 15] [--csv FILE]
 
 Forward and backward of Qwen3-30B-A3B's layer, rank 16, by CUDA graph; contenders take turns. Errors of outputs and of
-every gradient are checked first. The limits of kernels/hopper/config.py, DECODED, come from here. Writes
+every gradient are checked first. The limits of kernels/hopper/config.py, MAX_DECODED_ROWS, come from here. Writes
 decoded_trial.csv.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.common.timing import captured, interleaved_times, release
 from benchmarks.layer.lora_contenders import through_peft
 from benchmarks.layer.lora_layer import step_of
 from benchmarks.layer.quantized_layer import packed_pair
-from sonicmoe_hf.kernels.hopper.config import DECODED
+from sonicmoe_hf.kernels.hopper.config import MAX_DECODED_ROWS
 from sonicmoe_hf.layer import experts_op, products
 
 SHAPE = "Qwen3-30B-A3B"
@@ -35,8 +35,8 @@ RANK = 16
 def decoded_up_to(rows_per_expert: int):
     """Decode packed experts in the tile up to so many rows; nothing is replayed that was recorded before."""
     with contextlib.ExitStack() as patches:
-        limits = dict.fromkeys(DECODED, rows_per_expert)
-        patches.enter_context(mock.patch("sonicmoe_hf.kernels.hopper.config.DECODED", limits))
+        limits = dict.fromkeys(MAX_DECODED_ROWS, rows_per_expert)
+        patches.enter_context(mock.patch("sonicmoe_hf.kernels.hopper.config.MAX_DECODED_ROWS", limits))
         patches.enter_context(mock.patch.object(experts_op, "_FORWARD_TAPES", products.forward))
         patches.enter_context(mock.patch.object(experts_op, "_BACKWARD_TAPES", products.backward))
         yield
@@ -59,7 +59,7 @@ class DecodedStep(LimitedStep):
 
 
 def steps_of(shape, inputs, format):
-    """Return name -> forward and backward of the layer, and the packed weights expanded."""
+    """Make name -> forward and backward of the layer, and the packed weights expanded."""
     packed = packed_pair(inputs[1:3], format)
     weights = {"bf16": inputs[1:3], "expanded": packed, "decoded": packed}
     steps = {name: step_of(through_peft(shape, *pair, RANK, "sonicmoe_hf"), inputs) for name, pair in weights.items()}
@@ -68,7 +68,7 @@ def steps_of(shape, inputs, format):
 
 
 def errors_of(steps, inputs, dense):
-    """Return name -> the errors of outputs and gradients over packed weights.
+    """Measure name -> the errors of outputs and gradients over packed weights.
 
     Raises:
         AssertionError: those of what is decoded exceed those of what is expanded.
@@ -110,10 +110,10 @@ def main():
     parser = Command(__doc__, "decoded_trial.csv")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", action="append", type=int, help=f"default {TOKENS}")
-    parser.add_argument("--format", action="append", choices=DECODED, help="default: all")
+    parser.add_argument("--format", action="append", choices=MAX_DECODED_ROWS, help="default: all")
     options = parser.parse_args()
     table = Table(options.csv)
-    for format in options.format or DECODED:
+    for format in options.format or MAX_DECODED_ROWS:
         for tokens in options.tokens or TOKENS:
             measure(table, format, tokens, options.rounds)
             table.write()

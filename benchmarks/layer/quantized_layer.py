@@ -39,25 +39,25 @@ GENERAL = ("Qwen3-30B-A3B", "gpt-oss-20b")
 @contextlib.contextmanager
 def never_read_packed():
     """Expand every packed weight, however few rows there are; what calls of this size did before is no guide."""
-    expand = mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
+    expand = mock.patch("sonicmoe_hf.kernels.triton.config.MAX_PACKED_ROWS", dict.fromkeys(FORMATS, 0))
     with expand, mock.patch("sonicmoe_hf.layer.experts_op._FORWARD_TAPES", products.forward):
         yield
 
 
 def formats_of(shape, options):
-    """Return the formats that take both weights, of those that are asked for."""
+    """List the formats that take both weights, of those that are asked for."""
     taken = {name: FORMATS[name].block for name in options.format or FORMATS}
     return [name for name, block in taken.items() if not (shape.H % block or shape.I % block)]
 
 
 def packed_pair(weights, name):
-    """Return gate_up and down as packed weights."""
+    """Pack gate_up and down."""
     orders = ("concatenated", "whole")
     return [PackedWeight.quantize(weight.detach(), name, order=order) for weight, order in zip(weights, orders)]
 
 
 def random_tokens(shape: Shape, device):
-    """Return x, expert_TK and weight_TK as in `problem`."""
+    """Make x, expert_TK and weight_TK as in `problem`."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(shape.T, shape.H, generator=generator, device=device).bfloat16()
     weight, expert = torch.rand(shape.T, shape.E, generator=generator, device=device).topk(shape.K, dim=-1)
@@ -65,8 +65,8 @@ def random_tokens(shape: Shape, device):
 
 
 def measured(calls, calls_each, options):
-    """Return name -> microseconds of one of the `calls_each` calls that each makes, by CUDA graph where there is a
-    GPU."""
+    """Measure the microseconds of one of the `calls_each` calls that each function makes, by name, by CUDA graph where
+    there is a GPU."""
     times = interleaved_times(captured(calls) if options.device == "cuda" else calls, options.rounds)
     return {name: [1e3 * ms / calls_each for ms in on_device] for name, (on_device, *_) in times.items()}
 

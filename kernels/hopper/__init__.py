@@ -32,12 +32,12 @@ from ..triton import round_rows_backward as round_rows_backward
 from ..triton import scale_rows as scale_rows
 from ..triton import tile_table_length as tile_table_length
 from ..triton import transposed as transposed
-from ..triton.config import TILE, num_sms, tile_rows
+from ..triton.config import ROW_TILE, num_sms, tile_rows
 from ..triton.dequantize import words_of
 from .config import (
     ALIGNMENT,
-    DECODED,
-    Stored,
+    MAX_DECODED_ROWS,
+    PackedKind,
     gemm_down_tiles,
     gemm_wgrad_tiles,
     is_short,
@@ -61,8 +61,8 @@ def _compiled():
 
 
 def _fits(rows, sizes, gathered, *others) -> bool:
-    """Tell whether the Hopper kernels take these operands, of these sizes H, I or 2I; `gathered`, whose rows an index
-    names, may be None."""
+    """Tell whether the Hopper kernels take these operands, of these sizes H, I or 2I. gathered: the one whose rows an
+    index names, or None."""
     if not rows.token.shape[0] or not supports_sizes(*sizes):
         return False
     if gathered is not None and gathered.numel() >= MAX_ELEMENTS:
@@ -71,12 +71,13 @@ def _fits(rows, sizes, gathered, *others) -> bool:
     return all(tensor.dtype in DTYPES and tensor.data_ptr() % 16 == 0 for tensor in operands)
 
 
-def _has_few(rows) -> bool:
-    """Tell whether experts have so few rows that dispatch cuts tiles of 64: gathering 128 costs more than it brings."""
-    return tile_rows(rows.token.numel(), rows.offsets.numel() - 1) < TILE
+def _has_small_tiles(rows) -> bool:
+    """Tell whether dispatch cuts row tiles of 64, as it does for few rows an expert: these kernels gather 128, in
+    vain."""
+    return tile_rows(rows.token.numel(), rows.offsets.numel() - 1) < ROW_TILE
 
 
-def _dense(weight) -> bool:
+def _is_dense(weight) -> bool:
     """Tell whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
     _, height, width = weight.shape
     forms = (height * width, width, 1), (height * width, 1, height)
@@ -84,10 +85,10 @@ def _dense(weight) -> bool:
 
 
 class _Weight(NamedTuple):
-    """A weight [E, N, K] for a kernel. kind: `weights` of compiled.py, beside its `operands`. fits: whether the kernels
-    take it."""
+    """A weight [E, N, K] as a kernel takes it. kind: the parameter `weights` of compiled.py. operands: the tensors that
+    are passed to the kernel, several of a packed weight. fits: whether the kernels support it."""
 
-    kind: torch.dtype | Stored
+    kind: torch.dtype | PackedKind
     operands: tuple
     shape: tuple[int, int, int]
     depth_contiguous: bool
@@ -95,23 +96,24 @@ class _Weight(NamedTuple):
     fits: bool
 
 
-def _weight(weight, dtype, across=False) -> _Weight:
-    """Describe a weight, or if `across` its transpose, beside tensors in this dtype."""
+def _describe_weight(weight, dtype, across=False) -> _Weight:
+    """Describe a weight for a product with tensors in this dtype; if `across`, its transpose."""
     if isinstance(weight, PackedOperand):
         packed = Quantized(weight.codes, weight.scales, weight.state)
         format = FORMATS[weight.format]
         experts, size_out, size_in = format.shape(packed)
-        stored = Stored(weight.format, str(weight.scales.dtype).removeprefix("torch."), format.group(packed))
+        kind = PackedKind(weight.format, str(weight.scales.dtype).removeprefix("torch."), format.group(packed))
         words = words_of(weight.codes).view(experts, size_out, size_in // 8)
         shape = (experts, size_in, size_out) if across else (experts, size_out, size_in)
-        fits = dtype == torch.bfloat16 and weight.format in DECODED
-        return _Weight(stored, (words, weight.scales, weight.state), shape, not across, dtype, fits)
+        fits = dtype == torch.bfloat16 and weight.format in MAX_DECODED_ROWS
+        return _Weight(kind, (words, weight.scales, weight.state), shape, not across, dtype, fits)
     view = weight.transpose(1, 2) if across else weight
-    fits = view.dtype in DTYPES and view.data_ptr() % 16 == 0 and _dense(view)
+    fits = view.dtype in DTYPES and view.data_ptr() % 16 == 0 and _is_dense(view)
     return _Weight(dtype, (view,), tuple(view.shape), view.stride(2) == 1, view.dtype, fits)
 
 
 def decodes(weight, dtype, rows, is_expanded=False):
+    """Tell as ../interface.py has it whether products decode the weight; by the limits of config.py."""
     packed = Quantized(weight.codes, weight.scales, weight.state)
     experts, *sizes = FORMATS[weight.format].shape(packed)
     is_taken = dtype == torch.bfloat16 and supports_sizes(*sizes)
@@ -133,33 +135,34 @@ def _lora_fits(lora, weight: _Weight) -> bool:
     same_order = (factor.stride(2) == 1) == weight.depth_contiguous
     aligned = rows.shape[1] % ALIGNMENT == 0 and (rows.data_ptr() | factor.data_ptr()) % 16 == 0
     same_dtype = rows.dtype == factor.dtype == weight.dtype
-    return same_dtype and aligned and rows.is_contiguous() and same_order and _dense(factor)
+    return same_dtype and aligned and rows.is_contiguous() and same_order and _is_dense(factor)
 
 
 def _operands(lora):
-    """Return an adapter's rows and factor, None without one."""
+    """Unpack an adapter into its rows and factor, both None without one."""
     return (None, None) if lora is None else tuple(lora)
 
 
 def _rank(lora) -> int:
+    """Read an adapter's rank, which is 0 without one."""
     return 0 if lora is None else lora.shrunk_PJ.shape[1]
 
 
 def _schedule(rows, tensor):
-    """Return Rows.tiles, the row of it that is the scheduler's state, and the number of blocks: one for every SM."""
+    """Make the last arguments of a kernel: tile_table, state_row, num_blocks (gemm_common.py)."""
     return rows.tiles, rows.tiles.shape[0] - 1, num_sms(tensor.device)
 
 
 @functools.cache
-def _for_tiles(compile_kernel, tiles, *parameters):
+def _compile_for_tiles(compile_kernel, tiles, *parameters):
     """Compile the kernel for each of the tiles: all at once, so that another number of rows compiles nothing."""
     return [compile_kernel(*parameters, tile) for tile in tiles]
 
 
 @functools.cache
-def _first(compile_kernel, *parameters):
-    """Compile the kernel of `up`, with which a step begins. Where the cache is empty, the step's other kernels compile
-    meanwhile."""
+def _compile_up(compile_kernel, *parameters):
+    """Compile gemm_up, with which a step begins, and begin to compile the step's other kernels, where the cache has none,
+    in other processes meanwhile."""
     from .cache import compile_ahead
 
     compile_ahead(training_step_kernels(*parameters))
@@ -178,17 +181,17 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     is_packed = isinstance(gate_up_E2IH, PackedOperand)
     if is_packed and reads_packed(gate_up_E2IH.format, x_TH.dtype, rows):
         return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora)
-    weight = _weight(gate_up_E2IH, x_TH.dtype)
+    weight = _describe_weight(gate_up_E2IH, x_TH.dtype)
     _, width, hidden = weight.shape
     inner = activation.inner(width)
-    taken = weight.fits and _fits(rows, (hidden, inner), x_TH) and _lora_fits(lora, weight)
-    if not taken or (not is_packed and _has_few(rows)):
+    is_taken = weight.fits and _fits(rows, (hidden, inner), x_TH) and _lora_fits(lora, weight)
+    if not is_taken or (not is_packed and _has_small_tiles(rows)):
         gate_up_E2IH = _expanded(gate_up_E2IH, x_TH.dtype, rows)
         return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, lora)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, inner) if want_a else None
-    kernel = _first(
+    kernel = _compile_up(
         _compiled().gemm_up,
         weight.kind,
         hidden,
@@ -210,12 +213,12 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
 
 def _product(fallback, source_RK, weight_ENK, across, bias_EN, rows, lora):
     """Compute source[r] @ weight[e]^T, or if `across` source[r] @ weight[e]; `fallback` takes the weight, expanded."""
-    weight = _weight(weight_ENK, source_RK.dtype, across)
+    weight = _describe_weight(weight_ENK, source_RK.dtype, across)
     if not weight.fits or not _fits(rows, weight.shape[1:], None, source_RK) or not _lora_fits(lora, weight):
         return fallback(_expanded(weight_ENK, source_RK.dtype, rows))
     num_rows, (num_experts, columns, depth) = len(source_RK), weight.shape
     out_RN = source_RK.new_empty(num_rows, columns)
-    kernels = _for_tiles(
+    kernels = _compile_for_tiles(
         _compiled().gemm_down,
         gemm_down_tiles(columns, depth, weight.kind),
         weight.kind,
@@ -259,8 +262,8 @@ def _scaled_fits(source, packed, rows, sizes, dtype) -> bool:
     return source.codes.numel() < 2 * MAX_ELEMENTS and (source.codes.data_ptr() | packed.codes.data_ptr()) % 16 == 0
 
 
-def _pairs(codes):
-    """View e4m3 values as the kernels load them, two at a time."""
+def _e4m3x2(codes):
+    """View e4m3 values two by two as bf16, as which the kernels load them."""
     return codes.view(torch.bfloat16)
 
 
@@ -275,12 +278,12 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     scaled_a, outputs = None, (None, None)
     if want_scaled:
         scaled_a = empty_rows(x, num_pairs, inner)
-        outputs = _pairs(scaled_a.codes), scaled_a.scales
+        outputs = _e4m3x2(scaled_a.codes), scaled_a.scales
     kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(lora))
     _run_on_its_device(
         kernel,
-        _pairs(x.codes),
-        _pairs(gate_up.codes),
+        _e4m3x2(x.codes),
+        _e4m3x2(gate_up.codes),
         x.scales,
         block_scales(gate_up),
         *_operands(lora),
@@ -301,8 +304,8 @@ def scaled_down(a, down, rows, dtype, lora=None):
     kernel = _compiled().gemm_fp8_down(hidden, inner, _rank(lora))
     _run_on_its_device(
         kernel,
-        _pairs(a.codes),
-        _pairs(down.codes),
+        _e4m3x2(a.codes),
+        _e4m3x2(down.codes),
         a.scales,
         block_scales(down),
         *_operands(lora),
@@ -329,14 +332,14 @@ def scaled_down_backward(
     scaled_dh, outputs = None, (None, None)
     if want_scaled:
         scaled_dh = empty_rows(dout, num_pairs, 2 * groups * FP8_BLOCK)
-        outputs = _pairs(scaled_dh.codes), scaled_dh.scales
+        outputs = _e4m3x2(scaled_dh.codes), scaled_dh.scales
     kernel = _compiled().gemm_fp8_down_backward(
         hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(lora)
     )
     _run_on_its_device(
         kernel,
-        _pairs(dout.codes),
-        _pairs(down.codes),
+        _e4m3x2(dout.codes),
+        _e4m3x2(down.codes),
         dout.scales,
         block_scales(down),
         *_operands(lora),
@@ -356,13 +359,13 @@ def scaled_down_backward(
 def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora=None
 ):
-    num_pairs, weight = rows.token.numel(), _weight(down_EHI, dout_TH.dtype, across=True)
+    num_pairs, weight = rows.token.numel(), _describe_weight(down_EHI, dout_TH.dtype, across=True)
     _, inner, hidden = weight.shape
     chosen = tile("gemm_down_backward", inner, weight.kind)
     num_partials = -(-inner // chosen.columns)
-    taken = _fits(rows, (hidden, inner), dout_TH, h_R2I) and num_partials * num_pairs < MAX_ELEMENTS
-    taken = taken and weight.fits and _lora_fits(lora, weight)
-    if not taken or (not isinstance(down_EHI, PackedOperand) and _has_few(rows)):
+    is_taken = _fits(rows, (hidden, inner), dout_TH, h_R2I) and num_partials * num_pairs < MAX_ELEMENTS
+    is_taken = is_taken and weight.fits and _lora_fits(lora, weight)
+    if not is_taken or (not isinstance(down_EHI, PackedOperand) and _has_small_tiles(rows)):
         down_EHI = _expanded(down_EHI, dout_TH.dtype, rows)
         return triton.down_backward(
             dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, lora
@@ -402,11 +405,11 @@ def down_backward(
 
 def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
     """Compute the sum over rows of direct^T gathered[token], in the strides of `like_EMN`."""
-    if not _fits(rows, like_EMN.shape[1:], gathered_TN, direct_RM) or not _dense(like_EMN):
+    if not _fits(rows, like_EMN.shape[1:], gathered_TN, direct_RM) or not _is_dense(like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
     num_experts, height, width = gradient.shape
-    kernels = _for_tiles(
+    kernels = _compile_for_tiles(
         _compiled().gemm_wgrad, gemm_wgrad_tiles(width), gathered_TN.dtype, height, width, gradient.stride(2) == 1
     )
     kernel = kernels[is_short(rows.token.numel(), num_experts)]

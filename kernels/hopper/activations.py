@@ -55,7 +55,7 @@ _CURVES = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
 
 def _where(condition, x):
-    """Return x where the condition holds, else 0."""
+    """Select x where the condition holds, else 0."""
     return Float32(cutlass.select_(condition, x, Float32(0.0)))
 
 

@@ -1,6 +1,6 @@
-"""Compiled kernels in memory and on disk.
+"""The cache of compiled kernels, in memory and on disk.
 
-A file is found by the digest of the kernels' sources, the versions that made it, and the static parameters; it is
+A file's name is the digest of the kernels' sources, the versions that made it, and the static parameters; it is
 written whole or not at all, and one that does not match its checksum is compiled again. Loading a file runs code in it,
 so the folder is this user's alone. Where much is missing, processes beside this one compile it: threads would not help,
 because the compiler holds Python's lock.
@@ -26,8 +26,9 @@ import cutlass.cute as cute
 
 from ..announce import announce, is_first_of_machine
 
-USUALLY = "usually 15 to 30 s with 16 CPU cores"  # of a layer's, with its first step: benchmarks/results/starting.csv
-VARIABLE = "SONICMOE_HF_CACHE"
+# of the kernels of a layer, with its first step: benchmarks/results/starting.csv
+USUAL_TIME = "usually 15 to 30 s with 16 CPU cores"
+CACHE_VARIABLE = "SONICMOE_HF_CACHE"
 DISTRIBUTIONS = (
     "nvidia-cutlass-dsl",
     "nvidia-cutlass-dsl-libs-base",
@@ -37,7 +38,7 @@ DISTRIBUTIONS = (
     "apache-tvm-ffi",
 )
 
-SILENT_SECONDS = 3.0  # of a wait before it is said what is waited for
+SILENT_SECONDS = 3.0  # a longer wait announces what it waits for
 MAX_WAIT_SECONDS = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
 # sonicmoe_hf without its __init__.py: to compile kernels nobody needs Transformers, which takes seconds to import
 WORKER = """
@@ -47,30 +48,32 @@ package.__path__ = {path}
 from sonicmoe_hf.kernels.hopper.compiled import compile_share
 compile_share()
 """
-_coming: dict[Path, subprocess.Popen] = {}  # the files that another process is to write
+_pending: dict[Path, subprocess.Popen] = {}  # files that another process is writing, or will write
 
 
 def folder() -> Path:
-    """Return the folder of compiled kernels: SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf.
+    """Locate the folder of compiled kernels: SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf.
 
     Raises:
         ValueError: it begins with "~", and that user has no home.
     """
-    root = os.environ.get(VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sonicmoe_hf"
+    root = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sonicmoe_hf"
     try:
         return Path(root).expanduser() / "hopper"
     except RuntimeError as error:
-        raise ValueError(f"compiled kernels cannot be kept in {root}: {error} Set {VARIABLE} to a folder") from error
+        raise ValueError(
+            f"compiled kernels cannot be kept in {root}: {error} Set {CACHE_VARIABLE} to a folder"
+        ) from error
 
 
 def path_of(name: str, parameters: tuple) -> Path:
-    """Return the file of a kernel: a function of compiled.py and its parameters."""
+    """Name the file of a kernel: a function of compiled.py and its parameters."""
     key = hashlib.sha256(_environment() + repr((name, parameters)).encode()).hexdigest()[:32]
     return folder() / f"{name}-{key}.o"
 
 
 def why_untrusted() -> str | None:
-    """Say why no kernel may be loaded from the folder: others could have put one there."""
+    """Explain why no kernel may be loaded from the folder, where others could have put one; None where it may."""
     try:
         status = folder().lstat()
     except OSError:
@@ -84,8 +87,8 @@ def why_untrusted() -> str | None:
     else:
         return None
     return (
-        f"compiled kernels in {folder()} are neither loaded nor kept: {reason}. Set {VARIABLE} to a folder of your own, "
-        "or remove this one"
+        f"compiled kernels in {folder()} are neither loaded nor kept: {reason}. Set {CACHE_VARIABLE} to a folder of "
+        "your own, or remove this one"
     )
 
 
@@ -95,7 +98,7 @@ def _warn(message: str) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Tell whether the file is there, and is the one that was written."""
+    """Tell whether the file is there whole: its checksum is the one that was written beside it."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() == path.with_suffix(".sha256").read_text()
     except OSError:
@@ -103,12 +106,12 @@ def is_intact(path: Path) -> bool:
 
 
 def missing(wanted: list[tuple[str, tuple]]) -> list[tuple[str, tuple]]:
-    """Return those of the kernels, (function of compiled.py, its parameters), that are to be compiled."""
+    """List the kernels among `wanted`, (function of compiled.py, its parameters) each, that no file has."""
     return wanted if why_untrusted() else [kernel for kernel in wanted if not is_intact(path_of(*kernel))]
 
 
 def cached(compile_kernel):
-    """Compile once for given (static, printable) parameters: once in a process, and once on a machine."""
+    """Compile a kernel once for its (static, printable) parameters: once in a process, and once on a machine."""
 
     @functools.cache
     @functools.wraps(compile_kernel)
@@ -141,8 +144,8 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     if kernels:
         names = ", ".join(sorted({name for name, _ in kernels}))
         announce(
-            f"compiling {len(kernels)} Hopper kernels ({names}) for a layer of a new size, {USUALLY}; they are kept in "
-            f"{folder()}, and sonicmoe-hf warmup compiles them beforehand"
+            f"compiling {len(kernels)} Hopper kernels ({names}) for a layer of a new size, {USUAL_TIME}; they are kept "
+            f"in {folder()}, and sonicmoe-hf warmup compiles them beforehand"
         )
     processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1)  # a step has 10 kernels at most
     if processes < 2:
@@ -153,22 +156,22 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
         for first in range(processes):
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
             share = kernels[first::processes]
-            _coming.update((path_of(*kernel), process) for kernel in share)
+            _pending.update((path_of(*kernel), process) for kernel in share)
             with process.stdin as pipe:
                 pickle.dump(share, pipe)
 
 
 def _wait_for(path: Path) -> None:
-    """Wait until the file is there, if another process is to write it, or that process has ended; one that hangs is
-    ended."""
-    process, began, is_said = _coming.get(path), time.monotonic(), False
+    """Wait until another process, if one is to write the file, has written it or has ended; after MAX_WAIT_SECONDS that
+    process is killed."""
+    process, began, is_said = _pending.get(path), time.monotonic(), False
     while process is not None and process.poll() is None and not path.with_suffix(".sha256").exists():
         waited = time.monotonic() - began
         if waited > SILENT_SECONDS and not is_said:
             is_said = True
-            made = sum(other.with_suffix(".sha256").exists() for other in _coming)
+            made = sum(other.with_suffix(".sha256").exists() for other in _pending)
             announce(
-                f"waiting for {path.name.rpartition('-')[0]}: {made} of {len(_coming)} Hopper kernels are compiled"
+                f"waiting for {path.name.rpartition('-')[0]}: {made} of {len(_pending)} Hopper kernels are compiled"
             )
         if waited > MAX_WAIT_SECONDS:
             process.kill()
@@ -178,7 +181,7 @@ def _wait_for(path: Path) -> None:
 
 @functools.cache
 def _environment() -> bytes:
-    """Return the digest of what a compiled kernel depends on beside its parameters."""
+    """Digest the sources and versions that a compiled kernel depends on beside its parameters."""
     digest = hashlib.sha256()
     for source in sorted(_with_imports(Path(__file__).with_name("compiled.py"))):
         digest.update(source.name.encode() + source.read_bytes())
@@ -188,19 +191,19 @@ def _environment() -> bytes:
 
 
 def _with_imports(source: Path) -> set[Path]:
-    """Find this source and those of this package that it and they import."""
-    found: set[Path] = set()
+    """Collect a source of this package and all others that it imports, directly or not."""
+    sources: set[Path] = set()
     pending = [source]
     while pending:
         path = pending.pop()
-        if path in found or not path.is_file():
+        if path in sources or not path.is_file():
             continue
-        found.add(path)
+        sources.add(path)
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.ImportFrom) and node.level:
                 module = path.parents[node.level - 1] / (node.module or "").replace(".", "/")
                 pending += [module.with_suffix(".py"), *(module / f"{alias.name}.py" for alias in node.names)]
-    return found
+    return sources
 
 
 def _version(distribution: str) -> str:

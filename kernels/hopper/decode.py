@@ -1,16 +1,23 @@
 """Grouped GEMMs whose weight stays packed in memory, and is decoded where the tile is loaded.
 
-    h[r] = x[token[r]] @ gate_up[e]^T, a[r] = act(h[r])        out[r] = source[r] @ weight[e]^T
+    up      h[r] = x[token[r]] @ gate_up[e]^T, a[r] = act(h[r])
+    down    out[r] = source[r] @ weight[e]^T, and its backward
 
-A fourth warpgroup decodes: its warps load the codes of a stage of B from global memory into registers, one stage ahead,
-and write the values in 16 bits where TMA would have put them. The rest is the kernels' for weights in 16 bits.
+These are the kernels of gemm_up.py, gemm_down.py and gemm_down_backward.py with another producer of B. Where those load
+a stage of a 16-bit weight by TMA, a fourth warpgroup, the decoding warps, loads the stage's codes from global memory into
+registers, one stage ahead, and writes their values into B's shared memory, in TMA's layout. All else is the base class's.
 
     warp role         waits for                                signals (arrive count)
     decoding warps    empty[s]; scheduler.full                 full[s] (1 a warp); scheduler.empty (1 a warp)
 
-A stage of B is 64 rows of 128 bytes for every 64 columns of the tile (a block), in both storage orders: of a weight with
-contiguous depth a row is a column of the tile, of one that is read across a row is a step of the depth. A thread decodes
-half of one such row of every block: 32 values, which share a scale (decoders.py).
+A stage of B is a slab of shared memory for every 64 columns n of the tile, and a slab is 64 rows of 128 bytes. The 64
+values of such a row lie along the dimension in which the weight's codes are contiguous:
+
+    the weight is stored as           a row of the slab is    its 64 values are
+    [E, N, K]                         one column n            the stage's 64 k
+    [E, K, N], and read `across`      one k of the stage      the slab's 64 n
+
+A decoding thread has half of one row of every slab: a segment of 32 codes, which share a scale (decoders.py).
 """
 
 from dataclasses import dataclass
@@ -20,8 +27,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 
-from .config import TILE_K, VECTOR, Stored, Tile
-from .decoders import GROUP, Codes, decoder_of
+from .config import SLAB_BYTES, SLAB_COLUMNS, TILE_K, VECTOR, PackedKind, Tile
+from .decoders import SEGMENT, SEGMENT_WORDS, PackedTensors, decoder_of
 from .gemm_common import advance, shared_vector
 from .gemm_down import CooperativeGemmDownKernel
 from .gemm_down_backward import GemmDownBackwardKernel
@@ -29,22 +36,23 @@ from .gemm_up import GemmUpKernel
 from .mainloop import consumer_mma
 
 DECODING_WARPS = 4
-WORDS = GROUP // 8  # of 32 bits, eight codes each
-BLOCK_N = 64  # columns of B whose stage is 64 rows of 128 bytes
-BLOCK_BYTES = BLOCK_N * TILE_K * 2
-MAX_MMA_COLUMNS = 192  # of one wgmma: a block of 512 threads starts with 128 registers a thread
+# Columns of one wgmma. A thread of a block of 512 starts with 128 registers, as many as an accumulator of 256 columns
+# has; wider tiles are two instructions.
+MAX_MMA_COLUMNS = 192
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """A packed weight as [E, N, K], or where it is read `across`, as the transpose of that: its codes run along N."""
+class DecodedOperand:
+    """A packed weight, with the shape and stride of the [E, N, K] that a kernel multiplies; of the strides the one along
+    K is 1 where codes are contiguous along K. across: the weight is stored as [E, K, N], with codes contiguous along
+    N."""
 
-    codes: Codes
+    packed: PackedTensors
     across: bool
 
     @property
     def shape(self):
-        experts, rows, words = self.codes.words.shape
+        experts, rows, words = self.packed.words.shape
         return (experts, 8 * words, rows) if self.across else (experts, rows, 8 * words)
 
     @property
@@ -53,30 +61,34 @@ class PackedWeight:
 
 
 class DecodingKernel:
-    """Mixed into a kernel with epilogue warps, whose B is decoded from a PackedWeight.
+    """Mixed into a kernel with epilogue warps, whose B is decoded from a DecodedOperand.
 
-    registers: of a thread in warpgroup 0, in the consumers, and in the decoding warps. decoder: of decoders.py.
+    registers: of a thread in warpgroup 0, in the two consumers, and in the decoding warps; a multiprocessor has 512 for
+    four threads, one of each warpgroup. decoder: of decoders.py.
     """
 
-    threads = 512
+    threads = 512  # four warpgroups
     decoding_warps = DECODING_WARPS
-    weight_bytes = 0
+    weight_bytes = 0  # TMA brings A alone
 
     def weight_atom(self, weight):
-        """Make the TMA loads of an adapter's factor; of a packed weight there are none."""
-        if isinstance(weight, PackedWeight):
+        """Pass a packed weight on, and remember how it is stored; for an adapter's factor make the TMA
+        loads."""
+        if isinstance(weight, DecodedOperand):
             self.across = weight.across
-            return None, weight.codes
+            return None, weight.packed
         return super().weight_atom(weight)
 
     def set_up_operands(self, source, weight):
+        """Set up the operands as the base does, with an MMA of the columns that one instruction may have."""
         operands = super().set_up_operands(source, weight)
         columns = self.columns if self.columns <= MAX_MMA_COLUMNS else self.columns // 2
         self.tiled_mma = consumer_mma(self.dtype, True, not self.across, columns)
-        self.narrow_mma, self.last_columns = None, 0
+        self.narrow_mma, self.last_columns = None, 0  # the last tile is decoded whole, and multiplied whole
         return operands
 
     def load_b(self, atom_b, *arguments):
+        """Issue the TMA loads of a stage of an adapter's factor; the weight's stages come from the decoding warps."""
         if atom_b is not None:
             super().load_b(atom_b, *arguments)
 
@@ -84,7 +96,7 @@ class DecodingKernel:
     def run_behind_producers(
         self, warpgroup, operands: cutlass.Constexpr, shared: cutlass.Constexpr, mma: cutlass.Constexpr, bias
     ):
-        """Run the consumers, and the decoding warps behind them."""
+        """Run the consumers, warpgroups 1 and 2, and the decoding warps, warpgroup 3."""
         if warpgroup == 3:
             cute.arch.setmaxregister_decrease(self.registers[2])
             self.run_decoding_warp(operands.b, shared)
@@ -93,17 +105,22 @@ class DecodingKernel:
             self.run_consumer(mma, shared, bias)
 
     @cute.jit
-    def run_decoding_warp(self, codes: cutlass.Constexpr, shared: cutlass.Constexpr):
-        """Run a decoding warp: fill B of every stage of every work tile."""
+    def run_decoding_warp(self, packed: cutlass.Constexpr, shared: cutlass.Constexpr):
+        """Run a decoding warp: fill B of every stage of every work tile, except the stages of an adapter, at which it
+        only arrives.
+
+        The next stage's codes and scales are loaded before this one is waited for. Codes have registers of their own for
+        that; a stage's raw scales are made into scales first, and free theirs.
+        """
         shared.arrivals.begin("decoding warps", DECODING_WARPS)
         full, empty = shared.pipeline.full, shared.pipeline.empty
-        blocks = self.columns // BLOCK_N
-        words, next_words = (cute.make_rmem_tensor((WORDS, blocks), Int32) for _ in range(2))
-        loaded = cute.make_rmem_tensor((self.decoder.loaded, blocks), Int32)
-        prepared = cute.make_rmem_tensor((self.decoder.prepared, blocks), Int32)
-        constants = self.decoder.constants(codes)
+        slabs = self.columns // SLAB_COLUMNS
+        words, next_words = (cute.make_rmem_tensor((SEGMENT_WORDS, slabs), Int32) for _ in range(2))
+        raw_scales = cute.make_rmem_tensor((self.decoder.raw_registers, slabs), Int32)
+        scales = cute.make_rmem_tensor((self.decoder.scale_registers, slabs), Int32)
+        constants = self.decoder.load_constants(packed)
         expert, _, _, column_tile = shared.scheduler.receive(Int32(0))
-        self.load_codes(words, loaded, codes, expert, column_tile, Int32(0))
+        self.load_codes(words, raw_scales, packed, expert, column_tile, Int32(0))
         stage, phase, tile_count = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             next_expert, next_column_tile = Int32(-1), Int32(0)
@@ -114,10 +131,10 @@ class DecodingKernel:
                     work_tile = shared.scheduler.receive(tile_count)
                     next_expert, next_column_tile = work_tile.expert, work_tile.tile
                     load_expert, load_column_tile, next_k_tile = next_expert, next_column_tile, Int32(0)
-                self.prepare(prepared, loaded, codes, constants)
-                self.load_codes(next_words, loaded, codes, load_expert, load_column_tile, next_k_tile)
+                self.make_scales(scales, raw_scales, packed, constants)
+                self.load_codes(next_words, raw_scales, packed, load_expert, load_column_tile, next_k_tile)
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                self.decode_stage(words, prepared, shared, stage)
+                self.decode_stage(words, scales, shared, stage)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 shared.arrivals.arrive("full", full, stage)
@@ -131,55 +148,61 @@ class DecodingKernel:
             tile_count += 1
             expert, column_tile = next_expert, next_column_tile
 
-    def place(self):
-        """Return a thread's row of a block, and which half of it is its own."""
+    def own_half_row(self):
+        """Compute the row of a slab of which this thread has a half, and which half, 0 or 1."""
         thread = cute.arch.thread_idx()[0] % (32 * DECODING_WARPS)
         return thread // 2, thread % 2
 
-    def load_codes(self, words, loaded, codes, expert, column_tile, k_tile):
-        """Load a thread's codes of a stage, and what stands beside them. Past the ends of the weight others are loaded:
-        what is multiplied with them is zero, or is not stored."""
+    def load_codes(self, words, raw_scales, packed, expert, column_tile, k_tile):
+        """Load a thread's codes of a stage, a segment a slab, and their raw scales.
+
+        Past an end of the weight its last codes are loaded again: A is zero past the depth, and products past the last
+        column are not stored.
+        """
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=128)
-        _, rows, row_words = codes.words.shape
-        units, (own_row, half) = row_words // WORDS, self.place()
-        expert = cutlass.max(expert, 0)
-        width = self.columns // self.halves
-        for block in range(self.columns // BLOCK_N):
-            column = column_tile * width + block * BLOCK_N % width
+        _, rows, row_words = packed.words.shape
+        row_segments, (own_row, half) = row_words // SEGMENT_WORDS, self.own_half_row()
+        expert = cutlass.max(expert, 0)  # -1, where there is no more work
+        side_columns = self.columns // self.weight_sides
+        for slab in range(self.columns // SLAB_COLUMNS):
+            column = column_tile * side_columns + slab * SLAB_COLUMNS % side_columns
             if self.across:
-                row, unit = k_tile * TILE_K + own_row, column // GROUP + half
+                row, segment = k_tile * TILE_K + own_row, column // SEGMENT + half
             else:
-                side, per_side = block * BLOCK_N // width, rows // self.halves
-                row, unit = cutlass.min(column + own_row, per_side - 1) + side * per_side, k_tile * 2 + half
-            row, unit = cutlass.min(row, rows - 1), cutlass.min(unit, units - 1)
-            place = (Int64(expert) * rows + row) * units + unit
+                side, per_side = slab * SLAB_COLUMNS // side_columns, rows // self.weight_sides
+                row, segment = cutlass.min(column + own_row, per_side - 1) + side * per_side, k_tile * 2 + half
+            row, segment = cutlass.min(row, rows - 1), cutlass.min(segment, row_segments - 1)
+            index = (Int64(expert) * rows + row) * row_segments + segment
             pointer = cute.make_ptr(
-                Int32, (codes.words.iterator + place * WORDS).toint(), cute.AddressSpace.gmem, assumed_align=16
+                Int32,
+                (packed.words.iterator + index * SEGMENT_WORDS).toint(),
+                cute.AddressSpace.gmem,
+                assumed_align=16,
             )
-            cute.copy(copy, cute.make_tensor(pointer, cute.make_layout(WORDS)), words[None, block])
-            for i, value in enumerate(self.decoder.load(codes, expert, row, unit)):
-                loaded[self.decoder.loaded * block + i] = value
+            cute.copy(copy, cute.make_tensor(pointer, cute.make_layout(SEGMENT_WORDS)), words[None, slab])
+            for i, value in enumerate(self.decoder.load_raw_scale(packed, expert, row, segment)):
+                raw_scales[self.decoder.raw_registers * slab + i] = value
 
-    def prepare(self, prepared, loaded, codes, constants):
-        """Prepare a stage's scales, before those of the next are loaded into their registers."""
-        each = self.decoder.loaded
-        for block in range(self.columns // BLOCK_N):
-            of_block = [loaded[each * block + i] for i in range(each)]
-            for i, value in enumerate(self.decoder.prepare(codes, constants, of_block)):
-                prepared[self.decoder.prepared * block + i] = value
+    def make_scales(self, scales, raw_scales, packed, constants):
+        """Make the scales of a stage's segments from the raw ones that were loaded."""
+        count = self.decoder.raw_registers
+        for slab in range(self.columns // SLAB_COLUMNS):
+            raw_scale = [raw_scales[count * slab + i] for i in range(count)]
+            for i, value in enumerate(self.decoder.make_scale(packed, constants, raw_scale)):
+                scales[self.decoder.scale_registers * slab + i] = value
 
-    def decode_stage(self, words, prepared, shared, stage):
+    def decode_stage(self, words, scales, shared, stage):
         """Decode a thread's codes of a stage into B."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         values = cute.make_rmem_tensor(VECTOR, self.dtype)
-        pairs, (own_row, half) = cute.recast_tensor(values, Int32), self.place()
-        first, each = shared.b.iterator.toint() + stage * self.stage_bytes_b, self.decoder.prepared
-        for block in range(self.columns // BLOCK_N):
-            table = self.decoder.table([prepared[each * block + i] for i in range(each)])
-            for word in range(WORDS):
-                for i, pair in enumerate(self.decoder.pairs(words[block * WORDS + word], table)):
-                    pairs[i] = pair
-                target = shared_vector(self.dtype, first + block * BLOCK_BYTES, own_row, half * WORDS + word)
+        value_words, (own_row, half) = cute.recast_tensor(values, Int32), self.own_half_row()
+        first, count = shared.b.iterator.toint() + stage * self.stage_bytes_b, self.decoder.scale_registers
+        for slab in range(self.columns // SLAB_COLUMNS):
+            codebook = self.decoder.codebook([scales[count * slab + i] for i in range(count)])
+            for word in range(SEGMENT_WORDS):
+                for i, bf16x2 in enumerate(self.decoder.decode(words[slab * SEGMENT_WORDS + word], codebook)):
+                    value_words[i] = bf16x2
+                target = shared_vector(self.dtype, first + slab * SLAB_BYTES, own_row, half * SEGMENT_WORDS + word)
                 cute.copy(copy, values, target)
 
 
@@ -188,9 +211,9 @@ class DecodedGemmUpKernel(DecodingKernel, GemmUpKernel):
 
     registers = 88, 168, 88
 
-    def __init__(self, stored: Stored, tile: Tile, activation, interleaved: bool):
+    def __init__(self, kind: PackedKind, tile: Tile, activation, interleaved: bool):
         super().__init__(BFloat16, tile, activation, interleaved)
-        self.decoder = decoder_of(stored)
+        self.decoder = decoder_of(kind)
 
     @cute.jit
     def __call__(
@@ -205,13 +228,15 @@ class DecodedGemmUpKernel(DecodingKernel, GemmUpKernel):
         h,
         a,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = PackedWeight(Codes(words, scales, state), False)
-        GemmUpKernel.__call__(self, x, weight, bias, shrunk, factor, h, a, token, table, last, blocks, stream)
+        weight = DecodedOperand(PackedTensors(words, scales, state), False)
+        GemmUpKernel.__call__(
+            self, x, weight, bias, shrunk, factor, h, a, token, tile_table, state_row, num_blocks, stream
+        )
 
 
 class DecodedGemmDownKernel(DecodingKernel, CooperativeGemmDownKernel):
@@ -219,9 +244,9 @@ class DecodedGemmDownKernel(DecodingKernel, CooperativeGemmDownKernel):
 
     registers = 40, 184, 104
 
-    def __init__(self, stored: Stored, tile: Tile, across: bool):
+    def __init__(self, kind: PackedKind, tile: Tile, across: bool):
         super().__init__(BFloat16, tile)
-        self.decoder, self.across = decoder_of(stored), across
+        self.decoder, self.across = decoder_of(kind), across
 
     @cute.jit
     def __call__(
@@ -235,14 +260,14 @@ class DecodedGemmDownKernel(DecodingKernel, CooperativeGemmDownKernel):
         factor,
         out: cute.Tensor,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = PackedWeight(Codes(words, scales, state), self.across)
+        weight = DecodedOperand(PackedTensors(words, scales, state), self.across)
         CooperativeGemmDownKernel.__call__(
-            self, source, weight, bias, shrunk, factor, out, token, table, last, blocks, stream
+            self, source, weight, bias, shrunk, factor, out, token, tile_table, state_row, num_blocks, stream
         )
 
 
@@ -251,9 +276,9 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
 
     registers = 120, 144, 104
 
-    def __init__(self, stored: Stored, tile: Tile, activation, interleaved: bool):
+    def __init__(self, kind: PackedKind, tile: Tile, activation, interleaved: bool):
         super().__init__(BFloat16, tile, activation, interleaved)
-        self.decoder = decoder_of(stored)
+        self.decoder = decoder_of(kind)
 
     @cute.jit
     def __call__(
@@ -271,12 +296,12 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
         partials,
         pair: cute.Tensor,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = PackedWeight(Codes(words, scales, state), True)
+        weight = DecodedOperand(PackedTensors(words, scales, state), True)
         GemmDownBackwardKernel.__call__(
             self,
             dout,
@@ -290,8 +315,8 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
             partials,
             pair,
             token,
-            table,
-            last,
-            blocks,
+            tile_table,
+            state_row,
+            num_blocks,
             stream,
         )

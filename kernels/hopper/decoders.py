@@ -1,9 +1,18 @@
-"""Decoders of packed weights: words of eight codes become bf16 values in registers, to the bit what expanding gives.
+"""Decoders of packed weights: words of eight 4-bit codes become bf16 values in registers, to the bit what expanding
+gives.
 
-A thread decodes GROUP codes that share a scale. INT4 with scales in bf16 takes a product of bf16 for two values, which
-rounds once. The other formats round to fp32 first, so that a code's value is not a product of bf16: the group's 16
-values (of MXFP4 eight, and their signs) are computed once, in fp32, rounded, and kept as bytes in eight registers, from
-which permutations look up the bytes of four codes at a time: six, and two that bring a value's bytes together.
+A thread decodes a segment of a row, 32 codes in four words, which share a scale. There are two ways:
+
+    arithmetic   INT4 with scales in bf16: (code - 8) * scale, two values an instruction, each rounded once to bf16.
+    lookup       All others. Expanding rounds their values to fp32 and then to bf16, which no product of bf16 gives. So a
+                 thread computes the values of all 16 codes once, in that way, and keeps the low and the high bytes of
+                 them apart, four to a register. A byte permutation (prmt) then takes four codes as its selectors:
+
+                     codes 3 9 0 14  ->  low bytes  l3 l9 l0 l14                    three permutations: a code's lower
+                                         high bytes h3 h9 h0 h14                    three bits choose in each half of the
+                                     ->  values     l3 h3, l9 h9, l0 h0, l14 h14    codebook, the fourth the half
+
+                 That is six permutations for four codes, and two that bring the bytes of a value together.
 """
 
 from dataclasses import dataclass
@@ -13,16 +22,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..packed.nf4 import NF4_VALUES, SCALE_MAP, SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE
-from .config import Stored
-from .ptx import multiply_add, pack_bf16, permute_bytes, scale_codes, scale_pair
+from .config import PackedKind
+from .ptx import dequantize_int4x2, multiply_add, multiply_bf16x2, pack_bf16x2, permute_bytes
 
-GROUP = 32  # values of a row that a thread decodes; they share a scale
-SIGNS = 0x80808080 - (1 << 32)
-TWICE_E2M1 = 0x3F800000, 0x40404000, 0x40C04080, 0x41404100  # bf16 pairs of 0, 1, 2, 3, 4, 6, 8, 12
+SEGMENT = 32  # codes of a row that a thread decodes; they share a scale
+SEGMENT_WORDS = SEGMENT // 8
+SIGNS = 0x80808080 - (1 << 32)  # sign bits of the high bytes of four bf16 values
+TWICE_E2M1 = 0x3F800000, 0x40404000, 0x40C04080, 0x41404100  # bf16x2 of 0, 1, 2, 3, 4, 6, 8, 12, the first the lower
 
 
 @dataclass(frozen=True)
-class Codes:
+class PackedTensors:
     """A packed weight: words [E, M, K / 8] of eight codes each, scales [E, M, K / group], and the format's state."""
 
     words: cute.Tensor
@@ -31,152 +41,165 @@ class Codes:
 
 
 class Decoder:
-    """The base of decoders, each of one format. loaded: registers for what is loaded with a thread's codes. prepared:
-    those for what it is made into, before the next codes are loaded."""
+    """Base of the decoders, each of one format. Methods are called in the order in which they stand here.
 
-    loaded = prepared = 1
+    raw_registers, scale_registers: how many words of 32 bits a segment's raw scale and its scale take. Raw is what memory
+    has; a zero point counts with its scale.
+    """
 
-    def __init__(self, stored: Stored):
-        self.group = stored.group
+    raw_registers = scale_registers = 1
 
-    def constants(self, codes: Codes):
-        """Load what all groups have in common."""
+    def __init__(self, kind: PackedKind):
+        self.group = kind.group
+
+    def load_constants(self, packed: PackedTensors):
+        """Load the numbers that the scales of all segments have in common."""
         return ()
 
-    def load(self, codes: Codes, expert, row, unit):
-        """Load what stands beside the codes number GROUP * unit and following of a row."""
-        return (codes.scales[expert, row, unit * GROUP // self.group].to(Float32).bitcast(Int32),)
+    def load_raw_scale(self, packed: PackedTensors, expert, row, segment):
+        """Load the raw scale of the row's codes from SEGMENT * segment on."""
+        return (packed.scales[expert, row, segment * SEGMENT // self.group].to(Float32).bitcast(Int32),)
 
-    def prepare(self, codes: Codes, constants, loaded):
-        """Make what was loaded into what `table` takes."""
-        return loaded
+    def make_scale(self, packed: PackedTensors, constants, raw_scale):
+        """Make the scale that `codebook` takes from a raw one."""
+        return raw_scale
 
-    def table(self, prepared):
-        """Compute the table by which `pairs` decodes all of a thread's words."""
+    def codebook(self, scale):
+        """Compute the values of a segment's 16 codes, for `decode`; or pass on the scale alone, if that is all it
+        needs."""
         raise NotImplementedError
 
-    def pairs(self, word, table):
-        """Decode a word into four pairs of values, in their order."""
+    def decode(self, word, codebook):
+        """Decode a word of eight codes into four words of two bf16 values (bf16x2), in their order."""
         raise NotImplementedError
 
 
-class Int4(Decoder):
-    """Codes less 8, times a scale in bf16: rounded once."""
+class Int4Arithmetic(Decoder):
+    """INT4 with scales in bf16: (code - 8) * scale, rounded once."""
 
-    def prepare(self, codes, constants, loaded):
-        (scale,) = loaded
-        return (permute_bytes(scale, scale, 0x3232),)
+    def make_scale(self, packed, constants, raw_scale):
+        (scale,) = raw_scale
+        return (permute_bytes(scale, scale, 0x3232),)  # the upper half of the fp32 scale, which is the bf16 one, twice
 
-    def table(self, prepared):
-        return prepared[0]
+    def codebook(self, scale):
+        return scale[0]
 
-    def pairs(self, word, table):
+    def decode(self, word, codebook):
         shifted = word >> 4
         for byte in range(4):
-            yield scale_codes(permute_bytes(word, shifted, 0x4400 + 0x1111 * byte), table)
+            # both halves get a copy of the byte: its lower code in the word's low bits, its upper code in the shifted's
+            yield dequantize_int4x2(permute_bytes(word, shifted, 0x4400 + 0x1111 * byte), codebook)
 
 
-def planes_of(pairs):
-    """Return the low and the high bytes of values that come two to a word, four to a word each."""
+def byte_planes(bf16x2):
+    """Split bf16 values, two to a word, into their low and their high bytes, four to a word each."""
     return [
-        [permute_bytes(first, second, selector) for first, second in zip(pairs[::2], pairs[1::2])]
+        [permute_bytes(first, second, selector) for first, second in zip(bf16x2[::2], bf16x2[1::2])]
         for selector in (0x6420, 0x7531)
     ]
 
 
-class LookedUp(Decoder):
-    """Base of those that look values up by their codes. order: selectors of the bytes of a pair, of codes 0 and 1 and of
-    codes 2 and 3, from a word of low bytes and one of high ones."""
+class LookupDecoder(Decoder):
+    """Base of the decoders by lookup. A codebook is the byte planes of the values of 16 codes, or of the lower eight
+    where both halves have the same plane.
+
+    order: prmt's selectors which make bf16x2 of a word of four low bytes and one of four high ones, for the codes 0 and 1
+    of the four, and for 2 and 3.
+    """
 
     order = 0x5140, 0x7362
 
-    def values(self, prepared):
-        """Compute the group's 16 values, in fp32."""
+    def values(self, scale):
+        """Compute the values of the 16 codes, in fp32."""
         raise NotImplementedError
 
-    def table(self, prepared):
-        values = self.values(prepared)
-        return planes_of([pack_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)])
+    def codebook(self, scale):
+        values = self.values(scale)
+        return byte_planes([pack_bf16x2(values[i], values[i + 1]) for i in range(0, 16, 2)])
 
-    def pairs(self, word, table):
+    def decode(self, word, codebook):
         code = word & 0x77777777
         upper = (word >> 1) & 0x44444444 | 0x32103210  # a code of 8 or more takes the byte of the upper half
         for half in range(2):
             if half:  # a permutation reads four selectors
                 code, upper = code >> 16, upper >> 16
-            low, high = (self.look_up(plane, code, upper) for plane in table)
+            low, high = (self.look_up(plane, code, upper) for plane in codebook)
             for selector in self.order:
                 yield permute_bytes(low, high, selector)
 
     def look_up(self, plane, code, upper):
-        """Look the bytes of four codes up in those of all 16, or of eight."""
-        found = [permute_bytes(plane[i], plane[i + 1], code) for i in range(0, len(plane), 2)]
-        return found[0] if len(found) == 1 else permute_bytes(*found, upper)
+        """Look the bytes of four codes up in a plane of 16 bytes, or of eight."""
+        by_half = [permute_bytes(plane[i], plane[i + 1], code) for i in range(0, len(plane), 2)]
+        return by_half[0] if len(by_half) == 1 else permute_bytes(*by_half, upper)
 
 
-class Integers(LookedUp):
-    """INT4 with scales in fp16 or fp32, and UINT4, whose zeros are `state`."""
+class IntegerLookup(LookupDecoder):
+    """INT4 with scales in fp16 or fp32, and UINT4, whose zero points are `state`."""
 
-    def __init__(self, stored: Stored):
-        super().__init__(stored)
-        self.loaded = self.prepared = 2 if stored.format == "uint4" else 1
+    def __init__(self, kind: PackedKind):
+        super().__init__(kind)
+        self.raw_registers = self.scale_registers = 2 if kind.format == "uint4" else 1
 
-    def load(self, codes, expert, row, unit):
-        loaded = super().load(codes, expert, row, unit)
-        if codes.state is None:
-            return loaded
-        return *loaded, codes.state[expert, row, unit * GROUP // self.group].to(Int32)
+    def load_raw_scale(self, packed, expert, row, segment):
+        raw_scale = super().load_raw_scale(packed, expert, row, segment)
+        if packed.state is None:
+            return raw_scale
+        return *raw_scale, packed.state[expert, row, segment * SEGMENT // self.group].to(Int32)
 
-    def values(self, prepared):
-        scale, *zeros = prepared
+    def values(self, scale):
+        factor, *zeros = scale
         zero = zeros[0].to(Float32) if zeros else Float32(8.0)
-        return [(Float32(code) - zero) * scale.bitcast(Float32) for code in range(16)]
+        return [(Float32(code) - zero) * factor.bitcast(Float32) for code in range(16)]
 
 
-class NF4(LookedUp):
-    """The code book's values times a scale in fp32, which is a value of the scales' code book, times the scale of 256
-    scales, plus an offset."""
+class NF4Lookup(LookupDecoder):
+    """NF4's 16 values times a scale, which is quantized itself: an entry of the scales' own codebook (SCALE_MAP), times
+    the scale of 256 scales, plus an offset."""
 
-    loaded = 2
+    raw_registers = 2
     order = 0x4051, 0x6273  # the first value of a byte is that of its high half
 
-    def constants(self, codes):
-        return (codes.state[SCALE_OFFSET],)
+    def load_constants(self, packed):
+        return (packed.state[SCALE_OFFSET],)
 
-    def load(self, codes, expert, row, unit):
-        _, rows, groups = codes.scales.shape
-        place = unit * GROUP // self.group
-        number = ((expert * rows + row) * groups + place) // SCALES_PER_SCALE
-        return codes.scales[expert, row, place].to(Int32), codes.state[SCALE_SCALES.start + number].bitcast(Int32)
+    def load_raw_scale(self, packed, expert, row, segment):
+        _, rows, groups = packed.scales.shape
+        group = segment * SEGMENT // self.group
+        scale_of_scales = ((expert * rows + row) * groups + group) // SCALES_PER_SCALE
+        return (
+            packed.scales[expert, row, group].to(Int32),
+            packed.state[SCALE_SCALES.start + scale_of_scales].bitcast(Int32),
+        )
 
-    def prepare(self, codes, constants, loaded):
-        scale, of_scales = loaded
-        absmax = multiply_add(codes.state[SCALE_MAP.start + scale], of_scales.bitcast(Float32), *constants)
+    def make_scale(self, packed, constants, raw_scale):
+        scale_code, scale_of_scales = raw_scale
+        absmax = multiply_add(packed.state[SCALE_MAP.start + scale_code], scale_of_scales.bitcast(Float32), *constants)
         return (absmax.bitcast(Int32),)
 
-    def values(self, prepared):
-        return [prepared[0].bitcast(Float32) * value for value in NF4_VALUES]
+    def values(self, scale):
+        return [scale[0].bitcast(Float32) * value for value in NF4_VALUES]
 
 
-class MXFP4(LookedUp):
-    """E2M1 values times a power of two: exact in bf16, as is twice the value times half the power."""
+class MXFP4Lookup(LookupDecoder):
+    """E2M1 values times a power of two: exact in bf16, and computed as twice the value times half the power, which unlike
+    the power itself is never infinite. The upper eight codes are the lower eight with a minus sign."""
 
-    def load(self, codes, expert, row, unit):
-        return (codes.scales[expert, row, unit * GROUP // self.group].to(Int32),)
+    def load_raw_scale(self, packed, expert, row, segment):
+        return (packed.scales[expert, row, segment * SEGMENT // self.group].to(Int32),)
 
-    def prepare(self, codes, constants, loaded):
-        (scale,) = loaded
-        # 2^(scale - 128): never infinite, subnormal for the two smallest
-        half = cutlass.select_(scale > 1, (scale - 1) << 7, (scale + 1) << 5)
-        return (half | half << 16,)
+    def make_scale(self, packed, constants, raw_scale):
+        (exponent,) = raw_scale
+        # 2^(exponent - 128) in bf16, subnormal for the two smallest
+        half_power = cutlass.select_(exponent > 1, (exponent - 1) << 7, (exponent + 1) << 5)
+        return (half_power | half_power << 16,)
 
-    def table(self, prepared):
-        low, high = planes_of([scale_pair(Int32(pair), prepared[0]) for pair in TWICE_E2M1])
+    def codebook(self, scale):
+        low, high = byte_planes([multiply_bf16x2(Int32(twice), scale[0]) for twice in TWICE_E2M1])
         return low, [*high, *(word | SIGNS for word in high)]
 
 
-def decoder_of(stored: Stored) -> Decoder:
-    """Return the decoder of packed weights with these facts."""
-    if stored.format == "int4" and stored.scales == "bfloat16":
-        return Int4(stored)
-    return {"int4": Integers, "uint4": Integers, "nf4": NF4, "mxfp4": MXFP4}[stored.format](stored)
+def decoder_of(kind: PackedKind) -> Decoder:
+    """Make the decoder of packed weights of a kind."""
+    if kind.format == "int4" and kind.scales == "bfloat16":
+        return Int4Arithmetic(kind)
+    return {"int4": IntegerLookup, "uint4": IntegerLookup, "nf4": NF4Lookup, "mxfp4": MXFP4Lookup}[kind.format](kind)

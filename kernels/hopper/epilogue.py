@@ -1,14 +1,14 @@
 """Kernels over sorted rows with epilogue warps, which work on a tile while the consumers multiply the next one.
 
-The consumers put a tile of the product into shared memory in the tensors' dtype, and beside it what rounding loses of a
-value that is computed with (rounding_error.py). The epilogue warps read the tile by rows, 16 bytes a thread.
+The consumers put a tile of the product into shared memory in the tensors' dtype. Where the epilogue warps compute with
+it, what that rounding loses lies beside it (rounding_error.py). They read the tile by rows, 16 bytes a thread.
 
     barrier          arrivals               signalled by                    waited for by
     tile_full[h]     4                      consumer h's warps, written     the epilogue warps
     tile_empty[h]    all epilogue warps     each epilogue warp, read        consumer h, before it writes again
 
-h: the half of the tile, 64 rows, and the consumer that computes it. Warpgroup 0 is `gather_warps` producer warps, and
-epilogue warps.
+h: the half of the tile, 64 rows, and the consumer that computes it. Of warpgroup 0 the first `gather_warps` warps are
+producers, the others epilogue warps.
 """
 
 import cutlass
@@ -35,12 +35,13 @@ class EpilogueWarpsKernel(VarlenMKernel):
     registers = 136, 184  # of warpgroup 0 and of the consumers: 3 * 168 in all
     truncated = False  # how the product goes to the epilogue warps, see rounding_error.py
 
-    def __init__(self, dtype, tile: Tile, gather: bool = True, gated: bool = False):
-        super().__init__(dtype, tile, gather, gated)
+    def __init__(self, dtype, tile: Tile, gather: bool = True, gate_then_up: bool = False):
+        super().__init__(dtype, tile, gather, gate_then_up)
         self.num_epilogue_warps = 4 - self.gather_warps
 
     def set_up_epilogue(self, computed_with: bool = False):
-        """Set up the epilogue; computed_with: the epilogue warps do more with the product than to store it."""
+        """Lay out shared memory; computed_with: the epilogue warps compute with the product, and need its residuals in
+        bf16."""
         self.layouts = Layouts(self.layout_a, self.layout_b, epilogue_layout(self.dtype, 2 * self.epi_tiles))
         self.extra_arrivals = {"tile_full": CONSUMER_WARPS // 2, "tile_empty": self.num_epilogue_warps}
         self.has_residual = computed_with and self.dtype is cutlass.BFloat16
@@ -48,7 +49,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
         self.Storage = storage(self.dtype, self.layouts, self.stages, 4, spare)
 
     def residual_of(self, shared):
-        """Return the residuals of the tile in shared memory, or None."""
+        """Locate the residuals of the tile in shared memory; None without any."""
         if not self.has_residual:
             return None
         return Residual(shared.epilogue.iterator.toint() + 2 * self.epi_tiles * EPI_TILE_BYTES, self.truncated)
@@ -73,8 +74,8 @@ class EpilogueWarpsKernel(VarlenMKernel):
         operands: cutlass.Constexpr,
         lora: cutlass.Constexpr,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: cutlass.Constexpr,
         bias,
         layouts: cutlass.Constexpr,
@@ -83,7 +84,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
         """Run every warp's role; `epilogue_arguments`: what `run_epilogue_warp` takes beside `shared` and the warp."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tiles, counter = tiles_and_counter(table, last)
+        tiles, counter = tiles_and_counter(tile_table, state_row)
         shared = set_up_shared(
             self.Storage,
             layouts,
@@ -110,7 +111,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
     def run_behind_producers(
         self, warpgroup, operands: cutlass.Constexpr, shared: cutlass.Constexpr, mma: cutlass.Constexpr, bias
     ):
-        """Run the warps behind the first warpgroup: the consumers."""
+        """Run the warps of warpgroups 1 and 2, the consumers."""
         cute.arch.setmaxregister_increase(self.registers[1])
         self.run_consumer(mma, shared, bias)
 
@@ -139,9 +140,9 @@ class EpilogueWarpsKernel(VarlenMKernel):
                 self.half_tile_params(shared.pipeline, stage, phase, has_rows),
             )
             if const_expr(bias is not None):
-                width, limit = self.columns // self.halves, bias.shape[1] // self.halves
-                count = cute.size(values) // self.halves
-                for side in cutlass.range_constexpr(self.halves):
+                width, limit = self.columns // self.weight_sides, bias.shape[1] // self.weight_sides
+                count = cute.size(values) // self.weight_sides
+                for side in cutlass.range_constexpr(self.weight_sides):
                     column = column_tile * width + side * (limit - width)
                     add_bias(values, coordinates, side * count, count, bias, expert, column, (side + 1) * limit)
             cute.arch.mbarrier_wait(tile_empty, empty_phase)
@@ -187,9 +188,9 @@ class EpilogueWarpsKernel(VarlenMKernel):
 
     def store_half_tile(self, epi_tiles, out, first, end, column_tile, half):
         """Issue the TMA stores of half a tile; by one warp."""
-        per_side = self.epi_tiles // self.halves
+        per_side = self.epi_tiles // self.weight_sides
         for i in range(self.epi_tiles):
-            side = () if self.halves == 1 else (i // per_side,)
+            side = () if self.weight_sides == 1 else (i // per_side,)
             from_out, to_out = partition(out.atom, epi_tiles, varlen_epi_tiles(out.tensor, first, end, *side))
             box = column_tile * per_side + i % per_side
             cute.copy(out.atom, from_out[None, half * self.epi_tiles + i], to_out[None, box])

@@ -28,9 +28,13 @@ have an order barrier each (gemm_down.py). Every warp but producer warp 0 also a
 (tile_scheduler.py). While a kernel is compiled, arrivals.py counts these again, and a count that differs is an error.
 
 Adapters (interface.LoraTerm) are more depth: [A | shrunk] [B | factor]^T. After the stages of A and B the producer fills
-one more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Consumers compute the last
-of these stages as far as there are k blocks of 16. All else is as in the product without an adapter.
-"""
+one more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Of the last of these
+stages consumers multiply the k blocks of 16 columns that the rank fills. All else is as in the product without an
+adapter.
+
+The last arguments of every kernel say what it computes: tile_table is Rows.tiles, [n + 1, 3] and more rows that are not
+used: a row (expert, first row, end) for each of n row tiles. Its row number state_row is (counter of the tile scheduler,
+n, unused). num_blocks: how many blocks are launched, one for every SM."""
 
 from dataclasses import dataclass
 
@@ -48,6 +52,7 @@ from .tile_scheduler import SCHEDULER_STAGES, TileScheduler, arrive_counts
 
 
 def major_mode(k_major: bool):
+    """Name in CuTe's terms whether an operand is contiguous along the depth."""
     return OperandMajorMode.K if k_major else OperandMajorMode.MN
 
 
@@ -68,6 +73,7 @@ def epilogue_layout(dtype, stages: int, column_major: bool = False):
 
 
 def one_stage(layout):
+    """Cut one stage out of a layout of several."""
     return cute.slice_(layout, (None, None, 0))
 
 
@@ -92,25 +98,25 @@ class Layouts:
 
 
 @dataclass(frozen=True)
-class Output:
+class TmaStore:
     """A tensor that a kernel stores by TMA."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
 
-def load_atom(tensor, smem_layout, box):
+def tma_load(tensor, smem_layout, box):
     """Make a TMA load of `box` from `tensor` into one stage of `smem_layout`."""
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, smem_layout, box)
 
 
-def output(tensor, smem_layout, box) -> Output:
+def tma_store(tensor, smem_layout, box) -> TmaStore:
     """Make a TMA store of `box` to `tensor` from one stage of `smem_layout`."""
-    return Output(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, box))
+    return TmaStore(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, box))
 
 
 def partition(atom, smem, gmem):
-    """Return (shared [.., stage], global [.., box]) sides of a TMA copy; the first two modes of both are the box."""
+    """Split a TMA copy into its sides, shared memory [.., stage] and global memory [.., box]; `..` is within the box."""
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
     )
@@ -130,7 +136,7 @@ class MainloopPipeline:
 
     @property
     def end(self):
-        """Return the index behind the pipeline's barriers, where those of the tile scheduler begin."""
+        """Point behind the pipeline's barriers, where those of the tile scheduler begin."""
         return self.full + 2 * self.stages
 
     def announce(self, stage, tma_bytes):
@@ -185,7 +191,7 @@ class Shared:
 
     @property
     def extra_barriers(self):
-        """Return the index of the first barrier that only some kernels have."""
+        """Point to the first of the barriers that only some kernels have."""
         return self.scheduler.full + 2 * SCHEDULER_STAGES
 
     @property
@@ -245,7 +251,7 @@ def _initialise_barriers(barriers, counts: cutlass.Constexpr, atoms):
 
 @cute.jit
 def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
-    """Return the next stage of the pipeline; the phase flips when it wraps."""
+    """Advance to the next stage of the pipeline; the phase flips when the stages begin again."""
     stage += 1
     if stage == stages:
         stage = Int32(0)
@@ -255,15 +261,15 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
 
 @cute.jit
 def look_up_tokens(tokens, token: cute.Tensor, first: Int32, end: Int32, step: cutlass.Constexpr):
-    """Look up the tokens of every `step`-th row from `first`, a thread's own; past the end the last row is repeated."""
+    """Look up the tokens of a thread's own rows, every `step`-th from `first`; past the end the last row is repeated."""
     for i in cutlass.range_constexpr(cute.size(tokens)):
         tokens[i] = token[cutlass.max(cutlass.min(first + step * i, end - 1), 0)]
 
 
-def tiles_and_counter(table, last):
-    """Return the row tiles [n, 3] and the scheduler's counter of Rows.tiles, whose row `last` is (counter, n, unused)."""
-    tiles = cute.make_tensor(table.iterator, cute.make_layout((table[last, 1], 3), stride=(3, 1)))
-    return tiles, table.iterator + last * 3
+def tiles_and_counter(tile_table, state_row):
+    """Split a kernel's `tile_table` into the row tiles [n, 3] and a pointer to the tile scheduler's counter."""
+    tiles = cute.make_tensor(tile_table.iterator, cute.make_layout((tile_table[state_row, 1], 3), stride=(3, 1)))
+    return tiles, tile_table.iterator + state_row * 3
 
 
 def global_vector(tensor, offset):
@@ -278,7 +284,7 @@ def shared_vector(dtype, first, row, vector):
     """View the 16 bytes number `vector` of a row of 128 bytes in swizzled shared memory whose row 0 is at address
     `first`.
 
-    The same place as in the swizzled layouts above, at a fraction of the instructions.
+    The address is that of the swizzled layouts above, at a fraction of their instructions.
     """
     address = first + row * (TILE_K * 2) + ((vector ^ (row % 8)) * 16)
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=16)
@@ -310,7 +316,7 @@ class EpilogueStore:
         return self.copy.retile(accumulator)
 
     def stage(self, epi_tile: int):
-        """Return the index of this warpgroup's epi tile among those of all warpgroups."""
+        """Compute the index of this warpgroup's epi tile among those of all warpgroups."""
         return self.consumer * self.stages + epi_tile
 
     def wait(self):
@@ -318,7 +324,8 @@ class EpilogueStore:
         _wait_for_stores(self.is_storing_warp, self.consumer)
 
     def write(self, epi_tile: int, values, residual=None):
-        """Write `size` fp32 values, a function of the index, to an epi tile; what rounding them loses to `residual`."""
+        """Write `size` fp32 values, values(0) .. values(size - 1), to an epi tile, and what rounding them loses to
+        `residual`."""
         if residual is not None and residual.truncated:
             residual.pack(self.registers, values)
         else:

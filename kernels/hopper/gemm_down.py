@@ -13,14 +13,14 @@ from .gemm_common import (
     EpilogueStore,
     Layouts,
     Operands,
-    Output,
+    TmaStore,
     epilogue_layout,
     one_stage,
-    output,
     partition,
     set_up_shared,
     storage,
     tiles_and_counter,
+    tma_store,
 )
 from .mainloop import Mma, advance_by, consumer_fragments, multiply, multiply_tile, narrow_tile
 from .varlen import varlen_epi_tiles, varlen_rows
@@ -31,16 +31,19 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
     """GEMM of gemm_down with epilogue warps: source [R, K], weight [E, N, K], out [R, N]. Each consumer computes half of
     every tile, and the epilogue warps store it.
 
-    For tiles of 256 columns: they load less per product than 192 do, but their accumulators leave no room for pingpong.
+    It is for tiles of 256 columns, which load less per product than 192 do, and whose accumulators leave no registers for
+    pingpong.
     """
 
-    group = 2  # measured: faster than 8 where experts have few rows, as fast where they have many
+    row_tiles_together = (
+        2  # measured for the dynamic schedule: faster than 8 where experts have few rows, as fast where they have many
+    )
     registers = 40, 232
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile, gather=False)
         if tile.static:
-            self.group = VarlenMKernel.group
+            self.row_tiles_together = VarlenMKernel.row_tiles_together
 
     @cute.jit
     def __call__(
@@ -52,17 +55,17 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
         factor,
         out: cute.Tensor,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(source, weight)
         lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue()
-        stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
-        self.kernel(operands, lora, stored, bias, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        stored = tma_store(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        self.kernel(operands, lora, stored, bias, token, tile_table, state_row, self.mma, self.layouts).launch(
+            grid=(num_blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -70,26 +73,26 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
         self,
         operands: Operands,
         lora,
-        out: Output,
+        out: TmaStore,
         bias,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: Mma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, lora, token, table, last, mma, bias, layouts, (out, None))
+        self.run_warps(operands, lora, token, tile_table, state_row, mma, bias, layouts, (out, None))
 
 
 @dataclass(frozen=True)
 class RowStore:
-    """The store of rows by a consumer: the (row, column) of every value of its accumulators, the
-    epi tiles in shared memory, the bias or None."""
+    """A pingpong consumer's store of 64 rows. coordinates: (row, column) of every value of its accumulator. epi_tiles: of
+    all consumers, in shared memory."""
 
     store: EpilogueStore
     coordinates: cute.Tensor
     epi_tiles: cute.Tensor
-    out: Output
+    out: TmaStore
     bias: cute.Tensor | None
 
 
@@ -112,7 +115,9 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile)
-        self.epi_stages = self.epi_tiles if self.rows == TILE_M else 2  # of each consumer: what there is room for
+        self.epi_stages = (
+            self.epi_tiles if self.rows == TILE_M else 2
+        )  # of each consumer; tall tiles leave room for two
         if tile.columns > MAX_PINGPONG_COLUMNS:
             raise ValueError(
                 f"pingpong tiles have at most {MAX_PINGPONG_COLUMNS} columns, not {tile.columns}: larger accumulators do "
@@ -136,8 +141,8 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         operands: cutlass.Constexpr,
         lora: cutlass.Constexpr,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: cutlass.Constexpr,
         bias,
         layouts: cutlass.Constexpr,
@@ -148,7 +153,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warps = CONSUMER_WARPS // 2  # of one consumer
-        tiles, counter = tiles_and_counter(table, last)
+        tiles, counter = tiles_and_counter(tile_table, state_row)
         shared = set_up_shared(
             self.Storage,
             layouts,
@@ -182,7 +187,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         )
         narrow = narrow_tile(mma.narrow, shared, self.last_columns)
         store, coordinates = self.store_of(mma.whole, shared, consumer)
-        to = RowStore(store, coordinates, shared.epilogue, out, bias)
+        row_store = RowStore(store, coordinates, shared.epilogue, out, bias)
         third_a = consumer_fragments(mma.whole, shared, 2, self.columns)[0] if self.rows > TILE_M else None
         own_order, other_order = shared.extra_barriers + consumer, shared.extra_barriers + 1 - consumer
         stage, phase = Int32(0), Int32(0)
@@ -202,9 +207,9 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                     )
                 else:
                     stage, phase = multiply_tile(mma.whole, (top,), (top_a,), fragment_b, narrow, is_last, params)
-                self.store_rows(top, to, expert, first, end, column_tile)
+                self.store_rows(top, row_store, expert, first, end, column_tile)
                 if first + WARPGROUP_M < end:
-                    self.store_rows(bottom, to, expert, first + WARPGROUP_M, end, column_tile)
+                    self.store_rows(bottom, row_store, expert, first + WARPGROUP_M, end, column_tile)
             else:
                 if const_expr(third_a is None):
                     stage, phase = advance_by(stage, phase, self.k_tiles + self.lora_k_tiles, self.stages)
@@ -212,7 +217,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                     if first + TILE_M < end:
                         params = self.tile_params(shared.pipeline, stage, phase)
                         stage, phase = multiply(mma.whole, (top,), (third_a,), fragment_b, params)
-                        self.store_rows(top, to, expert, first + TILE_M, end, column_tile)
+                        self.store_rows(top, row_store, expert, first + TILE_M, end, column_tile)
                     else:
                         stage, phase = advance_by(stage, phase, self.k_tiles + self.lora_k_tiles, self.stages)
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
@@ -223,27 +228,31 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
     def store_rows(
         self,
         accumulator: cute.Tensor,
-        to: cutlass.Constexpr,
+        row_store: cutlass.Constexpr,
         expert: Int32,
         first: Int32,
         end: Int32,
         column_tile: Int32,
     ):
         """Store 64 rows of a tile (+ bias), except what is past row `end` or the last column."""
-        store, bias = to.store, to.bias
+        store, bias = row_store.store, row_store.bias
         values = store.retile(accumulator)
-        from_out, to_out = partition(to.out.atom, to.epi_tiles, varlen_epi_tiles(to.out.tensor, first, end))
+        from_out, to_out = partition(
+            row_store.out.atom, row_store.epi_tiles, varlen_epi_tiles(row_store.out.tensor, first, end)
+        )
         for start in cutlass.range_constexpr(0, self.epi_tiles, self.epi_stages):
             epi_tiles = range(start, min(start + self.epi_stages, self.epi_tiles))
             store.wait()
             for i in epi_tiles:
                 if const_expr(bias is not None):
                     column = column_tile * self.columns
-                    add_bias(values, to.coordinates, i * store.size, store.size, bias, expert, column, bias.shape[1])
+                    add_bias(
+                        values, row_store.coordinates, i * store.size, store.size, bias, expert, column, bias.shape[1]
+                    )
                 store.write(i - start, lambda v, start=i * store.size: values[start + v])
             store.publish()
             if store.is_storing_warp:
                 for i in epi_tiles:
                     box = column_tile * self.epi_tiles + i
-                    cute.copy(to.out.atom, from_out[None, store.stage(i - start)], to_out[None, box])
+                    cute.copy(row_store.out.atom, from_out[None, store.stage(i - start)], to_out[None, box])
                 cute.arch.cp_async_bulk_commit_group()

@@ -44,7 +44,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         super().__init__(dtype, tile)
         self.activation = activation
         self.interleaved = interleaved and activation.is_gated
-        self.sides = activation.width(1)  # columns of h for one of da
+        self.sides = activation.width(1)  # columns of h for one of da: 2, or 1 without a gate
 
     @cute.jit
     def __call__(
@@ -60,17 +60,17 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         partials,
         pair: cute.Tensor,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(dout, weight)
         lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue(computed_with=True)
         tensors = RowTensors(h, routing_weight, dh, a, partials, pair)
-        self.kernel(operands, lora, tensors, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        self.kernel(operands, lora, tensors, token, tile_table, state_row, self.mma, self.layouts).launch(
+            grid=(num_blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -80,12 +80,12 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         lora,
         tensors: RowTensors,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: Mma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, lora, token, table, last, mma, None, layouts, (tensors,))
+        self.run_warps(operands, lora, token, tile_table, state_row, mma, None, layouts, (tensors,))
 
     @cute.jit
     def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, tensors: cutlass.Constexpr):
@@ -125,7 +125,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def load(self, into, tensors: cutlass.Constexpr, row: Int32, end: Int32, column_tile: Int32):
-        """Load this thread's vectors of h in a row, up to row `end`; return the row's routing weight."""
+        """Load a thread's vectors of h of a row, nothing past row `end`. Returns the row's routing weight."""
         h, routing_weight, pair = tensors.h, tensors.routing_weight, tensors.pair
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         inner = h.shape[1] // self.sides
@@ -142,22 +142,22 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         return weight
 
     def first_column(self, column_tile, epi_tile):
-        """Return the first column of this thread's vector of da in an epi tile."""
+        """Compute the first column of this thread's vector of da in an epi tile."""
         first = (column_tile * self.epi_tiles + epi_tile) * EPI_TILE_N
         return first + cute.arch.lane_idx() % (EPI_TILE_N // VECTOR) * VECTOR
 
     def vector_of_h(self, h, row, column, side):
-        """Return the gate or the up vector of h at a column of da; interleaved, the first or second half of both;
-        without a gate, side 0, the one there is."""
+        """View a vector of h at a column of da. side: 0 the gate's, 1 up's; interleaved, the first or second half of
+        both; without a gate 0, the one there is."""
         width = h.shape[1]
         side_column = 2 * column + VECTOR * side if self.interleaved else column + width // 2 * side
         return global_vector(h, Int64(row) * width + side_column)
 
-    def places(self, v, epi_tile):
-        """Return the indices of the gate and the up of the v-th column in a thread's h of an epi tile, or without a
-        gate that column's."""
-        places = (v,) if self.sides == 1 else (2 * v, 2 * v + 1) if self.interleaved else (v, VECTOR + v)
-        return [i + self.sides * VECTOR * epi_tile for i in places]
+    def indices_of_column(self, v, epi_tile):
+        """Compute where a thread's registers of h have the gate and the up of an epi tile's v-th column; without a gate,
+        that column."""
+        indices = (v,) if self.sides == 1 else (2 * v, 2 * v + 1) if self.interleaved else (v, VECTOR + v)
+        return [i + self.sides * VECTOR * epi_tile for i in indices]
 
     def activate(self, h_values, da):
         """Compute act of gate and up, or of h, and their gradients."""
@@ -192,10 +192,10 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
             else:
                 self.read_product(da, shared, half, epi_tile, row_in_half, lane % (EPI_TILE_N // VECTOR))
             for v in cutlass.range_constexpr(VECTOR):
-                places = self.places(v, epi_tile)
-                act, *dh_values = self.activate([h_values[i].to(Float32) for i in places], routed * da[v])
+                indices = self.indices_of_column(v, epi_tile)
+                act, *dh_values = self.activate([h_values[i].to(Float32) for i in indices], routed * da[v])
                 partial += da[v] * act
-                for i, value in zip(places, dh_values):
+                for i, value in zip(indices, dh_values):
                     h_values[i] = value.to(self.dtype)
                 a_values[v] = (routed * act).to(self.dtype)
             if row < end:

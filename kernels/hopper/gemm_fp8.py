@@ -2,12 +2,12 @@
 
     h[r] = x[token[r]] @ gate_up[e]^T, a[r] = act(h[r])        out[r] = a[r] @ down[e]^T
 
-An operand's K columns are cut into groups of 128. Of a row of x or a a group has a scale; of a weight a block of 128 rows
-and 128 columns does, gate's and up's rows counted apart. The tensor cores add fp8 products with fewer bits than fp32, so
-a group is summed apart in wgmma's accumulators, and added to fp32 registers times both scales (two-level accumulation:
-arXiv 2412.19437, section 3.3.2).
+An operand's K columns are cut into groups of 128. A scale belongs to a group of one row of x or a, and to a block of 128
+rows and 128 columns of a weight, whose blocks count gate's and up's rows apart. The tensor cores add fp8 products with
+fewer bits than fp32, so a group is summed apart in wgmma's accumulators, and added to fp32 registers times both scales
+(two-level accumulation: arXiv 2412.19437, section 3.3.2).
 
-The producer sees pairs of e4m3 values as one value of 16 bits, for which a stage of the pipeline, TILE_K values, is one
+The producer sees two e4m3 values as one of 16 bits (PTX's e4m3x2), of which a stage of the pipeline has TILE_K, one
 group; only the consumers see fp8. A consumer computes its 64 rows of a stage in two waves of 128 columns: in `up` these
 are gate and up, each of which lies in one block of the weight. While it adds a wave to its sums, the other one
 multiplies.
@@ -23,6 +23,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from ..minifloat import E4M3_MAX
+from ..scaled import SMALLEST
 from .activations import activate
 from .arrivals import Arrivals
 from .config import CONSUMER_WARPS, EPI_TILE_N, K_BLOCK, THREADS, TILE_K, VECTOR, WARPGROUP_M, Tile
@@ -30,25 +32,23 @@ from .epilogue import EpilogueWarpsKernel
 from .gemm_common import (
     Layouts,
     Operands,
-    Output,
+    TmaStore,
     advance,
     epilogue_store,
     global_vector,
     major_mode,
     one_stage,
-    output,
     storage,
+    tma_store,
 )
 from .mainloop import MainloopParams, consumer_mma, issue
-from .ptx import pack_e4m3
+from .ptx import pack_e4m3x4
 from .varlen import varlen_halves, varlen_rows
 
 FP8 = cutlass.Float8E4M3FN
-STORED = cutlass.BFloat16  # as which the producer sees two values, and what h and out are stored as
+BF16 = cutlass.BFloat16  # dtype of h, out and an adapter, and as which the producer sees two e4m3 values (e4m3x2)
 GROUP = 128  # columns that share a scale, and rows of a weight's block
 WAVE = 128  # columns of a tile that a consumer computes at a time
-E4M3_MAX = 448.0
-SMALLEST = 1e-10  # of what the largest value of a group is taken to be, as ../scaled.py has it
 TILE = Tile(2 * WAVE, 3)
 
 
@@ -72,17 +72,17 @@ class GroupScales:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Tensors that a is stored in: values [R, I / 2], each of them two e4m3, scales [R, I / 128]; and a [R, I] itself,
-    or None."""
+    """Tensors for rows that a kernel quantizes: values [R, I / 2] in e4m3x2, scales [R, I / 128]; and the rows before
+    that in bf16, `whole` [R, I], or None."""
 
     values: cute.Tensor
     scales: cute.Tensor
     whole: cute.Tensor | None
 
 
-def quantize_row(packed, values, smallest: float):
-    """Quantize a group, of which each of eight threads has 16 values in fp32, into the words `packed`; return its
-    scale."""
+def quantize_group(packed, values, smallest: float):
+    """Quantize a group, of which each of eight threads has 16 values in fp32, into the registers `packed`. Return the
+    group's scale."""
     largest = Float32(smallest)
     for value in values:
         largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
@@ -91,7 +91,7 @@ def quantize_row(packed, values, smallest: float):
     inverse = E4M3_MAX * cute.arch.rcp_approx(largest)
     words = cute.recast_tensor(packed, Int32)
     for word in range(len(values) // 4):
-        words[word] = pack_e4m3(*(value * inverse for value in values[4 * word : 4 * word + 4]))
+        words[word] = pack_e4m3x4(*(value * inverse for value in values[4 * word : 4 * word + 4]))
     return largest * (1 / E4M3_MAX)
 
 
@@ -102,7 +102,7 @@ def group_layout(extent: int, stages: int):
 
 
 def wave_fragments(mma, a, b, half):
-    """Return a consumer's operands: A, and B of every wave."""
+    """Make a consumer's operands: A, and B of every wave."""
     thread_mma, depth = mma.get_slice(0), cute.size(a, mode=[1])
     fragment_a = mma.make_fragment_A(thread_mma.partition_A(cute.local_tile(a, (WARPGROUP_M, depth), (half, 0, None))))
     fragments_b = [
@@ -119,7 +119,8 @@ def as_fp8(tensor, layout):
 
 @dataclass(frozen=True)
 class Turns:
-    """The turn barriers, as one consumer sees them. A stage has two waves, so that a wave's phase is constant."""
+    """The turn barriers, as one consumer sees them. A stage has two waves, so a wave meets the same phase in every
+    stage."""
 
     barriers: cute.Pointer
     consumer: Int32
@@ -130,12 +131,12 @@ class Turns:
         cute.arch.mbarrier_wait(self.barriers + self.consumer, (wave + 1 - self.consumer) % 2)
 
     def pass_on(self):
-        """Pass the turn on when a wave is issued."""
+        """Let the other consumer issue its next wave, once this one's is issued."""
         self.arrivals.arrive("turn", self.barriers + 1 - self.consumer, groups=2)
 
 
 class GroupScaledKernel(EpilogueWarpsKernel):
-    """Consumers of the GEMMs with scaled groups. Operands come as pairs of values of 16 bits.
+    """Base of the FP8 GEMMs: consumers that scale groups. Operands are e4m3x2.
 
     Where `in_turns`, two more extra barriers, `turn[c]`, make the consumers issue their waves in turn, so that one adds
     to its sums while the other multiplies:
@@ -158,14 +159,15 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         return operands
 
     def half_tile_params(self, pipeline, stage, phase, has_rows) -> MainloopParams:
-        """Return the groups that are multiplied, and those that are released unread."""
+        """Make the arguments of `multiply_groups` for half a tile, whose stages are released unread unless it
+        `has_rows`."""
         k_tiles = has_rows * self.k_tiles
         return MainloopParams(pipeline, stage, phase, k_tiles=k_tiles, unused=self.k_tiles - k_tiles)
 
     @property
     def lora_k_blocks(self) -> int:
-        """Count the k blocks of each stage of an adapter that are multiplied: of several stages all, which are zero
-        past the rank."""
+        """Count the k blocks of each stage of an adapter that are multiplied: those that the rank fills, or where there
+        are several stages all, which TMA fills with zeros past the rank."""
         return self.tail_k_blocks if self.whole_k_tiles == self.k_tiles else TILE_K // K_BLOCK
 
     @property
@@ -173,17 +175,17 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         group = sm90.make_trivial_tiled_mma(
             FP8, FP8, major_mode(True), major_mode(True), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, WAVE)
         )
-        return GroupMma(group, consumer_mma(STORED, True, True, WAVE))
+        return GroupMma(group, consumer_mma(BF16, True, True, WAVE))
 
-    def scale_rows(self, scales, row, end):
-        """Return the scales of a thread's two rows of the tile, `row` and eight below; past the end those of the last
-        row."""
+    def rows_of_scales(self, scales, row, end):
+        """Find where GroupScales.rows has the scales of a thread's two rows of the tile, `row` and eight below; past
+        the end those of the last row."""
         rows = [cutlass.max(cutlass.min(row + i, end - 1), 0) for i in (0, 8)]
         return [scales.token[row] for row in rows] if self.gather else rows
 
     def weight_block(self, wave, column_tile, blocks: int):
-        """Return the row of the weight's scales for a wave of the tile."""
-        if self.halves == 2:
+        """Compute the index of the weight's block of rows that a wave of the tile multiplies."""
+        if self.weight_sides == 2:
             return column_tile + wave * (blocks // 2)
         return cutlass.min(2 * column_tile + wave, blocks - 1)
 
@@ -210,7 +212,7 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         turns = Turns(shared.extra_barriers + 4, half, shared.arrivals) if self.in_turns else None
         stage, phase, empty_phase = Int32(0), Int32(0), Int32(1)
         expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
-        top_row, bottom_row = self.scale_rows(scales, first + own_row, end)
+        top_row, bottom_row = self.rows_of_scales(scales, first + own_row, end)
         tile_count = Int32(1)
         while expert >= 0:
             has_rows = Int32(first + WARPGROUP_M * half < end)
@@ -240,7 +242,7 @@ class GroupScaledKernel(EpilogueWarpsKernel):
                 )
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1
-            top_row, bottom_row = self.scale_rows(scales, first + own_row, end)
+            top_row, bottom_row = self.rows_of_scales(scales, first + own_row, end)
             cute.arch.mbarrier_wait(tile_empty, empty_phase)
             empty_phase ^= 1
             for i in cutlass.range_constexpr(self.epi_tiles):
@@ -260,7 +262,7 @@ def multiply_wave(
     stage: Int32,
     turns: cutlass.Constexpr,
 ):
-    """Compute partial = A B^T of a wave's columns and so many k blocks of a stage; the other consumer's turn is next."""
+    """Compute partial = A B^T of a wave's columns over the first `k_blocks` of a stage, in this consumer's turn."""
     fragment_a, fragments_b = fragments
     if const_expr(turns is not None):
         turns.wait(wave)
@@ -284,26 +286,26 @@ def multiply_groups(
     params: cutlass.Constexpr,
     turns: cutlass.Constexpr,
 ):
-    """Compute sums[wave] = A B^T of that wave's columns: of every stage, which is a group, times the scales of its
-    rows and of its weight. scales: by group, of a thread's two rows, and of the weight: of the first wave in even
-    threads, of the second in odd ones. Returns the pipeline's next stage and phase.
+    """Compute sums[wave], the product of a wave's columns: the sum over stages, each of which is a group, of A B^T times
+    the scales of the rows and of the weight. Returns the pipeline's next stage and phase.
 
-    The next group's scales are loaded while this one is multiplied. ptxas would wait for what is the same in all threads
-    of a warp at once, to have it in a uniform register: hence a wave's scale comes from the thread beside.
-    """
+    scales: by group, those of a thread's two rows, and one of the weight's: the first wave's in even threads, the
+    second's in odd ones, which exchange them by a shuffle. (If every thread loaded both, ptxas would see that they are
+    the same in a warp, and wait for them at once to have them in uniform registers.) The next group's scales are loaded
+    while this group is multiplied."""
     pipeline, stage, phase = params.pipeline, params.stage, params.phase
     k_blocks = cute.size(fragments[0], mode=[2])
     is_odd = cute.arch.thread_idx()[0] % 2 == 1
     for wave in cutlass.range_constexpr(len(sums)):
         sums[wave].fill(0.0)
-    top, bottom, own = [of_group[0] for of_group in scales]
+    top, bottom, own = [by_group[0] for by_group in scales]
     for k_tile in cutlass.range(params.k_tiles, unroll=1):
         other = cute.arch.shuffle_sync_bfly(own, 1)
         left, right = cutlass.select_(is_odd, other, own), cutlass.select_(is_odd, own, other)
         products = (top * left, bottom * left), (top * right, bottom * right)
         pipeline.wait_full(stage, phase)
         group = cutlass.min(k_tile + 1, scales[0].shape[0] - 1)
-        top, bottom, own = [of_group[group] for of_group in scales]
+        top, bottom, own = [by_group[group] for by_group in scales]
         for wave in cutlass.range_constexpr(len(sums)):
             multiply_wave(mma, partial, fragments, k_blocks, wave, stage, turns)
             if const_expr(wave == len(sums) - 1):
@@ -326,7 +328,7 @@ def add_lora(
     phase: Int32,
     turns: cutlass.Constexpr,
 ):
-    """Add so many k blocks of an adapter's stage, whose operands have 16 bits, to `sums`. Return the next stage and
+    """Add the product of an adapter's stage, the first `k_blocks` of it in bf16, to `sums`. Returns the next stage and
     phase."""
     pipeline.wait_full(stage, phase)
     for wave in cutlass.range_constexpr(len(sums)):
@@ -358,21 +360,21 @@ def release_unread(
     return stage, phase
 
 
-class GatheringKernel(GroupScaledKernel):
-    """Kernel for gathered rows, with epilogue warps that compute."""
+class GroupScaledGatherKernel(GroupScaledKernel):
+    """Base of the FP8 GEMMs that gather A and whose epilogue warps compute."""
 
     in_turns = True
     registers = 88, 208
 
 
-class GemmFp8UpKernel(GatheringKernel):
-    """GEMM of h, and a of it: x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in
+class GemmFp8UpKernel(GroupScaledGatherKernel):
+    """GEMM of h, and a of it: x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both in e4m3x2. h is stored in
     bf16, a in e4m3 with a scale for every group of 128 columns, which are those of one tile."""
 
     gather_warps = 2
 
     def __init__(self, activation):
-        super().__init__(STORED, TILE, gated=True)
+        super().__init__(BF16, TILE, gate_then_up=True)
         self.activation = activation
 
     def set_up_lora(self, shrunk, factor):
@@ -394,9 +396,9 @@ class GemmFp8UpKernel(GatheringKernel):
         scaled_a,
         a_scales,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(x, gate_up)
@@ -404,13 +406,13 @@ class GemmFp8UpKernel(GatheringKernel):
         self.set_up_epilogue()
         out = None
         if const_expr(h is not None):
-            out = output(varlen_halves(h), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+            out = tma_store(varlen_halves(h), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         scales = GroupScales(x_scales, weight_scales, token)
         to = None
         if const_expr(scaled_a is not None):
             to = QuantizedRows(scaled_a, a_scales, a)
-        self.kernel(operands, lora, out, scales, to, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        self.kernel(operands, lora, out, scales, to, token, tile_table, state_row, self.mma, self.layouts).launch(
+            grid=(num_blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -422,12 +424,12 @@ class GemmFp8UpKernel(GatheringKernel):
         scales: GroupScales,
         to,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, lora, token, table, last, mma, scales, layouts, (out, to))
+        self.run_warps(operands, lora, token, tile_table, state_row, mma, scales, layouts, (out, to))
 
     @cute.jit
     def epilogue_half_tile(
@@ -440,9 +442,10 @@ class GemmFp8UpKernel(GatheringKernel):
         half: cutlass.Constexpr,
         epilogue_warp,
     ):
-        """Compute a of half a tile: a warp takes four rows at a time, eight threads a row, and a thread 16 columns."""
+        """Compute and quantize a of half a tile: a warp takes four rows at a time, eight threads a row, and a thread 16
+        columns."""
         lane = cute.arch.lane_idx()
-        part, num_values = lane % 8, 2 * VECTOR
+        row_thread, num_values = lane % 8, 2 * VECTOR
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         gate, up = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
         values = cute.make_rmem_tensor(num_values, Float32)
@@ -452,13 +455,13 @@ class GemmFp8UpKernel(GatheringKernel):
         for unit in cutlass.range(epilogue_warp, (rows + 3) // 4, self.num_epilogue_warps, unroll=1):
             row = unit * 4 + lane // 8
             for i in cutlass.range_constexpr(2):
-                vector = part % 4 * 2 + i
-                self.read_product(gate, shared, half, part // 4, row, vector)
-                self.read_product(up, shared, half, part // 4 + self.epi_tiles // 2, row, vector)
+                vector = row_thread % 4 * 2 + i
+                self.read_product(gate, shared, half, row_thread // 4, row, vector)
+                self.read_product(up, shared, half, row_thread // 4 + self.epi_tiles // 2, row, vector)
                 for v in cutlass.range_constexpr(VECTOR):
                     values[i * VECTOR + v] = activate(gate[v], up[v], *self.activation)[0]
-            scale = quantize_row(packed, [values[v] for v in range(num_values)], SMALLEST)
-            column = (column_tile * GROUP + part * num_values) // 2  # of pairs
+            scale = quantize_group(packed, [values[v] for v in range(num_values)], SMALLEST)
+            column = (column_tile * GROUP + row_thread * num_values) // 2  # of e4m3x2
             if row < rows:
                 if column < width:
                     cute.copy(copy, packed, global_vector(to.values, Int64(first + row) * width + column))
@@ -466,19 +469,19 @@ class GemmFp8UpKernel(GatheringKernel):
                         for i in cutlass.range_constexpr(2):
                             for v in cutlass.range_constexpr(VECTOR):
                                 packed[v] = values[i * VECTOR + v].to(self.dtype)
-                            place = Int64(first + row) * (2 * width) + 2 * column + i * VECTOR
-                            cute.copy(copy, packed, global_vector(to.whole, place))
-                if part == 0:
+                            offset = Int64(first + row) * (2 * width) + 2 * column + i * VECTOR
+                            cute.copy(copy, packed, global_vector(to.whole, offset))
+                if row_thread == 0:
                     to.scales[first + row, column_tile] = scale
 
 
 class GemmFp8DownKernel(GroupScaledKernel):
-    """GEMM of gemm_down in FP8: a [R, I / 2], down [E, H, I / 2], both pairs of e4m3 values; out [R, H] in bf16."""
+    """GEMM of gemm_down in FP8: a [R, I / 2], down [E, H, I / 2], both in e4m3x2; out [R, H] in bf16."""
 
     registers = 40, 232
 
     def __init__(self):
-        super().__init__(STORED, TILE, gather=False)
+        super().__init__(BF16, TILE, gather=False)
 
     @cute.jit
     def __call__(
@@ -491,18 +494,18 @@ class GemmFp8DownKernel(GroupScaledKernel):
         factor,
         out: cute.Tensor,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(a, down)
         lora = self.set_up_lora(shrunk, factor)
         self.set_up_epilogue()
-        stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        stored = tma_store(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         scales = GroupScales(a_scales, weight_scales, token)
-        self.kernel(operands, lora, stored, scales, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        self.kernel(operands, lora, stored, scales, token, tile_table, state_row, self.mma, self.layouts).launch(
+            grid=(num_blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -510,12 +513,12 @@ class GemmFp8DownKernel(GroupScaledKernel):
         self,
         operands: Operands,
         lora,
-        out: Output,
+        out: TmaStore,
         scales: GroupScales,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, lora, token, table, last, mma, scales, layouts, (out, None))
+        self.run_warps(operands, lora, token, tile_table, state_row, mma, scales, layouts, (out, None))

@@ -19,40 +19,40 @@ from .config import THREADS, VECTOR, WARPGROUP_M
 from .gemm_common import Layouts, Operands, global_vector
 from .gemm_down_backward import RowTensors
 from .gemm_fp8 import (
+    BF16,
     GROUP,
-    STORED,
     TILE,
-    GatheringKernel,
     GroupMma,
+    GroupScaledGatherKernel,
     GroupScales,
     QuantizedRows,
-    quantize_row,
+    quantize_group,
 )
 
-VECTORS = 2  # of a group's columns that a thread has
+VECTORS = 2  # of VECTOR columns of a group, which a thread has: eight threads have the 128
 
 
 @dataclass(frozen=True)
-class Written:
-    """Tensors that the epilogue warps read and write, and those for dh in e4m3, or None: values [R, I'], pairs, the
+class BackwardTensors:
+    """Tensors that the epilogue warps read and write, and those for dh in e4m3, or None: values [R, I'] in e4m3x2, the
     gate's half and then the up's, I' being I in whole groups; scales [R, I' / 64]."""
 
     rows: RowTensors
     scaled: QuantizedRows | None
 
 
-class GemmFp8DownBackwardKernel(GatheringKernel):
-    """GEMM of da' and its epilogue: dout [T, H / 2] gathered, weight [E, I, H / 2] (of transposed down), both pairs of
-    e4m3 values; h [R, 2I] in bf16, gates first. da' is rounded to bf16, and so is dh before it is quantized.
+class GemmFp8DownBackwardKernel(GroupScaledGatherKernel):
+    """GEMM of da' and its epilogue: dout [T, H / 2] gathered, weight [E, I, H / 2] (of transposed down), both in
+    e4m3x2; h [R, 2I] in bf16, gates first. da' is rounded to bf16, and so is dh before it is quantized.
 
     dw's partial sums are those of groups of 128 columns.
     """
 
     def __init__(self, activation, hidden: int):
-        # one, and three epilogue warps: faster by 3 to 6% at DeepSeek-V3's sizes, by 25% at Qwen3's. It spills where it
-        # has to cut rows
+        # One producer warp leaves three epilogue warps: faster by 3 to 6% at DeepSeek-V3's sizes, by 25% at Qwen3's. But
+        # it spills where the last stage of a row is no whole group.
         self.gather_warps = 1 if hidden % GROUP == 0 else 2
-        super().__init__(STORED, TILE)
+        super().__init__(BF16, TILE)
         self.activation = activation
 
     @cute.jit
@@ -73,9 +73,9 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         partials,
         pair: cute.Tensor,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(dout, weight)
@@ -85,9 +85,9 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         scaled = None
         if const_expr(scaled_dh is not None):
             scaled = QuantizedRows(scaled_dh, dh_scales, None)
-        written = Written(RowTensors(h, routing_weight, dh, a, partials, pair), scaled)
-        self.kernel(operands, lora, scales, written, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        written = BackwardTensors(RowTensors(h, routing_weight, dh, a, partials, pair), scaled)
+        self.kernel(operands, lora, scales, written, token, tile_table, state_row, self.mma, self.layouts).launch(
+            grid=(num_blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -96,17 +96,18 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         operands: Operands,
         lora,
         scales: GroupScales,
-        written: Written,
+        written: BackwardTensors,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, lora, token, table, last, mma, scales, layouts, (None, written))
+        self.run_warps(operands, lora, token, tile_table, state_row, mma, scales, layouts, (None, written))
 
-    def place_of_unit(self, unit, column_tile):
-        """Return (row of half a tile, first column) of a thread in a unit: four rows of one of a tile's two groups."""
+    def own_position(self, unit, column_tile):
+        """Compute this thread's (row of half a tile, first column) in a unit, which is four rows of one of a tile's two
+        groups."""
         lane = cute.arch.lane_idx()
         return unit // 2 * 4 + lane // 8, (column_tile * 2 + unit % 2) * GROUP + lane % 8 * (VECTORS * VECTOR)
 
@@ -116,15 +117,15 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         weight."""
         width, routed = tensors.h.shape[1] // 2, Float32(0.0)
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
-        into.fill(0.0)  # else what was there before would have to be kept
+        into.fill(0.0)  # else registers would be kept from the unit before, and spill
         row += first
         if row < end:
             routed = tensors.routing_weight[tensors.pair[row]]
             if column < width:
                 for side in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(VECTORS):
-                        place = Int64(row) * (2 * width) + side * width + column + i * VECTOR
-                        cute.copy(copy, global_vector(tensors.h, place), into[None, i, side])
+                        offset = Int64(row) * (2 * width) + side * width + column + i * VECTOR
+                        cute.copy(copy, global_vector(tensors.h, offset), into[None, i, side])
         return routed
 
     @cute.jit
@@ -141,27 +142,27 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         """Compute half a tile: a warp takes four rows of a group of columns at a time, eight threads a row, and a
         thread 16 columns, whose h is loaded one such unit ahead."""
         lane, tensors = cute.arch.lane_idx(), to.rows
-        part, width = lane % 8, tensors.h.shape[1] // 2
+        row_thread, width = lane % 8, tensors.h.shape[1] // 2
         h_now, h_next = (cute.make_rmem_tensor((VECTOR, VECTORS, 2), self.dtype) for _ in range(2))
         da = cute.make_rmem_tensor(VECTOR, Float32)
         rows = cutlass.max(cutlass.min(end - first, WARPGROUP_M), 0)
         units = (rows + 3) // 4 * 2  # of a tile's two groups
-        routed = self.load(h_now, tensors, first, end, *self.place_of_unit(epilogue_warp, column_tile))
+        routed = self.load(h_now, tensors, first, end, *self.own_position(epilogue_warp, column_tile))
         for unit in cutlass.range(epilogue_warp, units, self.num_epilogue_warps, unroll=1):
-            next_place = self.place_of_unit(unit + self.num_epilogue_warps, column_tile)
-            routed_next = self.load(h_next, tensors, first, end, *next_place)
-            row, column = self.place_of_unit(unit, column_tile)
+            next_position = self.own_position(unit + self.num_epilogue_warps, column_tile)
+            routed_next = self.load(h_next, tensors, first, end, *next_position)
+            row, column = self.own_position(unit, column_tile)
             is_row, partial = (row < rows) & (column < math.ceil(width / GROUP) * GROUP), Float32(0.0)
             for i in cutlass.range_constexpr(VECTORS):
-                self.read_product(da, shared, half, unit % 2 * 2 + part // 4, row, part % 4 * VECTORS + i)
+                self.read_product(da, shared, half, unit % 2 * 2 + row_thread // 4, row, row_thread % 4 * VECTORS + i)
                 if const_expr(width % GROUP):
                     if column >= width:
                         da.fill(0.0)
-                partial += self.turn_into_dh(h_now, da, routed, i, tensors, first + row, is_row, column)
+                partial += self.compute_dh(h_now, da, routed, i, tensors, first + row, is_row, column)
             if const_expr(tensors.partials is not None):
                 for mask in (1, 2, 4):
                     partial += cute.arch.shuffle_sync_bfly(partial, mask)
-                if is_row and part == 0:
+                if is_row and row_thread == 0:
                     tensors.partials[column // GROUP, first + row] = partial
             if const_expr(to.scaled is not None):
                 for side in cutlass.range_constexpr(2):
@@ -171,7 +172,7 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
                 h_now[v] = h_next[v]
 
     @cute.jit
-    def turn_into_dh(
+    def compute_dh(
         self,
         values,
         da,
@@ -182,38 +183,38 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
         is_row,
         column: Int32,
     ):
-        """Turn a vector of gates and one of ups into their gradients; write these and a', return what they add to dw."""
+        """Compute dh in place of a vector of gates and one of ups, and a'; store both, and return what they add to dw."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         partial, width = Float32(0.0), tensors.h.shape[1] // 2
         a_values = cute.make_rmem_tensor(VECTOR, self.dtype)
         for v in cutlass.range_constexpr(VECTOR):
-            places = [v + VECTOR * (i + VECTORS * side) for side in range(2)]
-            gate, up = (values[place].to(Float32) for place in places)
+            indices = [v + VECTOR * (i + VECTORS * side) for side in range(2)]
+            gate, up = (values[index].to(Float32) for index in indices)
             act, *gradients = activate(gate, up, *self.activation, routed * da[v])
             partial += da[v] * act
-            for place, gradient in zip(places, gradients):
-                values[place] = gradient.to(self.dtype)
+            for index, gradient in zip(indices, gradients):
+                values[index] = gradient.to(self.dtype)
             a_values[v] = (routed * act).to(self.dtype)
         if is_row and column < width:
-            place = Int64(row) * width + column + i * VECTOR
+            offset = Int64(row) * width + column + i * VECTOR
             if const_expr(tensors.a is not None):
-                cute.copy(copy, a_values, global_vector(tensors.a, place))
+                cute.copy(copy, a_values, global_vector(tensors.a, offset))
             if const_expr(tensors.dh is not None):
                 for side in cutlass.range_constexpr(2):
-                    to_dh = global_vector(tensors.dh, place + Int64(row) * width + side * width)
+                    to_dh = global_vector(tensors.dh, offset + Int64(row) * width + side * width)
                     cute.copy(copy, values[None, i, side], to_dh)
         return partial
 
     @cute.jit
     def write_scaled(self, to: cutlass.Constexpr, values, row: Int32, is_row, column: Int32, side: cutlass.Constexpr):
-        """Store a thread's part of a group of dh in e4m3, and the group's scale."""
+        """Store a thread's row_thread of a group of dh in e4m3, and the group's scale."""
         num_pairs = to.values.shape[1]
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         packed = cute.make_rmem_tensor(VECTOR, self.dtype)
         own = range(VECTORS * VECTOR * side, VECTORS * VECTOR * (side + 1))
-        scale = quantize_row(packed, [values[place].to(Float32) for place in own], SMALLEST_GRADIENT)
+        scale = quantize_group(packed, [values[index].to(Float32) for index in own], SMALLEST_GRADIENT)
         if is_row:
-            place = Int64(row) * num_pairs + side * (num_pairs // 2) + column // 2
-            cute.copy(copy, packed, global_vector(to.values, place))
+            offset = Int64(row) * num_pairs + side * (num_pairs // 2) + column // 2
+            cute.copy(copy, packed, global_vector(to.values, offset))
             if column % GROUP == 0:
                 to.scales[row, side * (to.scales.shape[1] // 2) + column // GROUP] = scale

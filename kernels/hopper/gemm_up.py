@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .activations import activate, activate_ungated
 from .config import EPI_TILE_N, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
-from .gemm_common import Layouts, Operands, global_vector, one_stage, output
+from .gemm_common import Layouts, Operands, global_vector, one_stage, tma_store
 from .mainloop import Mma
 from .varlen import varlen_h
 
@@ -24,8 +24,9 @@ class GemmUpKernel(EpilogueWarpsKernel):
 
     def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
         self.is_gated = activation.is_gated
-        self.in_order = interleaved or not self.is_gated  # a tile's columns are neighbours in gate_up and in h
-        super().__init__(dtype, tile, gated=not self.in_order)
+        # in_order: a tile's columns are neighbours in gate_up and h; otherwise half of them are gate's, half up's
+        self.in_order = interleaved or not self.is_gated
+        super().__init__(dtype, tile, gate_then_up=not self.in_order)
         self.activation = activation
         self.interleaved = interleaved
 
@@ -40,9 +41,9 @@ class GemmUpKernel(EpilogueWarpsKernel):
         h,
         a,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         operands = self.set_up_operands(x, gate_up)
@@ -50,9 +51,9 @@ class GemmUpKernel(EpilogueWarpsKernel):
         self.set_up_epilogue(computed_with=a is not None)
         out = None
         if const_expr(h is not None):
-            out = output(varlen_h(h, self.in_order), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
-        self.kernel(operands, lora, out, a, bias, token, table, last, self.mma, self.layouts).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            out = tma_store(varlen_h(h, self.in_order), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        self.kernel(operands, lora, out, a, bias, token, tile_table, state_row, self.mma, self.layouts).launch(
+            grid=(num_blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -64,12 +65,12 @@ class GemmUpKernel(EpilogueWarpsKernel):
         a,
         bias,
         token: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: Mma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, lora, token, table, last, mma, bias, layouts, (out, a))
+        self.run_warps(operands, lora, token, tile_table, state_row, mma, bias, layouts, (out, a))
 
     @cute.jit
     def epilogue_half_tile(
@@ -116,7 +117,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
 
 
 def gate_and_up(left, right, v: int, interleaved: bool):
-    """Return gate and up of the v-th value of a vector of a, from two vectors of h."""
+    """Pick gate and up of the v-th value of a vector of a, from two vectors of h."""
     if interleaved:
         pair = (left, right)[2 * v // VECTOR]
         return pair[2 * v % VECTOR], pair[2 * v % VECTOR + 1]

@@ -14,24 +14,24 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from .config import CONSUMER_WARPS, EPI_TILE_N, THREADS, TILE_K, VECTOR, WARPGROUP_M, Tile
+from .config import CONSUMER_WARPS, EPI_TILE_N, SLAB_BYTES, SLAB_COLUMNS, THREADS, TILE_K, VECTOR, WARPGROUP_M, Tile
 from .gemm_common import (
     EpilogueStore,
     Layouts,
     MainloopPipeline,
-    Output,
+    TmaStore,
     advance,
     epilogue_layout,
     epilogue_store,
-    load_atom,
     look_up_tokens,
     one_stage,
     operand_layout,
-    output,
     partition,
     set_up_shared,
     storage,
     tiles_and_counter,
+    tma_load,
+    tma_store,
 )
 from .mainloop import (
     MainloopParams,
@@ -52,31 +52,31 @@ WGRAD_TILE_M = 256  # rows of a tile: a consumer computes two halves of 64 of it
 PRODUCER_WARPS = 4
 QUARTER = WGRAD_TILE_M // PRODUCER_WARPS  # loaded by each of the four producer warps
 REGISTERS = (40, 232)  # of warpgroup 0 and of the consumers: 3 * 168 in all
-MAX_ROW_TILES_WITHOUT_GROUPS = 8  # up to as many row tiles of an expert pass over all columns together
-GROUP = 4  # row tiles that do so where there are more
+# up to as many row tiles of an expert all pass over the columns together, so that they read these from L2
+MAX_ROW_TILES_TOGETHER = 8
+ROW_TILES_TOGETHER = 4  # row tiles that do so where an expert has more
 ROWS_PER_PASS = 16  # rows that the producer warps copy at a time
-SLAB_BYTES = TILE_K * 128  # of 64 columns of the gathered side, which lie together, swizzled over eight rows
 
 
 @dataclass(frozen=True)
 class HalfStore:
-    """The store of half a tile by a consumer, the epi tiles in shared memory that it writes, and `out`."""
+    """A consumer's store of half a tile, 64 rows, through epi tiles in shared memory to `out`."""
 
     store: EpilogueStore
     epi_tiles: cute.Tensor
-    out: Output
+    out: TmaStore
 
 
 @dataclass(frozen=True)
 class PendingStore:
     """The last tile's lower half, which is still to be stored.
 
-    accumulator: its products. place: its expert (-1: none), half, column tile, and whether there are rows.
+    accumulator: its products. half_tile: its expert (-1: none), half, column tile, and whether there are rows.
     """
 
     accumulator: cute.Tensor
-    to: HalfStore
-    place: tuple
+    half_store: HalfStore
+    half_tile: tuple
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class GemmWgradKernel:
         out: cute.Tensor,
         token: cute.Tensor,
         offsets: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
-        blocks: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
+        num_blocks: Int32,
         stream: cuda.CUstream,
     ):
         _, height, width = out.shape
@@ -130,13 +130,13 @@ class GemmWgradKernel:
             epilogue_layout(self.dtype, 2 * (self.columns // EPI_TILE_N), self.column_major),
         )
         quarter = operand_layout(self.dtype, QUARTER, False, self.stages)
-        atom, tensor = load_atom(varlen_columns(direct), one_stage(quarter), (QUARTER, TILE_K))
+        atom, tensor = tma_load(varlen_columns(direct), one_stage(quarter), (QUARTER, TILE_K))
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
-        stored = output(target, one_stage(layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        stored = tma_store(target, one_stage(layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         self.Storage = storage(self.dtype, layouts, self.stages, 0)
         mma = Mma(consumer_mma(self.dtype, False, False, self.columns), narrow_mma)
-        self.kernel(atom, tensor, gathered, stored, token, offsets, table, last, mma, layouts).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        self.kernel(atom, tensor, gathered, stored, token, offsets, tile_table, state_row, mma, layouts).launch(
+            grid=(num_blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -145,16 +145,16 @@ class GemmWgradKernel:
         atom: cute.CopyAtom,
         tensor: cute.Tensor,
         gathered: cute.Tensor,
-        out: Output,
+        out: TmaStore,
         token: cute.Tensor,
         offsets: cute.Tensor,
-        table: cute.Tensor,
-        last: Int32,
+        tile_table: cute.Tensor,
+        state_row: Int32,
         mma: Mma,
         layouts: Layouts,
     ):
         warpgroup_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
-        _, counter = tiles_and_counter(table, last)
+        _, counter = tiles_and_counter(tile_table, state_row)
         num_work_tiles = (offsets.shape[0] - 1) * (self.row_tiles * self.column_tiles)
         shared = set_up_shared(
             self.Storage,
@@ -191,14 +191,14 @@ class GemmWgradKernel:
         store = epilogue_store(
             mma.whole, shared.epilogue, self.dtype, thread, consumer, self.columns // EPI_TILE_N, self.column_major
         )
-        to = HalfStore(store, shared.epilogue, out)
+        half_store = HalfStore(store, shared.epilogue, out)
         stage, phase = Int32(0), Int32(0)
-        pending = Int32(-1), Int32(0), Int32(0), Int32(0)  # PendingStore.place
+        pending = Int32(-1), Int32(0), Int32(0), Int32(0)  # PendingStore.half_tile
         expert, start, end, tile = shared.scheduler.receive(Int32(0))
         tile_count = Int32(1)
         while expert >= 0:
             row_tile, column_tile = self.tile_coordinates(tile)
-            k_blocks, pending_store = (end - start + 15) // 16, PendingStore(bottom, to, pending)
+            k_blocks, pending_store = (end - start + 15) // 16, PendingStore(bottom, half_store, pending)
             stage, phase = multiply_tile(
                 mma.whole,
                 (top, bottom),
@@ -209,17 +209,17 @@ class GemmWgradKernel:
                 HalvesParams(shared.pipeline, stage, phase, k_blocks, pending_store),
                 mainloop=self.multiply_halves,
             )
-            self.store_half(top, to, expert, 4 * row_tile + 2 * consumer, column_tile, start < end)
+            self.store_half(top, half_store, expert, 4 * row_tile + 2 * consumer, column_tile, start < end)
             pending = expert, 4 * row_tile + 2 * consumer + 1, column_tile, Int32(start < end)
             expert, start, end, tile = shared.scheduler.receive(tile_count)
             tile_count += 1
-        self.store_pending(PendingStore(bottom, to, pending))
+        self.store_pending(PendingStore(bottom, half_store, pending))
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def multiply_halves(self, tiled_mma, accumulators, fragments_a, fragment_b, params: cutlass.Constexpr):
-        """Add the products of `k_blocks` k blocks of 16 rows; the last tile's lower half is stored after the first of
-        them."""
+        """Compute both halves' products of `k_blocks` k blocks of 16 rows. Between the upper and the lower half of the
+        first stage, the lower half of the tile before is stored."""
         pipeline, stage, phase, k_blocks = params.pipeline, params.stage, params.phase, params.k_blocks
         in_stage = cute.size(fragment_b, mode=[2])
         first = cutlass.min(k_blocks, in_stage)
@@ -229,7 +229,7 @@ class GemmWgradKernel:
         for half in cutlass.range_constexpr(2):
             warpgroup.fence()
             for k_block in cutlass.range(first, unroll=1):
-                # zeros from anything else than wgmma would have the compiler wait for the other half's products
+                # were the accumulators filled with zeros, the compiler would wait for the other half's products
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
                 issue(
                     tiled_mma, accumulators[half : half + 1], fragments_a[half : half + 1], fragment_b, k_block, stage
@@ -249,15 +249,15 @@ class GemmWgradKernel:
 
     @cute.jit
     def store_pending(self, pending: cutlass.Constexpr):
-        expert, half, column_tile, has_rows = pending.place
+        expert, half, column_tile, has_rows = pending.half_tile
         if expert >= 0:
-            self.store_half(pending.accumulator, pending.to, expert, half, column_tile, has_rows > 0)
+            self.store_half(pending.accumulator, pending.half_store, expert, half, column_tile, has_rows > 0)
 
     @cute.jit
     def store_half(
         self,
         accumulator: cute.Tensor,
-        to: cutlass.Constexpr,
+        half_store: cutlass.Constexpr,
         expert: Int32,
         half: Int32,
         column_tile: Int32,
@@ -265,10 +265,10 @@ class GemmWgradKernel:
     ):
         """Store 64 rows of a tile's columns, the `half`-th, except what is past the last row or column; zeros where the
         expert has no rows."""
-        store = to.store
+        store = half_store.store
         values = store.retile(accumulator)
-        boxes = cute.local_tile(to.out.tensor[None, None, expert], (WARPGROUP_M, EPI_TILE_N), (half, None))
-        from_out, to_out = partition(to.out.atom, to.epi_tiles, boxes)
+        boxes = cute.local_tile(half_store.out.tensor[None, None, expert], (WARPGROUP_M, EPI_TILE_N), (half, None))
+        from_out, to_out = partition(half_store.out.atom, half_store.epi_tiles, boxes)
         store.wait()
         for i in cutlass.range_constexpr(self.columns // EPI_TILE_N):
             if has_rows:
@@ -279,19 +279,19 @@ class GemmWgradKernel:
         if store.is_storing_warp:
             for i in cutlass.range_constexpr(self.columns // EPI_TILE_N):
                 box = column_tile * (self.columns // EPI_TILE_N) + i
-                cute.copy(to.out.atom, from_out[None, store.stage(i)], to_out[None, box])
+                cute.copy(half_store.out.atom, from_out[None, store.stage(i)], to_out[None, box])
             cute.arch.cp_async_bulk_commit_group()
 
     def tile_coordinates(self, tile):
-        """Return (row, column) of an expert's tile."""
-        if self.row_tiles <= MAX_ROW_TILES_WITHOUT_GROUPS:
+        """Compute (row, column) of an expert's tile."""
+        if self.row_tiles <= MAX_ROW_TILES_TOGETHER:
             return tile % self.row_tiles, tile // self.row_tiles
-        return rasterize(tile, self.row_tiles, self.column_tiles, GROUP)
+        return rasterize(tile, self.row_tiles, self.column_tiles, ROW_TILES_TOGETHER)
 
     @cute.jit
     def find_work_tile(self, offsets: cute.Tensor, index: Int32):
-        """Find the work tile of an index, which may be -1, as a WorkTile's fields: an expert's tiles follow one
-        another."""
+        """Find the work tile of an index, which may be -1; an expert's tiles follow one another. Returns a WorkTile's
+        fields."""
         expert, start, end, tile = NO_WORK
         if index >= 0:
             per_expert = self.row_tiles * self.column_tiles
@@ -319,7 +319,7 @@ class GemmWgradKernel:
         shared.arrivals.begin("producer", PRODUCER_WARPS)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         vector, row_in_pass = thread % 8, thread // 8
-        passes, slabs = TILE_K // ROWS_PER_PASS, self.columns // 64
+        passes, slabs = TILE_K // ROWS_PER_PASS, self.columns // SLAB_COLUMNS
         target = shared.b.iterator.toint() + row_in_pass * 128 + (vector ^ row_in_pass % 8) * 16
         width = gathered.shape[1]
         tokens, offsets = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
@@ -360,7 +360,7 @@ class GemmWgradKernel:
                     cute.copy(atom, from_direct[None, k_tile], to_direct[None, stage], tma_bar_ptr=full + stage)
                     for slab in cutlass.range_constexpr(slabs):
                         # columns past the last are read twice instead, and clipped when stored
-                        column = cutlass.min(first + slab * 64, width - VECTOR)
+                        column = cutlass.min(first + slab * SLAB_COLUMNS, width - VECTOR)
                         source = gathered.iterator.toint() + Int64(column * 2)
                         for i in cutlass.range_constexpr(passes):
                             copy_async(

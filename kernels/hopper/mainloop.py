@@ -18,7 +18,7 @@ from .gemm_common import MainloopPipeline, Shared, advance, major_mode
 
 @dataclass(frozen=True)
 class Mma:
-    """The MMAs of a consumer: of a whole tile, and of a narrower last one, or None."""
+    """The MMAs of a consumer: for a whole tile, and for the last tile of the columns where that is narrower, or None."""
 
     whole: cute.TiledMma
     narrow: cute.TiledMma | None
@@ -26,7 +26,7 @@ class Mma:
 
 @dataclass(frozen=True)
 class Narrow:
-    """A narrower last tile: its MMA, its B and how many columns it has."""
+    """The last tile of the columns where it is narrower: its MMA, its B and how many columns it has."""
 
     mma: cute.TiledMma
     fragment_b: cute.Tensor
@@ -37,11 +37,11 @@ class Narrow:
 class MainloopParams:
     """Arguments of `multiply` beside the operands: the pipeline, and the stage and phase where it begins.
 
-    k_tiles: how many stages are multiplied. tail_k_blocks: how many k blocks of one more stage are: a number, where
-    `has_tail`, or an Int32. unused: how many further stages are released unread. order_barrier: every warp arrives there
-    when all stages have arrived. arrivals: what `release` takes beside a stage. pending: (the stage before, whether there
-    is one), whose MMAs are in flight and are added to.
-    """
+    k_tiles: how many stages are multiplied whole. tail_k_blocks: how many k blocks are of one more stage, in either of
+    two forms: with `has_tail` a Python number, which holds where has_tail is true on the device; without it an Int32, 0
+    for no such stage. unused: how many further stages are released unread. order_barrier: every warp arrives there when
+    all stages have arrived. arrivals: what `release` takes beside a stage. pending: where MMAs are in flight whose
+    accumulators are added to, instead of zeros: (their stage, whether there are any)."""
 
     pipeline: MainloopPipeline
     stage: Int32
@@ -68,7 +68,7 @@ def columns_of_last_tile(width: int, columns: int) -> int:
 
 
 def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
-    """Return a consumer warpgroup's operands, and its accumulator, which the MMA adds to."""
+    """Make a consumer warpgroup's operands, and its accumulator, which the MMA adds to."""
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     thread_mma = tiled_mma.get_slice(0)
     fragment_a = tiled_mma.make_fragment_A(
@@ -80,7 +80,7 @@ def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
 
 
 def narrow_tile(narrow_mma, shared: Shared, columns: int) -> Narrow | None:
-    """Return the operands and the MMA that a consumer needs for a narrower last tile, or None."""
+    """Make a consumer's MMA and operand B for a narrower last tile; None without one."""
     if narrow_mma is None:
         return None
     narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -127,8 +127,8 @@ def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, sta
 
 @cute.jit
 def multiply(tiled_mma, accumulators, fragments_a, fragment_b, params: cutlass.Constexpr):
-    """Compute accumulator = A B^T, summed over the stages that `params`, a MainloopParams, names, for each of a tuple
-    of accumulators and A's. Returns the pipeline's next stage and phase."""
+    """Compute accumulator = A B^T over the stages that `params`, a MainloopParams, names; for each accumulator and A of
+    two tuples, with the same B. Returns the pipeline's next stage and phase."""
     pipeline, stage, phase, k_tiles = params.pipeline, params.stage, params.phase, params.k_tiles
     unused, order_barrier, arrivals = params.unused, params.order_barrier, params.arrivals
     tail_k_blocks, has_tail, pending = params.tail_k_blocks, params.has_tail, params.pending
@@ -184,8 +184,8 @@ def multiply_tile(
     params: cutlass.Constexpr,
     mainloop: cutlass.Constexpr = multiply,
 ):
-    """Run `mainloop`, which takes `params` beside the operands, on a tile; on the last tile of the columns with
-    narrower instructions where there are any."""
+    """Run `mainloop` (`multiply`, or another with its parameters) on a tile: on the last tile of the columns with
+    narrower instructions, if it `is_last` and there is a `narrow` one."""
     if const_expr(narrow is None):
         stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, params)
     else:

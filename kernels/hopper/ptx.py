@@ -29,8 +29,8 @@ def copy_async(shared_address, address, size=None, *, loc=None, ip=None):
     )
 
 
-def _computed(kind, code, values, loc, ip):
-    """Compute a register of a kind, Int32 or Float32, from others by PTX without side effects."""
+def _compute(kind, code, values, loc, ip):
+    """Compute a register of a kind, Int32 or Float32, from others by a PTX instruction without side effects."""
     letters = {Int32: "r", Float32: "f"}
     return kind(
         llvm.inline_asm(
@@ -49,46 +49,49 @@ def _computed(kind, code, values, loc, ip):
 @dsl_user_op
 def permute_bytes(low, high, selector, *, loc=None, ip=None) -> Int32:
     """Select four of the eight bytes of two words (prmt); a digit of the selector, from the last on, names one."""
-    return _computed(Int32, "prmt.b32 $0, $1, $2, $3;", [*map(Int32, (low, high, selector))], loc, ip)
+    return _compute(Int32, "prmt.b32 $0, $1, $2, $3;", [*map(Int32, (low, high, selector))], loc, ip)
 
 
 @dsl_user_op
-def pack_e4m3(first, second, third, fourth, *, loc=None, ip=None) -> Int32:
+def pack_e4m3x4(first, second, third, fourth, *, loc=None, ip=None) -> Int32:
     """Pack four fp32 values as the e4m3 bytes of a word, the first the lowest; to nearest, 448 for what is larger."""
     code = (
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
     )
-    return _computed(Int32, code, [*map(Float32, (first, second, third, fourth))], loc, ip)
+    return _compute(Int32, code, [*map(Float32, (first, second, third, fourth))], loc, ip)
 
 
 @dsl_user_op
-def pack_bf16(first, second, *, loc=None, ip=None) -> Int32:
+def pack_bf16x2(first, second, *, loc=None, ip=None) -> Int32:
     """Pack two fp32 values as the bf16 halves of a word, the first in the low one; to nearest."""
-    return _computed(Int32, "cvt.rn.bf16x2.f32 $0, $2, $1;", [*map(Float32, (first, second))], loc, ip)
+    return _compute(Int32, "cvt.rn.bf16x2.f32 $0, $2, $1;", [*map(Float32, (first, second))], loc, ip)
 
 
 @dsl_user_op
 def multiply_add(a, b, c, *, loc=None, ip=None) -> Float32:
     """Compute a * b + c in fp32, where the product is rounded before the sum."""
     code = "{ .reg .f32 product; mul.rn.f32 product, $1, $2; add.rn.f32 $0, product, $3; }"
-    return _computed(Float32, code, [*map(Float32, (a, b, c))], loc, ip)
+    return _compute(Float32, code, [*map(Float32, (a, b, c))], loc, ip)
 
 
 @dsl_user_op
-def scale_pair(pair, scale, *, loc=None, ip=None) -> Int32:
+def multiply_bf16x2(values, scale, *, loc=None, ip=None) -> Int32:
     """Multiply the two bf16 values in a word by those in another, rounded to nearest, subnormals too."""
     code = "{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, $2, none; }"
-    return _computed(Int32, code, [*map(Int32, (pair, scale))], loc, ip)
+    return _compute(Int32, code, [*map(Int32, (values, scale))], loc, ip)
 
 
 @dsl_user_op
-def scale_codes(codes, scale, *, loc=None, ip=None) -> Int32:
-    """Return (code - 8) * scale of two bf16 values in a word, rounded once; a code is the four low bits of each half of
-    `codes`. A code below 0x4300 is 128 + code in bf16. One lop3 has both masks; of C's operators ptxas makes two."""
+def dequantize_int4x2(codes, scale, *, loc=None, ip=None) -> Int32:
+    """Compute two values (code - 8) * scale in bf16, rounded once; a code is the four low bits of either half of `codes`.
+
+    In bf16 the bits 0x4300 | code are 128 + code, and 0x4308 is 128 + 8. One lop3 applies the mask and the 0x4300; of C's
+    operators ptxas makes two.
+    """
     code = (
         "{ .reg .b32 code, mask, offset; mov.b32 mask, 0x000f000f; mov.b32 offset, 0x43004300; "
         "lop3.b32 code, $1, mask, offset, 0xea; mov.b32 offset, 0x43084308; "
         "sub.rn.bf16x2 code, code, offset; mul.rn.bf16x2 $0, code, $2; }"
     )
-    return _computed(Int32, code, [*map(Int32, (codes, scale))], loc, ip)
+    return _compute(Int32, code, [*map(Int32, (codes, scale))], loc, ip)

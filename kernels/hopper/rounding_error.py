@@ -48,7 +48,7 @@ class Residual:
 
     @property
     def correction(self) -> float:
-        """Return 1 + half a step over the mantissa, 1 / (2 ln 2) on average if mantissas are as frequent as their
+        """Compute 1 + half a step over the mantissa, 1 / (2 ln 2) on average if mantissas are as frequent as their
         inverses."""
         return 1 + 2.0 ** -(12 if self.truncated else 11) / (2 * math.log(2))
 
@@ -60,14 +60,14 @@ class Residual:
 
     def write(self, epi_tile, values, thread):
         """Write a consumer thread's residuals of an epi tile; `values` as in EpilogueStore.write."""
-        row, place = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 4
+        row, word_offset = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 4
         swapped = thread % 32 // 16  # else rows would share banks
         for below in range(2):
             for w in range(2):
                 starts = [4 * (VECTORS * w + j) + 2 * below for j in range(VECTORS)]
                 bits = [[values(start + c).bitcast(Int32) for c in range(2)] for start in starts]
                 row_address = self.first + epi_tile * RESIDUAL_BYTES + (row + 8 * below) * ROW_BYTES
-                address = row_address + (w ^ swapped) * 16 + place
+                address = row_address + (w ^ swapped) * 16 + word_offset
                 _word(address)[0] = self.word(bits)
 
     def word(self, bits):

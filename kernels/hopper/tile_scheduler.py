@@ -4,7 +4,8 @@ Two schedules (config.Tile.static):
 
     dynamic   A block takes the next work tile from a counter in global memory when it begins the one before. A block
               whose tiles have few rows takes more of them, and no block waits for another at the end.
-    static    The first seven eighths of short work tiles are assigned round by round, one per block, so that blocks that
+    static    For products of little depth: seven eighths of the work tiles are assigned round by round, one per block, so
+    that blocks that
               share operands stay in step. Each round is shifted by one block: a block that always got tiles with few
               rows would run ahead of the others, and out of what L2 holds. The last eighth is scheduled dynamically.
 
@@ -66,7 +67,7 @@ class TileScheduler:
         return self.full + SCHEDULER_STAGES
 
     def initial_index(self):
-        """Return the index of a block's first work tile, -1 where there is none."""
+        """Compute the index of a block's first work tile, -1 where there is none."""
         return _index_or_none(cute.arch.block_idx()[0], self.num_work_tiles)
 
     def prefetch_dynamic(self):
@@ -75,13 +76,13 @@ class TileScheduler:
         return _next_dynamic(self.counter, self.num_work_tiles)
 
     def prefetch(self, index, tile_count):
-        """Run `prefetch_dynamic`, or where the schedule is static return the index that follows the begun work tile's."""
+        """Take the index of the next work tile by this tile's schedule; `index` is the begun work tile's."""
         if self.static:
             return _next_static(self.counter, self.num_work_tiles, index, tile_count)
         return self.prefetch_dynamic()
 
     def broadcast(self, index):
-        """Return the result of `prefetch` in every lane; -1 where there is no more work."""
+        """Hand the result of `prefetch` to every lane; -1 where there is no more work."""
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(index, 0))
 
     def share(self, warp, work_tile, tile_count):
@@ -96,18 +97,18 @@ class TileScheduler:
         return WorkTile(*_receive(self.slots, self.full, self.empty, tile_count))
 
 
-def rasterize(index, num_rows, num_columns: int, group_rows: int):
-    """Return (row, column) of a tile among num_rows x num_columns, where `group_rows` rows at a time pass over all
-    columns."""
-    group = index // (group_rows * num_columns)
-    in_group = index - group * (group_rows * num_columns)
-    rows = cutlass.min(num_rows - group * group_rows, group_rows)
+def rasterize(index, num_rows, num_columns: int, rows_together: int):
+    """Compute (row, column) of the tile `index` of num_rows x num_columns tiles, of which `rows_together` rows at a time
+    pass over all columns."""
+    group = index // (rows_together * num_columns)
+    in_group = index - group * (rows_together * num_columns)
+    rows = cutlass.min(num_rows - group * rows_together, rows_together)
     column = in_group // rows
-    return group * group_rows + in_group - column * rows, column
+    return group * rows_together + in_group - column * rows, column
 
 
 def arrive_counts(num_reading_warps: int):
-    """Return the arrive counts of a scheduler's barriers by name; `num_reading_warps`: those beside warp 0."""
+    """Name the arrive counts of a scheduler's barriers; `num_reading_warps`: those beside warp 0."""
     return {"scheduler.full": 1, "scheduler.empty": num_reading_warps}
 
 
@@ -123,7 +124,7 @@ def _next_dynamic(counter, num_work_tiles: Int32, static_rounds=1):
     index, blocks = Int32(0), cute.arch.grid_dim()[0]
     if cute.arch.lane_idx() == 0:
         before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        # every work tile begun from the last static round on takes one index, so this is the last of as many
+        # each work tile begun in the last static round or later increments the counter once; the last of them resets it
         if before == num_work_tiles - 1 - (static_rounds - 1) * blocks:
             cute.arch.atomic_exch(counter, Int32(0), sem="relaxed", scope="gpu")
         index = _index_or_none(before + static_rounds * blocks, num_work_tiles)

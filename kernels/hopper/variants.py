@@ -1,4 +1,4 @@
-"""Compiled kernels that a layer asks for, and its functions that run on Triton; by sizes and layout alone."""
+"""Lists the compiled kernels that a layer asks for, and its functions that run on Triton; by sizes and layout alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from ..interface import Activation
 from ..packed import FORMATS
-from .config import DECODED, Stored, gemm_down_tiles, gemm_wgrad_tiles, supports_sizes, tile
+from .config import MAX_DECODED_ROWS, PackedKind, gemm_down_tiles, gemm_wgrad_tiles, supports_sizes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -17,7 +17,7 @@ DOWN_BACKWARD = ((True, True, True), (True, False, True), (True, True, False), (
 def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
     """Name the functions of ../interface.py that run on Triton because of H = hidden or I = inner."""
     small, large = supports_sizes(hidden, inner), supports_sizes(hidden, activation.width(inner))
-    needs = {
+    is_supported = {
         "up": small,
         "down": small,
         "down_backward": small,
@@ -25,7 +25,7 @@ def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
         "gate_up_gradient": large,
         "down_gradient": small,
     }
-    return [name for name, taken in needs.items() if not taken]
+    return [name for name, supported in is_supported.items() if not supported]
 
 
 def training_step_kernels(
@@ -45,7 +45,7 @@ def training_step_kernels(
     ]
 
 
-def of_packed_layer(
+def packed_variants(
     hidden: int,
     inner: int,
     dtype: torch.dtype,
@@ -55,14 +55,14 @@ def of_packed_layer(
     format: str,
     rank: int,
 ) -> list[tuple[str, tuple]]:
-    """List as `variants` the kernels of layers whose experts are packed in a format as `Format.quantize` makes them: of
-    those that are decoded, and of expanded ones."""
+    """List as `variants` the kernels of layers whose experts are packed in a format as `Format.quantize` makes them, both
+    those that decode experts and those that take expanded ones."""
     block, scales = FORMATS[format].block, FORMATS[format].dtypes("scales")[0]
-    stored = Stored(format, str(scales).removeprefix("torch."), block)
-    is_decoded = DECODED.get(format) and dtype == torch.bfloat16 and not hidden % block and not inner % block
+    kind = PackedKind(format, str(scales).removeprefix("torch."), block)
+    is_decoded = MAX_DECODED_ROWS.get(format) and dtype == torch.bfloat16 and not hidden % block and not inner % block
     kernels = [
         kernel
-        for weights in ((dtype, stored) if is_decoded else (dtype,))
+        for weights in ((dtype, kind) if is_decoded else (dtype,))
         for kernel in variants(hidden, inner, weights, activation, False, interleaved, bias, rank)
     ]
     return [(name, parameters) for name, parameters in kernels if name != "gemm_wgrad"]
@@ -71,7 +71,7 @@ def of_packed_layer(
 def variants(
     hidden: int,
     inner: int,
-    weights: torch.dtype | Stored,
+    weights: torch.dtype | PackedKind,
     activation: Activation,
     transposed: bool,
     interleaved: bool,
@@ -83,7 +83,7 @@ def variants(
     adapters of `rank` (a multiple of 8) or, where it is 0, without; any T, E and K. weights: as in compiled.py; packed
     ones are frozen, and not stored transposed."""
     width = activation.width(inner)
-    wgrad_tiles = () if isinstance(weights, Stored) else gemm_wgrad_tiles(hidden)
+    wgrad_tiles = () if isinstance(weights, PackedKind) else gemm_wgrad_tiles(hidden)
     kernels = []
     if supports_sizes(hidden, inner):
         gated = activation, interleaved, rank

@@ -1,9 +1,9 @@
 """Base of the GEMMs over rows sorted by expert (varlen-M): operands, the order of work tiles, and the producer.
 
 A work tile is 128 rows of one expert times a column tile. Exceptions: up to 192 rows in a tall GEMM, and 64 in the last
-wave of a gathering one. A group of row tiles passes over all columns together, so that both operands of the tiles in
-flight stay in L2. Rows past an expert's end are computed from whatever lies there, and the epilogue's store clips them. A
-half of the tile without rows is neither loaded nor multiplied.
+wave of a gathering one, so that more SMs take part in it. Some row tiles pass over all columns together, so that both
+operands of the tiles in flight stay in L2. Rows past an expert's end are computed from whatever lies there, and the
+epilogue's store clips them. A half of the tile without rows is neither loaded nor multiplied.
 """
 
 import math
@@ -18,17 +18,17 @@ from .gemm_common import (
     Operands,
     advance,
     epilogue_store,
-    load_atom,
     look_up_tokens,
     one_stage,
     operand_layout,
     partition,
+    tma_load,
 )
 from .mainloop import MainloopParams, Mma, columns_of_last_tile, consumer_mma
 from .ptx import copy_async
 from .tile_scheduler import NO_WORK, rasterize
 
-MERGED = -2  # for an expert: the rows belong to the work tile before
+MERGED = -2  # in place of an expert: the rows belong to the work tile before, which is tall
 GATHER_ROWS = 4  # copied at a time by one producer warp, 128 bytes of each
 STAGE_BYTES_A = TILE_M * TILE_K * 2
 
@@ -37,8 +37,8 @@ STAGE_BYTES_A = TILE_M * TILE_K * 2
 class Gather:
     """A producer thread's part of the row gather: 16 bytes of every `rows_per_pass`-th row of the tile from `first_row`.
 
-    vector: which 16 bytes of the stage's 128. targets: the shared addresses in stage 0, until after eight rows the
-    swizzle repeats. tokens: the rows' tokens. offsets: the rows' offsets in the source in bytes.
+    vector: which 16 bytes of the stage's 128. targets: shared addresses in stage 0 of the passes over the first eight
+    rows, after which the swizzle repeats. tokens: the rows' tokens. offsets: the rows' offsets in the source in bytes.
     """
 
     first_row: Int32
@@ -53,47 +53,47 @@ class Gather:
         return TILE_M // self.rows_per_pass
 
     def target(self, i: int, targets_in_stage):
-        """Return the shared address that the i-th pass copies to."""
-        lap, place = divmod(i, len(targets_in_stage))
-        return targets_in_stage[place] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
+        """Compute the shared address that the i-th pass copies to."""
+        lap, target = divmod(i, len(targets_in_stage))
+        return targets_in_stage[target] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
 
 
 def lora_atoms(lora: Operands | None):
-    """Return the TMA loads of an adapter's operands, if there is one."""
+    """List the TMA loads of an adapter's operands; none without one."""
     return () if lora is None else (lora.atom_a, lora.atom_b)
 
 
 class VarlenMKernel:
-    """Shared by the kernels over sorted rows.
+    """Base of the kernels over sorted rows.
 
-    columns: of the tile; a narrower last tile is multiplied with narrower instructions, unless gated. gather: rows of the
-    source are named by `token`. gated: the weight's 2I rows are two halves, and a tile takes columns / 2 of each.
-    """
+    columns: of the tile; a narrower last tile is multiplied with narrower instructions where there is one side. gather:
+    rows of the source are named by `token`. gate_then_up: the weight's 2I rows are the gate's, then up's. It has two
+    sides then, and a tile takes columns / 2 of each; otherwise it has one."""
 
-    group = 8  # row tiles that pass over all columns together
+    row_tiles_together = 8  # row tiles that pass over all columns together
     threads = THREADS  # of a block
     decoding_warps = 0  # behind the consumers, see decode.py
     gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
 
-    def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
+    def __init__(self, dtype, tile: Tile, gather: bool, gate_then_up: bool = False):
         self.dtype = dtype
         self.columns, self.stages, self.rows, self.static = tile
         self.gather = gather
-        self.halves = 2 if gated else 1
+        self.weight_sides = 2 if gate_then_up else 1
         self.epi_tiles = self.epi_stages = self.columns // EPI_TILE_N
 
     def set_up_operands(self, source, weight) -> Operands:
-        """Set up the operands, their layouts and MMAs; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
+        """Set up the operands, their layouts and MMAs; `weight` is [E, N, K], with two sides [E, 2I, K]."""
         k_major = weight.stride[2] == 1
-        per_half = weight.shape[1] // self.halves
-        self.column_tiles = math.ceil(per_half / (self.columns // self.halves))
+        per_side = weight.shape[1] // self.weight_sides
+        self.column_tiles = math.ceil(per_side / (self.columns // self.weight_sides))
         self.k_tiles = self.whole_k_tiles = math.ceil(weight.shape[2] / TILE_K)
         self.lora_k_tiles = self.tail_k_blocks = 0
         self.layout_a = operand_layout(self.dtype, self.rows, True, self.stages)
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
-        narrow = self.halves == 1 and self.rows == TILE_M  # else what it saves is not worth the registers
-        self.last_columns = columns_of_last_tile(per_half, self.columns) if const_expr(narrow) else 0
+        narrow = self.weight_sides == 1 and self.rows == TILE_M  # else what it saves is not worth the registers
+        self.last_columns = columns_of_last_tile(per_side, self.columns) if const_expr(narrow) else 0
         self.narrow_mma = None
         if const_expr(self.last_columns):
             self.narrow_mma = consumer_mma(self.dtype, True, k_major, self.last_columns)
@@ -130,24 +130,25 @@ class VarlenMKernel:
     def row_atom(self, rows):
         """Make the TMA loads of 64 rows of a stage."""
         half_a = operand_layout(self.dtype, WARPGROUP_M, True, self.stages)
-        return load_atom(rows, one_stage(half_a), (WARPGROUP_M, TILE_K))
+        return tma_load(rows, one_stage(half_a), (WARPGROUP_M, TILE_K))
 
     def weight_atom(self, weight):
-        """Make the TMA loads of a stage of a weight [E, N, K], for gated kernels of half a stage."""
+        """Make the TMA loads of a stage of a weight [E, N, K], with two sides of one side of it."""
         experts, rows, depth = weight.shape
         stride_e, stride_n, stride_k = weight.stride
-        per_half = rows // self.halves
+        per_side = rows // self.weight_sides
         view = cute.make_tensor(
             weight.iterator,
             cute.make_layout(
-                (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
+                (per_side, depth, self.weight_sides, experts),
+                stride=(stride_n, stride_k, stride_n * per_side, stride_e),
             ),
         )
-        half_b = operand_layout(self.dtype, self.columns // self.halves, stride_k == 1, self.stages)
-        return load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
+        side_b = operand_layout(self.dtype, self.columns // self.weight_sides, stride_k == 1, self.stages)
+        return tma_load(view, one_stage(side_b), (self.columns // self.weight_sides, TILE_K))
 
     def tile_params(self, pipeline, stage, phase, order_barrier=None, arrivals=()) -> MainloopParams:
-        """Return the arguments of `multiply` for a whole tile."""
+        """Make the arguments of `multiply` for a whole tile."""
         return MainloopParams(
             pipeline,
             stage,
@@ -160,7 +161,7 @@ class VarlenMKernel:
         )
 
     def half_tile_params(self, pipeline, stage, phase, has_rows) -> MainloopParams:
-        """Return the arguments of `multiply` for half a tile, whose stages are released unread unless it `has_rows`."""
+        """Make the arguments of `multiply` for half a tile, whose stages are released unread unless it `has_rows`."""
         k_tiles = has_rows * self.whole_k_tiles
         unused = self.k_tiles - k_tiles
         if self.lora_k_tiles:
@@ -176,27 +177,28 @@ class VarlenMKernel:
         )
 
     def whole_work_tiles(self, tiles):
-        """Return (how many work tiles are whole, how many more are cut into the halves of their rows). Where rows are
-        gathered, those of a last wave are cut that would leave most blocks without work."""
+        """Count (work tiles that are whole, work tiles that are cut into halves of 64 rows). Cut are those of the last
+        wave where rows are gathered, and where that wave would leave half of the blocks without work."""
         total, blocks = tiles.shape[0] * self.column_tiles, cute.arch.grid_dim()[0]
         over = total % blocks
         cut = over * Int32(2 * over <= blocks) if const_expr(self.gather) else Int32(0)
         return total - cut, cut
 
     def num_work_tiles(self, tiles):
+        """Count the work tiles, each half of a cut one for itself."""
         whole, cut = self.whole_work_tiles(tiles)
         return whole + 2 * cut
 
     @cute.jit
     def find_work_tile(self, tiles: cute.Tensor, index: Int32):
-        """Find the work tile of an index, which may be -1; as a WorkTile's fields."""
+        """Find the work tile of an index, which may be -1. Returns a WorkTile's fields."""
         expert, first, end, column_tile = NO_WORK
         if index >= 0:
             if const_expr(self.gather):
                 whole, _ = self.whole_work_tiles(tiles)
                 half = index - whole  # of those that are cut
                 index -= cutlass.max(half + 1, 0) // 2
-            row_tile, column_tile = rasterize(index, tiles.shape[0], self.column_tiles, self.group)
+            row_tile, column_tile = rasterize(index, tiles.shape[0], self.column_tiles, self.row_tiles_together)
             expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
             if const_expr(self.gather):
                 if half >= 0:
@@ -213,7 +215,7 @@ class VarlenMKernel:
 
     @cute.jit
     def find_unmerged(self, tiles: cute.Tensor, scheduler: cutlass.Constexpr, index: Int32):
-        """Run `find_work_tile`; where its rows are merged into another, that of the next index."""
+        """Find the work tile of an index, or of the next ones where its rows are merged into the work tile before."""
         expert, first, end, column_tile = self.find_work_tile(tiles, index)
         if const_expr(self.rows > TILE_M):
             while expert == MERGED:
@@ -333,8 +335,8 @@ class VarlenMKernel:
         return Gather(first_row, vector, rows_per_pass, targets, tokens, offsets)
 
     def partition_a(self, atom_a, tensor_a, shared, first, end, has_bottom, bytes_b):
-        """Return the (shared, global) sides of the TMA loads of every 64 rows of A, and the bytes of a stage, of which B
-        has `bytes_b`."""
+        """Split the TMA loads of every 64 rows of A into (shared, global) sides, and count the bytes of a stage, of which
+        B has `bytes_b`."""
         rows_a = cute.domain_offset((first, 0), tensor_a)
         halves = [
             partition(
@@ -351,10 +353,10 @@ class VarlenMKernel:
 
     def load_b(self, atom_b, tensor_b, shared, expert, column_tile, k_tile, stage):
         """Issue the TMA loads of a stage of the weight."""
-        half_columns = self.columns // self.halves
-        for half in range(self.halves):
-            box = cute.local_tile(tensor_b[None, None, half, expert], (half_columns, TILE_K), (column_tile, k_tile))
-            slot = cute.local_tile(shared.b[None, None, stage], (half_columns, TILE_K), (half, 0))
+        side_columns = self.columns // self.weight_sides
+        for side in range(self.weight_sides):
+            box = cute.local_tile(tensor_b[None, None, side, expert], (side_columns, TILE_K), (column_tile, k_tile))
+            slot = cute.local_tile(shared.b[None, None, stage], (side_columns, TILE_K), (side, 0))
             to_b, from_b = partition(atom_b, slot, box)
             cute.copy(atom_b, from_b, to_b, tma_bar_ptr=shared.pipeline.full + stage)
 
@@ -391,6 +393,7 @@ class VarlenMKernel:
         return store, store.retile(tiled_mma.get_slice(thread).partition_C(coordinates))
 
     def producer_arrivals(self):
+        """Count the arrivals that fill a stage: TMA's announcement, gathering threads, decoding warps."""
         return 1 + (32 * self.gather_warps if self.gather else 0) + self.decoding_warps
 
 

@@ -24,14 +24,15 @@ def bias_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute sums[s, e] = the s-th share of expert e's rows, summed; with weights the rows are gathered by token."""
+    """Compute sums[s, e], the sum of the s-th of SPLITS equal runs of expert e's rows; with routing weights, rows are
+    gathered by token."""
     expert = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
-    share = tl.cdiv(end - start, SPLITS)
-    start += share * tl.program_id(2)
-    end = tl.minimum(end, start + share)
+    rows_of_split = tl.cdiv(end - start, SPLITS)
+    start += rows_of_split * tl.program_id(2)
+    end = tl.minimum(end, start + rows_of_split)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -44,8 +45,8 @@ def bias_gradient_kernel(
             routed = tl.load(routing_weight + tl.load(pair + row, mask=row < end, other=0), mask=row < end, other=0.0)
             value = tl.load(source + gathered * N + column[None, :], mask=is_read, other=0.0)
             total += routed[:, None] * value.to(tl.float32)
-    place = (tl.program_id(2) * tl.num_programs(0) + expert).to(tl.int64) * N + column
-    tl.store(sums + place, tl.sum(total, axis=0), mask=column < N)
+    offset = (tl.program_id(2) * tl.num_programs(0) + expert).to(tl.int64) * N + column
+    tl.store(sums + offset, tl.sum(total, axis=0), mask=column < N)
 
 
 def _bias_gradient(source, weight_P, rows, like_EN):

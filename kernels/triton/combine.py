@@ -7,9 +7,9 @@ import triton.language as tl
 
 from .launch import cdiv, launch_kernel, next_power_of_2
 
-MAX_ROWS_PER_STEP = 4
-COLUMNS = 512
-THREAD_BYTES = 32  # of a row, where there are COLUMNS
+MAX_ROWS_PER_STEP = 4  # of a token, loaded together
+COLUMNS = 512  # of a program
+THREAD_BYTES = 32  # of a row, that a thread loads
 
 
 @triton.jit

@@ -17,44 +17,48 @@ import torch
 from ..packed.fp8 import FP8_BLOCK
 from .launch import cdiv
 
-# Mean rows per expert. Up to FEW a row tile has 64 rows; at 128 rows, 128-row tiles are already faster although every
-# second one is nearly empty, because the weights are then read less often. Up to SOME, weight gradients take small tiles.
-FEW, SOME = 48, 256
-SMALLEST_TILE, TILE = 64, 128
-# Up to PACKED rows per expert, up and down read packed weights; above, expanding them first is faster, since every eight
-# rows decode them again, FP8 at twice the cost of the others. Where they are expanded anyway, up to BESIDE_EXPANDED: on
-# an H200 up and down of Qwen3-30B-A3B's layer take 302, 312 and 317 us in bf16 at 4, 8 and 16 rows, packed as NF4 146,
-# 219 and 345, as FP8 255, 374 and 595, and expanding takes 390 (quantized_layer_fp8.csv). Up to FEW_PACKED rows per
-# expert programs are few, and take fewer rows of the weight.
-PACKED, FEW_PACKED = {"nf4": 32, "mxfp4": 32, "fp8": 16, "nvfp4": 32, "int4": 32, "uint4": 32}, 1
-BESIDE_EXPANDED = {"nf4": 12, "mxfp4": 12, "fp8": 6, "nvfp4": 12, "int4": 12, "uint4": 12}
+# Mean rows per expert. Up to FEW_ROWS a row tile is small; at 128 rows, tiles of 128 are already faster although every
+# second one is nearly empty, because the weights are then read less often. Up to SOME_ROWS, weight gradients take small
+# tiles.
+FEW_ROWS, SOME_ROWS = 48, 256
+SMALL_ROW_TILE, ROW_TILE = 64, 128  # rows
+# Mean rows per expert up to which up and down read packed weights; above, expanding them first is faster, since every
+# eight rows decode them again, FP8 at twice the cost of the others.
+MAX_PACKED_ROWS = {"nf4": 32, "mxfp4": 32, "fp8": 16, "nvfp4": 32, "int4": 32, "uint4": 32}
+# The same where weights are expanded in any case, for backward. On an H200 up and down of Qwen3-30B-A3B's layer take 302,
+# 312 and 317 us in bf16 at 4, 8 and 16 rows, packed as NF4 146, 219 and 345, as FP8 255, 374 and 595, and expanding takes
+# 390 (quantized_layer_fp8.csv).
+MAX_PACKED_ROWS_BESIDE_EXPANDED = {"nf4": 12, "mxfp4": 12, "fp8": 6, "nvfp4": 12, "int4": 12, "uint4": 12}
+FEW_PACKED_ROWS = 1  # up to as many, programs are few, and each takes fewer rows of a packed weight
 
 
 class Blocks(NamedTuple):
-    """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
+    """A tile of a product over sorted rows, and how a program computes it.
 
-    `columns` of lora_shrink: the maximum of a rank that a tile takes. `rows`: that of the rows of a tile of a grouped
-    GEMM. `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that
-    are not gathered come as tensor descriptors where the copy engine takes them.
+    columns, depth: of the tile; columns of lora_shrink are at most those of the rank. warps, stages: num_warps and
+    num_stages. raster: row tiles that pass over all columns together. piece: columns that the epilogue of down_backward
+    holds in registers at a time. descriptors: operands that are not gathered come as tensor descriptors where the copy
+    engine takes them. rows: the maximum of a tile's rows.
     """
 
     columns: int
     depth: int
     warps: int
     stages: int
-    group: int = 8
+    raster: int = 8
     piece: int = 32
     descriptors: bool = False
-    rows: int = TILE
+    rows: int = ROW_TILE
 
 
 class GradientBlocks(NamedTuple):
-    """A tile of a weight gradient: its gathered and its other side, rows taken at a time, warps, stages, tiles of the
-    gathered side that pass over the other together.
+    """A tile of a weight gradient, a sum over rows, and how a program computes it.
 
-    `width` of rank_gradient: the maximum of a rank that a tile takes. lora_b_backward takes all of it, and `height`
-    columns of the wide side. `peel` computes full depths without masks, and the rest apart: faster unless an expert has
-    few of them, or one side is described. `descriptors` as above.
+    height, width: the tile's columns of the gathered and of the other side; width of rank_gradient is at most that of the
+    rank. lora_b_backward takes the whole rank, and `height` columns of the wide side. depth: rows taken at a time. warps,
+    stages, descriptors: as in Blocks. raster: tiles of the gathered side that pass over the other one together. peel:
+    full depths are computed without masks, and the rest apart, which is faster unless an expert has few full depths, or
+    one side is read through a descriptor.
     """
 
     height: int
@@ -62,7 +66,7 @@ class GradientBlocks(NamedTuple):
     depth: int
     warps: int
     stages: int
-    group: int = 8
+    raster: int = 8
     peel: bool = True
     descriptors: bool = False
 
@@ -76,7 +80,8 @@ class PackedBlocks(NamedTuple):
     registers: int | None = None
 
 
-def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, packed_mxfp4=None):
+def _one_bucket(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, packed_mxfp4=None):
+    """Make a GPU's entries, which are the same for any number of rows per expert; none of them is measured."""
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
         "up": up,
@@ -98,18 +103,18 @@ def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, p
     }
 
 
-def _of_fp8(stages):
+def _fp8_blocks(stages):
     """Choose the blocks of FP8 products, which are not measured. A tile has a group of columns, which up and
     down_backward quantize, and 64 rows, because the sums of one group are held beside those of all."""
-    blocks = Blocks(FP8_BLOCK, FP8_BLOCK, 8, stages, rows=SMALLEST_TILE)
+    blocks = Blocks(FP8_BLOCK, FP8_BLOCK, 8, stages, rows=SMALL_ROW_TILE)
     return {"up": {"many": blocks._replace(warps=16)}, "down": {"many": blocks}, "down_backward": {"many": blocks}}
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
-# "unaligned", where there is one, is for operands whose address or rows are off the multiples of 16 bytes: they come
-# through registers, which wide tiles leave too few of.
-# Of packed weights "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
-# The columns of `up` are pairs (gate, up); `up_ungated`, not measured yet, has tiles of the same width. Gradients need
+# "unaligned", where there is one, is for operands whose address or rows are no multiples of 16 bytes: they come through
+# registers, of which wide tiles leave too few.
+# Of packed weights "few" is up to FEW_PACKED_ROWS rows per expert, "some" up to MAX_PACKED_ROWS.
+# A column of `up` is a gate and an up; `up_ungated`, not measured yet, has tiles of the same width. Gradients need
 # five stages: the pipeline spends two on the gathered indices.
 TABLE = {
     ("hopper", 2): {
@@ -158,7 +163,7 @@ TABLE = {
         "lora_b_backward": {"some": GradientBlocks(256, 64, 32, 4, 4), "many": GradientBlocks(512, 64, 64, 8, 3)},
         "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
-    ("ampere", 2): _everywhere(
+    ("ampere", 2): _one_bucket(
         Blocks(128, 32, 8, 4),
         GradientBlocks(128, 128, 32, 8, 4),
         Blocks(64, 64, 4, 4),
@@ -166,7 +171,7 @@ TABLE = {
         PackedBlocks(128, 4),
         PackedBlocks(16, 1),
     ),
-    ("small", 2): _everywhere(
+    ("small", 2): _one_bucket(
         Blocks(128, 32, 8, 3),
         GradientBlocks(128, 128, 32, 8, 3),
         Blocks(64, 64, 4, 3),
@@ -174,21 +179,21 @@ TABLE = {
         PackedBlocks(128, 4),
         PackedBlocks(16, 1),
     ),
-    ("any", 4): _everywhere(
+    ("any", 4): _one_bucket(
         Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
     ),
-    ("interpreter", 0): _everywhere(
+    ("interpreter", 0): _one_bucket(
         Blocks(32, 32, 1, 1, descriptors=True),
-        GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
+        GradientBlocks(16, 32, 16, 1, 1, raster=2, descriptors=True),
         Blocks(32, 32, 1, 1),
         GradientBlocks(32, 32, 16, 1, 1),
         PackedBlocks(64, 2),
         PackedBlocks(32, 2),
     ),
-    ("hopper", 1): _of_fp8(stages=5),
-    ("ampere", 1): _of_fp8(stages=4),
-    ("small", 1): _of_fp8(stages=3),
-    ("interpreter", 1): _of_fp8(stages=1),
+    ("hopper", 1): _fp8_blocks(stages=5),
+    ("ampere", 1): _fp8_blocks(stages=4),
+    ("small", 1): _fp8_blocks(stages=3),
+    ("interpreter", 1): _fp8_blocks(stages=1),
 }
 
 
@@ -226,31 +231,31 @@ def is_interpreted(device: torch.device) -> bool:
 
 
 def bucket(num_pairs: int, num_experts: int) -> str:
-    """Return "few", "some" or "many" rows per expert."""
-    if num_pairs <= FEW * num_experts:
+    """Name the bucket of a mean number of rows per expert: few, some or many."""
+    if num_pairs <= FEW_ROWS * num_experts:
         return "few"
-    return "some" if num_pairs <= SOME * num_experts else "many"
+    return "some" if num_pairs <= SOME_ROWS * num_experts else "many"
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Return the row tile of dispatch and of every kernel over sorted rows."""
-    return SMALLEST_TILE if bucket(num_pairs, num_experts) == "few" else TILE
+    """Choose the rows of a row tile, for dispatch and for every kernel over sorted rows."""
+    return SMALL_ROW_TILE if bucket(num_pairs, num_experts) == "few" else ROW_TILE
 
 
 def reads_packed(format: str, dtype: torch.dtype, rows, is_expanded: bool = False) -> bool:
     """Tell whether up and down read weights packed in this format; the compiled kernels do in bf16."""
     is_taken = dtype == torch.bfloat16 or is_interpreted(rows.token.device)
-    limit = (BESIDE_EXPANDED if is_expanded else PACKED)[format]
+    limit = (MAX_PACKED_ROWS_BESIDE_EXPANDED if is_expanded else MAX_PACKED_ROWS)[format]
     return is_taken and rows.token.numel() <= limit * (rows.offsets.numel() - 1)
 
 
 def decodes(weight, dtype: torch.dtype, rows, is_expanded: bool = False) -> bool:
-    """Tell whether all products take this packed weight as it is: none of these does in backward."""
+    """Tell as ../interface.py has it whether products decode the weight: in backward none of these kernels does."""
     return False
 
 
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
-    """Return the maximum of row tiles, over which kernels are launched: every expert may have one that is not full."""
+    """Bound the number of row tiles, for which kernels are launched: every expert may have one that is not full."""
     return min(cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
 
 
@@ -275,5 +280,5 @@ def blocks_for(kernel: str, like: torch.Tensor, num_pairs: int, num_experts: int
 
 def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> PackedBlocks:
     """Look up the table's entry for a product that reads weights packed in this format."""
-    is_few = num_pairs <= FEW_PACKED * num_experts
+    is_few = num_pairs <= FEW_PACKED_ROWS * num_experts
     return _entry(f"packed_{format}", tensor.device, tensor.element_size(), "few" if is_few else "some")

@@ -17,7 +17,7 @@ from ..packed.fp8 import FP8_BLOCK
 from ..packed.nf4 import SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP
 from .launch import cdiv, launch_kernel
 
-CODES = 8  # of a word
+CODES = 8  # of 4 bits in a word of 32
 WARPS = 4
 WORDS, STEPS = 32 * WARPS, 4  # words of a step, one for every thread; steps of a program
 
@@ -50,25 +50,25 @@ def dequantize_nf4_kernel(
     word = ()
     absmax = ()
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
-        block = expert * (WORDS_PER_EXPERT // WORDS_PER_SCALE) + place // WORDS_PER_SCALE
-        word += (tl.load(words + place, mask=is_word, other=0),)
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
+        block = expert * (WORDS_PER_EXPERT // WORDS_PER_SCALE) + index // WORDS_PER_SCALE
+        word += (tl.load(words + index, mask=is_word, other=0),)
         scale = tl.load(state + tl.load(scales + block, mask=is_word, other=0).to(tl.uint32))
         scale *= tl.load(state + SCALE_SCALES + block // SCALES_PER_SCALE, mask=is_word, other=0.0)
         absmax += (scale + offset,)
     digit = tl.arange(0, 8)
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
         code = (word[step].to(tl.uint32)[:, None] >> (4 * (digit ^ 1))[None, :].to(tl.uint32)) & 15
         value = tl.load(state + VALUE_MAP + code) * absmax[step][:, None]
-        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
+        tl.store(out + index[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
 
 
 @triton.jit
 def _twice_e2m1(code):
-    """Return twice the value of an E2M1 code: its exponent and mantissa stand where those of a tiny fp32 do."""
+    """Compute twice the value of an E2M1 code: its exponent and mantissa are moved to those of a tiny fp32."""
     bits = (code & 7) << 22 | (code & 8) << 28
     return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # 2^127
 
@@ -95,27 +95,27 @@ def dequantize_mxfp4_kernel(
     word = ()
     half = ()
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
-        block = expert * (WORDS_PER_EXPERT // WORDS_PER_SCALE) + place // WORDS_PER_SCALE
-        word += (tl.load(words + place, mask=is_word, other=0),)
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
+        block = expert * (WORDS_PER_EXPERT // WORDS_PER_SCALE) + index // WORDS_PER_SCALE
+        word += (tl.load(words + index, mask=is_word, other=0),)
         scale = tl.load(scales + block, mask=is_word, other=0).to(tl.uint32)
         # half of 2^(scale - 127): never infinite, subnormal for the two smallest scales
         half += (tl.where(scale > 1, (scale - 1) << 23, (scale + 1) << 21).to(tl.float32, bitcast=True),)
     digit = tl.arange(0, 8)
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
         code = word[step].to(tl.uint32)[:, None] >> (4 * digit)[None, :].to(tl.uint32)
         value = _twice_e2m1(code) * half[step][:, None]
         if out.dtype.element_ty == tl.bfloat16:  # exact; a conversion may flush subnormals
             value = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
+        tl.store(out + index[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
 
 
 @triton.jit
 def e4m3_value(code):
-    """Convert an E4M3 code to fp32: its exponent and mantissa stand where those of a tiny fp32 do."""
+    """Convert an E4M3 code to fp32: its exponent and mantissa are moved to those of a tiny fp32."""
     bits = (code & 0x7F) << 20 | (code & 0x80) << 24
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -168,19 +168,19 @@ def dequantize_fp8_kernel(
     word = ()
     factor = ()
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
-        word += (tl.load(words + place[:, None] * 2 + tl.arange(0, 2)[None, :], mask=is_word[:, None], other=0),)
-        scale = fp8_scale_row(place // (K // 8), N, PARTS, KINDS, FP8_BLOCK) * BLOCKS
-        scale += place % (K // 8) * 8 // FP8_BLOCK
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
+        word += (tl.load(words + index[:, None] * 2 + tl.arange(0, 2)[None, :], mask=is_word[:, None], other=0),)
+        scale = fp8_scale_row(index // (K // 8), N, PARTS, KINDS, FP8_BLOCK) * BLOCKS
+        scale += index % (K // 8) * 8 // FP8_BLOCK
         factor += (fp8_scale_value(tl.load(scales + scale, mask=is_word, other=0)),)
     digit = tl.arange(0, 8)
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
         code = word[step].to(tl.uint32)[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :].to(tl.uint32)
         value = e4m3_value(tl.reshape(code, (WORDS, 8))) * factor[step][:, None]
-        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
+        tl.store(out + index[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
 
 
 @triton.jit
@@ -211,20 +211,20 @@ def dequantize_nvfp4_kernel(
     word = ()
     half = ()
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
-        word += (tl.load(words + place, mask=is_word, other=0),)
-        scale = tl.load(scales + place // WORDS_PER_SCALE, mask=is_word, other=0)
-        row = place // (K // 8)
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
+        word += (tl.load(words + index, mask=is_word, other=0),)
+        scale = tl.load(scales + index // WORDS_PER_SCALE, mask=is_word, other=0)
+        row = index // (K // 8)
         whole = tl.load(state + expert * (PARTS * KINDS) + row // (N // PARTS) * KINDS + row % KINDS, mask=is_word)
         half += (e4m3_value(scale.to(tl.uint32)) * whole * 0.5,)
     digit = tl.arange(0, 8)
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
         code = word[step].to(tl.uint32)[:, None] >> (4 * digit)[None, :].to(tl.uint32)
         value = _twice_e2m1(code) * half[step][:, None]
-        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
+        tl.store(out + index[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
 
 
 @triton.jit
@@ -255,21 +255,21 @@ def dequantize_int4_kernel(
     scale = ()
     zero = ()
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
-        word += (tl.load(words + place, mask=is_word, other=0),)
-        scale += (tl.load(scales + place // WORDS_PER_SCALE, mask=is_word, other=0.0).to(tl.float32),)
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
+        word += (tl.load(words + index, mask=is_word, other=0),)
+        scale += (tl.load(scales + index // WORDS_PER_SCALE, mask=is_word, other=0.0).to(tl.float32),)
         if zeros is not None:
-            zero += (tl.load(zeros + place // WORDS_PER_SCALE, mask=is_word, other=0).to(tl.int32),)
+            zero += (tl.load(zeros + index // WORDS_PER_SCALE, mask=is_word, other=0).to(tl.int32),)
         else:
             zero += (tl.full((WORDS,), 8, tl.int32),)
     digit = tl.arange(0, 8)
     for step in tl.static_range(STEPS):
-        place = first + step * WORDS + tl.arange(0, WORDS)
-        is_word = place < WORDS_PER_EXPERT
+        index = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = index < WORDS_PER_EXPERT
         code = (word[step].to(tl.uint32)[:, None] >> (4 * digit)[None, :].to(tl.uint32)) & 15
         value = (code.to(tl.int32) - zero[step][:, None]).to(tl.float32) * scale[step][:, None]
-        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
+        tl.store(out + index[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
 
 
 def words_of(codes):

@@ -1,7 +1,7 @@
 """Tensor descriptors: tiles that the GPU's copy engine (TMA, from sm_90 on) brings to shared memory by itself.
 
 Threads then spend no registers, address arithmetic or masks on them: what lies outside the tensor arrives as zeros. Each
-function gives None for a tensor that the engine does not take: one whose rows are not contiguous, or whose address or
+function returns None for a tensor that the engine does not take: one whose rows are not contiguous, or whose address or
 strides are no multiples of 16 bytes (in bf16: H or I no multiple of 8). Kernels then read it through pointers.
 """
 

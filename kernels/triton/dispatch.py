@@ -10,7 +10,7 @@ into blocks.
     dispatch_order_kernel   only for a general list of pairs: sorts each token's few rows
 
 Pairs without an expert are counted as expert E, so that they come last. A general list of pairs is also grouped by token:
-integer atomics assign the places, and the sort by `dispatch_order_kernel` makes the result deterministic.
+integer atomics assign the slots, and the sort by `dispatch_order_kernel` makes the result deterministic.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import triton.language as tl
 
 from ..interface import Rows, unwritten_rows
 from ..tape import Taped
-from .config import SMALLEST_TILE, tile_rows
+from .config import SMALL_ROW_TILE, tile_rows
 from .launch import cdiv, launch_kernel, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
-CHUNK = 32
-FEW_PAIRS, FEW_BLOCK, FEW_CHUNK = 512, 32, 64  # that one launch sorts; pairs of a program; others at a time
-SCAN, WIDE = 2048, 8192  # counts scanned together, counts only added up
+CHUNK = 32  # pairs that those of a block are compared with at a time
+# where one launch sorts: pairs at most, pairs of a program, and others that these are compared with at a time
+FEW_PAIRS, FEW_BLOCK, FEW_CHUNK = 512, 32, 64
+SCAN, WIDE = 2048, 8192  # counts that are scanned together, and counts that are only summed
 T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
 
 
@@ -36,21 +37,21 @@ def write_tiles(
     tiles,
     first_row,
     end_row,
-    which,
+    own_expert,
     num_row_tiles,
     NUM_EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Write the row tiles of expert `which`. For which = E: -1 in the rest of the `num_row_tiles` entries, and behind
+    """Write the row tiles of one expert; for own_expert = E -1 in the rest of the `num_row_tiles` entries, and behind
     them the state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
     bins = tl.arange(0, BINS)
     num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
-    if which < NUM_EXPERTS:
-        tile = tl.sum(tl.where(bins < which, num_tiles, 0))
-        end = tl.sum(tl.where(bins == which, end_row, 0))
-        for row in range(tl.sum(tl.where(bins == which, first_row, 0)), end, TILE_ROWS):
-            tl.store(tiles + tile * 3, which)
+    if own_expert < NUM_EXPERTS:
+        tile = tl.sum(tl.where(bins < own_expert, num_tiles, 0))
+        end = tl.sum(tl.where(bins == own_expert, end_row, 0))
+        for row in range(tl.sum(tl.where(bins == own_expert, first_row, 0)), end, TILE_ROWS):
+            tl.store(tiles + tile * 3, own_expert)
             tl.store(tiles + tile * 3 + 1, row)
             tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, end))
             tile += 1
@@ -65,8 +66,8 @@ def write_tiles(
 @triton.jit
 def _experts_of(expert, pair, num_pairs, NUM_EXPERTS: tl.constexpr):
     """Load the experts of pairs; E for a pair that is dropped."""
-    found = tl.load(expert + pair, mask=pair < num_pairs, other=0).to(tl.int64)
-    return tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found).to(tl.int32)
+    expert_of_pair = tl.load(expert + pair, mask=pair < num_pairs, other=0).to(tl.int64)
+    return tl.where((expert_of_pair < 0) | (expert_of_pair >= NUM_EXPERTS), NUM_EXPERTS, expert_of_pair).to(tl.int32)
 
 
 @triton.jit
@@ -85,8 +86,8 @@ def _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k):
 
 @triton.jit
 def split_scratch(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one
-    buffer."""
+    """Split one buffer into keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1], behind which the ticket
+    lies: how many programs have written their total."""
     counts = scratch + num_blocks * BLOCK
     return scratch, counts, counts + (NUM_EXPERTS + 1) * num_blocks
 
@@ -104,24 +105,26 @@ def dispatch_count_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the
+    """Write keys: expert * BLOCK + position in the block, the expert being E for a pair that is dropped; -1 past the
     pairs."""
     keys, counts, totals = split_scratch(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
-    place = tl.arange(0, BLOCK)
-    pair = block * BLOCK + place
+    position = tl.arange(0, BLOCK)
+    pair = block * BLOCK + position
     is_pair = pair < num_pairs
-    found = _experts_of(expert, pair, num_pairs, NUM_EXPERTS)
+    expert_of_pair = _experts_of(expert, pair, num_pairs, NUM_EXPERTS)
     if token is not None:
         owner = tl.load(token + pair, mask=is_pair, other=0).to(tl.int64)
         is_token = (owner >= 0) & (owner < num_tokens)
-        is_known = is_token | (found == NUM_EXPERTS) | ~is_pair
+        is_known = is_token | (expert_of_pair == NUM_EXPERTS) | ~is_pair
         tl.device_assert(is_known, "sonicmoe_hf: the routing names a token that does not exist")
-        found = tl.where(is_token, found, NUM_EXPERTS)
-        tl.atomic_add(token_counts + owner, 1, mask=is_pair & (found < NUM_EXPERTS), sem="relaxed")
-    tl.store(keys + pair, tl.where(is_pair, found * BLOCK + place, -1))
+        expert_of_pair = tl.where(is_token, expert_of_pair, NUM_EXPERTS)
+        tl.atomic_add(token_counts + owner, 1, mask=is_pair & (expert_of_pair < NUM_EXPERTS), sem="relaxed")
+    tl.store(keys + pair, tl.where(is_pair, expert_of_pair * BLOCK + position, -1))
     bins = tl.arange(0, BINS)
-    tl.store(counts + bins * num_blocks + block, tl.histogram(found, BINS, mask=is_pair), mask=bins <= NUM_EXPERTS)
+    tl.store(
+        counts + bins * num_blocks + block, tl.histogram(expert_of_pair, BINS, mask=is_pair), mask=bins <= NUM_EXPERTS
+    )
     if block == 0:
         tl.store(totals + NUM_EXPERTS + 1, 0)  # the ticket
 
@@ -144,17 +147,17 @@ def dispatch_scan_kernel(
 ):
     """Compute exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
     _, counts, totals = split_scratch(scratch, num_blocks, NUM_EXPERTS, BLOCK)
-    which = tl.program_id(0)
+    program = tl.program_id(0)
     running = 0
-    if which <= NUM_EXPERTS:
+    if program <= NUM_EXPERTS:
         for start in range(0, num_blocks, SCAN):
             block = start + tl.arange(0, SCAN)
             is_block = block < num_blocks
-            count = tl.load(counts + which * num_blocks + block, mask=is_block, other=0)
-            tl.store(counts + which * num_blocks + block, running + tl.cumsum(count) - count, mask=is_block)
+            count = tl.load(counts + program * num_blocks + block, mask=is_block, other=0)
+            tl.store(counts + program * num_blocks + block, running + tl.cumsum(count) - count, mask=is_block)
             running += tl.sum(count)
-        tl.store(totals + which, running)
-        if CHECKED and which == NUM_EXPERTS:
+        tl.store(totals + program, running)
+        if CHECKED and program == NUM_EXPERTS:
             tl.device_assert(running == 0, "sonicmoe_hf: the routing names an expert that does not exist")
         ticket = totals + NUM_EXPERTS + 1
         if tl.atomic_add(ticket, 1, sem="acq_rel") == NUM_EXPERTS:  # the last of these programs sees all totals
@@ -162,7 +165,7 @@ def dispatch_scan_kernel(
             total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0, volatile=True)
             tl.store(offsets + bins, tl.cumsum(total) - total, mask=bins <= NUM_EXPERTS)
     elif token_counts is not None:
-        first_token = (which - NUM_EXPERTS - 1) * SCAN
+        first_token = (program - NUM_EXPERTS - 1) * SCAN
         before = tl.zeros((WIDE,), tl.int32)
         for start in range(0, first_token, WIDE):
             token = start + tl.arange(0, WIDE)
@@ -197,22 +200,23 @@ def dispatch_place_kernel(
     CHUNK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
+    """Write the rows of a block of pairs; programs after those of the blocks write an expert's row tiles each."""
     keys, counts, _ = split_scratch(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     if block < num_blocks:
-        place = tl.arange(0, BLOCK)
-        pair = block * BLOCK + place
+        position = tl.arange(0, BLOCK)
+        pair = block * BLOCK + position
         is_pair = pair < num_pairs
-        found = tl.load(keys + pair) // BLOCK
-        row = tl.load(counts + found * num_blocks + block, mask=is_pair, other=0)
-        row += tl.load(offsets + found, mask=is_pair, other=0)
+        expert_of_pair = tl.load(keys + pair) // BLOCK
+        row = tl.load(counts + expert_of_pair * num_blocks + block, mask=is_pair, other=0)
+        row += tl.load(offsets + expert_of_pair, mask=is_pair, other=0)
         for start in tl.static_range(0, BLOCK, CHUNK):
             # The others run along the first axis, so that a thread adds up its own pair. An earlier pair of the same
             # expert has a key between the expert's first and this pair's; others wrap around or lie above.
             other = tl.load(keys + block * BLOCK + start + tl.arange(0, CHUNK))
-            above = (other[:, None] - (found * BLOCK)[None, :]).to(tl.uint32, bitcast=True)
-            row += tl.sum((above < place.to(tl.uint32)[None, :]).to(tl.int32), axis=0)
-        is_row = is_pair & (found < NUM_EXPERTS)
+            above = (other[:, None] - (expert_of_pair * BLOCK)[None, :]).to(tl.uint32, bitcast=True)
+            row += tl.sum((above < position.to(tl.uint32)[None, :]).to(tl.int32), axis=0)
+        is_row = is_pair & (expert_of_pair < NUM_EXPERTS)
         if token is None:
             owner = pair // top_k
             _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k)
@@ -220,15 +224,15 @@ def dispatch_place_kernel(
             owner = tl.load(token + pair, mask=is_row, other=0).to(tl.int32)
             slot = tl.atomic_add(cursors + owner, 1, mask=is_row, sem="relaxed")
             tl.store(row_of_slot + slot, (pair.to(tl.int64) << 32) | row, mask=is_row)
-            tl.store(token_rows + row, row, mask=is_pair & (found == NUM_EXPERTS))
+            tl.store(token_rows + row, row, mask=is_pair & (expert_of_pair == NUM_EXPERTS))
         _write_rows(row, pair, owner, is_pair, is_row, token_of_row, pair_of_row, num_pairs, num_tokens)
     else:
-        which = block - num_blocks
+        own_expert = block - num_blocks
         bins = tl.arange(0, BINS)
         first = tl.load(offsets + bins, mask=bins < NUM_EXPERTS, other=0)
         end = tl.load(offsets + bins + 1, mask=bins < NUM_EXPERTS, other=0)
-        write_tiles(tiles, first, end, which, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
-        if token is None and which == NUM_EXPERTS:
+        write_tiles(tiles, first, end, own_expert, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        if token is None and own_expert == NUM_EXPERTS:
             tl.store(token_offsets + num_tokens, num_pairs)
 
 
@@ -259,8 +263,8 @@ def dispatch_few_kernel(
     if block < num_blocks:
         pair = block * BLOCK + tl.arange(0, BLOCK)
         is_pair = pair < num_pairs
-        found = _experts_of(expert, pair, num_pairs, NUM_EXPERTS)
-        key = found * PAIRS + pair
+        expert_of_pair = _experts_of(expert, pair, num_pairs, NUM_EXPERTS)
+        key = expert_of_pair * PAIRS + pair
         before = tl.zeros((BLOCK, CHUNK), tl.int32)  # a thread has few of the others, and so few loads
         for start in tl.static_range(0, PAIRS, CHUNK):
             other = start + tl.arange(0, CHUNK)
@@ -268,17 +272,17 @@ def dispatch_few_kernel(
             before += ((other < num_pairs)[None, :] & (other_key[None, :] < key[:, None])).to(tl.int32)
         row = tl.sum(before, axis=1)
         _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k)
-        is_row = is_pair & (found < NUM_EXPERTS)
+        is_row = is_pair & (expert_of_pair < NUM_EXPERTS)
         _write_rows(row, pair, pair // top_k, is_pair, is_row, token_of_row, pair_of_row, num_pairs, num_tokens)
     else:
-        which = block - num_blocks
+        own_expert = block - num_blocks
         every_pair, bins = tl.arange(0, PAIRS), tl.arange(0, BINS)
         every_expert = _experts_of(expert, every_pair, num_pairs, NUM_EXPERTS)
         count = tl.histogram(every_expert, BINS, mask=every_pair < num_pairs)
         count = tl.where(bins < NUM_EXPERTS, count, 0)
         end = tl.cumsum(count)
-        write_tiles(tiles, end - count, end, which, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
-        if which == NUM_EXPERTS:
+        write_tiles(tiles, end - count, end, own_expert, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        if own_expert == NUM_EXPERTS:
             tl.store(offsets + bins, end - count, mask=bins <= NUM_EXPERTS)
             tl.store(token_offsets + num_tokens, num_pairs)
             if CHECKED:
@@ -300,18 +304,18 @@ def dispatch_order_kernel(
     for first in range(0, longest, BLOCK):
         slot = start + first + entry
         key = tl.load(row_of_slot + slot, mask=slot < end, other=last)
-        place = tl.zeros((TOKENS, BLOCK), tl.int32)
+        position = tl.zeros((TOKENS, BLOCK), tl.int32)
         for first_other in range(0, longest, BLOCK):
             other_slot = start + first_other + entry
             other = tl.load(row_of_slot + other_slot, mask=other_slot < end, other=last)
-            place += tl.sum((other[:, None, :] < key[:, :, None]).to(tl.int32), axis=2)
-        tl.store(token_rows + start + place, (key & 0x7FFFFFFF).to(tl.int32), mask=slot < end)
+            position += tl.sum((other[:, None, :] < key[:, :, None]).to(tl.int32), axis=2)
+        tl.store(token_rows + start + position, (key & 0x7FFFFFFF).to(tl.int32), mask=slot < end)
 
 
 def tile_table_length(num_pairs, num_experts):
     # for the smallest tile, and the scheduler's state: a length without a branch, so that a symbolic number of pairs
     # brings no guard
-    return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts + 1
+    return (num_pairs + SMALL_ROW_TILE - 1) // SMALL_ROW_TILE + num_experts + 1
 
 
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
@@ -319,7 +323,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
 
 
 def _dispatch(arguments):
-    """Run `dispatch` of a list, which is emptied; return the fields of Rows."""
+    """Run `dispatch` of a list of its arguments, which is emptied; returns a list of Rows' fields."""
     expert_P, token_P, num_tokens, num_experts, sentinels = arguments
     arguments.clear()
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device

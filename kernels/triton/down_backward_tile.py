@@ -15,12 +15,12 @@ SMALLEST = tl.constexpr(SMALLEST_GRADIENT)
 
 @triton.jit
 def _store_scaled(values, codes, scales, row, is_row, first_column, SIDE: tl.constexpr, I: tl.constexpr):
-    """Store a group of dh in FP8 as scaled.scale_halves has it: of gates (SIDE 0), or of ups."""
+    """Quantize and store a group of dh as scaled.scale_halves does: of gates (SIDE 0), or of ups."""
     GROUPS: tl.constexpr = (I + GROUP - 1) // GROUP
     code, scale = quantized(values.to(tl.float32), SMALLEST, codes.dtype.element_ty)
     group = SIDE * GROUPS + first_column // GROUP
-    place = row * (2 * GROUPS * GROUP) + group * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(codes + place, code, mask=is_row)
+    offset = row * (2 * GROUPS * GROUP) + group * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(codes + offset, code, mask=is_row)
     tl.store(scales + row * (2 * GROUPS) + group, scale[:, None], mask=is_row)
 
 
@@ -44,8 +44,8 @@ def _backward_piece(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute dh and a of some columns, stored; return what these columns add to <da, act(h)> (`da` is 0 where not
-    wanted). INTERLEAVED is None where the activation has no gate."""
+    """Compute and store dh and a' of some columns, and return what these columns add to <da, act(h)>. `da` is 0 where
+    nothing is wanted that depends on it; INTERLEAVED is None where the activation has no gate."""
     column = first_column + tl.arange(0, COLUMNS)
     is_stored = is_row & (column < I)[None, :]
     GATED: tl.constexpr = INTERLEAVED is not None

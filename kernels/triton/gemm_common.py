@@ -17,24 +17,26 @@ from .config import Blocks, as_e4m3, blocks_for, max_row_tiles, num_sms, tile_ro
 from .descriptors import is_aligned
 from .launch import cdiv
 
+# arguments that change with the number of tokens: Triton must not compile anew for their values
 T_DEPENDENT = ["num_row_tiles", "num_rows"]
 GROUP = tl.constexpr(FP8_BLOCK)
 
 
 @triton.jit
-def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Return (row tile, column tile) of a program: GROUP row tiles pass over all columns together, so that both
-    operands of the tiles in flight stay in L2."""
-    in_group = GROUP * NUM_COLUMN_TILES
-    first = program // in_group * GROUP
-    size = tl.minimum(num_row_tiles - first, GROUP)
-    place = program % in_group
-    return first + place % size, place // size
+def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, RASTER: tl.constexpr):
+    """Find (row tile, column tile) of a program: RASTER row tiles pass over all columns together, so that both operands
+    of the tiles in flight stay in L2."""
+    tiles_together = RASTER * NUM_COLUMN_TILES
+    first = program // tiles_together * RASTER
+    size = tl.minimum(num_row_tiles - first, RASTER)
+    index = program % tiles_together
+    return first + index % size, index // size
 
 
 @triton.jit
 def row_tile(tiles, tile, ROWS: tl.constexpr, BLOCKS_OF_TILE: tl.constexpr):
-    """Return (expert, or -1, first row, end) of an entry of the tile table, or of a block of ROWS rows in one."""
+    """Read (expert or -1, first row, end) of a row tile: an entry of the tile table, or one of the BLOCKS_OF_TILE blocks
+    of ROWS rows into which kernels with smaller tiles cut it."""
     entry = tiles + tile // BLOCKS_OF_TILE * 3
     first = tl.load(entry + 1) + tile % BLOCKS_OF_TILE * ROWS
     end = tl.load(entry + 2)
@@ -43,14 +45,14 @@ def row_tile(tiles, tile, ROWS: tl.constexpr, BLOCKS_OF_TILE: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, row, LENGTH: tl.constexpr):
-    """Return pointers to the first scale of rows of LENGTH values in FP8."""
+    """Point to the first scale of each row of LENGTH values in FP8."""
     return scales + row.to(tl.int64) * ((LENGTH + GROUP - 1) // GROUP)
 
 
 @triton.jit
 def _multipliable(tile):
-    """Convert values to what the tensor cores take; bytes, which e4m3 values are where the GPU does not multiply
-    these, in fp16: their exponent and mantissa stand where those of small values do."""
+    """Convert a tile to a dtype that tensor cores multiply. A GPU without FP8 products has e4m3 values as bytes, which
+    become fp16: their exponent and mantissa are moved to those of an fp16 that is 256 times smaller."""
     if tile.dtype == tl.uint8:
         bits = (tile & 0x7F).to(tl.uint16) << 7 | (tile & 0x80).to(tl.uint16) << 8
         return tl.where((tile & 0x7F) == 0x7F, float("nan"), bits.to(tl.float16, bitcast=True) * 256.0)
@@ -74,10 +76,10 @@ def add_lora(
     STRIDE_J: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return product + shrunk[row] @ factor[expert]^T, shrunk [P, J], factor [E, N, J]; product itself without an
-    adapter.
+    """Add an adapter's shrunk[row] @ factor[expert]^T, shrunk [P, J], factor [E, N, J], to a product; nothing without
+    one.
 
-    After the main loop, whose shared memory is free again then.
+    It comes after the main loop, whose shared memory is free again then.
     """
     if shrunk is not None:
         # fp32 takes 32 always: of 16, Triton 3.6 reads beyond shared memory for sm_90 (64-byte swizzle, two warp groups)
@@ -143,7 +145,7 @@ def described_product(
     expert,
     first_column,
     GATHERED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    GATE_AND_UP: tl.constexpr,
     DEPTH_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -151,8 +153,8 @@ def described_product(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `pointer_product` with `b` a descriptor of weights (PAIRS: of both halves of gate_up), and `a` pointers
-    to gathered rows or a descriptor of rows."""
+    """Compute the same as `pointer_product`, with `b` a descriptor of weights (GATE_AND_UP: of the same columns of gate
+    and up), and `a` pointers to gathered rows or a descriptor of rows."""
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, LENGTH, DEPTH):
         if not GATHERED:
@@ -161,7 +163,7 @@ def described_product(
             left = tl.load(a + start)
         else:
             left = tl.load(a + start, mask=(start + tl.arange(0, DEPTH) < LENGTH)[None, :], other=0.0)
-        if PAIRS:
+        if GATE_AND_UP:
             right = b.load([expert, 0, first_column, start]).reshape(COLUMNS, DEPTH).T
         elif DEPTH_LAST:
             right = b.load([expert, first_column, start]).reshape(COLUMNS, DEPTH).T
@@ -172,8 +174,8 @@ def described_product(
 
 
 @triton.jit
-def real_row_tiles(tiles, num_row_tiles):
-    """Count the row tiles among the tile table's entries: the rest of it says -1."""
+def used_row_tiles(tiles, num_row_tiles):
+    """Count the entries of the tile table that are row tiles; the others have -1 for the expert."""
     count = 0
     for first in range(0, num_row_tiles, 256):
         tile = first + tl.arange(0, 256)
@@ -188,18 +190,22 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def precision(dtype):
-    """Choose the precision of products in this dtype. Three tf32 products stand in for one of fp32; bf16 and fp16 have
-    one way."""
+    """Choose `input_precision` of products in this dtype: three tf32 products stand in for one of fp32; bf16 and fp16 do
+    not read it."""
     return "tf32x3" if dtype.itemsize == 4 else "tf32"
 
 
 def language_dtype(dtype):
-    """Return Triton's dtype of PyTorch's."""
+    """Convert PyTorch's dtype to Triton's."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 class GemmPlan(NamedTuple):
-    """Launch of a kernel over sorted rows: its blocks, the programs, the arguments all of them take."""
+    """The launch of a kernel over sorted rows.
+
+    rows: of a tile. row_tiles, column_tiles: how many there are. tile: the constants that all these kernels take, ROWS,
+    COLUMNS, DEPTH, RASTER and BLOCKS_OF_TILE. options: of Triton.
+    """
 
     blocks: Blocks
     rows: int
@@ -227,7 +233,7 @@ def gemm_plan(kernel, tensor, weight, rows, num_columns) -> GemmPlan:
         rows_of_block,
         max_row_tiles(num_pairs, num_experts) * blocks_of_tile,
         cdiv(num_columns, blocks.columns),
-        (rows_of_block, blocks.columns, blocks.depth, blocks.group, blocks_of_tile),
+        (rows_of_block, blocks.columns, blocks.depth, blocks.raster, blocks_of_tile),
         {"num_warps": blocks.warps, "num_stages": blocks.stages},
         num_sms(tensor.device),
     )
@@ -247,7 +253,7 @@ def scaled_output(is_wanted, like, num_rows, columns):
 
 
 def lora_operands(lora):
-    """Return the tensors and the constants of `add_lora`, of an interface.LoraTerm or None."""
+    """Unpack an interface.LoraTerm, or None, into the tensors and the constants of `add_lora`."""
     if lora is None:
         return (None, None), (0, 0, 0, 0)
     return tuple(lora), (lora.shrunk_PJ.shape[1], *lora.factor_ENJ.stride())

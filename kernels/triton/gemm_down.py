@@ -19,9 +19,9 @@ from .gemm_common import (
     lora_operands,
     pointer_product,
     precision,
-    real_row_tiles,
     row_tile,
     swizzle,
+    used_row_tiles,
 )
 from .gemm_packed import packed_down
 from .launch import launch_kernel
@@ -157,7 +157,7 @@ def gemm_down_kernel(
     """Compute out[r] = source[r] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E,
     N, J]. With scales source and weight are in FP8."""
     if DESCRIBED:
-        num_row_tiles = real_row_tiles(tiles, num_row_tiles)
+        num_row_tiles = used_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
         # flattened, the next tile's loads are under way while this one is stored; an adapter's part is not in that loop
         FLATTEN: tl.constexpr = shrunk is None

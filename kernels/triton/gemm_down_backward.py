@@ -194,9 +194,9 @@ def routing_gradient_kernel(
         source = tl.load(token + row, mask=is_row, other=0).to(tl.int64)[:, None]
         products = tl.zeros((ROWS, DEPTH), tl.float32)
         for start in range(0, H, DEPTH):
-            place = start + tl.arange(0, DEPTH)
-            bias_row = tl.load(bias + expert * BIAS_STRIDE_E + place * BIAS_STRIDE_H, mask=place < H, other=0.0)
-            gradient = tl.load(dout + source * H + place[None, :], mask=(place < H)[None, :], other=0.0)
+            column = start + tl.arange(0, DEPTH)
+            bias_row = tl.load(bias + expert * BIAS_STRIDE_E + column * BIAS_STRIDE_H, mask=column < H, other=0.0)
+            gradient = tl.load(dout + source * H + column[None, :], mask=(column < H)[None, :], other=0.0)
             products += gradient.to(tl.float32) * bias_row.to(tl.float32)[None, :]
         total += tl.sum(products, axis=1)
     tl.store(dw + tl.load(pair + row, mask=is_row, other=0), total, mask=is_row)

@@ -20,9 +20,8 @@ from .launch import cdiv, launch_kernel
 from .packed_product import packed_linear
 from .packed_tile import nf4_table
 
-STEP = {"nf4": 256} | dict.fromkeys(
-    ("mxfp4", "fp8", "nvfp4", "int4", "uint4"), 128
-)  # columns that a product takes at a time
+# columns that a product takes at a time
+STEP = {"nf4": 256} | dict.fromkeys(("mxfp4", "fp8", "nvfp4", "int4", "uint4"), 128)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
@@ -60,11 +59,11 @@ def gemm_packed_kernel(
     WARPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute h[r] = x[token[r]] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]), of x[r]
-    where token is None; INTERLEAVED is None where the activation has no gate."""
+    """Compute h[r] = x[token[r]] @ weight[e]^T (+ shrunk[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]). token: None
+    where x is in the order of rows. INTERLEAVED: None where the activation has no gate."""
     GATED: tl.constexpr = INTERLEAVED is not None
     WIDTH: tl.constexpr = 2 * I if GATED else I
-    PAIRS: tl.constexpr = None if not GATED else "interleaved" if INTERLEAVED else "concatenated"
+    GATE_UP_ORDER: tl.constexpr = None if not GATED else "interleaved" if INTERLEAVED else "concatenated"
     COLUMNS: tl.constexpr = HEIGHT // 2 if GATED else HEIGHT
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     row_tile, tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
@@ -102,14 +101,14 @@ def gemm_packed_kernel(
             FACTOR_STRIDE_E,
             FACTOR_STRIDE_N,
             FACTOR_STRIDE_J,
-            PAIRS,
+            GATE_UP_ORDER,
             HEIGHT,
             WARPS,
             INTERPRETED,
         )
         if GATED:
-            pairs = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
-            gate, up = tl.split(tl.reshape(pairs, (COLUMNS, 8, 2)))
+            gates_ups = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
+            gate, up = tl.split(tl.reshape(gates_ups, (COLUMNS, 8, 2)))
         row = first + tl.arange(0, 8)
         is_stored = (row < end)[None, :] & (column < I)[:, None]
         long_row = row.to(tl.int64)[None, :]
@@ -175,7 +174,7 @@ def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interlea
 
 
 def packed_down(a_RI, down: PackedOperand, bias_EH, rows, lora=None):
-    """Compute `down` with a packed weight: what `up` does for h without a gate."""
+    """Compute `down` with a packed weight: it is the h of an `up` without a gate, whose a is not wanted."""
     num_rows, (_, columns, _) = rows.token.numel(), FORMATS[down.format].shape(Quantized(*down[:3]))
     out_RN = a_RI.new_empty(num_rows, columns)
     _launch(a_RI, down, bias_EH, rows, None, out_RN, None, columns, None, Activation("relu"), lora)

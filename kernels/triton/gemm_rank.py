@@ -25,7 +25,7 @@ def rank_columns(rank: int, max_columns: int) -> int:
 
 
 @triton.jit
-def _add_lora_shrink(
+def _add_outer_products(
     product,
     wide,
     shrunk,
@@ -42,7 +42,7 @@ def _add_lora_shrink(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return product + wide[r]^T (weight[r] * shrunk[r]) over DEPTH rows from `first`."""
+    """Add wide[r]^T (weight[r] * shrunk[r]) over DEPTH rows from `first` to a product."""
     row = first + tl.arange(0, DEPTH)
     is_wide = (m < M)[None, :]
     is_rank = (j < J)[None, :]
@@ -140,9 +140,9 @@ def gemm_rank_wgrad_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a tile of out[e] = sum over the rows r of e of wide[r]^T (weight[r] * shrunk[r]), out [E, M, R]: the
-    first R of J columns. wide[token[r]] unless `token` is None, weight 1 unless there are some. Gathered rows are read
-    from L2 by all experts but the first: experts of a tile come one after the other."""
+    """Compute a tile of out[e] = sum over the rows r of e of wide[r]^T (weight[r] * shrunk[r]), out [E, M, R]: the first
+    R of J columns. wide[token[r]] unless `token` is None, weight 1 where routing_weight is None. Programs of gathered
+    rows take a tile's experts one after the other, so that all but the first read these rows from L2."""
     RANK_TILES: tl.constexpr = (R + WIDTH - 1) // WIDTH
     if token is not None:
         expert = tl.program_id(0) % NUM_EXPERTS
@@ -158,11 +158,11 @@ def gemm_rank_wgrad_kernel(
     full = start + (end - start) // DEPTH * DEPTH
     product = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for first in range(start, full, DEPTH):
-        product = _add_lora_shrink(
+        product = _add_outer_products(
             product, wide, shrunk, routing_weight, token, pair, first, end, m, j, M, J, DEPTH, False, PRECISION
         )
     if full < end:
-        product = _add_lora_shrink(
+        product = _add_outer_products(
             product, wide, shrunk, routing_weight, token, pair, full, end, m, j, M, J, DEPTH, True, PRECISION
         )
     tl.store(
@@ -173,7 +173,7 @@ def gemm_rank_wgrad_kernel(
 
 
 def fp32_bits(scale: float) -> int:
-    """Return the bits of an fp32, because launches take whole numbers alone."""
+    """Reinterpret an fp32 as an int32, because launches take whole numbers alone."""
     return struct.unpack("<i", struct.pack("<f", scale))[0]
 
 

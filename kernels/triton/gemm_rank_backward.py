@@ -14,7 +14,7 @@ from .launch import cdiv, launch_kernel
 from .reorder import ENTRIES, reorder_in_turn, reorder_job
 
 ONE_PASS_RANK = 32  # beyond it, partial sums of dv and du cost more than reading the wide side again
-SUMMED = 1024  # entries of a program that sums them
+SUMMED = 1024  # entries of dshrunk that a program of reorder_and_sum_kernel computes
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
@@ -93,7 +93,7 @@ def gemm_rank_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
-def finish_kernel(
+def reorder_and_sum_kernel(
     gradient,
     reordered,
     partials,
@@ -106,8 +106,9 @@ def finish_kernel(
     JOB: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Write dB in its own order, unless `reordered` is None; and, unless `partials` is, dshrunk[P, J] = scale * the sum
-    of partials[SLICES, P, J]; rows past R, which nothing was written to, are sums of what lies there."""
+    """Write dB in its own order, unless `reordered` is None; and dshrunk [P, J] = scale * the sum of partials [SLICES, P,
+    J] over slices, unless `partials` is None. Rows past the last are sums of whatever lies there, and nobody reads
+    them."""
     tile = reorder_in_turn(gradient, reordered, tl.program_id(0), JOB, ENTRIES)
     if partials is not None:  # noqa: SIM102  (known when it is compiled)
         if tile >= 0:
@@ -141,17 +142,17 @@ def lora_b_backward(source, b_ENJ, shrunk_PJ, weight_P, rows, scale, gathered, w
         slices = cdiv(size, blocks.height)
     # in fp32: dB before it is reordered, and the slices that dv or du is the sum of
     reordered_size = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
-    summed = slices * num_pairs * padded if slices > 1 else 0
-    gradient, slices_of_shrunk = result, None
-    if reordered_size + summed:
-        scratch = torch.empty(reordered_size + summed, dtype=torch.float32, device=source.device)
+    partials_size = slices * num_pairs * padded if slices > 1 else 0
+    gradient, partials = result, None
+    if reordered_size + partials_size:
+        scratch = torch.empty(reordered_size + partials_size, dtype=torch.float32, device=source.device)
         gradient = scratch if is_reordered else result
-        slices_of_shrunk = scratch[reordered_size:] if summed else None
+        partials = scratch[reordered_size:] if partials_size else None
     dshrunk_PJ = None
     if is_one_pass:
         dshrunk_PJ = torch.empty_like(shrunk_PJ)
         by_expert, by_row, by_rank = b_ENJ.stride()
-        sums, token = dshrunk_PJ if slices_of_shrunk is None else slices_of_shrunk, rows.token if gathered else None
+        sums, token = dshrunk_PJ if partials is None else partials, rows.token if gathered else None
         launch_kernel(
             gemm_rank_backward_kernel,
             (slices * num_experts,),
@@ -178,12 +179,12 @@ def lora_b_backward(source, b_ENJ, shrunk_PJ, weight_P, rows, scale, gathered, w
         if want_dshrunk:
             dshrunk_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered)
         factor_gradient(source, shrunk_PJ, gradient, shape_ENr, written, weight_P, rows, gathered)
-    tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
+    tiles = (job[-1] if job else 0) + cdiv(partials_size // slices, SUMMED)
     if tiles:
         launch_kernel(
-            finish_kernel,
+            reorder_and_sum_kernel,
             (tiles,),
-            (gradient, result if is_reordered else None, slices_of_shrunk, dshrunk_PJ),
+            (gradient, result if is_reordered else None, partials, dshrunk_PJ),
             (num_pairs, fp32_bits(scale)),
             (slices, padded, SUMMED, job, ENTRIES),
             num_warps=4,

@@ -20,10 +20,10 @@ from .gemm_common import (
     language_dtype,
     lora_operands,
     precision,
-    real_row_tiles,
     row_tile,
     scaled_output,
     swizzle,
+    used_row_tiles,
 )
 from .gemm_packed import packed_up
 from .launch import launch_kernel
@@ -73,7 +73,7 @@ def gemm_up_kernel(
     """Compute h and a of the tiles of a program. With x_scales x, weight and `codes`, in which a goes, are in FP8, h
     is of DTYPE."""
     if DESCRIBED:
-        num_row_tiles = real_row_tiles(tiles, num_row_tiles)
+        num_row_tiles = used_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(I, COLUMNS)
         for program in range(tl.program_id(0), num_programs, tl.num_programs(0)):
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)

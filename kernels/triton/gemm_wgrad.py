@@ -28,7 +28,7 @@ def _add_rows(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return product + gathered[token[r]]^T direct[r] over DEPTH rows from `first`, through pointers."""
+    """Add gathered[token[r]]^T direct[r] over DEPTH rows from `first` to a product, through pointers."""
     row = first + tl.arange(0, DEPTH)
     is_left = (m < M)[None, :]
     is_right = (n < N)[None, :]
@@ -47,7 +47,7 @@ def _add_rows(
 def _add_described_rows(
     product, direct, gathered, token, first, m, first_n, M: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Add the product of DEPTH rows that the expert has, with `direct` a descriptor, whose loads know no mask."""
+    """Add the same of DEPTH rows that the expert has in full, with `direct` a descriptor, whose loads know no mask."""
     source = tl.load(token + first + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
     left = tl.load(gathered + source * M + m[None, :], mask=(m < M)[None, :], other=0.0)
     right = direct.load([first, first_n])
@@ -70,7 +70,7 @@ def gemm_wgrad_kernel(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    RASTER: tl.constexpr,
     PEEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -79,7 +79,7 @@ def gemm_wgrad_kernel(
     HIGH: tl.constexpr = (M + HEIGHT - 1) // HEIGHT
     WIDE: tl.constexpr = (N + WIDTH - 1) // WIDTH
     expert = tl.program_id(0) // (HIGH * WIDE)
-    high, wide = swizzle(tl.program_id(0) % (HIGH * WIDE), HIGH, WIDE, GROUP)
+    high, wide = swizzle(tl.program_id(0) % (HIGH * WIDE), HIGH, WIDE, RASTER)
     m = high * HEIGHT + tl.arange(0, HEIGHT)
     n = wide * WIDTH + tl.arange(0, WIDTH)
     start = tl.load(offsets + expert)
@@ -127,7 +127,7 @@ def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):
             blocks.height,
             blocks.width,
             blocks.depth,
-            blocks.group,
+            blocks.raster,
             blocks.peel,
             precision(direct_RN.dtype),
         ),

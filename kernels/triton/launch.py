@@ -24,13 +24,13 @@ from ..tape import Recorder, launching
 _COMPILED = {}
 
 
-class _Compiling:
-    """Says once that Triton compiles, when that has taken a second in all: kernels from its cache take far less."""
+class _CompileTime:
+    """Announces once that Triton compiles, when that has taken a second in all: kernels from its cache take far less."""
 
     def __init__(self):
         self.seconds = 0.0
 
-    def took(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         before, self.seconds = self.seconds, self.seconds + seconds
         if before < 1 <= self.seconds:
             announce(
@@ -39,7 +39,7 @@ class _Compiling:
             )
 
 
-_compiling = _Compiling()
+_compile_time = _CompileTime()
 
 
 def cdiv(a: int, b: int) -> int:
@@ -48,7 +48,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n >= 1."""
+    """Round n >= 1 up to a power of two."""
     return 1 << (n - 1).bit_length()
 
 
@@ -126,19 +126,22 @@ def _launch(kernel, grid, device, tensors, numbers, constants, options):
             bits |= pointer
             pointers.append(pointer)
             kinds.append(tensor.dtype)
-    # Pointers off the multiples of 16 and 64-bit numbers are compiled for on their own; and the interpreter has no key.
+    # For pointers that are no multiples of 16, and for 64-bit numbers, Triton compiles other kernels; its interpreter
+    # none.
     if bits % 16 or max(numbers, default=0) >> 31 or type(kernel) is not JITFunction:
         kernel[grid](*tensors, *numbers, *constants, **options)
         return None
     key = (id(kernel), device, *kinds, *constants, *options.items())
     launchable = _COMPILED.get(key)
     if launchable is None:
-        at = len(tensors)
-        if not all(parameter.do_not_specialize for parameter in kernel.params[at : at + len(numbers)]):
+        first_number = len(tensors)
+        if not all(
+            parameter.do_not_specialize for parameter in kernel.params[first_number : first_number + len(numbers)]
+        ):
             raise ValueError(f"{kernel.__name__} must name its numbers in do_not_specialize")
         began = time.perf_counter()
         compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-        _compiling.took(time.perf_counter() - began)
+        _compile_time.add(time.perf_counter() - began)
         launchable = _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
         return launchable
     compiled, run, function, metadata = launchable

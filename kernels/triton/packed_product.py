@@ -9,15 +9,19 @@ from .packed_step import add_fp8, add_nf4, add_words
 
 
 @triton.jit
-def _weight_row(place, tile, N: tl.constexpr, HEIGHT: tl.constexpr, PAIRS: tl.constexpr):
-    """Return the weight's rows at places of a tile: in their order, or of pairs eight gates, then their eight ups, and
-    so on: on tensor cores a thread has both of a pair. Past the end the last rows again."""
-    if PAIRS is None:
-        return tl.minimum(tile * HEIGHT + place, N - 1)
+def _weight_row(position, tile, N: tl.constexpr, HEIGHT: tl.constexpr, GATE_UP_ORDER: tl.constexpr):
+    """Map positions in a tile to rows of the weight; past the end the last rows again.
+
+    GATE_UP_ORDER: None without a gate, where rows keep their order. Otherwise "interleaved" or "concatenated" is how the
+    weight has gates and ups; a tile has eight gates, then their eight ups, and so on, because then a thread of tensor
+    cores has a gate and its up.
+    """
+    if GATE_UP_ORDER is None:
+        return tl.minimum(tile * HEIGHT + position, N - 1)
     else:
-        pair = tl.minimum(tile * (HEIGHT // 2) + place // 16 * 8 + place % 8, N // 2 - 1)
-        is_up = place // 8 % 2
-        return 2 * pair + is_up if PAIRS == "interleaved" else pair + is_up * (N // 2)
+        column = tl.minimum(tile * (HEIGHT // 2) + position // 16 * 8 + position % 8, N // 2 - 1)
+        is_up = position // 8 % 2
+        return 2 * column + is_up if GATE_UP_ORDER == "interleaved" else column + is_up * (N // 2)
 
 
 @triton.jit
@@ -42,25 +46,25 @@ def _packed_product(
     STEP: tl.constexpr,
     PARTS: tl.constexpr,
     KINDS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    GATE_UP_ORDER: tl.constexpr,
     HEIGHT: tl.constexpr,
     WARPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
 
-    A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, a group of four lanes has
-    every eighth row. STEP columns are taken at a time, and GROUP of a row share a scale of INT4; PARTS and KINDS are the
-    weight's order (../packed).
+    A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, four lanes have every
+    eighth row: a warp's rows are ROWS_OF_EIGHT times eight, and `weight_rows` has one tensor for each. STEP columns are
+    taken at a time, and GROUP of a row share a scale of INT4; PARTS and KINDS are the weight's order (../packed).
     """
-    GROUPS: tl.constexpr = HEIGHT // WARPS // 8
+    ROWS_OF_EIGHT: tl.constexpr = HEIGHT // WARPS // 8
     slot = tl.arange(0, WARPS * 8)
-    place = slot // 8 * (GROUPS * 8) + slot % 8
+    position = slot // 8 * (ROWS_OF_EIGHT * 8) + slot % 8
     weight_rows = ()
-    for group in tl.static_range(GROUPS):
-        weight_rows += (_weight_row(place + 8 * group, tile, N, HEIGHT, PAIRS),)
+    for eight in tl.static_range(ROWS_OF_EIGHT):
+        weight_rows += (_weight_row(position + 8 * eight, tile, N, HEIGHT, GATE_UP_ORDER),)
     SCALED_LATER: tl.constexpr = FORMAT == "nf4" or FORMAT == "fp8"  # a lane's two columns apart
-    product = tl.zeros((WARPS, GROUPS * 8, 4, 2) if SCALED_LATER else (WARPS, GROUPS * 8, 8), tl.float32)
+    product = tl.zeros((WARPS, ROWS_OF_EIGHT * 8, 4, 2) if SCALED_LATER else (WARPS, ROWS_OF_EIGHT * 8, 8), tl.float32)
     for start in range(0, K, STEP):
         if FORMAT == "nf4":
             product = add_nf4(product, x, words, scales, state, table, weight_rows, expert, start, N, K, INTERPRETED)
@@ -86,8 +90,8 @@ def _add_lora(
     STRIDE_N: tl.constexpr,
     STRIDE_J: tl.constexpr,
 ):
-    """Return product + factor[expert] @ shrunk[row]^T, shrunk [P, J], factor [E, N, J]; product itself without an
-    adapter."""
+    """Add an adapter's factor[expert] @ shrunk[row]^T, shrunk [P, J], factor [E, N, J], to a product; nothing without
+    one."""
     if shrunk is not None:
         DEPTH: tl.constexpr = 16 if J <= 16 else 32
         factor_row = factor + expert.to(tl.int64) * STRIDE_E + weight_row[:, None] * STRIDE_N
@@ -128,7 +132,7 @@ def packed_linear(
     FACTOR_STRIDE_E: tl.constexpr,
     FACTOR_STRIDE_N: tl.constexpr,
     FACTOR_STRIDE_J: tl.constexpr,
-    PAIRS: tl.constexpr,
+    GATE_UP_ORDER: tl.constexpr,
     HEIGHT: tl.constexpr,
     WARPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -136,7 +140,7 @@ def packed_linear(
     """Compute weight[e] @ x[token[r]]^T (+ factor[e] @ shrunk[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first
     + 1, ...
 
-    PAIRS: the order of the weight's rows, as in `_weight_row`.
+    GATE_UP_ORDER: the order of the weight's rows, as in `_weight_row`.
     """
     # past the end the last row again
     source = tl.minimum(first + tl.arange(0, WARPS * 8) % 8, end - 1)
@@ -157,12 +161,12 @@ def packed_linear(
         STEP,
         PARTS,
         KINDS,
-        PAIRS,
+        GATE_UP_ORDER,
         HEIGHT,
         WARPS,
         INTERPRETED,
     )
-    weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, PAIRS)
+    weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, GATE_UP_ORDER)
     if FORMAT == "nvfp4":
         product *= _nvfp4_factor(state, weight_row, expert, N, PARTS, KINDS)[:, None]
     product = _add_lora(

@@ -32,7 +32,7 @@ import triton.language as tl
 from ..packed.nf4 import NF4_VALUES, SCALE_MAP, VALUE_MAP
 from .dequantize import e4m3_value
 
-# Of 1 to 2, that with the smallest sum of squared errors of NF4_FACTOR * bf16(value / NF4_FACTOR).
+# The factor between 1 and 2 with the smallest sum of squared errors of NF4_FACTOR * bf16(value / NF4_FACTOR).
 NF4_FACTOR = 1.391785
 _VALUE_MAP, _SCALE_MAP = tl.constexpr(VALUE_MAP.start), tl.constexpr(SCALE_MAP.start)
 _FACTOR = tl.constexpr(NF4_FACTOR)
@@ -204,7 +204,7 @@ NF4_BY_PERMUTATIONS = tl.constexpr(_nf4_by_permutations())
 NF4_TABLE, NF4_OF_WORD = tl.constexpr(_nf4_table()), tl.constexpr(_nf4_of_word())
 MXFP4_OF_WORD, FP8_OF_WORDS = tl.constexpr(_mxfp4_of_word()), tl.constexpr(_fp8_of_words())
 INT4_OF_WORD, INT4_OF_WORD_BESIDE = tl.constexpr(_int4_of_word(False)), tl.constexpr(_int4_of_word(True))
-_FOUR_PAIRS = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
+_FOUR_WORDS = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
 
 @triton.jit
@@ -218,12 +218,12 @@ def nf4_table(state, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_of_code(code, table, state, INTERPRETED: tl.constexpr):
-    """Return values of the code book of NF4's scales."""
+    """Look up the values of codes of NF4's scales, in the scales' own code book."""
     if INTERPRETED:
         return tl.load(state + _SCALE_MAP + code)
-    place = (table & -128) + 32768 + code.to(tl.int32) * 4
+    address = (table & -128) + 32768 + code.to(tl.int32) * 4
     return tl.inline_asm_elementwise(
-        "ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=tl.float32, is_pure=True, pack=1
+        "ld.shared.f32 $0, [$1];", "=f,r", [address], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
@@ -240,14 +240,15 @@ def look_up(pointer, index, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def half_scale(scale):
-    """Return bf16 bits, twice, of 2^(scale - 128): never infinite, subnormal for the two smallest scales of MXFP4."""
+    """Compute half of MXFP4's scale, 2^(scale - 128), in bf16 bits, twice in a word: unlike the scale never infinite, and
+    subnormal for the two smallest."""
     half = tl.where(scale > 1, (scale - 1) << 7, (scale + 1) << 5)
     return half | half << 16
 
 
 @triton.jit
 def half_e4m3_scale(code):
-    """Return bf16 bits, twice, of half of the values of E4M3 codes: exact."""
+    """Compute half of the values of E4M3 codes, in bf16 bits, twice in a word: exact."""
     code = code.to(tl.uint32)
     bits = (code & 0x7F) << 20 | (code & 0x80) << 24
     half = bits.to(tl.float32, bitcast=True) * 6.64613997892458e35  # 2^119
@@ -256,75 +257,75 @@ def half_e4m3_scale(code):
 
 
 @triton.jit
-def _values_of_pairs(pairs):
-    """Return bf16 [A, B, 4, 8] of four tensors [A, B, 4] of pairs, in their order."""
-    joined = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+def _unpack_bf16x2(words):
+    """Unpack four tensors [A, B, 4] of bf16x2, two values to a word, into bf16 [A, B, 4, 8]."""
+    joined = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
     values = tl.join((joined & 0xFFFF).to(tl.uint16), (joined >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
-    return tl.reshape(values, (pairs[0].shape[0], pairs[0].shape[1], 4, 8))
+    return tl.reshape(values, (words[0].shape[0], words[0].shape[1], 4, 8))
 
 
 @triton.jit
 def nf4_values(word, table, state, PERMUTED: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the values [A, B, 4, 8] of words [A, B, 4], of a code book divided by NF4_FACTOR."""
+    """Decode words [A, B, 4] into values [A, B, 4, 8] of the code book divided by NF4_FACTOR."""
     if INTERPRETED:
-        place = 4 * (tl.arange(0, 8) ^ 1)
-        code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
+        shift = 4 * (tl.arange(0, 8) ^ 1)
+        code = (word.to(tl.uint32)[:, :, :, None] >> shift[None, None, None, :].to(tl.uint32)) & 15
         return (tl.load(state + _VALUE_MAP + code) / _FACTOR).to(DTYPE)
-    pairs = tl.inline_asm_elementwise(
+    bf16x2 = tl.inline_asm_elementwise(
         NF4_BY_PERMUTATIONS if PERMUTED else NF4_OF_WORD,
-        _FOUR_PAIRS,
+        _FOUR_WORDS,
         [word, table],
         dtype=(tl.uint32,) * 4,
         is_pure=True,
         pack=1,
     )
-    return _values_of_pairs(pairs)
+    return _unpack_bf16x2(bf16x2)
 
 
 @triton.jit
 def mxfp4_values(word, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the values [A, B, 4, 8] of words [A, B, 4] with a `half_scale` for each, in the order 0, 4, 1, 5, 2, 6,
-    3, 7."""
+    """Decode words [A, B, 4] with a `half_scale` for each into values [A, B, 4, 8], in the order 0, 4, 1, 5, 2, 6, 3,
+    7."""
     if INTERPRETED:
         digit = tl.arange(0, 8)
-        place = 4 * (digit // 2 + digit % 2 * 4)
-        code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
+        shift = 4 * (digit // 2 + digit % 2 * 4)
+        code = (word.to(tl.uint32)[:, :, :, None] >> shift[None, None, None, :].to(tl.uint32)) & 15
         bits = (code & 7) << 22 | (code & 8) << 28
         half = (scale.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * half[:, :, :, None]).to(DTYPE)
-    pairs = tl.inline_asm_elementwise(
-        MXFP4_OF_WORD, _FOUR_PAIRS, [word, scale], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
+    bf16x2 = tl.inline_asm_elementwise(
+        MXFP4_OF_WORD, _FOUR_WORDS, [word, scale], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
     )
-    return _values_of_pairs(pairs)
+    return _unpack_bf16x2(bf16x2)
 
 
 @triton.jit
 def _twice(half):
-    """Return the bits of bf16 values, twice."""
+    """Repeat the bits of bf16 values in both halves of a word."""
     bits = half.to(tl.uint16, bitcast=True).to(tl.uint32)
     return bits | bits << 16
 
 
 @triton.jit
 def int4_values(word, zero, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the values [A, B, 4, 8] of words [A, B, 4] with a zero and a scale for each, in the order 0, 4, 1, 5, 2, 6,
-    3, 7."""
+    """Decode words [A, B, 4] with a zero and a scale for each into values [A, B, 4, 8], in the order 0, 4, 1, 5, 2, 6, 3,
+    7."""
     if INTERPRETED:
         digit = tl.arange(0, 8)
-        place = 4 * (digit // 2 + digit % 2 * 4)
-        code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
+        shift = 4 * (digit // 2 + digit % 2 * 4)
+        code = (word.to(tl.uint32)[:, :, :, None] >> shift[None, None, None, :].to(tl.uint32)) & 15
         return ((code.to(tl.int32) - zero[:, :, :, None]).to(tl.float32) * scale.to(tl.float32)[:, :, :, None]).to(
             DTYPE
         )
     less = (zero.to(tl.uint32) + 0xC300) * 0x10001  # -(128 + zero)
     high = scale.to(tl.bfloat16)
     if scale.dtype == tl.bfloat16:
-        pairs = tl.inline_asm_elementwise(
+        bf16x2 = tl.inline_asm_elementwise(
             INT4_OF_WORD, "=&r,=&r,=&r,=&r,r,r,r", [word, less, _twice(high)], (tl.uint32,) * 4, is_pure=True, pack=1
         )
     else:
         rest = (scale.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
-        pairs = tl.inline_asm_elementwise(
+        bf16x2 = tl.inline_asm_elementwise(
             INT4_OF_WORD_BESIDE,
             "=&r,=&r,=&r,=&r,r,r,r,r",
             [word, less, _twice(high), _twice(rest)],
@@ -332,17 +333,17 @@ def int4_values(word, zero, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexp
             is_pure=True,
             pack=1,
         )
-    return _values_of_pairs(pairs)
+    return _unpack_bf16x2(bf16x2)
 
 
 @triton.jit
 def fp8_values(low, high, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the values [A, B, 4, 8] of words [A, B, 4] and those after them."""
+    """Decode words [A, B, 4], `low` and those after them, `high`, into values [A, B, 4, 8]."""
     if INTERPRETED:
         words = tl.join(low, high).to(tl.uint32)
         code = (words[:, :, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, None, :].to(tl.uint32)) & 255
         return tl.reshape(e4m3_value(code), (low.shape[0], low.shape[1], 4, 8)).to(DTYPE)
-    pairs = tl.inline_asm_elementwise(
-        FP8_OF_WORDS, _FOUR_PAIRS, [low, high], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
+    bf16x2 = tl.inline_asm_elementwise(
+        FP8_OF_WORDS, _FOUR_WORDS, [low, high], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
     )
-    return _values_of_pairs(pairs)
+    return _unpack_bf16x2(bf16x2)

@@ -9,7 +9,7 @@ from .launch import cdiv, launch_kernel, next_power_of_2
 
 ENTRIES = 64  # (n, j) of a tile; beside up to EXPERTS experts
 EXPERTS = 32
-JOBS = 4  # the most that a launch takes
+JOBS = 4  # of one launch, at most
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def _reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
 
 @triton.jit
 def reorder_in_turn(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
-    """Run `_reorder_tile`, if `tile` is one of this job's; return the tile as the next job counts it. Without
-    `out` no job."""
+    """Run `_reorder_tile` if `tile` is one of this job's. Returns the tile's number as the next job counts it. Without
+    `out` there is no job."""
     if out is not None:
         tiles: tl.constexpr = JOB[12]
         if (tile >= 0) & (tile < tiles):
@@ -73,8 +73,8 @@ def reorder_kernel(
 
 
 def reorder_job(source_shape, source_strides, out_shape, out_strides):
-    """Return a job's constants: E, N, R, J, strides of the source and of the result, RANK_LAST, experts of a tile,
-    tiles."""
+    """Make a job's constants: E, N, R, J, the strides of the source and of the result, RANK_LAST, experts of a tile,
+    number of tiles."""
     num_experts, size, rank = source_shape
     padded = out_shape[2]
     experts = min(next_power_of_2(num_experts), EXPERTS)
@@ -84,8 +84,8 @@ def reorder_job(source_shape, source_strides, out_shape, out_strides):
 
 
 def reorder(*tensors, jobs):
-    pairs = zip(jobs[::2], jobs[1::2], strict=True)
-    constants = [reorder_job(*source, *out) for (_, *source), (_, *out) in pairs]
+    sources_and_results = zip(jobs[::2], jobs[1::2], strict=True)
+    constants = [reorder_job(*source, *out) for (_, *source), (_, *out) in sources_and_results]
     tiles = sum(job[-1] for job in constants)
     constants += [None] * (JOBS - len(constants))
     tensors += (None,) * (2 * JOBS - len(tensors))

@@ -27,15 +27,15 @@ from .rounding_search import (
     count_below,
     count_bits,
     load_chunk,
-    mass,
     nearest_multiple,
     order_key,
     pack,
     search,
+    sum_scores,
 )
 
-MIN_HELD, MAX_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches
-MAX_PLACED = 1 << 11  # pairs (token, expert) that a program looks at to place rows
+MIN_HELD, MAX_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches, at most
+MAX_PLACED = 1 << 11  # (token, expert) of which a program finds the rows
 FILL = 1 << 10  # entries of the rows' lists that a program completes
 T_DEPENDENT = ["num_tokens", "num_words", "num_blocks", "num_pairs", "num_row_tiles", "top_k", "min_pairs"]
 
@@ -61,8 +61,8 @@ def rounding_keys_kernel(
     token, first_expert = word * WORD + lane, tl.program_id(1) * WORD
     expert = first_expert + lane
     is_token, is_expert = token < num_tokens, expert < NUM_EXPERTS
-    at = token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
-    score = tl.load(scores + at, mask=is_token[:, None] & is_expert[None, :], other=float("-inf"))
+    offset = token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
+    score = tl.load(scores + offset, mask=is_token[:, None] & is_expert[None, :], other=float("-inf"))
     chosen = tl.zeros((WORD,), tl.int32)  # a bit for each of the program's experts
     for k in tl.static_range(TOP_K):
         which = tl.load(index + token * TOP_K + k, mask=is_token, other=-1).to(tl.int32) - first_expert
@@ -74,8 +74,8 @@ def rounding_keys_kernel(
 
     key = order_key(score)
     key = tl.where(real[:, None] & (is_top | (score > float("-inf"))), key, NO_KEY)
-    to = (expert.to(tl.int64) * num_words * WORD)[:, None] + token[None, :]
-    tl.store(keys + to, tl.trans(key), mask=is_expert[:, None])
+    transposed = (expert.to(tl.int64) * num_words * WORD)[:, None] + token[None, :]
+    tl.store(keys + transposed, tl.trans(key), mask=is_expert[:, None])
     tl.store(top_words + word * NUM_EXPERTS + expert, pack(is_top, 0), mask=is_expert)
     if totals is not None:
         rows = tl.sum((is_top & real[:, None]).to(tl.int32), axis=0)
@@ -103,58 +103,77 @@ def rounding_select_kernel(
     TILE: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    """Write selection [2, W, E]: the experts' sets in words, and an expert's rows before each word; counts [E]: its
-    rows."""
+    """Write selection [2, W, E], the expert's tokens as words and the number of its rows before each word; counts [E],
+    the number of its rows.
+
+    num_top, num_others: tokens that top-k sends to the expert, and that could be added. below: the multiple of TILE at or
+    below num_top, excess: what is above it. num_chosen: the rows that the expert gets, by the formulas of ../rounding.py.
+    A program holds the keys of all tokens in registers if HELD, and otherwise loads them anew in each pass.
+    """
     expert = tl.program_id(0)
     held_key, held_top = load_chunk(keys, top_words, expert, 0, num_words, NUM_EXPERTS, WORDS)  # all tokens, if HELD
-    had, others = 0, 0
+    num_top, num_others = 0, 0
     for first in range(0, WORDS if HELD else num_words, WORDS):
         key, top = held_key, held_top
         if not HELD:
             key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
-        had += tl.sum((top & (key > NO_KEY)).to(tl.int32))
-        others += tl.sum((~top & (key > NO_KEY)).to(tl.int32))
-    below = had // TILE * TILE
-    over = had - below
+        num_top += tl.sum((top & (key > NO_KEY)).to(tl.int32))
+        num_others += tl.sum((~top & (key > NO_KEY)).to(tl.int32))
+    below = num_top // TILE * TILE
+    excess = num_top - below
     if ROUNDING == "balanced":
         which = tl.arange(0, BINS)
         total = tl.load(totals + which, mask=which <= expert, other=0)
         until = tl.sum(total)
-        has = nearest_multiple(until, TILE) - nearest_multiple(until - had, TILE)
+        num_chosen = nearest_multiple(until, TILE) - nearest_multiple(until - num_top, TILE)
     elif ROUNDING == "nearest":
-        has = nearest_multiple(had, TILE)
+        num_chosen = nearest_multiple(num_top, TILE)
     elif ROUNDING == "down":
-        has = below
+        num_chosen = below
     else:
         if ROUNDING == "up":
-            go_up = over > 0
+            rounds_up = excess > 0
         elif ROUNDING == "stochastic":
-            go_up = tl.load(uniform + expert) * TILE < over
+            rounds_up = tl.load(uniform + expert) * TILE < excess
         else:
             low, high, rest = search(
-                keys, top_words, held_key, held_top, 1, below, had, expert, num_words, NUM_EXPERTS, WORDS, HELD
+                keys, top_words, held_key, held_top, 1, below, num_top, expert, num_words, NUM_EXPERTS, WORDS, HELD
             )
-            lost = mass(keys, top_words, 1, low, high, rest, False, expert, num_words, NUM_EXPERTS, WORDS)
-            more = tl.minimum(below + TILE - had, others)
+            lost = sum_scores(keys, top_words, 1, low, high, rest, False, expert, num_words, NUM_EXPERTS, WORDS)
+            num_missing = tl.minimum(below + TILE - num_top, num_others)
             low, high, rest = search(
-                keys, top_words, held_key, held_top, 0, more, others, expert, num_words, NUM_EXPERTS, WORDS, HELD
+                keys,
+                top_words,
+                held_key,
+                held_top,
+                0,
+                num_missing,
+                num_others,
+                expert,
+                num_words,
+                NUM_EXPERTS,
+                WORDS,
+                HELD,
             )
-            gained = mass(keys, top_words, 0, low, high, rest, True, expert, num_words, NUM_EXPERTS, WORDS)
-            go_up = (gained < lost) & (over > 0)
-        has = tl.where(go_up, below + TILE, below)
-    has = tl.where(has - had > others, below, has)
+            gained = sum_scores(keys, top_words, 0, low, high, rest, True, expert, num_words, NUM_EXPERTS, WORDS)
+            rounds_up = (gained < lost) & (excess > 0)
+        num_chosen = tl.where(rounds_up, below + TILE, below)
+    num_chosen = tl.where(num_chosen - num_top > num_others, below, num_chosen)  # too few tokens to round up
     if fell_back is not None:  # padding left too few tokens: top-k stands, for padding too
         keep_all = tl.load(totals + NUM_EXPERTS).to(tl.int64) * top_k < min_pairs
-        has = tl.where(keep_all, had, has)
+        num_chosen = tl.where(keep_all, num_top, num_chosen)
         if expert == 0:
             tl.store(fell_back, keep_all)
 
-    from_top = (has < had).to(tl.int32)
-    wanted, count = tl.where(has < had, has, has - had), tl.where(has < had, had, others)
+    from_top = (num_chosen < num_top).to(tl.int32)
+    wanted, count = (
+        tl.where(num_chosen < num_top, num_chosen, num_chosen - num_top),
+        tl.where(num_chosen < num_top, num_top, num_others),
+    )
     low, high, rest = search(
         keys, top_words, held_key, held_top, from_top, wanted, count, expert, num_words, NUM_EXPERTS, WORDS, HELD
     )
-    written, seen = 0, 0
+    rows_before, seen = 0, 0
     for first in range(0, WORDS if HELD else num_words, WORDS):
         key, top = held_key, held_top
         if not HELD:
@@ -166,25 +185,25 @@ def rounding_select_kernel(
         packed = pack(chosen | (stays & (from_top == 0)), 1)
         rows = count_bits(packed)
         word = first + tl.arange(0, WORDS)
-        at = selection + word * NUM_EXPERTS + expert
-        tl.store(at, packed, mask=word < num_words)
-        tl.store(at + num_words * NUM_EXPERTS, written + tl.cumsum(rows) - rows, mask=word < num_words)
-        written += tl.sum(rows)
-    tl.store(counts + expert, written)
+        index = selection + word * NUM_EXPERTS + expert
+        tl.store(index, packed, mask=word < num_words)
+        tl.store(index + num_words * NUM_EXPERTS, rows_before + tl.cumsum(rows) - rows, mask=word < num_words)
+        rows_before += tl.sum(rows)
+    tl.store(counts + expert, rows_before)
 
 
 @triton.jit
 def find_rows(
     selection, first_row, block, num_words, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """Find the tokens [TOKENS], experts [EXPERTS], whether a token goes to an expert, and as which row, [TOKENS,
-    EXPERTS]."""
+    """Find the rows of a block of tokens: tokens [TOKENS], experts [EXPERTS]; and of [TOKENS, EXPERTS] whether the token
+    goes to the expert, and as which row."""
     lane = block * TOKENS % WORD + tl.arange(0, TOKENS)
     word = block * TOKENS // WORD
     expert = tl.arange(0, EXPERTS)
-    at = selection + word * NUM_EXPERTS + expert
-    packed = tl.load(at, mask=expert < NUM_EXPERTS, other=0)
-    row = tl.load(at + num_words * NUM_EXPERTS, mask=expert < NUM_EXPERTS, other=0) + first_row
+    index = selection + word * NUM_EXPERTS + expert
+    packed = tl.load(index, mask=expert < NUM_EXPERTS, other=0)
+    row = tl.load(index + num_words * NUM_EXPERTS, mask=expert < NUM_EXPERTS, other=0) + first_row
     is_pair = ((packed[None, :] >> lane[:, None]) & 1) != 0
     return word * WORD + lane, expert, is_pair, row[None, :] + count_below(packed[None, :], lane[:, None])
 
@@ -216,8 +235,11 @@ def rounding_place_kernel(
     EPSILON: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Place the rows. Programs are first for blocks of tokens, then for every expert's tiles and what is left of their
-    table, then for the entries of the lists that no row has."""
+    """Write the rows that `find_rows` finds, their weights, tiles and lists.
+
+    The first programs take a block of tokens each. Then one an expert writes its row tiles, and one more the rest of the
+    tile table. The last ones fill entries of the lists that no row has.
+    """
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
@@ -234,19 +256,19 @@ def rounding_place_kernel(
         tl.store(token_of_row + row, token[:, None], mask=is_pair)
 
         entries = is_pair.to(tl.int32)
-        mine = tl.sum(entries, axis=1)
-        # the block's first token has, or would have, these rows: the experts' rows before them have earlier tokens
+        rows_of_token = tl.sum(entries, axis=1)
+        # the block's first token has, or would have, these rows; an expert's rows before its own are of earlier tokens
         earlier = tl.where(tl.arange(0, TOKENS)[:, None] == 0, row - first_row[None, :], 0)
-        first_entry = tl.sum(earlier) + tl.cumsum(mine) - mine
+        first_entry = tl.sum(earlier) + tl.cumsum(rows_of_token) - rows_of_token
         tl.store(token_offsets + token, first_entry, mask=token < num_tokens)
         entry = first_entry[:, None] + tl.cumsum(entries, axis=1) - entries
         tl.store(token_rows + entry, row, mask=is_pair)
     elif block <= num_blocks + NUM_EXPERTS:
         which = block - num_blocks
         write_tiles(tiles, first_row, end_row, which, num_row_tiles, NUM_EXPERTS, EXPERTS, TILE_ROWS)
-        mine = expert == which
-        end = tl.sum(tl.where(mine, end_row, 0))
-        for start in range(tl.sum(tl.where(mine, first_row, 0)), end, FILL):
+        is_own = expert == which
+        end = tl.sum(tl.where(is_own, end_row, 0))
+        for start in range(tl.sum(tl.where(is_own, first_row, 0)), end, FILL):
             row = start + tl.arange(0, FILL)
             tl.store(expert_of_row + row, which, mask=row < end)
         if which == NUM_EXPERTS:

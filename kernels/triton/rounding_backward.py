@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .launch import cdiv, launch_kernel
 
-TOKENS, ENTRIES = 32, 16
+TOKENS, ENTRIES = 32, 16  # of a program; a token's rows taken at a time
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -46,7 +46,7 @@ def rounding_gradient_kernel(
             products += tl.load(dweights + row, mask=is_row, other=0.0).to(score.dtype) * score
     total, product = tl.sum(totals, axis=1), tl.sum(products, axis=1)
     divisor = tl.where(total > 0, total, 1.0) + EPSILON
-    share = tl.where(total > 0, product / divisor, 0.0)
+    mean_gradient = tl.where(total > 0, product / divisor, 0.0)
     for first in range(0, longest, ENTRIES):
         entry = start[:, None] + first + tl.arange(0, ENTRIES)[None, :]
         is_row = entry < end[:, None]
@@ -54,7 +54,7 @@ def rounding_gradient_kernel(
         expert = tl.load(expert_of_row + row, mask=is_row, other=0)
         gradient = tl.load(dweights + row, mask=is_row, other=0.0).to(dscores.dtype.element_ty)
         if NORMALISED:
-            gradient = (gradient - share[:, None]) / divisor[:, None]
+            gradient = (gradient - mean_gradient[:, None]) / divisor[:, None]
         tl.store(dscores + line + expert, gradient * SCALE, mask=is_row)
 
 

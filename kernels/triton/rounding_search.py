@@ -1,4 +1,8 @@
-"""The search for an expert's highest keys, by which rounding.py selects tokens."""
+"""The search for an expert's highest keys, by which rounding.py selects tokens.
+
+A key is an int32 that orders as the token's fp32 score. A class is the tokens that top-k sends to the expert, or the
+others. Words have a bit for each of 32 tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ NO_LIMIT = tl.constexpr((1 << 31) - 1)  # above them
 
 @triton.jit
 def order_key(score):
-    """Convert fp32 scores to int32 that order as they do; -0.0 and 0.0 tie. NaNs are above or below all else, by their
+    """Convert fp32 scores to int32 keys of the same order; -0.0 and 0.0 tie. NaNs are above or below all else, by their
     sign."""
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -49,8 +53,8 @@ def load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS: tl.conste
     is_word = word < num_words
     packed = tl.load(top_words + word * NUM_EXPERTS + expert, mask=is_word, other=0)
     lane = tl.arange(0, WORD)[None, :]
-    at = (expert.to(tl.int64) * num_words + word)[:, None] * WORD + lane
-    return tl.load(keys + at, mask=is_word[:, None], other=NO_KEY), ((packed[:, None] >> lane) & 1) != 0
+    offset = (expert.to(tl.int64) * num_words + word)[:, None] * WORD + lane
+    return tl.load(keys + offset, mask=is_word[:, None], other=NO_KEY), ((packed[:, None] >> lane) & 1) != 0
 
 
 @triton.jit
@@ -75,8 +79,9 @@ def search(
     WORDS: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Search the `wanted` highest of a class of `count` tokens: those with keys >= high, and the first `rest` with key
-    low = high - 1; high = low if all of those are in."""
+    """Search the `wanted` highest keys of a class of `count` tokens, by bisection. Returns (low, high, rest): these are
+    all keys >= high, and of the tokens with key low = high - 1 the first `rest`; where all of those are among them, high
+    = low."""
     held = tl.where(held_top.to(tl.int32) == from_top, held_key, NO_KEY)
     low, high = tl.full([], NO_LIMIT, tl.int64), tl.full([], NO_KEY, tl.int64)
     for first in range(0, WORDS if HELD else num_words, WORDS):
@@ -85,62 +90,63 @@ def search(
             key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
         low = tl.minimum(low, tl.min(tl.where(key > NO_KEY, key, NO_LIMIT)).to(tl.int64))
         high = tl.maximum(high, tl.max(key).to(tl.int64) + 1)
-    above, found = 0, count  # how many keys are >= high, and >= low
+    num_from_high, num_from_low = 0, count  # keys >= high, and keys >= low
     if wanted == 0:
         low = high
-    while (high - low > 1) & (found != wanted):
+    while (high - low > 1) & (num_from_low != wanted):
         middle = low + (high - low) // 2
-        more = 0
+        num_from_middle = 0
         for first in range(0, WORDS if HELD else num_words, WORDS):
             key = held
             if not HELD:
                 key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
-            more += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
-        if more >= wanted:
+            num_from_middle += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        if num_from_middle >= wanted:
             low = middle
-            found = more
+            num_from_low = num_from_middle
         else:
             high = middle
-            above = more
-    if found == wanted:
+            num_from_high = num_from_middle
+    if num_from_low == wanted:
         high = low
-    return low.to(tl.int32), high.to(tl.int32), wanted - above
+    return low.to(tl.int32), high.to(tl.int32), wanted - num_from_high
 
 
 @triton.jit
 def choose(key, low, high, rest, seen):
-    """Return (which tokens of a chunk are among the highest that `search` found, tokens with key `low` seen so far)."""
+    """Choose the tokens of a chunk that are among the highest that `search` found. seen: tokens with key `low` in the
+    chunks before; with those of this one it is the second result."""
     chosen = key >= high
     if high > low:
         ties = pack(key == low, 1)
         count = count_bits(ties)
-        place = (seen + tl.cumsum(count) - count)[:, None] + count_below(ties[:, None], tl.arange(0, WORD)[None, :])
-        chosen = chosen | ((key == low) & (place < rest))
+        rank = (seen + tl.cumsum(count) - count)[:, None] + count_below(ties[:, None], tl.arange(0, WORD)[None, :])
+        chosen = chosen | ((key == low) & (rank < rest))
         seen += tl.sum(count)
     return chosen, seen
 
 
 @triton.jit
-def mass(
+def sum_scores(
     keys,
     top_words,
     from_top,
     low,
     high,
     rest,
-    of_chosen,
+    sums_chosen,
     expert,
     num_words,
     NUM_EXPERTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Sum in fp64 of a class's scores, of those that `search` found or of those that it left out."""
+    """Sum a class's scores in fp64: of the tokens that `search` found, or if not `sums_chosen` of the others."""
     total, seen = tl.zeros([], tl.float64), 0
     for first in range(0, num_words, WORDS):
         key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
         chosen, seen = choose(key, low, high, rest, seen)
         score = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True).to(tl.float64)
-        total += tl.sum(tl.where((key > NO_KEY) & (chosen == of_chosen), score, 0.0))
+        total += tl.sum(tl.where((key > NO_KEY) & (chosen == sums_chosen), score, 0.0))
     return total
 
 

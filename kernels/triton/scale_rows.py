@@ -33,7 +33,7 @@ def _e4m3(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def quantized(values, smallest, DTYPE: tl.constexpr):
-    """Return (codes, scales) of groups [N, 128] in fp32."""
+    """Quantize groups [N, 128] in fp32. Returns (codes, scales)."""
     largest = tl.maximum(tl.max(tl.abs(values), axis=1), smallest)
     inverse = 1.0 / largest * 448.0  # rounded as PyTorch does
     return _e4m3(values * inverse[:, None], DTYPE), largest / 448.0
@@ -43,13 +43,14 @@ def quantized(values, smallest, DTYPE: tl.constexpr):
 def scale_rows_kernel(
     x, codes, scales, COLUMNS: tl.constexpr, SMALLEST: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):
+    """Quantize GROUPS groups of one row."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    place = row * COLUMNS + column
-    values = tl.load(x + place, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    offset = row * COLUMNS + column
+    values = tl.load(x + offset, mask=column < COLUMNS, other=0.0).to(tl.float32)
     code, scale = quantized(values, SMALLEST, codes.dtype.element_ty)
-    tl.store(codes + place, code, mask=column < COLUMNS)
+    tl.store(codes + offset, code, mask=column < COLUMNS)
     num_groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
     tl.store(scales + row * num_groups + group, scale, mask=group < num_groups)
 
@@ -80,10 +81,10 @@ def transpose_kernel(
     expert = (tl.program_id(2) // PARTS).to(tl.int64)
     part = tl.program_id(2) % PARTS
     row, column = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    place = ((expert * PARTS + part) * ROWS + row[:, None]) * COLUMNS + column[None, :]
-    values = tl.load(codes + place, mask=(row < ROWS)[:, None] & (column < COLUMNS)[None, :], other=0)
-    place = (expert * COLUMNS + column[:, None]) * (PARTS * OUT_ROWS) + part * OUT_ROWS + row[None, :]
-    tl.store(out + place, tl.trans(values), mask=(column < COLUMNS)[:, None] & (row < OUT_ROWS)[None, :])
+    offset = ((expert * PARTS + part) * ROWS + row[:, None]) * COLUMNS + column[None, :]
+    values = tl.load(codes + offset, mask=(row < ROWS)[:, None] & (column < COLUMNS)[None, :], other=0)
+    offset = (expert * COLUMNS + column[:, None]) * (PARTS * OUT_ROWS) + part * OUT_ROWS + row[None, :]
+    tl.store(out + offset, tl.trans(values), mask=(column < COLUMNS)[:, None] & (row < OUT_ROWS)[None, :])
 
 
 def transposed(codes_ENK: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:

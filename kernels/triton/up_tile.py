@@ -53,26 +53,32 @@ def up_tile(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute h and a of one tile, and store those that are not None; in FP8 (x_scales is not None) codes and scales of
+    a.
+
+    A tile has SIDES * COLUMNS rows of the weight: COLUMNS gates and as many ups, or COLUMNS rows without a gate.
+    IN_ORDER: these rows are neighbours in the weight. SIDE_BY_SIDE: in the tile each gate stands beside its up, unless
+    that would break up contiguous loads; otherwise all gates come first.
+    """
     row = first + tl.arange(0, ROWS)
     # past the end the last row again: were it always token 0's, all programs would wait for that one row
     source = tl.load(token + tl.minimum(row, end - 1)).to(tl.int64)
     depth = tl.arange(0, DEPTH)
     x_pointers = x + source[:, None] * H + depth[None, :]
 
-    # The tile's weight rows: (gate, up) pairs side by side, unless that would break up contiguous loads.
     GATED: tl.constexpr = INTERLEAVED is not None
     SIDES: tl.constexpr = 2 if GATED else 1
     IN_ORDER: tl.constexpr = INTERLEAVED or not GATED
-    place = tl.arange(0, SIDES * COLUMNS)
-    PAIRED: tl.constexpr = INTERLEAVED or (STRIDE_N != 1 and not DESCRIBED)
-    side = place % 2 if PAIRED else place // COLUMNS
+    tile_row = tl.arange(0, SIDES * COLUMNS)
+    SIDE_BY_SIDE: tl.constexpr = INTERLEAVED or (STRIDE_N != 1 and not DESCRIBED)
+    side = tile_row % 2 if SIDE_BY_SIDE else tile_row // COLUMNS
     if IN_ORDER:
-        weight_row = SIDES * column_tile * COLUMNS + place
+        weight_row = SIDES * column_tile * COLUMNS + tile_row
         is_weight_row = weight_row < SIDES * I
     else:
-        place_in_side = column_tile * COLUMNS + (place // 2 if PAIRED else place % COLUMNS)
-        weight_row = place_in_side + side * I
-        is_weight_row = place_in_side < I
+        column_of_side = column_tile * COLUMNS + (tile_row // 2 if SIDE_BY_SIDE else tile_row % COLUMNS)
+        weight_row = column_of_side + side * I
+        is_weight_row = column_of_side < I
     if DESCRIBED:
         first_column = (SIDES if IN_ORDER else 1) * column_tile * COLUMNS
         h_tile = described_product(
@@ -136,7 +142,7 @@ def up_tile(
     if DTYPE is not None:
         h_tile = h_tile.to(DTYPE).to(tl.float32)
     if GATED:
-        if PAIRED:
+        if SIDE_BY_SIDE:
             gate, up = tl.split(tl.reshape(h_tile, (ROWS, COLUMNS, 2)))
         else:
             gate, up = halves(h_tile, ROWS, 2 * COLUMNS)

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.config import TABLE, TALL, WIDE, Stored, gemm_down_tiles, tile
+from sonicmoe_hf.kernels.hopper.config import TABLE, TALL, WIDE, PackedKind, gemm_down_tiles, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -162,7 +162,7 @@ CASES |= {
 }
 
 
-INT4, NF4, MXFP4 = Stored("int4", "bfloat16", 32), Stored("nf4", "uint8", 64), Stored("mxfp4", "uint8", 32)
+INT4, NF4, MXFP4 = PackedKind("int4", "bfloat16", 32), PackedKind("nf4", "uint8", 64), PackedKind("mxfp4", "uint8", 32)
 for stored, rank in ((INT4, 16), (NF4, 0), (NF4, 16), (MXFP4, 16)):
     CASES |= {
         f"up, {stored.format}, rank {rank}": up(dtype=stored, rank=rank),
@@ -172,9 +172,9 @@ for stored, rank in ((INT4, 16), (NF4, 0), (NF4, 16), (MXFP4, 16)):
     }
 CLAMPED = Activation("clamped_swiglu")
 CASES |= {
-    "up, int4 in fp16, rank 16": up(dtype=Stored("int4", "float16", 128), rank=16),
-    "up, uint4, rank 16": up(dtype=Stored("uint4", "bfloat16", 128), rank=16),
-    "down_backward, uint4, rank 16": down_backward(dtype=Stored("uint4", "bfloat16", 128), rank=16),
+    "up, int4 in fp16, rank 16": up(dtype=PackedKind("int4", "float16", 128), rank=16),
+    "up, uint4, rank 16": up(dtype=PackedKind("uint4", "bfloat16", 128), rank=16),
+    "down_backward, uint4, rank 16": down_backward(dtype=PackedKind("uint4", "bfloat16", 128), rank=16),
     "up, mxfp4, interleaved, bias, rank 16": up(
         2880, 2880, bias=True, act=CLAMPED, interleaved=True, dtype=MXFP4, rank=16
     ),

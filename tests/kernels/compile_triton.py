@@ -264,7 +264,7 @@ def rows_of(num_pairs, num_tokens, num_experts):
 
 
 def launches_of(call):
-    """Return (kernel, tensors, numbers, constants, options) of every launch of a call; nothing is launched."""
+    """List (kernel, tensors, numbers, constants, options) of every launch of a call; nothing is launched."""
     seen = []
 
     def record(kernel, grid, tensors, numbers=(), constants=(), **options):

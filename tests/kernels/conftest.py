@@ -174,7 +174,7 @@ def backend(request):
 
 @pytest.fixture
 def hopper():
-    """Return the Hopper backend; a GEMM that falls back to Triton fails the test."""
+    """Get the Hopper backend; a GEMM that falls back to Triton fails the test."""
     from sonicmoe_hf.kernels import hopper, triton
 
     with mock.patch.multiple(triton, **dict.fromkeys(GEMMS, mock.Mock(side_effect=AssertionError("fell back")))):

@@ -18,7 +18,7 @@ FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 ro
 
 
 def keep_tensors_apart():
-    """Give each tensor an allocation of its own also where moe_experts has several in one."""
+    """Make an allocation for each tensor also where moe_experts has several in one."""
     op = import_module("sonicmoe_hf.layer.products")
     pack = op.pack
 

@@ -135,7 +135,7 @@ class AdaptedLayer:
         self.factors = dict(zip(("a1", "b1", "a2", "b2"), (f for s in sizes for f in adapter(E, rank, *s, device))))
 
     def leaves(self, dtype=torch.bfloat16):
-        """Return the tensors that have gradients, by name: x in this dtype, the routing weights and the factors."""
+        """List the tensors that have gradients, by name: x in this dtype, the routing weights and the factors."""
         leaves = {"x": self.x.to(dtype), "weight": self.weight, **self.factors}
         return {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
 

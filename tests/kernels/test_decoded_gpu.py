@@ -11,11 +11,11 @@ from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 from benchmarks.common.shapes import Shape, problem
 from benchmarks.layer.decoded_trial import errors_of, steps_of
 from sonicmoe_hf.kernels import hopper as backend
-from sonicmoe_hf.kernels.hopper.config import DECODED
+from sonicmoe_hf.kernels.hopper.config import MAX_DECODED_ROWS
 from sonicmoe_hf.kernels.interface import PackedOperand
 from sonicmoe_hf.kernels.packed import FORMATS, Quantized
 
-KINDS = {name: (name, None, 1) for name in DECODED} | {
+KINDS = {name: (name, None, 1) for name in MAX_DECODED_ROWS} | {
     "int4, scales of 128 in fp16": ("int4", torch.float16, 4),
     "int4, scales of 64 in fp32": ("int4", torch.float32, 2),
 }
@@ -87,7 +87,7 @@ def test_tiles_of_64_rows(hopper, kind):
     check(PackedProblem(hopper, kind, 16, "concatenated", T=160), hopper, exact)
 
 
-@pytest.mark.parametrize("format", DECODED)
+@pytest.mark.parametrize("format", MAX_DECODED_ROWS)
 def test_a_layer_s_outputs_and_gradients(format):
     """As exact as with expanded weights; nothing is expanded."""
     shape = Shape(700, 384, 256, 16, 4)

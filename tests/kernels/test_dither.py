@@ -22,7 +22,7 @@ def packed_and_dense(name, order="whole"):
 
 
 def put(name, packed, expert, rounded):
-    """Return the packed weight with one expert's codes and scales in it."""
+    """Put one expert's codes and scales into the packed weight."""
     codes, scales = packed.codes.clone(), packed.scales.clone()
     codes[expert], scales[expert] = rounded.codes, rounded.scales
     return Quantized(codes, scales, packed.state)

@@ -33,7 +33,7 @@ def kernels(request, monkeypatch):
 
 
 def on(kernels, device):
-    """Return where a backend's problems are, and their rows."""
+    """Find where a backend's problems are, and their rows."""
     if kernels is hopper:
         return torch.device("cpu"), rows_of(COUNTS, T)
     expert, token = (ids.to(device) for ids in pairs_of(COUNTS, T))
@@ -81,7 +81,7 @@ def test_backward(kernels, device, H, I, rank):
 
 
 def sum_of_parts(parts, like, bias, rows):
-    """Sum what the Triton kernel gives of a row: parts in their order, at its pair."""
+    """Sum a row as the Triton kernel does: parts in their order, at its pair."""
     num_rows = int(rows.offsets[-1])
     dw_P = torch.zeros(parts.shape[1])
     dw_P[rows.pair[:num_rows].long()] = parts[:, :num_rows].sum(0)

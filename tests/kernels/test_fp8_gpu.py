@@ -20,7 +20,7 @@ def kernels(backend):
 
 
 def problem(sizes):
-    """Return the shape, and fp8_trial's problem of it, in which every third of more than four experts has no rows."""
+    """Make the shape, and fp8_trial's problem of it, in which every third of more than four experts has no rows."""
     shape = fp8_trial.shape_of(",".join(map(str, sizes)))
     return shape, *fp8_trial.problem(shape, skipped=range(0, shape.E, 3) if shape.E > 4 else ())
 

@@ -35,7 +35,7 @@ def out_of(problem, backend, dense=False, dtype=torch.bfloat16):
 @pytest.mark.parametrize("layout, rank", [("concatenated", 0), ("interleaved", 16), ("transposed_interleaved", 40)])
 def test_products_that_read_packed_weights_err_no_more_than_eager_ones(backend, name, layout, rank):
     for T, H, I in ((1, 256, 192), (30, 2048, 768), (64, 320, 320)):  # in the last more rows than at once; steps cut
-        assert config.PACKED[name] * 16 >= 4 * T
+        assert config.MAX_PACKED_ROWS[name] * 16 >= 4 * T
         problem = AdaptedLayer(rank, layout, T, H, I, format=name)
         exact = out_of(problem, "eager", dense=True, dtype=torch.float32)
         found, expected = (errors(out_of(problem, *how), exact) for how in ((backend,), ("eager", True)))
@@ -47,7 +47,7 @@ def test_products_that_read_packed_weights_err_no_more_than_eager_ones(backend, 
 def test_reading_packed_weights_agrees_with_expanding_them(backend, name, monkeypatch):
     problem = AdaptedLayer(0, "concatenated", 64, 1024, 512, format=name)
     read = out_of(problem, backend)
-    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
+    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.MAX_PACKED_ROWS", dict.fromkeys(FORMATS, 0))
     assert relative_error(read["out"], out_of(problem, backend)["out"]) < 2**-7  # each rounds h's, a's and y's sums
 
 

@@ -49,7 +49,7 @@ def guard(tensor):
 
 
 def exit_code_of(function, *arguments):
-    """Return the exit code of a process that calls `function` with its allocations guarded."""
+    """Get the exit code of a process that calls `function` with its allocations guarded."""
 
     def run():
         with allocations_as(guard, "zeros"):

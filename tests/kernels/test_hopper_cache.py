@@ -35,7 +35,7 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
 
 @pytest.mark.slow
 def test_a_kernel_is_found_on_disk_and_a_damaged_one_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cache, "_save", save := mock.Mock(wraps=cache._save))
     name, parameters = SMALL_KERNEL
 
@@ -54,7 +54,7 @@ def test_a_kernel_is_found_on_disk_and_a_damaged_one_is_made_again(tmp_path, mon
 
 @pytest.mark.parametrize("changed", [*cache.DISTRIBUTIONS, "Python", "a source outside", "a parameter"])
 def test_a_kernel_of_other_versions_sources_or_parameters_is_not_found(tmp_path, monkeypatch, changed):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "compiled.py").write_text("from .kernel import x")
     (tmp_path / "folder" / "kernel.py").write_text("from ..scaled import x")
@@ -89,7 +89,7 @@ def test_a_kernel_of_other_versions_sources_or_parameters_is_not_found(tmp_path,
 
 @pytest.mark.slow
 def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = subprocess.run([PYTHON, "-c", TWO_PROCESSES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -110,9 +110,9 @@ class Kernel:
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch):
-    """Return a function that asks for a kernel as a new process would, in a cache that has it already, and tells
+    """Make a function that asks for a kernel as a new process would, in a cache that has it already, and tells
     whether it was loaded."""
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "mine"))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "mine"))
     monkeypatch.setattr(cache.cute.runtime, "load_module", lambda *_, **__: {"kernel": "loaded"})
 
     def small(number):
@@ -131,7 +131,7 @@ def test_nothing_is_loaded_from_a_folder_that_is_not_this_users_alone(ask, tmp_p
     assert folder.stat().st_mode & 0o777 == 0o700
 
     def refused(reason):
-        with pytest.warns(RuntimeWarning, match=rf"{folder} .*: {reason}. Set {cache.VARIABLE}"):
+        with pytest.warns(RuntimeWarning, match=rf"{folder} .*: {reason}. Set {cache.CACHE_VARIABLE}"):
             return not ask()
 
     for mode in (0o720, 0o702, 0o1777):
@@ -149,10 +149,10 @@ def test_nothing_is_loaded_from_a_folder_that_is_not_this_users_alone(ask, tmp_p
 
 def test_a_home_is_written_as_a_tilde_and_one_that_there_is_not_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(cache.VARIABLE, "~/kernels")
+    monkeypatch.setenv(cache.CACHE_VARIABLE, "~/kernels")
     assert cache.folder() == tmp_path / "kernels" / "hopper"
-    monkeypatch.setenv(cache.VARIABLE, "~nobody-of-this-name/kernels")
-    with pytest.raises(ValueError, match=f"~nobody-of-this-name/kernels: .*Set {cache.VARIABLE} to a folder"):
+    monkeypatch.setenv(cache.CACHE_VARIABLE, "~nobody-of-this-name/kernels")
+    with pytest.raises(ValueError, match=f"~nobody-of-this-name/kernels: .*Set {cache.CACHE_VARIABLE} to a folder"):
         cache.folder()
 
 
@@ -174,7 +174,7 @@ def test_a_long_wait_for_another_process_says_once_what_for(tmp_path, monkeypatc
 
     path, made = tmp_path / "gemm_up-0123.o", tmp_path / "gemm_down-4567.o"
     made.with_suffix(".sha256").touch()
-    monkeypatch.setattr(cache, "_coming", {path: Process(), made: Process()})
+    monkeypatch.setattr(cache, "_pending", {path: Process(), made: Process()})
     monkeypatch.setattr(cache, "SILENT_SECONDS", -1.0)
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     cache._wait_for(path)

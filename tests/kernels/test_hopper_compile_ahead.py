@@ -106,7 +106,7 @@ def alone(monkeypatch, tmp_path):
     for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkey
         assert callable(getattr(compiled, name).__wrapped__(*parameters))  # past what this process has already
     assert save.call_count == (0 if interpreter == PYTHON else 2)
     assert len(list(tmp_path.glob("hopper/*.o"))) == 2
-    assert all(process.poll() is not None for process in cache._coming.values() if interpreter != PYTHON)
+    assert all(process.poll() is not None for process in cache._pending.values() if interpreter != PYTHON)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_is_compiled_is_said_once_and_not_where_bars_are_off(tmp_path, monk
     cache.compile_ahead(small_gradients())
     said = capsys.readouterr().err
     name = small_gradients()[0][0]
-    assert f"compiling 2 Hopper kernels ({name})" in said and cache.USUALLY in said and str(tmp_path) in said
+    assert f"compiling 2 Hopper kernels ({name})" in said and cache.USUAL_TIME in said and str(tmp_path) in said
     monkeypatch.setenv(QUIET, "1")
     cache.compile_ahead(small_gradients())
     monkeypatch.delenv(QUIET)
@@ -174,7 +174,7 @@ def test_what_is_compiled_is_said_once_and_not_where_bars_are_off(tmp_path, monk
 def test_nothing_is_compiled_ahead_for_a_folder_that_others_can_write_to(tmp_path, monkeypatch, begun):
     (tmp_path / "mine" / "hopper").mkdir(parents=True)
     (tmp_path / "mine" / "hopper").chmod(0o777)
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "mine"))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "mine"))
     cache.compile_ahead(small_gradients())
     begun.assert_not_called()
     with pytest.raises(ValueError, match="others can write to it"):

@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.hopper.config import (
-    DECODED,
+    MAX_DECODED_ROWS,
     TALL,
     WIDE,
-    Stored,
+    PackedKind,
     Tile,
     gemm_down_tiles,
     gemm_wgrad_tiles,
@@ -63,7 +63,7 @@ def operands(P=P, H=H, I=I, **replaced):
 
 
 def arguments_of(function, t):
-    """Return the arguments of a function of a backend (interface.py)."""
+    """Make the arguments of a function of a backend (interface.py)."""
     return {
         "up": (t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.lora),
         "down": (t.a, t.down, t.down_bias, t.rows, t.lora),
@@ -87,8 +87,8 @@ def launched(monkeypatch):
         return lambda *parameters: lambda *arguments: launches.append((name, parameters, arguments))
 
     monkeypatch.setattr(hopper, "_compiled", lambda: SimpleNamespace(**{name: compiling(name) for name in COMPILED}))
-    monkeypatch.setattr(hopper, "_first", lambda compile_kernel, *parameters: compile_kernel(*parameters))
-    monkeypatch.setattr(hopper, "_for_tiles", hopper._for_tiles.__wrapped__)
+    monkeypatch.setattr(hopper, "_compile_up", lambda compile_kernel, *parameters: compile_kernel(*parameters))
+    monkeypatch.setattr(hopper, "_compile_for_tiles", hopper._compile_for_tiles.__wrapped__)
     monkeypatch.setattr(hopper, "num_sms", lambda device: SMS)
     return launches
 
@@ -225,7 +225,7 @@ def for_hopper(function):
     if function not in ("up", "down_backward"):
         yield "few rows", operands(2 * 48)
     if function in WITH_EXTRA:
-        for format in DECODED:
+        for format in MAX_DECODED_ROWS:
             yield format, operands(**packed(format), lora=adapter(function))
         yield "packed, few rows, gathered", operands(2 * 48, **packed("nf4"))
 
@@ -252,7 +252,7 @@ def test_packed_weights_that_the_kernels_do_not_decode_are_expanded(launched, tr
 
 def test_packed_weights_are_decoded_up_to_a_number_of_rows():
     """Half of the rows are as many where expanding serves forward's products and backward's."""
-    (weight, _), limit = packed("nf4").values(), DECODED["nf4"]
+    (weight, _), limit = packed("nf4").values(), MAX_DECODED_ROWS["nf4"]
 
     def decoded(mean_rows, *is_expanded, weight=weight, dtype=BF16):
         return hopper.decodes(weight, dtype, rows_of(E * mean_rows), *is_expanded)
@@ -279,13 +279,13 @@ def test_what_the_kernels_are_called_with_of_a_packed_weight(launched, triton):
     ):
         call(function, t)
         _, parameters, arguments = launched.pop()
-        assert parameters == (Stored("mxfp4", "uint8", 32), *rest), function
+        assert parameters == (PackedKind("mxfp4", "uint8", 32), *rest), function
         assert same(arguments[1:4], weights), function
 
 
 @pytest.mark.parametrize("function", GATHERED)
 def test_gathered_tensors_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch, function):
-    """Their offsets would not fit into 32 bits. Shown with a smaller limit: the first that falls back is the limit
+    """The offsets would not fit into 32 bits. Shown with a smaller limit: the first that falls back is the limit
     itself."""
     assert hopper.MAX_ELEMENTS == 1 << 31
     t = operands()

@@ -61,7 +61,7 @@ def take_work_tiles(kernel, scheduler_class, counter, tiles, gpu, draw, done):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_and_column_is_in_one_work_tile(kind):
     """Draw counts of rows, number of blocks and speed of each; the counter is zero again in the end."""
-    gather, tile_rows, static, group = KINDS[kind]
+    gather, tile_rows, static, row_tiles_together = KINDS[kind]
     scheduling, varlen_m = source.module("tile_scheduler"), source.module("varlen_m")
     for seed in range(40):
         draw = random.Random(seed)
@@ -69,7 +69,7 @@ def test_every_row_and_column_is_in_one_work_tile(kind):
         counts, table = random_tiles(draw)
         tiles, counter = on_gpu(table), on_gpu(torch.zeros(1, dtype=torch.int32))
         kernel = varlen_m.VarlenMKernel(None, Tile(128, 3, tile_rows, static), gather)
-        kernel.column_tiles, kernel.group = draw.choice((1, 2, 3, 11)), group
+        kernel.column_tiles, kernel.row_tiles_together = draw.choice((1, 2, 3, 11)), row_tiles_together
         done = []
         block = functools.partial(
             take_work_tiles, kernel, scheduling.TileScheduler, counter.iterator, tiles, gpu, draw, done

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.pinned
 
 
 def while_compiling(function):
-    """Call it where the DSL computes layouts."""
+    """Call the function where the DSL computes layouts."""
 
     @cute.jit
     def compiled():

@@ -163,7 +163,7 @@ def test_that_triton_compiles_is_said_once_when_it_has_taken_a_second(monkeypatc
         monkeypatch.delenv(name, raising=False)
     clock = iter(step / 2 for step in range(100))  # each compilation takes half a second
     monkeypatch.setattr(launch.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(launch, "_compiling", launch._Compiling())
+    monkeypatch.setattr(launch, "_compile_time", launch._CompileTime())
     said = []
     for constant in (32, 64, 128, 64):
         ask(Kernel(), (Pointer(), Pointer()), constants=(constant,))

@@ -125,7 +125,7 @@ def test_codes_off_the_multiples_of_16_bytes_are_read(device, name):
 
 @pytest.fixture
 def recorded_layer(device, monkeypatch):
-    """Return a small layer's packed weights and its expansions, a number for each; launches are recorded at once."""
+    """Make a small layer's packed weights and its expansions, a number for each; launches are recorded at once."""
     E, H, I = 2, 64, 64
     monkeypatch.setattr(tape, "RECORDED_CALL", 1)
     expanded, dequantize = [], kernels.dequantize
@@ -149,7 +149,7 @@ def set_limits(monkeypatch, **limits):
 
 def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(recorded_layer, monkeypatch):
     (gate_up, down), inputs, expanded = recorded_layer
-    set_limits(monkeypatch, PACKED=1)
+    set_limits(monkeypatch, MAX_PACKED_ROWS=1)
     # the last as benchmarks/layer/quantized_layer.py has it, after a call of this size
     for tokens, times, chosen in ((2, 0, nullcontext), (3, 2, nullcontext), (2, 2, never_read_packed)):
         x, routing = inputs(tokens)
@@ -166,7 +166,7 @@ def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(record
 def test_a_recomputed_layers_weights_are_expanded_for_its_backward_too(reads_packed, recorded_layer, monkeypatch):
     """Launches are recorded from the first call on; also where forward reads them packed."""
     packed, inputs, expanded = recorded_layer
-    set_limits(monkeypatch, PACKED=2 * reads_packed, BESIDE_EXPANDED=1)
+    set_limits(monkeypatch, MAX_PACKED_ROWS=2 * reads_packed, MAX_PACKED_ROWS_BESIDE_EXPANDED=1)
     x, routing = inputs(3)
     x.requires_grad_()
 

@@ -39,7 +39,7 @@ def test_a_triton_function_tells_its_parameters_and_the_hooks_their_listeners():
 
 
 def test_a_compiled_cute_kernel_can_be_exported():
-    """Export what cache.py keeps on disk: an object file with the TVM FFI's symbols alone."""
+    """Export a kernel as cache.py keeps it on disk: an object file with the TVM FFI's symbols alone."""
     pytest.importorskip("cutlass")
     pytest.importorskip("triton")
     from sonicmoe_hf.kernels.hopper import compiled

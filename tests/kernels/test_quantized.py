@@ -23,7 +23,7 @@ INTEGERS = ("int4", "uint4")
 
 
 def bitsandbytes_nf4(weight):
-    """Return bitsandbytes' codes and quantization state, and the same as ours stores them."""
+    """Compute bitsandbytes' codes and quantization state, and the same as ours stores them."""
     from bitsandbytes.functional import quantize_4bit
 
     codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
@@ -327,7 +327,7 @@ def test_triton_keeps_values_that_are_no_number(device, name):
 @pytest.mark.slow
 def test_a_layer_on_triton_never_reads_what_experts_without_rows_leave_unwritten(device, monkeypatch):
     E, H, I = 4, 64, 64
-    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
+    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.MAX_PACKED_ROWS", dict.fromkeys(FORMATS, 0))
     ids = torch.tensor([[0, 2], [2, 0], [0, 2]], device=device)
     for name in FORMATS:
         gate_up = PackedWeight.quantize(torch.randn(E, 2 * I, H, device=device) * 0.1, name)

@@ -108,7 +108,7 @@ def test_dispatch_asserts_that_tokens_of_pairs_with_an_expert_are_there(assertin
 
 
 def test_pairs_without_tokens_have_rows_of_no_token(device):
-    """Dispatch what a rank of expert parallelism may have: no tokens, and pairs that are all of other ranks."""
+    """Dispatch pairs that a rank of expert parallelism may have: no tokens, and pairs that are all of other ranks."""
     expert_P, token_P = torch.tensor([-1, 5, 4], device=device), torch.zeros(3, dtype=torch.long, device=device)
     rows = kernels.dispatch(expert_P, token_P, 0, 4, True)
     assert rows.offsets.tolist() == [0] * 5 and rows.token_offsets.tolist() == [0]

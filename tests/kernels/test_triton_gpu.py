@@ -31,7 +31,7 @@ ALLOWED_OF_SQUARES_IN_FP16_ON_HOPPER, ALLOWED_OF_RELU = 1.6, 1.5
 
 
 def allowed_factor(backend, dtype, activation):
-    """Return how many times the errors of `rounded_once` a backend may have."""
+    """Choose how many times the errors of `rounded_once` a backend may have."""
     if activation == "relu":
         return ALLOWED_OF_RELU
     if (backend, dtype) != ("hopper", torch.float16):
@@ -83,7 +83,7 @@ def test_no_tokens(backend):
 
 @pytest.fixture
 def alone(backend, request):
-    """Return the backend; a GEMM of Hopper's that falls back to Triton fails the test."""
+    """Get the backend; a GEMM of Hopper's that falls back to Triton fails the test."""
     if backend == "hopper":
         request.getfixturevalue("hopper")
     return backend
@@ -244,7 +244,7 @@ def test_two_cuda_graphs_replayed_with_different_routing():
 
 
 def fails_a_device_assertion(expert, token, num_tokens, sentinels):
-    """Return the message of dispatch of these ids, expressions of torch, in a process that it ends."""
+    """Get the message of dispatch of these ids, expressions of torch, in a process that it ends."""
     code = f"""
         import torch
         from sonicmoe_hf.kernels import triton as kernels

@@ -15,12 +15,12 @@ pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels.hopper import cache
-from sonicmoe_hf.kernels.hopper.config import Stored
+from sonicmoe_hf.kernels.hopper.config import PackedKind
 from sonicmoe_hf.kernels.hopper.variants import on_triton
 from sonicmoe_hf.kernels.interface import Activation
 
 pytestmark = pytest.mark.pinned
-BF16, NF4 = torch.bfloat16, Stored("nf4", "uint8", 64)
+BF16, NF4 = torch.bfloat16, PackedKind("nf4", "uint8", 64)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_packed_experts_need_kernels_that_decode_them_and_such_for_expanded_ones
 
 @pytest.mark.slow
 def test_the_command_fills_the_cache_and_finds_it_filled(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     command = ["warmup", "--shape", "128,40", "--processes", "1"]
     assert main(command) == 1  # down and others run on Triton at I = 40

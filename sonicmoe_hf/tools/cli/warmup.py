@@ -51,14 +51,14 @@ class LayerKind:
 
     def kernels(self) -> list[tuple[str, tuple]]:
         """List (function of kernels/hopper/compiled.py, its parameters) of the kernels; the DSL is installed."""
-        from ...kernels.hopper.variants import of_packed_layer, variants
+        from ...kernels.hopper.variants import packed_variants, variants
 
         transposed, interleaved = LAYOUTS[self.layout]
         sizes = self.hidden, self.inner, self.dtype, self.activation
         if self.quantize is None:
             return variants(*sizes, transposed, interleaved, self.bias)
         rank = -(-self.rank // RANK_MULTIPLE) * RANK_MULTIPLE
-        return of_packed_layer(*sizes, interleaved, self.bias, self.quantize, rank)
+        return packed_variants(*sizes, interleaved, self.bias, self.quantize, rank)
 
 
 class Outcome(NamedTuple):
@@ -155,15 +155,15 @@ def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind
 def placement(hidden: int, inner: int, activation: Activation) -> str:
     """Say which of a layer's products run on the Hopper kernels; triton is installed."""
     from ...kernels.hopper.variants import on_triton
-    from ...kernels.triton.config import FEW
+    from ...kernels.triton.config import FEW_ROWS
 
     functions = on_triton(hidden, inner, activation)
     sizes = f"H={hidden}, I={inner}"
     if not functions:
         return (
             f"{sizes}: on a Hopper GPU, in bf16 and fp16, every product runs on the Hopper kernels, except "
-            f"that up and down_backward run on Triton where experts have {FEW} rows or fewer on average, as it is faster "
-            "there"
+            f"that up and down_backward run on Triton where experts have {FEW_ROWS} rows or fewer on average, as it is "
+            "faster there"
         )
     return (
         f"{sizes}: {', '.join(functions)} run on the Triton kernels on a Hopper GPU too; the Hopper kernels take sizes "
@@ -186,7 +186,7 @@ def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, 
 
 
 def cache_folder() -> Path:
-    """Return the folder where compiled kernels are kept."""
+    """Find the folder where compiled kernels are kept."""
     from ...kernels.hopper import cache
 
     return cache.folder()
@@ -217,7 +217,9 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
             for done in as_completed(running):
                 yield Outcome(running[done][0], done.result())
                 if not cache.is_intact(cache.path_of(*running[done])):
-                    raise ValueError(f"{cache.folder()} cannot be written; set {cache.VARIABLE} to another folder")
+                    raise ValueError(
+                        f"{cache.folder()} cannot be written; set {cache.CACHE_VARIABLE} to another folder"
+                    )
         finally:
             pool.shutdown(cancel_futures=True)
 

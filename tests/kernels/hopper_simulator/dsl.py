@@ -178,7 +178,7 @@ def _module(name, **members):
 
 
 def _nan_or(function):
-    """Return fmin or fmax: of NaN and a number the number, unless `nan` is True."""
+    """Make fmin or fmax: of NaN and a number the number, unless `nan` is True."""
 
     def chosen(a, b, nan=False):
         if a != a or b != b:
@@ -327,12 +327,12 @@ def _permute_bytes(low, high, selector):
     return Bits(word)
 
 
-def _pack_e4m3(*values):
+def _pack_e4m3x4(*values):
     """cvt.rn.satfinite.e4m3x2, twice"""
     return Bits(int.from_bytes(bytes(to_e4m3(torch.tensor(values)).tolist()), "little"))
 
 
-def _scale_codes(codes, scale):
+def _dequantize_int4x2(codes, scale):
     """lop3, sub.rn.bf16x2 and mul.rn.bf16x2"""
     codes = np.array([codes], np.int32).view(np.uint16) & 15
     return _word((codes.astype(np.float32) - 8) * _halves(scale))
@@ -355,11 +355,11 @@ ptx = _module(
     "ptx",
     copy_async=threads.copy_async,
     permute_bytes=_permute_bytes,
-    pack_e4m3=_pack_e4m3,
-    pack_bf16=lambda *values: _word([_in_fp32(value) for value in values]),
+    pack_e4m3x4=_pack_e4m3x4,
+    pack_bf16x2=lambda *values: _word([_in_fp32(value) for value in values]),
     multiply_add=lambda a, b, c: _in_fp32(_in_fp32(a * b) + c),
-    scale_pair=lambda pair, scale: _word(_halves(pair) * _halves(scale)),
-    scale_codes=_scale_codes,
+    multiply_bf16x2=lambda values, scale: _word(_halves(values) * _halves(scale)),
+    dequantize_int4x2=_dequantize_int4x2,
 )
 
 

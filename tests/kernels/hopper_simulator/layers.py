@@ -16,7 +16,7 @@ def use_simulator(monkeypatch, blocks=2):
     """Let the functions of kernels/hopper/__init__.py launch the simulated kernels, on a GPU of so many SMs."""
     monkeypatch.setattr(launches, "seeds", itertools.count())  # a test's schedules do not depend on other tests
     monkeypatch.setattr(hopper, "_compiled", lambda: source.module("compiled"))
-    monkeypatch.setattr(hopper, "_first", lambda compile_kernel, *parameters: compile_kernel(*parameters))
+    monkeypatch.setattr(hopper, "_compile_up", lambda compile_kernel, *parameters: compile_kernel(*parameters))
     monkeypatch.setattr(hopper, "_run_on_its_device", lambda kernel, *arguments: kernel(*arguments))
     monkeypatch.setattr(hopper, "num_sms", lambda device: blocks)
 

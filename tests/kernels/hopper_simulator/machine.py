@@ -46,7 +46,7 @@ class Memory:
         return address
 
     def places(self, addresses, width: int):
-        """Return indices into of_width[width]."""
+        """Compute indices into of_width[width]."""
         start = addresses - self.base
         if start.size and not (start.min() >= 0 and start.max() < len(self.bytes)):
             raise SimulationError("an address outside memory")

@@ -82,7 +82,7 @@ FLOAT, WORD = struct.Struct("<f"), struct.Struct("<I")
 
 
 def bits_of(value: float) -> int:
-    """Return the bits of the nearest fp32."""
+    """Compute the bits of the nearest fp32."""
     try:
         return WORD.unpack(FLOAT.pack(value))[0]
     except OverflowError:
@@ -254,7 +254,7 @@ class Tensor:
         return memory, memory.place(address, kind.bytes), kind
 
     def box(self):
-        """Return (addresses, which of them lie inside) of all elements, by (first mode, second mode)."""
+        """Compute (addresses, which of them lie inside) of all elements, by (first mode, second mode)."""
         (m0, s0, n0), (m1, s1, n1) = self.modes
         ranges = [self.origin[m0] + s0 * np.arange(n0), self.origin[m1] + s1 * np.arange(n1)]
         inside = (ranges[0] < self.base.shape[m0])[:, None] & (ranges[1] < self.base.shape[m1])
@@ -272,7 +272,7 @@ class Tensor:
         return start + width * steps, inside
 
     def shared_places(self):
-        """Return indices of all elements into 16-bit shared memory."""
+        """Compute indices of all elements into 16-bit shared memory."""
         key = self.pointer.address, self.origin, self.modes
         if key not in self.base.cache:
             addresses, inside = self.box()
@@ -389,6 +389,6 @@ class Accumulator:
 
 
 def coordinates_of(thread: int, columns: int):
-    """Return (row, column) of a thread's accumulators of 64 x `columns`, by the instruction's definition in PTX."""
+    """Compute (row, column) of a thread's accumulators of 64 x `columns`, by the instruction's definition in PTX."""
     row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
     return [(row + 8 * (v // 2 % 2), column + 8 * (v // 4) + v % 2) for v in range(columns // 2)]
