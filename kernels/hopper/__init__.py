@@ -13,6 +13,7 @@ import torch
 
 from .. import triton
 from ..interface import PackedOperand
+from ..listing import listing
 from ..packed import FORMATS, Quantized
 from ..packed.fp8 import FP8_BLOCK
 from ..scaled import block_scales, empty_rows
@@ -58,6 +59,15 @@ def _compiled():
     from . import compiled
 
     return compiled
+
+
+def _compiler(name):
+    """Give the function of compiled.py that compiles a kernel, or what lists it."""
+    return getattr(_compiled(), name) if listing() is None else functools.partial(_list, name)
+
+
+def _list(name, *parameters):
+    listing().hopper.append((name, parameters))
 
 
 def _fits(rows, sizes, gathered, *others) -> bool:
@@ -163,14 +173,17 @@ def _compile_for_tiles(compile_kernel, tiles, *parameters):
 def _compile_up(compile_kernel, *parameters):
     """Compile gemm_up, with which a step begins, and begin to compile the step's other kernels, where the cache has none,
     in other processes meanwhile."""
-    from .cache import compile_ahead
+    if listing() is None:
+        from .cache import compile_ahead
 
-    compile_ahead(training_step_kernels(*parameters))
+        compile_ahead(training_step_kernels(*parameters))
     return compile_kernel(*parameters)
 
 
 def _run_on_its_device(kernel, tensor, *arguments):
-    """Launch on the tensor's GPU, which need not be the current one."""
+    """Launch on the tensor's GPU, which need not be the current one; on the meta device not at all."""
+    if tensor.is_meta:
+        return
     with launching(tensor.get_device()) as recorder:
         kernel(tensor, *arguments)
         if recorder is not None:
@@ -192,7 +205,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, inner) if want_a else None
     kernel = _compile_up(
-        _compiled().gemm_up,
+        _compiler("gemm_up"),
         weight.kind,
         hidden,
         inner,
@@ -219,7 +232,7 @@ def _product(fallback, source_RK, weight_ENK, across, bias_EN, rows, lora):
     num_rows, (num_experts, columns, depth) = len(source_RK), weight.shape
     out_RN = source_RK.new_empty(num_rows, columns)
     kernels = _compile_for_tiles(
-        _compiled().gemm_down,
+        _compiler("gemm_down"),
         gemm_down_tiles(columns, depth, weight.kind),
         weight.kind,
         columns,
@@ -279,7 +292,7 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     if want_scaled:
         scaled_a = empty_rows(x, num_pairs, inner)
         outputs = _e4m3x2(scaled_a.codes), scaled_a.scales
-    kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(lora))
+    kernel = _compiler("gemm_fp8_up")(hidden, inner, want_h, want_a, want_scaled, activation, _rank(lora))
     _run_on_its_device(
         kernel,
         _e4m3x2(x.codes),
@@ -301,7 +314,7 @@ def scaled_down(a, down, rows, dtype, lora=None):
     if not _scaled_fits(a, down, rows, (hidden, inner), dtype):
         return triton.scaled_down(a, down, rows, dtype, lora)
     y_RH = a.scales.new_empty(len(a.codes), hidden, dtype=dtype)
-    kernel = _compiled().gemm_fp8_down(hidden, inner, _rank(lora))
+    kernel = _compiler("gemm_fp8_down")(hidden, inner, _rank(lora))
     _run_on_its_device(
         kernel,
         _e4m3x2(a.codes),
@@ -333,7 +346,7 @@ def scaled_down_backward(
     if want_scaled:
         scaled_dh = empty_rows(dout, num_pairs, 2 * groups * FP8_BLOCK)
         outputs = _e4m3x2(scaled_dh.codes), scaled_dh.scales
-    kernel = _compiled().gemm_fp8_down_backward(
+    kernel = _compiler("gemm_fp8_down_backward")(
         hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(lora)
     )
     _run_on_its_device(
@@ -373,7 +386,7 @@ def down_backward(
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     partials = weight_P.new_empty(num_partials, num_pairs) if want_dw else None
-    kernel = _compiled().gemm_down_backward(
+    kernel = _compiler("gemm_down_backward")(
         weight.kind,
         hidden,
         inner,
@@ -410,7 +423,7 @@ def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
     gradient = torch.empty_like(like_EMN)
     num_experts, height, width = gradient.shape
     kernels = _compile_for_tiles(
-        _compiled().gemm_wgrad, gemm_wgrad_tiles(width), gathered_TN.dtype, height, width, gradient.stride(2) == 1
+        _compiler("gemm_wgrad"), gemm_wgrad_tiles(width), gathered_TN.dtype, height, width, gradient.stride(2) == 1
     )
     kernel = kernels[is_short(rows.token.numel(), num_experts)]
     _run_on_its_device(kernel, gathered_TN, direct_RM, gradient, rows.token, rows.offsets, *_schedule(rows, direct_RM))

@@ -2,8 +2,7 @@
 
 A file's name is the digest of the kernels' sources, the versions that made it, and the static parameters; it is
 written whole or not at all, and one that does not match its checksum is compiled again. Loading a file runs code in it,
-so the folder is this user's alone. Where much is missing, processes beside this one compile it: threads would not help,
-because the compiler holds Python's lock.
+so the folder is this user's alone. Where much is missing, processes beside this one compile it.
 """
 
 import ast
@@ -12,19 +11,18 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-import pickle
 import secrets
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
 
-import cutlass.cute as cute
-
 from ..announce import announce, is_first_of_machine
+from ..processes import begin
 
 # of the kernels of a layer, with its first step: benchmarks/results/starting.csv
 USUAL_TIME = "usually 15 to 30 s with 16 CPU cores"
@@ -40,15 +38,8 @@ DISTRIBUTIONS = (
 
 SILENT_SECONDS = 3.0  # a longer wait announces what it waits for
 MAX_WAIT_SECONDS = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
-# sonicmoe_hf without its __init__.py: to compile kernels nobody needs Transformers, which takes seconds to import
-WORKER = """
-import sys, types
-sys.modules["sonicmoe_hf"] = package = types.ModuleType("sonicmoe_hf")
-package.__path__ = {path}
-from sonicmoe_hf.kernels.hopper.compiled import compile_share
-compile_share()
-"""
 _pending: dict[Path, subprocess.Popen] = {}  # files that another process is writing, or will write
+_beginning = threading.Lock()
 
 
 def folder() -> Path:
@@ -122,6 +113,8 @@ def cached(compile_kernel):
         path = path_of(compile_kernel.__name__, parameters)
         _wait_for(path)
         if is_intact(path):
+            import cutlass.cute as cute
+
             return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["kernel"]
         kernel = compile_kernel(*parameters)
         with contextlib.suppress(OSError):  # an unwritable cache costs the next process a compilation, no more
@@ -140,8 +133,13 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     """
     if not is_first_of_machine() or why_untrusted():
         return
-    kernels, quiet = missing(wanted), subprocess.DEVNULL
-    if kernels:
+    with _beginning:
+        _begin(missing(wanted))
+
+
+def _begin(kernels: list[tuple[str, tuple]]) -> None:
+    kernels = [kernel for kernel in kernels if path_of(*kernel) not in _pending]
+    if kernels and all(process.poll() is not None for process in _pending.values()):
         names = ", ".join(sorted({name for name, _ in kernels}))
         announce(
             f"compiling {len(kernels)} Hopper kernels ({names}) for a layer of a new size, {USUAL_TIME}; they are kept "
@@ -150,15 +148,12 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1)  # a step has 10 kernels at most
     if processes < 2:
         return
-    command = [sys.executable, "-c", WORKER.format(path=list(sys.modules["sonicmoe_hf"].__path__))]
     with contextlib.suppress(OSError):
         make_folder()
         for first in range(processes):
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
             share = kernels[first::processes]
+            process = begin(f"{__package__}.compiled", "compile_share", share)
             _pending.update((path_of(*kernel), process) for kernel in share)
-            with process.stdin as pipe:
-                pickle.dump(share, pipe)
 
 
 def _wait_for(path: Path) -> None:
@@ -169,7 +164,7 @@ def _wait_for(path: Path) -> None:
         waited = time.monotonic() - began
         if waited > SILENT_SECONDS and not is_said:
             is_said = True
-            made = sum(other.with_suffix(".sha256").exists() for other in _pending)
+            made = sum(other.with_suffix(".sha256").exists() for other in [*_pending])
             announce(
                 f"waiting for {path.name.rpartition('-')[0]}: {made} of {len(_pending)} Hopper kernels are compiled"
             )

@@ -6,9 +6,6 @@ Such a weight is stored as [E, 2I, H] or [E, H, I] in any case, and the other te
 The arguments that kernels are compiled for are fake tensors: nothing here needs a GPU.
 """
 
-import pickle
-import sys
-
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -274,7 +271,7 @@ def gemm_fp8_down_backward(
     )
 
 
-def compile_share() -> None:
-    """Compile the kernels that standard input names by pickle, in a process that `cache.compile_ahead` began."""
-    for name, parameters in pickle.load(sys.stdin.buffer):
+def compile_share(share) -> None:
+    """Compile kernels, in a process that `cache.compile_ahead` began."""
+    for name, parameters in share:
         globals()[name](*parameters)

@@ -197,18 +197,23 @@ TABLE = {
 }
 
 
+def _gpu(device: torch.device) -> torch.device | None:
+    """Give the GPU that kernels on a device run on: those that are listed on the meta device on the current one, None."""
+    return None if device.type == "meta" else device
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Count the programs of a persistent kernel: one for every streaming multiprocessor, whose shared memory it fills."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(_gpu(device)).multi_processor_count
 
 
 @functools.cache
 def gpu_kind(device: torch.device) -> str:
     """Choose the entries of the table that a device reads, by the shared memory that a block can have there."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return "interpreter"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(_gpu(device))
     if major in (9, 10):
         return "hopper"
     return "ampere" if (major, minor) in ((8, 0), (8, 7)) else "small"
@@ -217,7 +222,7 @@ def gpu_kind(device: torch.device) -> str:
 @functools.cache
 def multiplies_fp8(device: torch.device) -> bool:
     """Tell whether the GPU has FP8 products and conversions."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type != "cpu" and torch.cuda.get_device_capability(_gpu(device)) >= (8, 9)
 
 
 def as_e4m3(codes: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..announce import announce
+from ..listing import TritonLaunch, listing
 from ..tape import Recorder, launching
 
 # (kernel, device, dtypes and blocks described, constants, options) -> compiled kernel: as many as Triton compiles
@@ -60,14 +61,18 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options) ->
         kernel: a triton.jit function whose parameters come in this order. Triton compiles it for its tensors' dtypes and
             alignment, for which of them are None, and for constants and options: all of that is looked at here too.
         grid: up to three numbers of programs.
-        tensors: tensors, tensor descriptors or None, the first not None.
+        tensors: tensors, tensor descriptors or None, the first not None. On the meta device the launch is listed.
         numbers: ints that the kernel names in `do_not_specialize`.
         constants: its tl.constexpr parameters; options: num_warps and the like.
     Raises:
         ValueError: Triton would compile the kernel for a number's value.
     """
     first = tensors[0]
-    device = (first.base if type(first) is TensorDescriptor else first).get_device()
+    first = first.base if type(first) is TensorDescriptor else first
+    if first.is_meta:
+        listing().triton.append(TritonLaunch(kernel, tensors, numbers, constants, options))
+        return
+    device = first.get_device()
     with launching(device) as recorder:
         launchable = _launch(kernel, grid, device, tensors, numbers, constants, options)
         if recorder is not None:

@@ -30,7 +30,12 @@ def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backen
     return fake_rows(expert_P, num_tokens, num_experts, backend)
 
 
-_DISPATCH = torch_op.Op(_dispatch, _fake_dispatch, "dispatch")
+def _launches(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+    if backend != "eager":
+        _dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backend)
+
+
+_DISPATCH = torch_op.Op(_dispatch, _fake_dispatch, "dispatch", launches=_launches)
 
 
 def dispatch(

@@ -40,9 +40,14 @@ def may_keep() -> bool:
 def expand(call: LayerCall, dtype: torch.dtype, names: Sequence[str]) -> Weights:
     """Expand those of a layer's weights that are packed, where they serve several products and there is room: in what
     backward computes again, until it has used them, and for a layer in pieces."""
-    options, rows = call.options, call.rows
-    if options.fp8 or not (options.piece or _is_backward()):
+    if call.options.fp8 or not (call.options.piece or _is_backward()):
         return {}
+    return expand_again(call, dtype, names)
+
+
+def expand_again(call: LayerCall, dtype: torch.dtype, names: Sequence[str]) -> Weights:
+    """Expand the weights as `expand` does in what backward computes again."""
+    options, rows = call.options, call.rows
     kernels = backends.load(options.backend)
     packed = {name: projection for name in names if (projection := call.projection(name)).format}
     packed = {

@@ -90,7 +90,11 @@ def _experts_second_half(call: LayerCall, a: torch.Tensor) -> list[torch.Tensor]
     assert call.x is not None
     compute = products.second_half if call.options.backend == "eager" else _SECOND_HALF_TAPES
     with on_device(call, call.x.dtype) as call:
-        return compute([call._replace(gate_up=call.gate_up._replace(a=None, b=None))], a)
+        return compute([_without_first_adapter(call)], a)
+
+
+def _without_first_adapter(call: LayerCall) -> LayerCall:
+    return call._replace(gate_up=call.gate_up._replace(a=None, b=None))
 
 
 def _fake_second_half(call, a):
@@ -214,10 +218,44 @@ def _backward(ctx, dout):
     return tuple(map(computed.get, CALL.leaves))
 
 
-_FIRST_HALF = torch_op.Op(_experts_first_half, _fake_first_half, WHAT)
+def _has_launches(call: LayerCall) -> bool:
+    """Tell whether kernels can be listed: of layers that are no pieces."""
+    return call.options.backend != "eager" and not call.options.piece
+
+
+def _launches_of_forward(call: LayerCall) -> None:
+    if _has_launches(call):
+        products.forward([call])
+
+
+def _launches_of_halves(call: LayerCall) -> None:
+    """Launch what `_in_checkpoint` does, and what backward does of it."""
+    if _has_launches(call):
+        saves = call.options.saves
+        *saved, a_RI = products.first_half([call])
+        second = _without_first_adapter(call)._replace(saved=Saved(v=saves.saved(saved).v))
+        products.second_half([second], a_RI)
+        products.first_half([_as_again(call, a_RI.dtype)])
+
+
+def _launches_of_backward(dout: torch.Tensor, call: LayerCall, needs: str) -> None:
+    """Launch what `_experts_backward` does, of packed experts what it does in a checkpoint."""
+    if _has_launches(call):
+        products.backward([_as_again(call, dout.dtype)], dout, tuple(needs.split()))
+
+
+def _as_again(call: LayerCall, dtype: torch.dtype) -> LayerCall:
+    """Put expanded weights into the call as backward of a checkpoint has them."""
+    keeps_expanded = call.options.keeps_expanded and not call.options.fp8
+    return expanded.use(expanded.expand_again(call, dtype, ("gate_up",)) if keeps_expanded else {}, call)
+
+
+_FIRST_HALF = torch_op.Op(_experts_first_half, _fake_first_half, WHAT, launches=_launches_of_halves)
 _SECOND_HALF = torch_op.Op(_experts_second_half, _fake_second_half, WHAT)
-FORWARD = torch_op.Op(_experts_forward, _fake_forward, WHAT, _setup_context, _backward, _in_checkpoint)
-_BACKWARD = torch_op.GradientOp(_experts_backward, _fake_backward, WHAT)
+FORWARD = torch_op.Op(
+    _experts_forward, _fake_forward, WHAT, _setup_context, _backward, _in_checkpoint, _launches_of_forward
+)
+_BACKWARD = torch_op.GradientOp(_experts_backward, _fake_backward, WHAT, _launches_of_backward)
 _EXCHANGED = torch_op.autograd_function(WHAT, _setup_context, once_differentiable(_backward)).apply
 
 

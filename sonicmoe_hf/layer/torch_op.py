@@ -33,6 +33,7 @@ from ..private.torch import (
     replace_call,
     will_engine_execute_node,
 )
+from . import ahead
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
 # a digest of what is traced below functions and ops that a model's graph holds, as an argument of theirs: torch's cache
@@ -89,9 +90,13 @@ class Op:
         Without them the op has no gradients.
     in_checkpoint(run, *arguments): where compiled backward computes again what it needs, gives the results by several
         ops, of which it may need some alone; `run` is the op, of leaves.
+    launches: of the same arguments as `function`, launches the kernels that it will launch; they are compiled ahead where
+        the op is traced (ahead.py).
     """
 
-    def __init__(self, function, fake, what: str, setup_context=None, backward=None, in_checkpoint=None):
+    def __init__(
+        self, function, fake, what: str, setup_context=None, backward=None, in_checkpoint=None, launches=None
+    ):
         self.function, self.what, self._backward, self._in_checkpoint = function, what, backward, in_checkpoint
         hints = typing.get_type_hints(function)
         result = hints.pop("return")
@@ -101,6 +106,11 @@ class Op:
 
         def flat(*leaves):
             return function(*form.nest(leaves))
+
+        def fake_flat(*leaves):
+            if launches is not None:
+                ahead.begin(launches, form, leaves)
+            return fake(*form.nest(leaves))
 
         def with_autograd(keyset, *leaves):
             return self._with_autograd(keyset, leaves)
@@ -114,7 +124,7 @@ class Op:
         _LIBRARY.define(name + torch.library.infer_schema(flat, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, disable_dynamo(flat), "CompositeExplicitAutograd")
         _LIBRARY.impl(name, disable_dynamo(with_autograd), "Autograd", with_keyset=True)
-        torch.library.register_fake(f"sonicmoe_hf::{name}", lambda *leaves: fake(*form.nest(leaves)), lib=_LIBRARY)
+        torch.library.register_fake(f"sonicmoe_hf::{name}", fake_flat, lib=_LIBRARY)
         self._overload = getattr(torch.ops.sonicmoe_hf, name).default
         self._dispatch = replace_call(self._overload, self._call_overload)
         self._apply = autograd_function(what, setup_context, backward).apply
@@ -162,11 +172,11 @@ class GradientOp(Op):
     """An op whose first argument is a gradient, for the backward of the function that a user calls `what`: to be
     differentiated by nothing, since there are no second derivatives."""
 
-    def __init__(self, function, fake, what: str):
+    def __init__(self, function, fake, what: str, launches=None):
         def refuse(ctx, gradient):
             raise RuntimeError(f"{what} has no second derivatives: its gradients cannot be differentiated again")
 
-        super().__init__(function, fake, what, lambda ctx, arguments, output: None, refuse)
+        super().__init__(function, fake, what, lambda ctx, arguments, output: None, refuse, launches=launches)
 
     def gradients(self, gradient: torch.Tensor, *arguments):
         """Give the function's results. Under create_graph=True, whatever is derived from them meets the refusal."""

@@ -209,3 +209,8 @@ def mark_as_any_size(tensor: torch.Tensor, dim: int) -> None:
     import torch._dynamo as dynamo
 
     dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def example_size(size: int | torch.SymInt) -> int:
+    """Give the size that a symbol has in the example that is traced, without a guard; an int as it is."""
+    return size if isinstance(size, int) else size.node.hint

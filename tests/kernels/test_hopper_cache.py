@@ -11,6 +11,8 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
+from cutlass import cute
+
 from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.config import tile
 
@@ -113,7 +115,7 @@ def ask(tmp_path, monkeypatch):
     """Make a function that asks for a kernel as a new process would, in a cache that has it already, and tells
     whether it was loaded."""
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "mine"))
-    monkeypatch.setattr(cache.cute.runtime, "load_module", lambda *_, **__: {"kernel": "loaded"})
+    monkeypatch.setattr(cute.runtime, "load_module", lambda *_, **__: {"kernel": "loaded"})
 
     def small(number):
         return Kernel()

@@ -24,6 +24,7 @@ class Pointer(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     device: int = 0
     address: int = ADDRESS
+    is_meta = False
 
     def data_ptr(self):
         return self.address
