@@ -166,9 +166,18 @@ def _mark_lengths(args: tuple, kwargs: dict) -> None:
     tensors = [each for group in given for each in group if isinstance(each, torch.Tensor)]
     length = tensors[0].shape[-2] if tensors and tensors[0].dim() > 1 else 1
     for tensor in tensors:
-        for dim, size in enumerate(tensor.shape):
-            if size == length > 1:
+        for dim in _dims_of_length(tensor):
+            if tensor.shape[dim] == length > 1:
                 mark_as_any_size(tensor, dim)
+
+
+def _dims_of_length(tensor: torch.Tensor) -> tuple[int, ...]:
+    """List the dimensions that are a sequence's tokens in states [B, L, H] or [T, H], ids [B, L], and masks [B, 1, L, L].
+    Others may be as many, and torch compiles again where one more is marked."""
+    last = tensor.dim() - 1
+    if last >= 3:
+        return last - 1, last
+    return (last - 1,) if last >= 1 and tensor.is_floating_point() else (last,) * (last >= 0)
 
 
 def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:

@@ -93,18 +93,23 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
 
 @pytest.mark.slow
 @pytest.mark.pinned
-@pytest.mark.parametrize("packed_tokens", [False, None], ids=["micro-batches", "rows"])
-def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(packed_tokens, tmp_path):
-    """torch by itself compiles for the first length, and again for any, as Transformers 5.17 has it do here too."""
+@pytest.mark.parametrize(
+    ("packed_tokens", "lengths"),
+    [(False, [20, 17, 19, 24]), (None, [20, 17, 19, 24, 8, 8, 4, 4])],
+    ids=["micro-batches", "rows"],
+)
+def test_layers_of_a_run_with_lengths_are_compiled_once_for_all(packed_tokens, lengths, tmp_path):
+    """torch by itself compiles for the first length, and again for any, as Transformers 5.17 has it do here too. The
+    row of the last step has as many tokens as H."""
     torch._dynamo.reset()
     counters.clear()
-    lengths = iter([20, 17, 19, 24])
+    steps, lengths = len(lengths) // 2, iter(lengths)
 
     def collate(rows):
         length = next(lengths)
         return {name: torch.stack([row[name] for row in rows])[:, :length].contiguous() for name in rows[0]}
 
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2, **EAGER}
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": steps, **EAGER}
     trainer = trainer_for(lora_model(), tmp_path, padding=True, **CHECKPOINTED_TRAINING["non_reentrant"], **options)
     trainer.data_collator = collate
     sonicmoe_hf.attach(trainer, packed_tokens=packed_tokens)
