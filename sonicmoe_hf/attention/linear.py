@@ -29,6 +29,6 @@ def describe_linear_attention(model: PreTrainedModel) -> list[str]:
     if not missing:
         return []
     return [
-        "warning: linear attention and convolutions run in plain PyTorch, which is slow and takes up to 53 GiB a layer "
-        f"at 8,192 tokens (Kimi-Linear): pip install {' '.join(missing)}"
+        "warning: linear attention and convolutions run in plain PyTorch, which is slow and takes up to 106 GiB a layer "
+        f"at 8,192 tokens (GLM-5-Next): pip install {' '.join(missing)}"
     ]

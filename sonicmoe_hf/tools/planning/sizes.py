@@ -50,8 +50,20 @@ OF_HEADS = {
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), (8.8, 5.2)),
 }
 FP32_STREAMS = ("zaya",)  # model types whose hidden states between layers are in fp32
-# By model type, MiB of a token and layer of Kimi delta attention without flash-linear-attention's kernels.
-PLAIN_LINEAR = {"kimi_linear": 6.6, "bailing_hybrid": 6.6}
+FLA, MAMBA = "flash-linear-attention", "mamba-ssm"
+# By the text's model type: MiB of a token that a layer of its default config takes whose linear attention or Mamba runs
+# without kernels, by tensors without memory, and the package that has these.
+PLAIN_LINEAR = {
+    "bailing_hybrid": (6.6, FLA),
+    "glm5_next_text": (13.3, FLA),
+    "granitemoehybrid": (1.8, MAMBA),
+    "jamba": (3.95, MAMBA),
+    "kimi_linear": (6.6, FLA),
+    "nemotron_h": (1.17, MAMBA),
+    "qwen3_5_moe_text": (0.43, FLA),
+    "qwen3_next": (0.45, FLA),
+    "qwen4_exp_text": (0.64, FLA),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +83,12 @@ class ModelSizes:
     else. streams: hidden states of a token between two layers (hyper-connections have several). kept_of_pair,
     made_of_pair: bytes that a layer's own attention keeps of a pair of tokens for backward, and makes beside that.
     gated_output: features of an attention's output that a sigmoid gates; gated_norms: of a layer's hidden states,
-    with a sigmoid of their own in fp32. queries: features of all queries. index_heads: of the indexer that picks
-    index_topk keys of a query. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU;
-    in_pieces: by "torch_pieces". quantization: what its checkpoint declares, by the names of kernels/packed where it
-    is of these; is_packed: by this package; is_dequantized: Transformers can load it in bf16; is_convertible:
-    `sonicmoe-hf convert` makes bf16 of it. notes: what is estimated, in words.
+    with a sigmoid of their own in fp32. lightning: features of what lightning attention, plain PyTorch in fp32, makes,
+    averaged over the layers. queries: features of all queries. index_heads: of the indexer that picks index_topk keys of
+    a query, of which there is one for index_rate tokens. has_sinks: attention that from_pretrained replaces by
+    "torch_sinks" on a GPU; in_pieces: by "torch_pieces". quantization: what its checkpoint declares, by the names of
+    kernels/packed where it is of these; is_packed: by this package; is_dequantized: Transformers can load it in bf16;
+    is_convertible: `sonicmoe-hf convert` makes bf16 of it. notes: what is estimated, in words.
     """
 
     name: str
@@ -108,9 +121,11 @@ class ModelSizes:
     plain_copies: int = 4
     gated_output: int = 0
     gated_norms: float = 0.0
+    lightning: int = 0
     queries: int = 0
     index_heads: int = 0
     index_topk: int = 0
+    index_rate: int = 1
     quantization: str | None = None
     is_packed: bool = False
     is_dequantized: bool = False
@@ -220,9 +235,13 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         kept_of_pair=of_pair[0],
         gated_output=_of_a_layer(config, ((p, p.features_in) for p in outputs if _is_gated(mixers, p))),
         gated_norms=_norms(decoder, config.hidden_size, "GatedRMSNorm") / config.num_hidden_layers,
+        lightning=_of_a_layer(
+            config, ((p, p.features_in) for p in _projections(decoder, ("Lightning",)) if p.name == "out_proj")
+        ),
         queries=max((p.features_out for p in mixers if p.name.startswith("q")), default=0),
         index_heads=getattr(config, "index_n_heads", None) or 0,
         index_topk=getattr(config, "index_topk", None) or 0,
+        index_rate=min((getattr(config, "compress_rates", None) or {"": 1}).values()),
         made_of_pair=of_pair[1],
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
@@ -323,9 +342,10 @@ def _notes(model: PreTrainedModel, support: list[LayerSupport]) -> tuple[str, ..
     if any("linear" in kind or "mamba" in kind for kind in kinds):
         notes.append("what its linear attention or Mamba layers keep beside their projections' outputs is not counted")
     if (plain := PLAIN_LINEAR.get(config.get_text_config().model_type)) is not None:
+        mebibytes, package = plain
         notes.append(
-            f"without flash-linear-attention (pip install flash-linear-attention) one of its linear layers takes {plain} "
-            "MiB a token, which is not counted"
+            f"without {package} (pip install {package}) one of its linear layers takes about {mebibytes} MiB a token, "
+            "which is not counted"
         )
     if config.get_text_config() is not config:
         notes.append("parts for images or sound are counted as weights; their activations are not")

@@ -19,6 +19,7 @@ from .sizes import FP32_STREAMS, AttentionLinear, ModelSizes, of_eager
 from .training import Training
 
 NORM_COPIES = 5 * 4.0  # bytes of a feature in the backward of Transformers' RMSNorm: five tensors in fp32
+LIGHTNING = 19.0  # bytes of a feature that lightning attention keeps in fp32, likewise
 STREAM_COPIES = 5.5  # of the streams in fp32, that a layer's two hyper-connections keep, by tensors without memory
 
 
@@ -144,6 +145,7 @@ class Step(NamedTuple):
         kept += self.pair_bytes[0] * training.sequence
         kept += 2 * 2.0 * sizes.gated_output  # the gate's sigmoid and what it gates
         kept += (4.0 + 2.0) * hidden * sizes.gated_norms  # likewise, the sigmoid in fp32
+        kept += LIGHTNING * sizes.lightning
         if sizes.streams > 1:
             kept += STREAM_COPIES * 4.0 * sizes.hidden * sizes.streams
         rows = self.rows
@@ -192,9 +194,10 @@ class Step(NamedTuple):
         around = 3 * self.stream_bytes + 2.0 * sizes.hidden  # and what the norm before made
         h = rows * sizes.up_rows * sizes.inner
         experts = rows * (sizes.inner + sizes.experts_hidden) + 2.0 * sizes.experts_hidden + around
-        if training.sequence <= sizes.index_topk or not sizes.index_heads:
+        keys = training.sequence / sizes.index_rate
+        if keys <= sizes.index_topk or not sizes.index_heads:
             return experts + (0.0 if self.keeps_h else h)
-        scores = min(4.0 * sizes.index_heads * training.sequence, PIECE_BYTES / training.tokens)
+        scores = min(4.0 * sizes.index_heads * keys, PIECE_BYTES / training.tokens)
         later = (h if self.keeps_h else 0.0) + sizes.plain_copies * 2.0 * sizes.plain_inner / sizes.layers
         later += 2.0 * sizes.mixer_output + self.norm_bytes(sizes.hidden, self.has_fp32_stream)
         return max(experts, 2 * scores + 2.0 * sizes.queries + around - later)
