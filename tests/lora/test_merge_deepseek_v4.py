@@ -192,3 +192,47 @@ def test_check_finds_the_adapter_in_what_was_merged_and_not_in_the_base(dtype, t
     loading = Loading(dtype, experts_quantization="mxfp4")
     found = check_adapter(str(base), str(adapter), places, text=str(text), loading=loading)
     assert [place.verdict.kind for place in found.places] == ["applied", "applied", "not applied"]
+
+
+@pytest.mark.slow
+def test_what_keeping_fp4_and_fp8_costs_is_their_rounding(tmp_path):
+    """Logits are a quarter off the trained model's, as with noise of that size, and the loss is kept; the sum is exact."""
+    make_deepseek_v4(tmp_path)
+    ids = torch.randint(0, 64, (4, 48), generator=torch.Generator().manual_seed(5))
+    options = {"input_ids": ids, "labels": ids, "use_cache": False}
+    torch.manual_seed(0)
+    model = from_pretrained(tmp_path / "fp4", experts_quantization="mxfp4", dtype=torch.float32)
+    model = get_peft_model(model, lora_config(model, r=2)).train()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    for _ in range(30):
+        model(**options).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path / "adapter")
+
+    def dense():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+
+    @torch.no_grad()
+    def output(model):
+        return model.eval()(**options)
+
+    trained = output(model)
+    merged = PeftModel.from_pretrained(dense(), tmp_path / "adapter").merge_and_unload()
+    assert relative_error(output(merged).logits, trained.logits) < 1e-5
+    exact, found = merged.state_dict(), {}
+    for rounding in ("dithered", "nearest"):
+        place = tmp_path / rounding
+        merge_adapter(tmp_path / "fp4", tmp_path / "adapter", place, quantize="keep", rounding=rounding)
+        kept = from_pretrained(place, experts_quantization="mxfp4", dtype=torch.float32).dequantize()
+        found[rounding] = output(kept), kept.state_dict()
+    served, weights = found["dithered"]
+    noisy = dense()
+    with torch.no_grad():
+        for name, parameter in noisy.named_parameters():
+            noise = torch.randn_like(parameter) * parameter.numel() ** -0.5
+            parameter.copy_(exact[name] + noise * (weights[name].float() - exact[name]).norm())
+    errors = [relative_error(each.logits, trained.logits) for each in (served, output(noisy))]
+    assert 0.1 < errors[0] < 0.4 and 0.5 < errors[0] / errors[1] < 2
+    assert abs(served.loss - trained.loss) < 0.1, "dithering keeps the mean of what was learned"
+    assert found["nearest"][0].loss - trained.loss > 0.2, "rounding to nearest gives half of it away"
