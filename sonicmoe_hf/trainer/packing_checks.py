@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..compiling.layers import CAPTURED_MODES
 from ..errors import UnlikeApartError
+from ..layer.experts_module import IMPLEMENTATION
 from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts, transformers_model
 from ..routing.model import find_state
@@ -109,10 +113,11 @@ def check_rows_apart(model: Any) -> None:
     positions = torch.arange(PROBE_TOKENS, dtype=torch.int64, device=device).repeat(2)[None]
     model.eval()
     try:
-        first, second = (
-            model(input_ids=row, position_ids=positions, use_cache=False).logits[0, PROBE_TOKENS:].float()
-            for row in rows
-        )
+        with _without_experts():
+            first, second = (
+                model(input_ids=row, position_ids=positions, use_cache=False).logits[0, PROBE_TOKENS:].float()
+                for row in rows
+            )
     except (AttributeError, TypeError) as error:
         reason = f"{type(model).__name__} takes no position_ids, or returns no logits"
         raise _unlike_apart(reason) from error
@@ -125,6 +130,23 @@ def check_rows_apart(model: Any) -> None:
             f"{type(model).__name__}, as linear attention, convolutions and attention {config._attn_implementation!r} "
             "without regard to position_ids do"
         )
+
+
+@contextmanager
+def _without_experts() -> Iterator[None]:
+    """Have experts give zeros: what they make of a token depends on no other. So few tokens take kernels of their own,
+    which compile for seconds, and experts in host memory would all be copied."""
+    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _zeros
+    try:
+        yield
+    finally:
+        del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+
+
+def _zeros(experts, hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters=None) -> torch.Tensor:
+    if sonicmoe_hf_adapters is not None:
+        sonicmoe_hf_adapters.take()
+    return torch.zeros_like(hidden_states)
 
 
 def _refuse(reasons: dict[str, bool]) -> None:

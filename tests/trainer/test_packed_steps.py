@@ -4,12 +4,14 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.adapters import with_lora
 from helpers.models import assert_all_close, batch, build, patched
 from helpers.training import trained, trainer_for
 from torch.nn.utils.rnn import pad_sequence
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRoundingCallback
+from sonicmoe_hf.patching import experts
 from sonicmoe_hf.trainer import compiled, packed_steps
 from sonicmoe_hf.trainer.few_lengths import aligned_length, few_length
 from sonicmoe_hf.trainer.methods import find_callback
@@ -209,6 +211,16 @@ def test_a_row_is_as_its_micro_batches_for_eager_attention_too():
     items = sum((each["labels"][:, 1:] != -100).sum() for each in batches)
     losses = [model(**each, num_items_in_batch=items).loss for each in batches]
     torch.testing.assert_close(model(**packed(batches), num_items_in_batch=items).loss, sum(losses), rtol=1e-6, atol=0)
+
+
+def test_whether_rows_are_as_apart_is_checked_without_the_experts(monkeypatch):
+    """Few tokens have kernels of their own, which would compile for it."""
+    model = with_lora(patched("qwen3_moe"))
+    monkeypatch.setattr(experts, "moe_experts", calls := mock.Mock(wraps=experts.moe_experts))
+    check_rows_apart(model)
+    assert not calls.called
+    model(**batch())
+    assert calls.called, "they are back"
 
 
 def test_models_whose_sequences_reach_over_borders_are_refused(tmp_path):
