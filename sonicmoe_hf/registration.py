@@ -25,8 +25,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 from .attention.implementation import sinks_attention_forward
 from .attention.mask import sinks_mask
-from .attention.models import NAME as ATTENTION
-from .attention.piecewise import NAME as PIECEWISE
+from .attention.names import TORCH_PIECES, TORCH_SINKS
 from .attention.piecewise import attention_in_pieces, mask_in_pieces
 from .checkpoints.modeling import NATIVE
 from .formats.declared import QUANT_METHOD
@@ -49,10 +48,10 @@ def install() -> None:
         ImportError: the imported PEFT is older than the oldest that works.
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, sonicmoe_hf_experts_forward)
-    AttentionInterface.register(ATTENTION, sinks_attention_forward)
-    AttentionMaskInterface.register(ATTENTION, sinks_mask)
-    AttentionInterface.register(PIECEWISE, attention_in_pieces)
-    AttentionMaskInterface.register(PIECEWISE, mask_in_pieces)
+    AttentionInterface.register(TORCH_SINKS, sinks_attention_forward)
+    AttentionMaskInterface.register(TORCH_SINKS, sinks_mask)
+    AttentionInterface.register(TORCH_PIECES, attention_in_pieces)
+    AttentionMaskInterface.register(TORCH_PIECES, mask_in_pieces)
     AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = ExpertsQuantizationConfig
     AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = ExpertsQuantizer
     for classes in NATIVE.values():

@@ -1,6 +1,6 @@
 """Attention with learned sinks, or over keys that are chosen for each query, in less memory than Transformers takes.
 
-Read models.py first: which model takes "torch_sinks" (flash kernels) or "torch_pieces" (plain PyTorch).
+Read models.py first, with names.py: which model takes "torch_sinks" (flash kernels) or "torch_pieces" (plain PyTorch).
 torch_sinks: implementation.py is what models call and mask.py makes their mask; function.py is the same for tensors.
 implementation.py and function.py call sinks.py, which adds the sink to what flash.py computes.
 Packed sequences: packing.py puts batches into that form, positions.py reads it from position_ids, and boundaries.py

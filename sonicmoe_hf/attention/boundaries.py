@@ -18,14 +18,14 @@ import torch
 from transformers.utils import is_tracing
 
 from ..errors import UnlikeApartError
-from ..private import attributes
 from .models import SUPPORTED
-from .pieces import arguments_of, cut
+from .names import TORCH_SINKS
+from .pieces import Span, arguments_of, cut, in_patched_models
 from .positions import LastAnswer, are_packed, starts_of
 
 logger = logging.getLogger(__name__)
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-BY_KERNELS = ("torch_sinks", "flash")  # in names of implementations that are given position_ids or lengths
+BY_KERNELS = (TORCH_SINKS, "flash")  # in names of implementations that keep sequences apart by position_ids or lengths
 RECURRENT = "its recurrent layers or convolutions run over the whole row"
 NO_POSITIONS = "its attention masks are made without position_ids"
 FOUR_ROWS = (
@@ -36,7 +36,7 @@ RECURRENT_MODELS = (
     *("bailing_hybrid", "glm5_next_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "jamba"),
     *("kimi_linear", "minimax", "qwen4_exp_text", "zaya"),
 )
-# model types of text configs: why, and the arguments of packed sequences with which they do not
+# model types of text configs: why their layers mix sequences, and the arguments with which they do not
 LEAKING: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("afmoe", "gpt_oss", "openai_privacy_filter"), (NO_POSITIONS, ())),
     **dict.fromkeys(("ernie4_5_vl_moe_text", "glm4v_moe_text", "hy_v4_vl_text"), (FOUR_ROWS, ())),
@@ -103,25 +103,22 @@ def _restarts(position_ids: torch.Tensor | None, four_rows: bool) -> bool:
 
 
 class Sequence(NamedTuple):
-    """A sequence in row `row` of a batch, its first token and the one after its last. shift: by how much earlier its
-    positions stand in the row: those of a row padded left count from the row's start, unless the caller gave others."""
+    """A sequence of a batch. shift: by how much earlier in the row its positions are: those of a row padded left count
+    from the row's start, unless the caller gave others."""
 
-    row: int
-    first: int
-    last: int
+    span: Span
     shift: int = 0
 
 
+@in_patched_models
 def one_by_one(original: Callable) -> Callable:
-    """Wrap the forward of attention which counts its keys from a row's start: in patched models it is run by itself on
-    each packed sequence, as position_ids tell them, and on each row without the padding on its left."""
+    """Wrap the forward of attention that counts keys from a row's start, so that it runs by itself on each packed
+    sequence, which position_ids tell, and on each row without the padding on its left."""
     named, cache = arguments_of(original)
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         given = named(args, kwargs)
-        if not vars(self).get(attributes.IN_PIECES):
-            return original(self, **given)
         if given.get(cache) is not None:
             _check_cached(given)
             return original(self, **given)
@@ -129,7 +126,7 @@ def one_by_one(original: Callable) -> Callable:
         if sequences is None:
             return original(self, **given)
         given = {name: value for name, value in given.items() if name not in LENGTHS}
-        pieces = [original(self, **_of_sequence(given, each))[0] for each in sequences]
+        pieces = [original(self, **_cut_to_sequence(given, each))[0] for each in sequences]
         return _joined(pieces, sequences, given), None
 
     return forward
@@ -137,19 +134,21 @@ def one_by_one(original: Callable) -> Callable:
 
 @torch.compiler.disable
 def _sequences(given: dict[str, Any]) -> list[Sequence] | None:
-    """Find the sequences of a layer's call that do not fill their rows from the start on; None of others."""
+    """Find the sequences of a layer's call; None where each fills its row from the start on."""
     (size, length, _), mask = given["hidden_states"].shape, given["attention_mask"]
     if are_packed(given) and _all_are_tokens(mask):
         starts = starts_of(given["position_ids"], size)
         assert starts is not None, "packed rows have starts inside"
         begins = starts.tolist()
         ends = itertools.pairwise(begins)
-        return [Sequence(first // length, first % length, (last - 1) % length + 1) for first, last in ends]
+        return [Sequence(Span(first // length, first % length, (last - 1) % length + 1)) for first, last in ends]
     firsts = _first_tokens(mask, size)
     if firsts is None:
         return None
     counts = _count_from_the_row(given, firsts)
-    return [Sequence(row, first, length, first * counted) for row, (first, counted) in enumerate(zip(firsts, counts))]
+    return [
+        Sequence(Span(row, first, length), first * counted) for row, (first, counted) in enumerate(zip(firsts, counts))
+    ]
 
 
 @torch.compiler.disable
@@ -195,7 +194,7 @@ def _first_tokens(mask: torch.Tensor | None, batch_size: int) -> list[int] | Non
 
 
 def _count_from_the_row(given: dict[str, Any], firsts: list[int]) -> list[bool]:
-    """Tell of which rows the first token's position is its place in the row."""
+    """Tell of which rows the first token's position is its index in the row."""
     positions = given.get("position_ids")
     if positions is None:
         return [True] * len(firsts)
@@ -203,10 +202,11 @@ def _count_from_the_row(given: dict[str, Any], firsts: list[int]) -> list[bool]:
     return [int(rows[row, first]) == first for row, first in enumerate(firsts)]
 
 
-def _of_sequence(given: dict[str, Any], sequence: Sequence) -> dict[str, Any]:
-    row, first, last, shift = sequence
-    piece = cut(given, row, first, last)
-    earlier = cut(given, row, first - shift, last - shift)
+def _cut_to_sequence(given: dict[str, Any], sequence: Sequence) -> dict[str, Any]:
+    """Cut a layer's arguments to a sequence, with the positions that it has alone, and the mask to its queries and
+    keys."""
+    (row, first, last), shift = sequence
+    piece, earlier = cut(given, sequence.span), cut(given, Span(row, first - shift, last - shift))
     piece |= {name: earlier[name] for name in POSITIONS if name in given}
     mask = given["attention_mask"]
     if mask is not None:
@@ -216,10 +216,10 @@ def _of_sequence(given: dict[str, Any], sequence: Sequence) -> dict[str, Any]:
 
 
 def _joined(pieces: list[torch.Tensor], sequences: list[Sequence], given: dict[str, Any]) -> torch.Tensor:
-    """Join [1, tokens of a sequence, .] to [B, S, .], with zeros for what belongs to none."""
+    """Join the sequences' results [1, S of a sequence, .] to [B, S, .], with zeros for tokens of none."""
     size, length, _ = given["hidden_states"].shape
-    parts, end = [], 0
-    for piece, (row, first, last, _) in zip(pieces, sequences):
-        parts += [piece.new_zeros(1, row * length + first - end, piece.shape[2]), piece]
+    joined, end = [], 0
+    for piece, ((row, first, last), _) in zip(pieces, sequences):
+        joined += [piece.new_zeros(1, row * length + first - end, piece.shape[2]), piece]
         end = row * length + last
-    return torch.cat(parts, 1).view(size, length, -1)
+    return torch.cat(joined, 1).view(size, length, -1)

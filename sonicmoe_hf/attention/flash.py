@@ -1,7 +1,7 @@
 """torch's flash attention, forward and backward, behind one interface for CPU and CUDA.
 
-Without sinks. Forward gives the result o and the log-sum-exp l of every query's scores; backward takes an o and an l
-that need not be those, which is how sinks.py adds the sink.
+There are no sinks here. Forward returns the result o and the log-sum-exp l of every query's scores; backward takes an o
+and an l that need not be those, which is how sinks.py adds the sink.
 
 Letters: B sequences, T queries, S keys, H heads, G query heads to each key head, D size of a head, N tokens of packed
 sequences. q [B, T, H, D], k and v [B, S, H / G, D], l [B, H, T]; packed q [N, H, D], k and v [N, H / G, D], l [H, N].
@@ -76,7 +76,7 @@ def _kernel_head(q, v) -> int:
 
 
 def _padded(x, size: int):
-    """Pad x [..., D] to heads of `size`, each in one piece of memory. Zeros change no product."""
+    """Pad x [..., D] with zeros, which change no product, to heads of `size`; a head is contiguous."""
     if x.shape[-1] != size:
         return pad(x, (0, size - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -92,7 +92,7 @@ def _window_arguments(visible: Visible) -> dict[str, int]:
 def _bounds_arguments(q, k, bounds: Bounds | None):
     if bounds is None:
         return None, None, q.shape[1], k.shape[1]
-    # with max_q = 1 the forward takes it that every sequence has exactly one query
+    # with max_q = 1 the forward assumes that every sequence has exactly one query
     return bounds.queries, bounds.keys, max(bounds.max_q, 2), bounds.max_k
 
 

@@ -9,11 +9,11 @@ import torch
 
 from . import flash
 from .flash import MAX_HEAD, NO_WINDOW
-from .models import NAME, check_model
+from .models import check_model
+from .names import EAGER, TORCH_SINKS
 from .positions import begins_of, starts_of
 from .sinks import AttentionInputs, AttentionOptions, Sequences, attention_with_sinks
 
-EAGER = 'attn_implementation="eager"'
 _MISSING = object()
 
 
@@ -56,7 +56,7 @@ def sinks_attention_forward(
     if is_causal is None:
         is_causal = is_causal_model
     if is_causal_model and not is_causal and sliding_window is not None:
-        sliding_window += 1  # what models that are never causal do themselves
+        sliding_window += 1  # models that are never causal do so themselves
     if not is_causal and query.shape[2] != key.shape[2]:
         raise ValueError(f"attention that is not causal needs as many keys as queries; load the model with {EAGER}")
     q, k, v = (x.transpose(1, 2) for x in _cast(query, key, value))
@@ -97,7 +97,7 @@ def _check(module, query, value, dropout, s_aux, kwargs) -> None:
         obstacle = f"heads of {MAX_HEAD} at most, not {size}"
     else:
         return
-    raise ValueError(f"{NAME} takes {obstacle}; or load the model with {EAGER}")
+    raise ValueError(f"{TORCH_SINKS} takes {obstacle}; or load the model with {EAGER}")
 
 
 def _cast(query, key, value):
@@ -122,13 +122,13 @@ def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
     if attention_mask.dim() == 2 and attention_mask.dtype == torch.uint8:
         return Sequences(flags=attention_mask)
     raise ValueError(
-        f"{NAME} takes no mask of shape {tuple(attention_mask.shape)} on CUDA: pass the model a 2-D attention_mask, or "
-        f"position_ids or cu_seq_lens_q of packed sequences; or load it with {EAGER}"
+        f"{TORCH_SINKS} takes no mask of shape {tuple(attention_mask.shape)} on CUDA: pass the model a 2-D "
+        f"attention_mask, or position_ids or cu_seq_lens_q of packed sequences; or load it with {EAGER}"
     )
 
 
 def _packed(inputs: AttentionInputs, attention_mask, starts, options: AttentionOptions, max_q, max_k) -> torch.Tensor:
-    """Compute all rows of the batch as one, in which the sequences lie that `starts` give."""
+    """Compute all rows of the batch as one, with the packed sequences that begin at `starts`, of queries and of keys."""
     if attention_mask is not None and attention_mask.dim() == 2:
         raise ValueError("cu_seq_lens_q and an attention_mask with padding contradict each other: pass one of them")
     shape = inputs.query.shape[:2]
@@ -151,13 +151,14 @@ def _additive(mask: torch.Tensor, q, k) -> torch.Tensor:
 
 
 def _tells_sequences(position_ids, q, k) -> bool:
+    """Tell whether position_ids are the tokens' own, of a call without cached keys, and may begin sequences."""
     length = q.shape[1]
     return position_ids is not None and position_ids.dim() == 2 and length == k.shape[1] == position_ids.shape[1] > 1
 
 
 def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: AttentionOptions) -> torch.Tensor:
-    """Make numbers to add to the scores, of `options`, of the keys that a query `sees` and how far before it they
-    are; both broadcast to [B, 1, T, S]."""
+    """Make the mask to add to the scores, from the keys that a query `sees` and their distance before it, which options
+    limits; both broadcast to [B, 1, T, S]."""
     if options.causal:
         sees = sees & (distance >= 0)
     if options.window != NO_WINDOW:
@@ -167,7 +168,7 @@ def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: AttentionOptio
 
 
 def _causal_mask(q, k, options: AttentionOptions, position_ids: torch.Tensor | None) -> torch.Tensor:
-    """Make the mask of queries of which the last has the last key's position."""
+    """Make the mask of rows in which the last query has the last key's position; position_ids may begin sequences."""
     queries, keys = (
         torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
         torch.arange(k.shape[1], dtype=torch.int64, device=q.device),
@@ -187,7 +188,7 @@ def _mask_of_starts(q, k, options: AttentionOptions, starts) -> torch.Tensor:
         torch.arange(k.shape[1], dtype=torch.int64, device=q.device),
     )
     starts_q, starts_k = (x.to(q.device) for x in starts)
-    of_q, of_k = (torch.searchsorted(x, i, right=True) for x, i in ((starts_q, queries), (starts_k, keys)))
-    sees = (of_q[:, None] == of_k) & (of_q < len(starts_q))[:, None]
-    end_q, end_k = (torch.cat([x, x[-1:]])[of] for x, of in ((starts_q, of_q), (starts_k, of_k)))
+    number_q, number_k = (torch.searchsorted(x, i, right=True) for x, i in ((starts_q, queries), (starts_k, keys)))
+    sees = (number_q[:, None] == number_k) & (number_q < len(starts_q))[:, None]
+    end_q, end_k = (torch.cat([x, x[-1:]])[number] for x, number in ((starts_q, number_q), (starts_k, number_k)))
     return _mask(sees, (end_k - keys) - (end_q - queries)[:, None], q, options)

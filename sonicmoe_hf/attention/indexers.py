@@ -20,10 +20,10 @@ from ..private import attributes
 from ..private.replaced import replace
 from .boundaries import one_by_one
 from .deepseek_v4 import attention_of
-from .pieces import arguments_of, cut, fits, piece_of
+from .pieces import Span, arguments_of, cut, fits, in_patched_models, piece_of
 from .pooled_indexer import without_loop
 
-PICKING = {  # DeepSeek's sparse attention: classes whose forward picks keys by the mask that it is given
+PICKING = {  # module -> its indexer of DeepSeek's sparse attention, whose forward picks keys among those of a mask
     modeling_module(folder): name
     for folder, name in (
         ("deepseek_v32", "DeepseekV32Indexer"),
@@ -54,7 +54,7 @@ def use_whole(model: nn.Module) -> None:
 
 
 def _classes() -> Iterator[tuple[type, Callable]]:
-    """Yield the classes of indexers whose modules were imported, and what makes our forward of theirs."""
+    """Yield the classes of indexers whose modules were imported, and the function that wraps their forward."""
     every = [(module, name, _picking) for module, name in PICKING.items()]
     every += [(V4, "DeepseekV4Indexer", _untrained), (V4, "DeepseekV4IndexerScorer", _scoring)]
     every += [(V4, "DeepseekV4Attention", lambda original: one_by_one(attention_of(original)))]
@@ -65,6 +65,7 @@ def _classes() -> Iterator[tuple[type, Callable]]:
             yield cls, wrap
 
 
+@in_patched_models
 def _picking(original: Callable) -> Callable:
     """Wrap a forward that returns the indices [B, S, k] of the keys with the highest scores."""
     named, cache = arguments_of(original)
@@ -73,7 +74,7 @@ def _picking(original: Callable) -> Callable:
     def forward(self, *args, **kwargs):
         given = named(args, kwargs)
         mask, (size, num_queries, _) = given["attention_mask"], given["hidden_states"].shape
-        if not vars(self).get(attributes.IN_PIECES) or mask.shape[1:-1] != (num_queries,):
+        if mask.shape[1:-1] != (num_queries,):
             return original(self, **given)
         num_keys = mask.shape[-1]
         if given.get(cache) is None and num_keys <= self.index_topk:
@@ -81,13 +82,14 @@ def _picking(original: Callable) -> Callable:
             return every.expand(size, num_queries, num_keys)
         if fits(size * num_queries, self.n_heads * num_keys):
             return original(self, **given)
-        held = given.get(cache)
-        update = None if held is None else lambda keys: held.update_indexer(keys, self.layer_idx)
+        key_cache = given.get(cache)
+        update = None if key_cache is None else lambda keys: key_cache.update_indexer(keys, self.layer_idx)
         return _in_pieces(self, original, given, cache, update, piece_of(num_queries, self.n_heads * num_keys))
 
     return forward
 
 
+@in_patched_models
 def _picking_blocks(original: Callable) -> Callable:
     """Wrap MiniMaxM3VLIndexer.forward, which returns indices [B, heads, S, k] of blocks of keys; each layer of its cache
     holds keys [B, 1, T, D]."""
@@ -98,9 +100,9 @@ def _picking_blocks(original: Callable) -> Callable:
         given = named(args, kwargs)
         size, num_queries, _ = given["hidden_states"].shape
         layer = None if given[cache] is None else given[cache].layers[self.layer_idx]
-        held = 0 if layer is None or layer.idx_keys is None else layer.idx_keys.shape[2]
-        scores = self.num_heads * (num_queries + held)
-        if not vars(self).get(attributes.IN_PIECES) or fits(size * num_queries, scores):
+        num_cached = 0 if layer is None or layer.idx_keys is None else layer.idx_keys.shape[2]
+        scores = self.num_heads * (num_queries + num_cached)
+        if fits(size * num_queries, scores):
             return original(self, **given)
         update = None if layer is None else layer.update_index
         return _in_pieces(self, original, given, cache, update, piece_of(num_queries, scores), dim=2)
@@ -115,19 +117,19 @@ def _in_pieces(
 ) -> torch.Tensor:
     """Run an indexer for `step` queries of a sequence at a time, after its keys were made.
 
-    cache: the argument's name. update: hands a cache the new keys, and returns those of all tokens. dim: of tokens in
+    cache: the argument's name. update: adds the new keys to a cache, and returns those of all tokens. dim: of tokens in
         keys, and of queries in what is picked.
     """
     size, num_queries = given["hidden_states"].shape[:2]
-    places = [(row, first) for row in range(size) for first in range(0, num_queries, step)]
+    spans = [Span(row, first, first + step) for row in range(size) for first in range(0, num_queries, step)]
 
     def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-        of_row = len(places) // size
-        return torch.cat([torch.cat(pieces[first : first + of_row], dim) for first in range(0, len(places), of_row)])
+        per_row = len(spans) // size
+        return torch.cat([torch.cat(pieces[first : first + per_row], dim) for first in range(0, len(spans), per_row)])
 
     made: list[torch.Tensor] = []
-    for row, first in places:
-        piece = cut(given, row, first, first + step)
+    for span in spans:
+        piece = cut(given, span)
         if "attention_mask" in piece:
             piece["attention_mask"] = piece["attention_mask"][..., : piece["hidden_states"].shape[1]]
         else:  # positions of blocks, which a piece's own keys may not reach
@@ -137,14 +139,15 @@ def _in_pieces(
     if update is not None:
         keys = update(keys)
     picked = []
-    for row, first in places:
-        piece = cut(given, row, first, first + step)
-        picked.append(original(self, **{**piece, cache: _KeyCache(None, keys[row : row + 1])}))
+    for span in spans:
+        key_cache = _KeyCache(None, keys[span.row : span.row + 1])
+        picked.append(original(self, **{**cut(given, span), cache: key_cache}))
     return joined(picked)
 
 
 class _KeyCache:
-    """Stands for a cache, and for each of its layers: takes the keys of some tokens, and hands out those of all."""
+    """Stands for a cache, and for each of its layers: passes the keys of some tokens to `take`, and returns those of
+    all."""
 
     def __init__(self, take: Callable | None, keys: torch.Tensor | None = None):
         self._take, self._keys = take, keys
@@ -165,6 +168,7 @@ class _KeyCache:
         return self.update_indexer(keys, 0)
 
 
+@in_patched_models
 def _scoring(original: Callable) -> Callable:
     """Wrap DeepseekV4IndexerScorer.forward: q [B, S, H, D], keys [B, T, D], hidden [B, S, .] -> scores [B, S, T]."""
 
@@ -172,7 +176,7 @@ def _scoring(original: Callable) -> Callable:
     def forward(self, q, compressed_kv, hidden_states):
         size, num_queries, heads = q.shape[:3]
         scores = heads * compressed_kv.shape[1]
-        if not vars(self).get(attributes.IN_PIECES) or fits(size * num_queries, scores):
+        if fits(size * num_queries, scores):
             return original(self, q, compressed_kv, hidden_states)
         return _scored(self, original, q, compressed_kv, hidden_states, piece_of(num_queries, scores))
 
@@ -185,18 +189,17 @@ def _scored(self, original: Callable, q, keys, hidden_states, step: int) -> torc
     scores = q.new_empty(*q.shape[:2], keys.shape[1], dtype=torch.float32)
     for row in range(q.shape[0]):
         for first in range(0, q.shape[1], step):
-            place = slice(row, row + 1), slice(first, first + step)
-            scores[place] = original(self, q[place], keys[row : row + 1], hidden_states[place])
+            piece = slice(row, row + 1), slice(first, first + step)
+            scores[piece] = original(self, q[piece], keys[row : row + 1], hidden_states[piece])
     return scores
 
 
+@in_patched_models
 def _untrained(original: Callable) -> Callable:
     """Wrap a forward that returns indices alone, through which nothing trains."""
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        if not vars(self).get(attributes.IN_PIECES):
-            return original(self, *args, **kwargs)
         with torch.no_grad():
             return original(self, *args, **kwargs)
 

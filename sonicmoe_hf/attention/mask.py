@@ -30,7 +30,7 @@ def sinks_mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor | None:
-    """Make the mask of what Transformers' mask functions take.
+    """Make a mask from the arguments of Transformers' mask functions.
 
     Raises:
         ValueError: on CUDA, for what flash kernels cannot compute: masks of the model's own or the caller's, and a
@@ -69,12 +69,12 @@ def _check_pattern(mask_function, use_vmap: bool) -> None:
 
 
 def _is_whole(q_length, kv_length, q_offset, kv_offset) -> bool:
-    """Tell whether the last key is the last query's, as far as is known without asking the device."""
+    """Tell whether the last key is the last query's; False where only the device knows."""
     return not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
 
 
 def _has_no_padding(attention_mask) -> bool:
-    """Tell whether nothing is padding, as far as is known without reading a mask that torch.compile traces."""
+    """Tell whether nothing is padding; False where torch.compile traces a mask."""
     return attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))
 
 
@@ -87,6 +87,7 @@ def _begins(mask_function, batch_size: int, length: int, device: torch.device) -
 
 
 def _flags(attention_mask, sizes, q_offset, kv_offset: int, local_size, device: torch.device) -> torch.Tensor | None:
+    """Make the flags (KEY, QUERY) of positions [B, S]; None where all are real tokens, and the last is the last query."""
     batch_size, q_length, kv_length = sizes
     position = torch.arange(kv_length, dtype=torch.int64, device=device) + kv_offset
     is_query = (position >= q_offset) & (position < q_offset + q_length)

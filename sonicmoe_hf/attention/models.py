@@ -5,38 +5,37 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from .piecewise import NAME as PIECEWISE
+from .names import TORCH_PIECES, TORCH_SINKS
 
-NAME = "torch_sinks"  # not "sdpa_...": Transformers refuses names with "sdpa" for models that have no SDPA, as these
 SUPPORTED = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter")
-IN_PIECES = {  # by "torch_pieces", and why not by flash kernels
+PIECES_WITH_SINKS = {  # models of "torch_pieces", and why flash kernels do not compute them
     "deepseek_v4": "its compressed keys are chosen by a mask, which flash kernels do not take",
     **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), "its keys are chosen for each query, which flash kernels do not do"),
 }
-IN_BLOCKS = ("minimax_m3_vl_text",)  # without sinks, but with keys chosen by blocks: "torch_pieces" too
+PIECES_WITHOUT_SINKS = ("minimax_m3_vl_text",)  # models of "torch_pieces" too, whose keys are chosen by blocks
 
 FLASH_WITHOUT_SINKS = '"flash_attention_2" and "flash_attention_3"'
 OLDEST_GPU = (8, 0)  # compute capability
 
 
 def check_model(config) -> None:
-    """Raise ValueError for a model whose attention is more than sinks and a window."""
-    reason = IN_PIECES.get(config.model_type)
+    """Raise ValueError for a model of "torch_pieces", whose attention is more than sinks and a window."""
+    reason = PIECES_WITH_SINKS.get(config.model_type)
     if reason is not None:
         raise ValueError(
-            f'attn_implementation="{NAME}" does not compute {config.model_type}: {reason}; load it with '
-            f'attn_implementation="{PIECEWISE}"'
+            f'attn_implementation="{TORCH_SINKS}" does not compute {config.model_type}: {reason}; load it with '
+            f'attn_implementation="{TORCH_PIECES}"'
         )
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
-    """Tell whether the kernels with sinks can compute this model's attention."""
+    """Tell whether this is a model of "torch_sinks"."""
     return _model_type(model) in SUPPORTED
 
 
 def takes_pieces(model: PreTrainedModel) -> bool:
-    """Tell whether from_pretrained has this model's attention computed in pieces."""
-    return _model_type(model) in (*IN_PIECES, *IN_BLOCKS)
+    """Tell whether `choose_attention` sets "torch_pieces" for this model."""
+    return _model_type(model) in (*PIECES_WITH_SINKS, *PIECES_WITHOUT_SINKS)
 
 
 def _model_type(model: PreTrainedModel) -> str:
@@ -44,7 +43,7 @@ def _model_type(model: PreTrainedModel) -> str:
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
-    """Say why the kernels would not compute this model's training here, or None."""
+    """Explain why the kernels would not compute this model's training on this machine; None where they would."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "there is no NVIDIA GPU here"
     if torch.cuda.get_device_capability() < OLDEST_GPU:
@@ -56,29 +55,31 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 
 def choose_attention(model: PreTrainedModel) -> None:
-    """Compute a model's attention by the kernels with sinks, if it has sinks and this machine's GPU runs them, or in
-    pieces, if its keys are chosen for each query."""
+    """Set a model's attention implementation: "torch_sinks" if it has sinks and this machine's GPU runs the kernels,
+    "torch_pieces" if its keys are chosen for each query; leave that of other models."""
     if has_sinks(model) and _obstacle(model) is None:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(TORCH_SINKS)
     if takes_pieces(model):
         text = model.config.get_text_config()
         inner = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
-        model.set_attn_implementation(dict.fromkeys(inner, PIECEWISE) if inner else PIECEWISE)
+        model.set_attn_implementation(dict.fromkeys(inner, TORCH_PIECES) if inner else TORCH_PIECES)
 
 
 def describe_attention(model: PreTrainedModel) -> list[str]:
     """Describe what computes the attention of a model with sinks; no sentences for other models."""
     model_type = _model_type(model)
-    if model_type in IN_PIECES:
-        reason = f'not "{NAME}", as {IN_PIECES[model_type]}'
-        return [f'attention with sinks: sonicmoe_hf.from_pretrained takes attn_implementation="{PIECEWISE}"; {reason}']
-    if model_type in IN_BLOCKS:
-        return [f'attention: sonicmoe_hf.from_pretrained takes attn_implementation="{PIECEWISE}"']
+    if model_type in PIECES_WITH_SINKS:
+        reason = f'not "{TORCH_SINKS}", as {PIECES_WITH_SINKS[model_type]}'
+        return [
+            f'attention with sinks: sonicmoe_hf.from_pretrained takes attn_implementation="{TORCH_PIECES}"; {reason}'
+        ]
+    if model_type in PIECES_WITHOUT_SINKS:
+        return [f'attention: sonicmoe_hf.from_pretrained takes attn_implementation="{TORCH_PIECES}"']
     if model_type not in SUPPORTED:
         return []
     obstacle = _obstacle(model)
     if obstacle is None:
-        taken = f'sonicmoe_hf.from_pretrained takes attn_implementation="{NAME}", torch\'s flash kernels'
+        taken = f'sonicmoe_hf.from_pretrained takes attn_implementation="{TORCH_SINKS}", torch\'s flash kernels'
     else:
         taken = f'sonicmoe_hf.from_pretrained leaves attn_implementation="eager", as {obstacle}'
     warning = f"warning: {FLASH_WITHOUT_SINKS} have no sinks, and leave them out without an error"

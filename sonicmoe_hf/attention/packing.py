@@ -16,17 +16,19 @@ CAPTURED = (
     "torch_sinks reads where packed sequences begin on the CPU, which a CUDA graph cannot hold; give the model an "
     "attention_mask, or packed sequences as cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, to capture steps"
 )
-KEY, QUERY = 1, 2  # flags of a position on the axis of keys: its token is real; it is one of this call's queries
+KEY, QUERY = 1, 2  # flags of a position among the keys: its token is real; it is one of this call's queries
 
 
 class Side(NamedTuple):
-    """The queries or the keys of a batch [B, T]. starts: int32 [sequences + 1], where packed sequences begin and end.
-    Of a padded batch, place [B * T]: where each token stands among the packed ones, and token [B * T], the inverse;
-    None where tokens stay in their order."""
+    """The queries or the keys of a batch [B, T], packed.
+
+    starts: int32 [sequences + 1], where packed sequences begin and end. position [B * T]: of each token of a padded batch
+    among the packed ones; token [B * T]: the inverse. Both are None where tokens stay in their order.
+    """
 
     shape: tuple[int, int]
     starts: torch.Tensor
-    place: torch.Tensor | None = None
+    position: torch.Tensor | None = None
     token: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,8 +37,8 @@ class Side(NamedTuple):
         return x if self.token is None else x.index_select(0, self.token)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """Make [B, T, ...] of packed [B * T, ...]."""
-        return (packed if self.place is None else packed.index_select(0, self.place)).unflatten(0, self.shape)
+        """Restore [B, T, ...] from packed [B * T, ...]."""
+        return (packed if self.position is None else packed.index_select(0, self.position)).unflatten(0, self.shape)
 
     def clear_(self, packed: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Fill `packed` with zeros for tokens that belong to no sequence: kernels leave anything there."""
@@ -52,10 +54,10 @@ def side_of(is_real: torch.Tensor) -> Side:
     flat = is_real.flatten()
     before = flat.cumsum(0)
     index = torch.arange(flat.shape[0], dtype=torch.int64, device=flat.device)
-    place = torch.where(flat, before - 1, before[-1] + index - before)
-    token = torch.empty_like(place).scatter_(0, place, index)
+    position = torch.where(flat, before - 1, before[-1] + index - before)
+    token = torch.empty_like(position).scatter_(0, position, index)
     starts = torch.nn.functional.pad(is_real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    return Side((is_real.shape[0], is_real.shape[1]), starts, place, token)
+    return Side((is_real.shape[0], is_real.shape[1]), starts, position, token)
 
 
 def sides_of(flags: torch.Tensor, num_queries: int) -> tuple[Side, Side]:
@@ -73,7 +75,7 @@ def sides_of(flags: torch.Tensor, num_queries: int) -> tuple[Side, Side]:
 def sequence_starts(begins: torch.Tensor) -> torch.Tensor | None:
     """Turn a bool tensor [B, T] of the tokens that begin packed sequences into starts: int32 [B * T + 1] on the CPU,
     where the lengths of sequences are needed: the positions of these tokens, row after row, and then the number of all
-    tokens as often as it takes. None if it is the rows alone that begin any, unless torch.compile traces."""
+    tokens, repeated to the end. None where only rows begin sequences, unless torch.compile traces."""
     starts = _sequence_starts_op(False, begins)[0]
     if torch.compiler.is_compiling():
         return starts
@@ -82,7 +84,7 @@ def sequence_starts(begins: torch.Tensor) -> torch.Tensor | None:
 
 
 def ending_once(starts: torch.Tensor) -> torch.Tensor:
-    """Copy starts to the CPU, without what repeats the number of all tokens."""
+    """Cut off what repeats the number of all tokens, at the end of starts on the CPU."""
     return starts[: int((starts < starts[-1]).sum()) + 1]
 
 

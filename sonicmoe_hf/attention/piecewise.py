@@ -1,7 +1,7 @@
 """Attention function of attn_implementation="torch_pieces": plain PyTorch, some queries at a time.
 
 With or without sinks, for models whose keys are chosen for each query, which no kernel of torch takes. A piece is
-checkpointed: its scores are made again in backward. One row of a batch at a time; letters: H heads, C queries of a
+checkpointed: backward computes its scores again. One row of a batch at a time; letters: H heads, C queries of a
 piece, N keys, D size of a head.
 """
 
@@ -22,11 +22,9 @@ from transformers.masking_utils import (
 )
 
 from ..private import attributes
-from .pieces import piece_of
+from .names import EAGER, TORCH_PIECES
+from .pieces import Span, piece_of
 from .positions import are_packed
-
-NAME = "torch_pieces"
-EAGER = 'attn_implementation="eager"'
 
 
 def probabilities(
@@ -35,10 +33,10 @@ def probabilities(
     """Take one softmax over several groups of keys and the sink, in fp32.
 
     Args:
-        scores: of each group [H, C, N]. visible: what each query sees of it, bool [C, N], or None for all.
+        scores: of each group [H, C, N]. visible: of each group, which keys a query sees, bool [C, N], or None for all.
         sinks: [H] or None.
     Returns:
-        For each group [H, C, N] in its dtype, without the sink's share.
+        For each group [H, C, N] in its dtype; with the sink's they add up to 1.
     """
     groups = [
         x.float() if seen is None else x.float().masked_fill(~seen, -torch.inf) for x, seen in zip(scores, visible)
@@ -46,19 +44,19 @@ def probabilities(
     sizes = [x.shape[-1] for x in groups]
     if sinks is not None:
         groups.append(sinks.float().view(-1, 1, 1).expand(*groups[0].shape[:2], 1))
-    shares = torch.cat(groups, -1).softmax(-1).to(scores[0].dtype)[..., : sum(sizes)]
-    return F.dropout(shares, dropout).split(sizes, -1)
+    probs = torch.cat(groups, -1).softmax(-1).to(scores[0].dtype)[..., : sum(sizes)]
+    return F.dropout(probs, dropout).split(sizes, -1)
 
 
 def in_pieces(compute: Callable, size: int, num_queries: int, step: int, dim: int) -> torch.Tensor:
-    """Run `compute(row, first, last)`, checkpointed, for `step` queries at a time of each row, and join [1, ...] what it
-    returns, with its queries in dimension `dim`."""
+    """Run `compute(span)`, checkpointed, for spans of `step` queries of each row, and join its results [1, ...], which
+    have the queries in dimension `dim`."""
 
     def piece(row: int, first: int) -> torch.Tensor:
-        place = row, first, min(first + step, num_queries)
+        span = Span(row, first, min(first + step, num_queries))
         if not torch.is_grad_enabled():
-            return compute(*place)
-        return checkpoint(compute, *place, use_reentrant=False)
+            return compute(span)
+        return checkpoint(compute, span, use_reentrant=False)
 
     rows = [torch.cat([piece(row, first) for first in range(0, num_queries, step)], dim) for row in range(size)]
     return torch.cat(rows)
@@ -78,7 +76,7 @@ def attention_in_pieces(
     block_indices: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with or without sinks, for models that hand over the keys of each query as indices: HY-V4, and
+    """Compute attention with or without sinks, for models that pass the keys of each query as indices: HY-V4, and
     MiniMax-M3, whose keys are chosen in blocks for each group of heads.
 
     Args:
@@ -101,13 +99,14 @@ def attention_in_pieces(
     (size, heads, num_queries, width), num_keys = query.shape, key.shape[2]
     if attention_mask is not None and (attention_mask.dtype, attention_mask.shape[-1]) != (torch.bool, num_keys):
         raise ValueError(
-            f"{NAME} takes masks of bool [B, 1, queries, keys] here, not {attention_mask.dtype} of shape "
+            f"{TORCH_PIECES} takes masks of bool [B, 1, queries, keys] here, not {attention_mask.dtype} of shape "
             f"{tuple(attention_mask.shape)}: of DeepSeek-V4 it computes models that sonicmoe_hf.patch_model patched; "
             f"others load with {EAGER}"
         )
     scale = width**-0.5 if scaling is None else scaling
 
-    def compute(row: int, first: int, last: int) -> torch.Tensor:
+    def compute(span: Span) -> torch.Tensor:
+        row, first, last = span
         visible = None if attention_mask is None else attention_mask[row % attention_mask.shape[0], 0, first:last]
         if indices is not None:
             picked = indices[row, first:last].long()
@@ -116,20 +115,20 @@ def attention_in_pieces(
             visible = chosen if visible is None else chosen & visible
         if block_indices is not None:
             blocks = block_indices[row, :, first:last]
-            chosen = _of_blocks(blocks, module.indexer.block_size, num_keys)
+            chosen = _keys_of_blocks(blocks, module.indexer.block_size, num_keys)
             visible = chosen if visible is None else chosen & visible
         k, v, q = key[row], value[row], query[row, :, first:last].reshape(key.shape[1], -1, width)
         if s_aux is None:
             return _without_sinks(q, k, v, visible, last - first, dropout, scale)
         scores = torch.matmul(q, k.transpose(1, 2)).view(heads, -1, num_keys).float() * scale
-        (shares,) = probabilities([scores], [visible], s_aux, dropout)
-        out = torch.matmul(shares.to(v.dtype).view(k.shape[0], -1, num_keys), v)
+        (probs,) = probabilities([scores], [visible], s_aux, dropout)
+        out = torch.matmul(probs.to(v.dtype).view(k.shape[0], -1, num_keys), v)
         return out.view(1, heads, last - first, -1).transpose(1, 2)
 
     return in_pieces(compute, size, num_queries, piece_of(num_queries, heads * num_keys), 1), None
 
 
-def _of_blocks(blocks: torch.Tensor, block_size: int, num_keys: int) -> torch.Tensor:
+def _keys_of_blocks(blocks: torch.Tensor, block_size: int, num_keys: int) -> torch.Tensor:
     """Find the keys in blocks [G, C, k], -1 for none: bool [G, C, N]."""
     num_blocks = -(-num_keys // block_size)
     chosen = torch.zeros(*blocks.shape[:2], num_blocks + 1, dtype=torch.bool, device=blocks.device)
@@ -153,7 +152,9 @@ def _without_sinks(
 def check_call(kwargs: dict) -> None:
     """Raise ValueError for what attention in pieces does not return."""
     if kwargs.get("output_attentions"):
-        raise ValueError(f"{NAME} returns no probabilities (output_attentions=True); load the model with {EAGER}")
+        raise ValueError(
+            f"{TORCH_PIECES} returns no probabilities (output_attentions=True); load the model with {EAGER}"
+        )
 
 
 def mask_in_pieces(
@@ -169,8 +170,8 @@ def mask_in_pieces(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor:
-    """Make the mask of what Transformers' mask functions take: bool [B, 1, S, T], and under a sliding window of W keys
-    alone uint8 [B, 1, S, W], of the W keys up to a query's own.
+    """Make a mask from the arguments of Transformers' mask functions: bool [B, 1, S, T], and under a sliding window of W
+    keys alone uint8 [B, 1, S, W], of the W keys up to a query's own.
 
     Raises:
         ValueError: a window over a cache of a fixed size, or of a mask that is no function of indices.
@@ -191,7 +192,9 @@ def mask_in_pieces(
         assert mask is not None, "allow_is_causal_skip=False makes one"
         return mask
     if use_vmap or isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
-        raise ValueError(f"{NAME} takes sliding windows over dynamic caches, without masks of one's own; use {EAGER}")
+        raise ValueError(
+            f"{TORCH_PIECES} takes sliding windows over dynamic caches, without masks of one's own; use {EAGER}"
+        )
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         mask_function = and_masks(mask_function, padding_mask_function(padding))

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..private import attributes
-from .pieces import arguments_of, piece_of
+from .pieces import arguments_of, in_patched_models, piece_of
 
 
+@in_patched_models
 def without_loop(original: Callable) -> Callable:
     """Wrap Qwen4ExpTextQSAIndexer.forward, which returns the mask [B, 1, S, T] of the keys that each query sees."""
     named, cache = arguments_of(original)
@@ -25,8 +25,6 @@ def without_loop(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         given = named(args, kwargs)
-        if not vars(self).get(attributes.IN_PIECES):
-            return original(self, **given)
         mask = given["attention_mask"]
         visible = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
         valid, counts = visible.any(1), visible.sum(-1)
@@ -69,18 +67,18 @@ def _selected(self: Any, hidden_states, position_embeddings, cache, valid, count
     starts = in_order[:, ::ratio]
     blocks = rotate(pooled, cos=_rows(cos, starts), sin=_rows(sin, starts), unsqueeze_dim=2).squeeze(2)
 
-    places = valid.cumsum(-1) - 1  # of keys among the valid ones
+    ranks = valid.cumsum(-1) - 1  # of keys among the valid ones, from 0
     selected = valid.new_empty(size, 1, num_queries, num_keys)
     step = piece_of(num_queries, self.index_n_heads * num_blocks + 4 * num_keys)
     for row in range(size):
         for first in range(0, num_queries, step):
             piece = slice(first, first + step)
-            own = _of_piece(self, q[row, piece], blocks[row], counts[row, piece], places[row])
+            own = _selected_piece(self, q[row, piece], blocks[row], counts[row, piece], ranks[row])
             selected[row, 0, piece] = own & valid[row]
     return selected
 
 
-def _of_piece(self: Any, q: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, places: torch.Tensor):
+def _selected_piece(self: Any, q: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, ranks: torch.Tensor):
     """Select keys for some queries q [C, heads, D] of a sequence, by its blocks [P, D]: [C, T]."""
     ratio, num_blocks = self.compress_ratio, len(blocks)
     complete = (counts // ratio).unsqueeze(1)
@@ -88,10 +86,10 @@ def _of_piece(self: Any, q: torch.Tensor, blocks: torch.Tensor, counts: torch.Te
     whole = torch.arange(num_blocks, dtype=torch.int64, device=q.device) < complete
     picks = scores.masked_fill_(~whole, -math.inf).topk(min(self.block_topk, num_blocks), dim=-1).indices
     picked = torch.zeros_like(whole).scatter_(1, picks, True) & whole
-    of_places = F.pad(picked.repeat_interleave(ratio, dim=1), (0, len(places) - num_blocks * ratio))
-    place = torch.arange(len(places), dtype=torch.int64, device=q.device)
-    of_places |= (place >= complete * ratio) & (place < counts.unsqueeze(1))
-    return of_places[:, places.clamp(min=0)]
+    by_rank = F.pad(picked.repeat_interleave(ratio, dim=1), (0, len(ranks) - num_blocks * ratio))
+    rank = torch.arange(len(ranks), dtype=torch.int64, device=q.device)
+    by_rank |= (rank >= complete * ratio) & (rank < counts.unsqueeze(1))
+    return by_rank[:, ranks.clamp(min=0)]
 
 
 def _rows(matrices: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

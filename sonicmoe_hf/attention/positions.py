@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class LastAnswer(Generic[T]):
-    """What was computed of the last tensor, kept for a model's other layers, which are given the same one, because it
-    waits for the GPU. A tensor of inference_mode has no version that would show a change in place, so its is computed
-    for every layer."""
+    """Caches what was computed from the last tensor, for a model's other layers, which are given the same tensor: the
+    computation waits for the GPU. A tensor of inference_mode has no version that would show a change in place, so it is
+    computed for every layer."""
 
     def __init__(self) -> None:
         self._of: weakref.ref | None = None
@@ -25,7 +25,7 @@ class LastAnswer(Generic[T]):
         self._answer: Any = None
 
     def get(self, tensor: torch.Tensor, batch_size: int, compute: Callable[[], T]) -> T:
-        """Return what `compute` returns, of now or of the last call with the same tensor as it is now."""
+        """Call `compute`, unless the last call had the same tensor, unchanged: then return what it returned."""
         if tensor.is_inference():
             return compute()
         state = tensor._version, batch_size
@@ -49,12 +49,13 @@ def are_packed(given: dict[str, Any]) -> bool:
     """Tell whether a layer's position_ids [B, S], if it has any, begin sequences inside a row."""
     position_ids = given.get("position_ids")
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 2 or is_tracing(position_ids):
-        return False  # where something traces, nobody knows
+        return False  # a tracer knows no values
     return starts_of(position_ids, position_ids.shape[0]) is not None
 
 
 def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
-    """Compute `sequence_starts` of them, kept for the model's other layers; torch.compile keeps one of their ops."""
+    """Compute the `sequence_starts` of position_ids, once for all layers of a model; a graph of torch.compile has one of
+    the layers' ops for it."""
 
     def compute():
         return sequence_starts(begins_of(position_ids, batch_size))

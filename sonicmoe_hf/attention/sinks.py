@@ -7,7 +7,7 @@ With o and l from flash attention over the keys, and s the head's sink:
     are the softmax with the sink and its delta: so dq, dk and dv are exact
     ds = -sum over tokens of exp(s - L) * delta'
 
-Kept for backward: q, k, v, the sinks, o' (the result) and L. Letters as in flash.py.
+Saved for backward: q, k, v, the sinks, o' (the result) and L. Letters as in flash.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ class AttentionInputs(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences that a query sees, besides `AttentionOptions`; at most one of three. mask, on a CPU, is added to
-    scores, and says all. flags, for the CUDA kernels: of a padded batch, uint8 [B, S] (packing.py). starts_q and
-    starts_k, for them too: of packed sequences, which go on from one row of the batch to the next, int32 [sequences
-    + 1]; starts_k None where it is the same, and then starts_q on a CPU may go on with the number of tokens."""
+    """The keys that a query may see beside what `AttentionOptions` says, in one of three forms, or all None.
+
+    mask: for a CPU, added to the scores; it contains what the options say. flags: for the CUDA kernels, of a padded
+    batch, uint8 [B, S] (packing.py). starts_q, starts_k: for the CUDA kernels, where packed sequences begin and end,
+    int32 [sequences + 1], which may go on from one row of the batch to the next. Where starts_k is None it is starts_q,
+    which on a CPU may repeat the number of tokens at its end.
+    """
 
     mask: torch.Tensor | None = None
     flags: torch.Tensor | None = None
@@ -44,8 +47,9 @@ class Sequences(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The options. scale of the scores; causal and window as flash.Visible has them; the lengths of the longest packed
-    sequences, or 0 where they are to be read from the starts; torch_op.SOURCE."""
+    """The options of attention. scale: of the scores. causal, window: as flash.Visible has them. max_q, max_k: lengths of
+    the longest packed sequences, 0 where they are read from the starts. source: a digest of our code, by which
+    torch.compile's cache on disk tells graphs of other versions apart (torch_op.SOURCE)."""
 
     scale: float
     causal: bool
@@ -65,7 +69,7 @@ def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[t
 def _sides(
     inputs: AttentionInputs, sequences: Sequences, options: AttentionOptions
 ) -> tuple[Side | None, Side | None, flash.Visible]:
-    """Return the packed queries and keys, or None where the batch stays as it is, and the keys that each query sees."""
+    """Make the packed queries and keys, None where the batch stays as it is, and find the keys that each query sees."""
     q, k = inputs.query, inputs.key
     visible = flash.Visible(options.causal, options.window, mask=sequences.mask)
     if sequences.flags is not None:
@@ -99,12 +103,12 @@ def _has_nothing(inputs: AttentionInputs) -> bool:
 
 
 def _add_sinks(o: torch.Tensor, l: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute o' in one piece of memory, and L."""
+    """Compute o', contiguous, and L."""
     s = sinks.to(l.dtype)[:, None]
-    l = l.masked_fill_(l == torch.inf, -torch.inf)  # what the CUDA kernels say of a query without keys
+    l = l.masked_fill_(l == torch.inf, -torch.inf)  # the CUDA kernels give +inf to a query without keys
     with_sink = torch.logaddexp(l, s)
-    share = torch.exp(l - with_sink).transpose(-1, -2).unsqueeze(-1)
-    return torch.mul(o, share, out=o.new_empty(o.shape)), with_sink
+    weight_of_keys = torch.exp(l - with_sink).transpose(-1, -2).unsqueeze(-1)
+    return torch.mul(o, weight_of_keys, out=o.new_empty(o.shape)), with_sink
 
 
 def _sink_gradient(do, o, l, sinks) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.attention import linear, models
-from sonicmoe_hf.attention.models import NAME
+from sonicmoe_hf.attention.names import TORCH_SINKS
 from sonicmoe_hf.tools.cli.doctor import examine
 from sonicmoe_hf.tools.random_models import random_model, random_packed_model
 
@@ -42,9 +42,9 @@ def attention(folder, **options):
 @pytest.mark.parametrize(
     ("capability", "options", "taken"),
     [
-        ((9, 0), {}, NAME),
-        ((8, 0), {}, NAME),
-        ((8, 0), {"dtype": torch.float16}, NAME),
+        ((9, 0), {}, TORCH_SINKS),
+        ((8, 0), {}, TORCH_SINKS),
+        ((8, 0), {"dtype": torch.float16}, TORCH_SINKS),
         ((8, 0), {"dtype": torch.float64}, "eager"),
         ((9, 0), {"dtype": torch.float32}, "eager"),
         ((9, 0), {"attn_implementation": "eager"}, "eager"),
@@ -63,9 +63,9 @@ def test_models_with_sinks_get_them_on_gpus_since_the_a100_in_16_bits(
 
 def test_models_with_random_weights_get_them_too(folder, on_a_gpu, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert random_model(str(folder), **HALF).config._attn_implementation == NAME
+    assert random_model(str(folder), **HALF).config._attn_implementation == TORCH_SINKS
     config = AutoConfig.from_pretrained(folder)
-    for given, taken in ((None, NAME), ("eager", "eager")):
+    for given, taken in ((None, TORCH_SINKS), ("eager", "eager")):
         model = random_packed_model(config, None, device="cpu", attn_implementation=given, **HALF)
         assert model.config._attn_implementation == taken
 
@@ -82,7 +82,7 @@ def test_other_models_keep_sdpa(tmp_path, on_a_gpu):
 
 def test_doctor_says_which_attention_and_warns_of_flash_attention_without_sinks(folder, on_a_gpu):
     taken, warning = examine(str(folder))["attention"]
-    assert f'takes attn_implementation="{NAME}"' in taken
+    assert f'takes attn_implementation="{TORCH_SINKS}"' in taken
     assert warning.startswith("warning") and "leave them out without an error" in warning
 
 
@@ -96,11 +96,11 @@ def test_doctor_says_nothing_of_models_without_sinks(tmp_path):
     assert examine(str(tmp_path))["attention"] == []
 
 
-@pytest.mark.parametrize("model_type", models.IN_PIECES)
+@pytest.mark.parametrize("model_type", models.PIECES_WITH_SINKS)
 def test_of_models_that_choose_keys_the_reason_is_said(model_type):
     config = SimpleNamespace(model_type=model_type, get_text_config=lambda: config)
     (sentence,) = models.describe_attention(SimpleNamespace(config=config))
-    assert models.IN_PIECES[model_type] in sentence
+    assert models.PIECES_WITH_SINKS[model_type] in sentence
 
 
 @pytest.mark.pinned

@@ -116,7 +116,7 @@ def test_an_indexer_of_minimax_m3_takes_a_piece_of_the_memory_at_16384_tokens():
 
 
 def visible_by(kind, size, queries, keys):
-    """Return a mask [B, 1, S, T] of what queries at the end see."""
+    """Make a mask [B, 1, S, T] of what queries at the end see."""
     visible = torch.ones(size, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
     if kind == "right":
         visible[1, :, :, keys - 5 :] = False

@@ -21,7 +21,8 @@ from transformers.masking_utils import create_causal_mask
 
 from sonicmoe_hf import compile_layers
 from sonicmoe_hf.attention import flash
-from sonicmoe_hf.attention.models import IN_PIECES, NAME, SUPPORTED
+from sonicmoe_hf.attention.models import PIECES_WITH_SINKS, SUPPORTED
+from sonicmoe_hf.attention.names import TORCH_SINKS
 
 TOLERANCE = 1e-5
 HERE = [name for name in CHANGES if name in transformers.CONFIG_MAPPING]
@@ -41,7 +42,7 @@ def both(model, batch):
     ours = results(model, batch)
     model.set_attn_implementation("eager")
     theirs = results(model, batch) if "attention_mask" in batch else results_apart(model)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(TORCH_SINKS)
     return ours, theirs
 
 
@@ -71,7 +72,7 @@ def test_every_model_of_transformers_that_passes_sinks_is_known():
         for path in folder.glob("*/modeling_*.py")
         if re.search(r"^\s+s_aux=", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    known = {*SUPPORTED, *(name.removesuffix("_text") for name in IN_PIECES)}
+    known = {*SUPPORTED, *(name.removesuffix("_text") for name in PIECES_WITH_SINKS)}
     assert passing <= known, "decide about them in sonicmoe_hf/attention/models.py"
     assert set(CHANGES) == set(SUPPORTED)
 
@@ -260,7 +261,7 @@ def test_logits_with_a_cache_that_is_filled_in_pieces(kernels, model_type, kind)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         whole = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(TORCH_SINKS)
         cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=16)
         pieces, start = [], 0
         for size in (3, 2, *[1] * 8):
@@ -315,4 +316,4 @@ def test_on_cuda_masks_of_the_model_s_own_are_refused(monkeypatch):
             create_causal_mask(model.config, embeds, None, None, **own)
         model.config._attn_implementation = "eager"
         assert create_causal_mask(model.config, embeds, None, None, **own).shape == (1, 1, 5, 5)
-        model.config._attn_implementation = NAME
+        model.config._attn_implementation = TORCH_SINKS

@@ -9,7 +9,7 @@ from helpers.small_families import CHANGES, DEEPSEEK_V4, families_here, small_mo
 import sonicmoe_hf
 from sonicmoe_hf.attention import deepseek_v4, pieces
 from sonicmoe_hf.attention.models import choose_attention
-from sonicmoe_hf.attention.piecewise import NAME
+from sonicmoe_hf.attention.names import TORCH_PIECES
 from sonicmoe_hf.private.replaced import put_back
 
 M3 = {"index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1, "index_n_heads": 2}
@@ -67,7 +67,7 @@ def test_logits_and_gradients_are_those_of_eager_attention(family, kind, monkeyp
     model, batch = model_of(family), batch_of(kind)
     expected = step(model, batch)
     choose_attention(model)
-    assert model.config.get_text_config()._attn_implementation == NAME
+    assert model.config.get_text_config()._attn_implementation == TORCH_PIECES
     for gathered_from in (2, 100):
         monkeypatch.setattr(deepseek_v4, "GATHERED_FROM", gathered_from)
         found = step(model, batch)
@@ -101,7 +101,7 @@ def test_adapters_checkpointed_layers_and_autocast(monkeypatch):
     expected = step(model, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         eager = step(model, batch)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(TORCH_PIECES)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     found = step(model, batch)
@@ -115,7 +115,7 @@ def test_adapters_checkpointed_layers_and_autocast(monkeypatch):
 
 def test_what_it_does_not_compute_is_said():
     model, batch = model_of("deepseek_v4"), batch_of("full")
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(TORCH_PIECES)
     four = torch.ones(2, 1, 37, 37, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="no 4-D masks of one's own"):
         model(input_ids=batch["input_ids"], attention_mask=four)
@@ -124,7 +124,7 @@ def test_what_it_does_not_compute_is_said():
         model(**batch, output_attentions=True)
     model.set_attn_implementation("eager")
     assert model(**batch, output_attentions=True).attentions[0].shape[-2] == 37
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(TORCH_PIECES)
     put_back(type(model.model.layers[0].self_attn), "forward")
     with pytest.raises(ValueError, match=r"sonicmoe_hf\.patch_model patched"):
         model(**batch)

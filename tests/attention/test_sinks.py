@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from sonicmoe_hf.attention.implementation import sinks_attention_forward
 from sonicmoe_hf.attention.mask import sinks_mask
-from sonicmoe_hf.attention.models import NAME
+from sonicmoe_hf.attention.names import TORCH_SINKS
 from sonicmoe_hf.attention.packing import sequence_starts, sides_of
 from sonicmoe_hf.attention.positions import starts_of
 from sonicmoe_hf.attention.sinks import AttentionInputs, AttentionOptions, Sequences, attention_with_sinks
@@ -293,10 +293,10 @@ class ChoosesKeys(Attention):
 
 REFUSALS = {
     "dropout": ({"dropout": 0.1}, "takes no dropout=0.1: load the model with attention_dropout=0.0"),
-    "output_attentions": ({"output_attentions": True}, f'{NAME} takes no output_attentions.*"eager"'),
+    "output_attentions": ({"output_attentions": True}, f'{TORCH_SINKS} takes no output_attentions.*"eager"'),
     "cache": ({"cache": object()}, "takes no cache"),
     "softcap": ({"softcap": 30.0}, "takes no softcap"),
-    "chosen keys": ({"module": ChoosesKeys()}, f"{NAME}.*deepseek_v4.*compressed keys"),
+    "chosen keys": ({"module": ChoosesKeys()}, f"{TORCH_SINKS}.*deepseek_v4.*compressed keys"),
 }
 
 

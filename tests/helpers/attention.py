@@ -4,7 +4,7 @@ import torch
 from helpers.models import GROUPED, SHARED, VOCABULARY, gradients_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from sonicmoe_hf.attention.models import NAME
+from sonicmoe_hf.attention.names import TORCH_SINKS
 
 WINDOW = 4
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -34,8 +34,8 @@ CHANGES = {
 }
 
 
-def build(model_type="gpt_oss", implementation=NAME, dtype=None, device="cpu", experts="eager", **changes):
-    """Return a model in training mode with sinks that matter: at the usual initialisation of 0.02 they all are the same."""
+def build(model_type="gpt_oss", implementation=TORCH_SINKS, dtype=None, device="cpu", experts="eager", **changes):
+    """Build a model in training mode with sinks that matter: at the usual initialisation of 0.02 they all are the same."""
     torch.manual_seed(0)
     options = {**COMMON, **CHANGES[model_type], **changes}
     if model_type == "openai_privacy_filter":
@@ -76,7 +76,7 @@ def inputs(padding=None, rows=3, length=13, num_labels=VOCABULARY, device="cpu")
 
 
 def packed(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="cpu"):
-    """Return one row of packed sequences, told by position_ids, and as data collators do by cu_seq_lens too."""
+    """Make one row of packed sequences, told by position_ids, and as data collators do by cu_seq_lens too."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -91,13 +91,13 @@ def packed(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="
 
 
 def apart(lengths=(5, 1, 9)):
-    """Return the sequences of `packed` as batches of their own."""
+    """Split the sequences of `packed` into batches of their own."""
     parts = {name: tensor.split(lengths, 1) for name, tensor in packed(lengths).items()}
     return [dict(zip(parts, each)) for each in zip(*parts.values())]
 
 
 def results(model, batch):
-    """Return loss, logits of real tokens, and every gradient, of one step."""
+    """Compute loss, logits of real tokens, and every gradient, of one step."""
     model.zero_grad(set_to_none=True)
     out = model(**batch, use_cache=False) if "privacy" not in model.config.model_type else model(**batch)
     out.loss.backward()

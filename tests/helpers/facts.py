@@ -49,7 +49,7 @@ FACTS = [
     Fact("sonicmoe_hf.lora.names", ("TAKEN_FOR_EXPERTS",), "peft", "0.21.2", "2026-11-26"),
     Fact(CONFIG, ("MODULES_ALONE", "INITS_OF_MODULES"), "peft", "0.21.2", "2026-11-28"),
     Fact(CONFIG, ("READ_PAST",), "transformers", "5.24.0", "2026-11-28"),
-    Fact("sonicmoe_hf.attention.models", ("SUPPORTED", "IN_PIECES"), "transformers", "5.24.0", "2026-11-28"),
+    Fact("sonicmoe_hf.attention.models", ("SUPPORTED", "PIECES_WITH_SINKS"), "transformers", "5.24.0", "2026-11-28"),
     Fact("sonicmoe_hf.tools.planning.sizes", ("MIXERS", "TOP_K"), "transformers", "5.24.0", "2026-11-28"),
     Fact("sonicmoe_hf.tools.planning.ways", ("LIGER",), "liger_kernel", "0.8.5", "2026-11-28"),
     Fact("sonicmoe_hf.compiling.liger_tracing", ("FUNCTIONS",), "liger_kernel", "0.8.5", "2026-11-28"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...attention.models import IN_PIECES as FP32_SCORES  # their sinks stay in fp32, and so all scores are
+from ...attention.models import PIECES_WITH_SINKS as FP32_SCORES  # their sinks stay in fp32, and so all scores are
 from ...attention.models import has_sinks, takes_pieces
 from ...checkpoints.reading.config_only import build_on_meta
 from ...checkpoints.reading.stored import quantization_of

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ...attention.names import TORCH_PIECES, TORCH_SINKS
 from ...errors import UnsupportedModelError
 from ...kernels.packed import FORMATS
 from .memory import GIB, Memory, expanded_bytes, memory, stored_bytes
@@ -19,8 +20,6 @@ SEQUENCE = 4096  # the longest, unless asked otherwise
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
 CONTEXT = 1.0  # GiB of CUDA's context and of NCCL's buffers
 GAPS = 1.05  # of what the allocator reserves for what is allocated: 1.01 to 1.05 on one GPU in results/recipes.csv
-IN_PIECES = "torch_pieces"  # what from_pretrained takes for models whose keys are chosen for each query
-ATTENTION_WITH_SINKS = "torch_sinks"  # what from_pretrained takes for bf16 weights on a GPU
 LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger 0.8 has kernels
     (
         "deepseek_v2",
@@ -146,10 +145,10 @@ def ways_of(
     planned = []
     for training in _trainings(sizes, gpus, *in_sequences(tokens, sequence)):
         if method in (None, training.method):
-            if sizes.in_pieces:
-                training = replace(training, attention=IN_PIECES)
+            if sizes.in_pieces:  # as from_pretrained chooses; of sinks with bf16 weights on a GPU
+                training = replace(training, attention=TORCH_PIECES)
             elif sizes.has_sinks and _is_loaded_in_bf16(training):
-                training = replace(training, attention=ATTENTION_WITH_SINKS)
+                training = replace(training, attention=TORCH_SINKS)
             planned.append(Way(Step(sizes, training), gpu_memory))
     packed = [way for way in planned if way.training.method == "qlora"]
     if not any(way.fits for way in packed):
@@ -212,8 +211,8 @@ def usual(sizes: ModelSizes, ways: list[Way]) -> list[Way]:
 
 
 def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
-    """Choose what is shown, from all weights in fp32 to experts rounded the most: (of each kind the first way that fits;
-    of kinds of which none fits, the smallest way)."""
+    """Choose the ways to show, from all weights in fp32 to experts rounded the most: (of each kind the first way that
+    fits; of kinds of which none fits, the smallest way)."""
     ways = sorted(ways, key=_distance)
     kinds: dict[str, list[Way]] = {}
     for way in ways:
