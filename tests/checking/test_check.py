@@ -55,7 +55,7 @@ def check_server(place, capsys, served):
 
 
 def tuned(place, change=None):
-    """Return the base with the adapter, in which `change` may write."""
+    """Make the base with the adapter, in which `change` may write."""
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place.base), place.adapter).eval()
     if change is not None:
         with torch.no_grad():

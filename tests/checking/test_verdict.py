@@ -7,7 +7,7 @@ import torch
 
 from sonicmoe_hf.checkpoints.writing.rounding_effects import TO_NEAREST
 from sonicmoe_hf.tools.checking.hypotheses import EXPERTS, LEFT_OUT, Hypothesis
-from sonicmoe_hf.tools.checking.verdict import ENOUGH, Reference, judge
+from sonicmoe_hf.tools.checking.verdict import MIN_TOKENS, Reference, judge
 
 pytestmark = pytest.mark.pinned
 TOKENS = 1000
@@ -89,7 +89,7 @@ def test_a_part_whose_share_is_not_known_has_none(parts):
     assert verdict.shares["experts"] is None and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize(("tokens", "kind"), [(ENOUGH - 1, "cannot tell"), (ENOUGH, "applied")])
+@pytest.mark.parametrize(("tokens", "kind"), [(MIN_TOKENS - 1, "cannot tell"), (MIN_TOKENS, "applied")])
 def test_few_tokens_get_no_verdict(tokens, kind, parts):
     experts, rest, _ = (part[:tokens] for part in parts)
     verdict = judge(experts + rest, reference(experts, rest))

@@ -15,16 +15,17 @@ from ...checkpoints.writing.companions import has_tokenizer
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
 from .models import Loading, adapted, scores_of
-from .places import Observation, observed_adapted, observed_by_server, observed_merged
+from .places import Observation, observe_adapted, observe_merged, observe_server
 from .server import Server
 from .texts import NUM_TEXTS, Text, texts_for
 from .trained_adapter import JudgedPlace, TrainedAdapter
 
-MORE = 4  # times as many texts, where those of the first time do not tell
+MORE = 4  # times as many texts, where the first NUM_TEXTS leave a verdict open
 
 
 class Check(NamedTuple):
-    """The result of a check. change: mean |difference| of log p between adapter and base; tokens: of how many."""
+    """The result of a check. change: mean |difference| of log p between adapter and base; tokens: how many it is the mean
+    of."""
 
     change: float
     tokens: int
@@ -69,12 +70,12 @@ def check_adapter(
     texts = texts_for(tokenizer, text, MORE * NUM_TEXTS)
     client = None if server is None else Server(server, tokenizer)
 
-    def asked(texts: list[Text]) -> list[Observation]:
-        return [] if client is None else list(observed_by_server(client, model, texts, say))
+    def observe_texts(texts: list[Text]) -> list[Observation]:
+        return [] if client is None else list(observe_server(client, model, texts, say))
 
-    served = asked(texts[:NUM_TEXTS])
-    places = list(observed_merged(base_folder, merged, loading, texts, say))  # one model is in memory at a time
-    unpacked = None  # the base as it is stored, into which an adapter of packed experts may have been merged
+    served = observe_texts(texts[:NUM_TEXTS])
+    places = list(observe_merged(base_folder, merged, loading, texts, say))  # one model is in memory at a time
+    unpacked = None  # the base's scores as it is stored: an adapter of packed experts may have been merged into that
     if loading.experts_quantization is not None and any(each.dtype is not None for each in places):
         say(f"loading {base} as it is stored")
         unpacked = scores_of(loading._replace(experts_quantization=None).model(base_folder), texts, base)
@@ -85,13 +86,13 @@ def check_adapter(
         places = [each.with_nearer_base(unpacked, packed) for each in places]
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
-        places += observed_adapted(trained, base_folder, in_other_forms, texts, new, say)
+        places += observe_adapted(trained, base_folder, in_other_forms, texts, new, say)
         with adapted(trained, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
             reference, used = TrainedAdapter(wrapped, biases, trained.dtype, say), texts[:NUM_TEXTS]
-            results = [reference.check(each) for each in [*served, *(each.of_first(NUM_TEXTS) for each in places)]]
+            results = [reference.check(each) for each in [*served, *(each.first_texts(NUM_TEXTS) for each in places)]]
             if any(result.is_unknown for result in results) and len(texts) > NUM_TEXTS:
                 say("asking for more texts")
-                results, used = [reference.check(each) for each in [*asked(texts), *places]], texts
+                results, used = [reference.check(each) for each in [*observe_texts(texts), *places]], texts
             change = reference.change(used)
     results.sort(key=lambda each: folders.index(each.place) if each.place in folders else -1)
     return Check(change.abs().mean().item(), len(change), results)

@@ -17,14 +17,13 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from ...adapters.adapter import is_interleaved
 from ...layer.experts_module import has_gate, is_experts, weight_names
 
-LEFT_OUT = "left out"  # the kind of hypotheses that a part of the adapter is missing
-MISREAD = "misread"
-SCALED_PART = "scaled"
+# kinds of hypotheses: a part of the adapter is missing, read in another way, or at another scale
+LEFT_OUT, MISREAD, SCALED = "left out", "misread", "scaled"
 ALL = "the adapter"
 LORA = "its LoRA"
 BIASES = "its biases"
 EXPERTS, REST = "its experts", "what is beside its experts"
-KNOWN = {  # remedies
+REMEDIES = {
     EXPERTS: "the engine takes no adapters of experts, or not in this form; convert (--layout) or merge it",
     "kv_b_proj": "vLLM decodes without the adapter of this layer; merge it",
 }
@@ -33,13 +32,15 @@ OTHER_COLUMN_ORDER = (
     "sonicmoe-hf convert ADAPTER DST --layout hub"
 )
 OTHER_ROW_ORDER = "gate's and up's rows of lora_B read in the other order (halves, or in turn)"
-SCALES = "without its alpha_pattern and rsLoRA: scaled by lora_alpha / rank"
+OTHER_SCALE = "without its alpha_pattern and rsLoRA: scaled by lora_alpha / rank"
 
 
 class AdaptedLayer(NamedTuple):
-    """A layer that the adapter is on. target: the last part of what is adapted, a layer's name or a parameter's.
+    """A layer that the adapter is on.
 
-    experts: the module, where it adapts a weight of experts. number: of the decoder layer; "" outside those."""
+    target: the last component of the adapted module's or parameter's name. experts: the module, where the layer adapts a
+    weight of experts. number: of the decoder layer; "" outside those.
+    """
 
     wrapper: Any
     adapter: str
@@ -49,29 +50,29 @@ class AdaptedLayer(NamedTuple):
 
     @property
     def b(self) -> torch.Tensor:
-        """lora_B."""
+        """Read lora_B."""
         return self.wrapper.lora_B[self.adapter].weight
 
     @property
     def rank(self) -> int:
-        """r, of each expert."""
+        """Read r, of each expert where it adapts experts."""
         return self.wrapper.r[self.adapter]
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """Read the factor of B A."""
         return self.wrapper.scaling[self.adapter]
 
     @property
     def is_gate_up(self) -> bool:
-        """Tell whether it adapts experts' gate and up."""
+        """Tell whether the layer adapts experts' gate and up."""
         return self.experts is not None and has_gate(self.experts) and self.target == weight_names(self.experts)[0]
 
 
 class Whole(NamedTuple):
-    """Module or tensor that an adapter brings trained whole, beside LoRA.
+    """A module or tensor that was trained whole, beside LoRA.
 
-    switch: puts what was trained (True) or the base's in place.
+    switch: sets it to the trained values (True) or the base's (False).
     """
 
     name: str
@@ -79,10 +80,10 @@ class Whole(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """The adapter under another reading.
+    """A hypothesis of what a place computes instead of the adapter.
 
-    change: what is in lora_B's place, in a layer; None where it is the same. left_out: tells of a name whether what was
-    trained whole under it is missing. number: of the decoder layer that alone is changed; "" of others.
+    change: computes the lora_B that the place has in a layer; None where it is the adapter's. left_out: tells of a
+    Whole's name whether the place lacks it. number: of the decoder layer, where only one is changed; otherwise "".
     """
 
     kind: str
@@ -92,9 +93,9 @@ class Hypothesis(NamedTuple):
     number: str = ""
 
     @contextmanager
-    def holds(self, layers: list[AdaptedLayer], wholes: list[Whole]) -> Iterator[None]:
-        """Change the adapter inside the block."""
-        kept = [layer.b.data for layer in layers]
+    def simulated(self, layers: list[AdaptedLayer], wholes: list[Whole]) -> Iterator[None]:
+        """Change the model's adapter inside the block to what the hypothesis says."""
+        originals = [layer.b.data for layer in layers]
         switched = [whole for whole in wholes if self.left_out(whole.name)]
         try:
             for layer in layers:
@@ -104,7 +105,7 @@ class Hypothesis(NamedTuple):
                 whole.switch(False)
             yield
         finally:
-            for layer, b in zip(layers, kept):
+            for layer, b in zip(layers, originals):
                 layer.b.data = b
             for whole in switched:
                 whole.switch(True)
@@ -125,7 +126,7 @@ def layers_of(model: Any) -> list[AdaptedLayer]:
 
 
 def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> list[Whole]:
-    """List the weights of a PEFT model's adapter that are trained whole: modules_to_save, tokens and biases.
+    """List what an adapter of a PEFT model has trained whole: modules_to_save, tokens and biases.
 
     biases: parameters that hold the adapter's biases, each with the base's values.
     """
@@ -133,8 +134,8 @@ def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]])
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             wholes.append(Whole(name.rpartition(".")[2], module.enable_adapters))
-    for bias, of_base in biases:
-        values = {True: bias.data, False: of_base}
+    for bias, base_values in biases:
+        values = {True: bias.data, False: base_values}
 
         def switch(on: bool, bias: torch.nn.Parameter = bias, values: dict[bool, torch.Tensor] = values) -> None:
             bias.data = values[on]
@@ -156,18 +157,18 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
         if name == ALL:
             continue
         members = [is_in(layer) for layer in layers]
-        if all(members) or members in seen:  # which is the base or all LoRA, or said by another name
+        if all(members) or members in seen:  # the base or all LoRA, or a group under another name
             continue
         seen.append(members)
         changed = {layer.number for layer, is_member in zip(layers, members) if is_member}
         number = changed.pop() if len(changed) == 1 else ""
-        hypotheses.append(Hypothesis(LEFT_OUT, name, scale_of(is_in, 0), number=number))
+        hypotheses.append(Hypothesis(LEFT_OUT, name, scaled_by(is_in, 0), number=number))
     names = list(dict.fromkeys(whole.name for whole in wholes))
     for name in names:
         if layers or len(names) > 1:
             hypotheses.append(Hypothesis(LEFT_OUT, name, lambda layer: None, partial(operator.eq, name)))
     if layers and wholes:
-        hypotheses.append(Hypothesis(LEFT_OUT, LORA, scale_of(lambda layer: True, 0)))
+        hypotheses.append(Hypothesis(LEFT_OUT, LORA, scaled_by(lambda layer: True, 0)))
         if len(names) > 1:
             everything = " and ".join(names)
             hypotheses.append(Hypothesis(LEFT_OUT, everything, lambda layer: None, lambda name: True))
@@ -177,24 +178,27 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
         hypotheses.append(Hypothesis(MISREAD, OTHER_ROW_ORDER, _in_other_rows))
     alpha = model.peft_config[model.active_adapter].lora_alpha
     if any(layer.scale != alpha / layer.rank for layer in layers):
-        hypotheses.append(Hypothesis(MISREAD, SCALES, lambda layer: layer.b.data * (alpha / layer.rank / layer.scale)))
+        hypotheses.append(
+            Hypothesis(MISREAD, OTHER_SCALE, lambda layer: layer.b.data * (alpha / layer.rank / layer.scale))
+        )
     return hypotheses
 
 
-def of_targets(layers: list[AdaptedLayer], number: str) -> list[Hypothesis]:
-    """List the hypotheses that one target of a decoder layer is left out. They are as many as a model has weights, so
-    those of a layer are asked for where something of it is missing."""
+def hypotheses_of_targets(layers: list[AdaptedLayer], number: str) -> list[Hypothesis]:
+    """List the hypotheses that one target of a decoder layer is left out. Over all layers they are as many as a model has
+    weights, so they are listed for a layer of which something is missing."""
     targets = dict.fromkeys(layer.target for layer in layers if layer.number == number)
-    if len(targets) == 1:  # which is the layer
+    if len(targets) == 1:  # leaving it out leaves out the layer
         return []
     return [
-        Hypothesis(LEFT_OUT, f"layer {number}'s {target}", scale_of(partial(_has, target, number), 0), number=number)
+        Hypothesis(LEFT_OUT, f"layer {number}'s {target}", scaled_by(partial(_has, target, number), 0), number=number)
         for target in targets
     ]
 
 
 def groups_of(layers: list[AdaptedLayer]) -> dict[str, Callable[[AdaptedLayer], bool]]:
-    """Group the layers as engines treat them, alike: all, those of each target, the experts' and the rest."""
+    """Group the layers that engines treat alike: all, those of each target, the experts' and the rest. By name, a test of
+    membership."""
     groups: dict[str, Callable[[AdaptedLayer], bool]] = {ALL: lambda layer: True}
     if any(layer.experts is not None for layer in layers) and any(layer.experts is None for layer in layers):
         groups[EXPERTS] = lambda layer: layer.experts is not None
@@ -220,13 +224,13 @@ def _has_experts_of(number: str, layer: AdaptedLayer) -> bool:
     return layer.number == number and layer.experts is not None
 
 
-def scale_of(is_in: Callable[[AdaptedLayer], bool], factor: float) -> Callable[[AdaptedLayer], torch.Tensor | None]:
-    """Return the change that scales the layers of a group."""
+def scaled_by(is_in: Callable[[AdaptedLayer], bool], factor: float) -> Callable[[AdaptedLayer], torch.Tensor | None]:
+    """Make the change of a hypothesis that scales lora_B in the layers of a group."""
     return lambda layer: layer.b.data * factor if is_in(layer) else None
 
 
 def _as_by_rank(layer: AdaptedLayer) -> torch.Tensor | None:
-    """Take columns that were written expert by expert for PEFT's, which stand rank by rank."""
+    """Read columns that were written expert by expert as PEFT's, which stand rank by rank."""
     return None if layer.experts is None else _turned(layer.b.data, 1, (layer.rank, -1))
 
 
@@ -236,7 +240,7 @@ def _as_by_expert(layer: AdaptedLayer) -> torch.Tensor | None:
 
 
 def _in_other_rows(layer: AdaptedLayer) -> torch.Tensor | None:
-    """Take gate's and up's rows, one half after the other, for rows in turn, or the reverse."""
+    """Read gate's and up's rows in the other order: as two halves where they alternate, or the reverse."""
     if not layer.is_gate_up:
         return None
     return _turned(layer.b.data, 0, (2, -1) if is_interleaved(layer.experts) else (-1, 2))

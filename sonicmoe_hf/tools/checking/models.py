@@ -23,7 +23,7 @@ from ...private.transformers import auto_class_of
 from ...registration import install_in_peft
 from .texts import NUM_TEXTS, Text
 
-Biases = list[tuple[torch.nn.Parameter, torch.Tensor]]  # a parameter, and the base's values of it
+Biases = list[tuple[torch.nn.Parameter, torch.Tensor]]  # parameters that an adapter changes, with the base's values
 Scores = dict[Text, torch.Tensor]  # [2, tokens] on the CPU: log p, and log p less that of the likeliest token
 
 
@@ -56,7 +56,7 @@ class Loading(NamedTuple):
 
 @torch.no_grad()
 def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
-    """Compute the scores of the texts' tokens from each one's `start` on.
+    """Compute the scores of each text's tokens from its `start` on.
 
     Raises:
         CheckpointError: the model of `place` has no such token, or its scores are not finite.
@@ -71,7 +71,7 @@ def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
         by_length.setdefault(len(text.ids), []).append(text)
     scores = {}
     lengths = by_length.values()  # without padding
-    for alike in (texts[at : at + NUM_TEXTS] for texts in lengths for at in range(0, len(texts), NUM_TEXTS)):
+    for alike in (texts[first : first + NUM_TEXTS] for texts in lengths for first in range(0, len(texts), NUM_TEXTS)):
         ids = torch.tensor([text.ids for text in alike], dtype=torch.int64, device=model.device)
         all_logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
         if all_logits is None or all_logits.shape[:-1] != ids.shape or all_logits.shape[-1] <= last:
@@ -90,9 +90,9 @@ def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
 
 @contextmanager
 def rounded(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Move each module's output by what rounding in `dtype` may, at random, inside the block.
+    """Change each module's output at random by as much as rounding in `dtype` may, inside the block.
 
-    Rounding a weight at random moves a product by the same share as rounding the product, so this stands for both.
+    Rounding a weight changes a product by the same relative error as rounding the product, so this stands for both.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -101,8 +101,8 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
             return output
         device = output.device
         generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
-        share = 2 * torch.rand(output.shape, generator=generator, dtype=torch.float32, device=device) - 1
-        return (output.float() * (1 + share * (torch.finfo(dtype).eps / 2))).to(output.dtype)
+        error = 2 * torch.rand(output.shape, generator=generator, dtype=torch.float32, device=device) - 1
+        return (output.float() * (1 + error * (torch.finfo(dtype).eps / 2))).to(output.dtype)
 
     leaves = [module for module in model.modules() if not any(module.children()) or is_experts(module)]
     hooks = [module.register_forward_hook(move) for module in leaves]
@@ -125,7 +125,8 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
 
 @contextmanager
 def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Iterator[tuple[Any, Biases]]:
-    """Put an adapter of any form on the model inside the block, by PEFT; gives its model, and the biases that it changes.
+    """Put an adapter of any form on the model inside the block, by PEFT; yields PEFT's model, and the biases that it
+    changes.
 
     base: the model's folder. new: a folder in which an adapter that PEFT would misread is written anew.
 
@@ -147,10 +148,10 @@ def adapted(model: PreTrainedModel, base: Path, adapter: Path, new: Path) -> Ite
         raise CheckpointError(f"PEFT cannot load {adapter / ADAPTER_CONFIG}: {error}") from error
     wrappers = {n: module for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
     try:
-        yield wrapped.eval(), [(p, of_base) for p, of_base in biases.values() if not p.data.equal(of_base)]
+        yield wrapped.eval(), [(p, base_values) for p, base_values in biases.values() if not p.data.equal(base_values)]
     finally:
-        for bias, of_base in biases.values():  # which PEFT writes into the base itself
-            bias.data = of_base
+        for bias, base_values in biases.values():  # PEFT has written an adapter's biases into the base itself
+            bias.data = base_values
         wrapped.unload()  # type: ignore[operator]
-        for name, wrapper in wrappers.items():  # in whose place PEFT leaves what was trained (modules_to_save)
+        for name, wrapper in wrappers.items():  # unload() leaves modules_to_save trained
             model.set_submodule(name, wrapper.original_module)

@@ -1,4 +1,4 @@
-"""Server: what a running OpenAI-compatible server says of texts, in the most telling of three forms that it has.
+"""Server: log-probabilities of texts by a running OpenAI-compatible server, in the first of three forms that it has.
 
 vLLM and SGLang give log-probabilities of a prompt; vLLM's CPU worker has none under an adapter, but those of tokens that
 it generates. `transformers serve` gives its greedy answers alone.
@@ -19,7 +19,7 @@ import torch
 from ...errors import CheckpointError
 from .texts import LENGTH, Text
 
-SECONDS = 600  # for one answer
+SECONDS = 600  # to wait for one answer
 GREEDY = {"max_tokens": LENGTH // 2, "temperature": 0}
 NOT_LISTED = (
     "It does not list {model!r}, only: {listed}. Servers leave out adapters that they cannot load, such as those of "
@@ -33,7 +33,7 @@ OTHER_TOKENS = (
 
 
 class NoAnswer(CheckpointError):
-    """A server's refusal, in its words."""
+    """Raised where a server refuses or does not answer; the message has its words."""
 
 
 class Server:
@@ -42,16 +42,16 @@ class Server:
     def __init__(self, url: str, tokenizer: Any):
         self.url, self.tokenizer = url.rstrip("/").removesuffix("/v1"), tokenizer
 
-    def ask(self, path: str, body: dict | None = None) -> dict:
-        """Get the JSON at a path, or what it answers to `body`. Raises NoAnswer."""
+    def request(self, path: str, body: dict | None = None) -> dict:
+        """Get the JSON at a path, or post `body` there and return the answer. Raises NoAnswer."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/v1/{path}", data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(2000).decode(errors="replace").split())
-            raise NoAnswer(f"{request.full_url} answers {error.code}: {said}") from error
+            reason = " ".join(error.read(2000).decode(errors="replace").split())
+            raise NoAnswer(f"{request.full_url} answers {error.code}: {reason}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, or no JSON
             raise NoAnswer(f"{request.full_url} does not answer: {error}") from error
         if not isinstance(answer, dict):
@@ -60,9 +60,10 @@ class Server:
 
     @cached_property
     def models(self) -> dict[str, str | None]:
-        """The names that it lists, with that of the model that each is an adapter of; none where it has no list."""
+        """List the names of models, each with the name of its base if it is an adapter; none where the server has no
+        list."""
         try:
-            listed = self.ask("models").get("data")
+            listed = self.request("models").get("data")
         except NoAnswer:
             return {}
         models = [each for each in _objects(listed) if isinstance(each.get("id"), str)]
@@ -75,16 +76,16 @@ class Server:
         return self.models.get(name) or (base if adapter and base in self.models else None)
 
     def observe(self, model: str, texts: list[Text]) -> tuple[list[Text], torch.Tensor | None]:
-        """Ask for the log-probabilities of texts' tokens, one after the other.
+        """Observe the log-probabilities of texts' tokens, one text after the other.
 
         Returns:
-            The texts, or what the server made of their beginnings; and the log-probabilities [tokens] by `model`, or
-            None where each token is said to be the model's first choice.
+            The texts, or what the server generated from their beginnings; and the log-probabilities [tokens] by `model`,
+            or None where all that is known is that each token is the model's first choice.
         Raises:
             NoAnswer: it refuses all three forms, or has no such model, or its texts do not tell their tokens.
         """
         refusals = []
-        for observe in (self._prompts, self._generated):
+        for observe in (self._score_prompt, self._score_generated):
             try:
                 answers = [observe(model, text) for text in texts]
             except NoAnswer as error:
@@ -92,7 +93,7 @@ class Server:
             else:
                 return [text for text, _ in answers], torch.cat([values for _, values in answers]).double()
         try:
-            texts = [known for text in texts if (known := self._choices(model, text)) is not None]
+            texts = [generated for text in texts if (generated := self._generate_greedily(model, text)) is not None]
         except NoAnswer as error:
             listed = ", ".join(self.models)
             if listed and model not in self.models:
@@ -103,17 +104,17 @@ class Server:
         return texts, None
 
     def _choice(self, **body: Any) -> dict:
-        """Ask for a completion. Returns its first choice, with the "usage" beside it."""
-        reply = self.ask("completions", body)
+        """Request a completion. Returns its first choice, with the "usage" added."""
+        reply = self.request("completions", body)
         return {**next(iter(_objects(reply.get("choices"))), {}), "usage": reply.get("usage")}
 
-    def _prompts(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
-        """Ask for what the model expects of the text itself."""
+    def _score_prompt(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
+        """Get the log-probabilities of the text itself, as a prompt."""
         choice = self._choice(model=model, prompt=text.ids, echo=True, logprobs=1, max_tokens=1, temperature=0)
         return text, self._values(choice, text)
 
-    def _generated(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
-        """Ask for an end of the text, and what the model expected of that."""
+    def _score_generated(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
+        """Let the model continue the text's first half, and get the log-probabilities of what it generates."""
         prompt = text.ids[: (len(text.ids) + 1) // 2]
         choice = self._choice(model=model, prompt=prompt, logprobs=1, return_token_ids=True, **GREEDY)
         generated = choice.get("token_ids") or ()
@@ -122,8 +123,9 @@ class Server:
         text = Text((*prompt, *generated), len(prompt))
         return text, self._values(choice, text._replace(start=0, ids=tuple(generated)))
 
-    def _choices(self, model: str, text: Text) -> Text | None:
-        """Ask for an end of the text, as text; None where it was generated as other tokens than the tokenizer's."""
+    def _generate_greedily(self, model: str, text: Text) -> Text | None:
+        """Let the model continue the text's first half greedily, and tokenize the answer; None where it was generated as
+        other tokens."""
         prompt = self.tokenizer.decode(text.ids[: (len(text.ids) + 1) // 2], skip_special_tokens=True)
         choice = self._choice(model=model, prompt=prompt, **GREEDY)
         answer, usage = choice.get("text") or "", choice["usage"]
@@ -158,5 +160,5 @@ def _is_token(value: Any) -> TypeGuard[int]:
 
 
 def _objects(listed: Any) -> list[dict]:
-    """Return the objects in a list that a server gives; none where it is no list."""
+    """Select the objects in a server's list; none where it is no list."""
     return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []

@@ -17,7 +17,7 @@ DOCUMENTED = statistics, socketserver, argparse, copy  # whose documentation is 
 
 
 class Text(NamedTuple):
-    """Tokens, of which those from `start` on are compared, each by what is expected after those before it."""
+    """A text's tokens. Those from `start` on are compared, each by its log-probability after the tokens before it."""
 
     ids: tuple[int, ...]
     start: int = 1
