@@ -29,7 +29,7 @@ class EditableWheel(editable_wheel):
 
 
 def readme():
-    """Return README.md with links to the repository, since an index has its text alone."""
+    """Read README.md, with links to the repository, since an index has its text alone."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     repository = re.search(r'^Repository = "(.+)"', project, re.MULTILINE)[1]
     files = repository.replace("github.com", "raw.githubusercontent.com")

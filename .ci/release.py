@@ -1,4 +1,4 @@
-"""Reads what a release needs of the repository: the version of sonicmoe_hf/__init__.py and the notes of CHANGELOG.md.
+"""The facts of a release in the repository: the version of sonicmoe_hf/__init__.py and the notes of CHANGELOG.md.
 
 python .ci/release.py version                   # prints it
 python .ci/release.py check refs/tags/v0.1.0    # exits with 1 where the tag, or the CHANGELOG's entry, is another's
@@ -19,7 +19,7 @@ TAG = "refs/tags/v"
 
 
 def version(root: Path) -> str:
-    """Return the version, which stands in sonicmoe_hf/__init__.py alone."""
+    """Read the version, which stands in sonicmoe_hf/__init__.py alone."""
     found = VERSION.search((root / "sonicmoe_hf" / "__init__.py").read_text(encoding="utf-8"))
     if found is None:
         raise SystemExit("sonicmoe_hf/__init__.py has no __version__")
@@ -27,7 +27,7 @@ def version(root: Path) -> str:
 
 
 def entry(root: Path) -> tuple[str, str]:
-    """Return the CHANGELOG's entry of the version: what its heading says of the date, and its text."""
+    """Read the CHANGELOG's entry of the version: what its heading says of the date, and its text."""
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     found = re.search(
         rf"^## \[{re.escape(version(root))}\] - ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL

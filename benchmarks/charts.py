@@ -76,7 +76,7 @@ STEP = Chart(
 
 
 def read_medians(path: Path, chart: Chart) -> tuple[dict[tuple[str, str, str, str], float], dict[str, str]]:
-    """Return (config, launch, contender, metric) -> median of the chart's rows; and the columns that say where they
+    """Read (config, launch, contender, metric) -> median of the chart's rows; and the columns that say where they
     come from.
 
     Raises:

@@ -49,13 +49,13 @@ WITHOUT_COMMIT = {"quality_corpus.csv"}  # a list of packages
 
 @cache
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV."""
+    """Read the rows of a CSV."""
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def conditions(text: str) -> tuple[dict[str, str], list[str]]:
-    """Return (column -> value, names) of `config=7B; ms, peak_GiB`."""
+    """Parse (column -> value, names) of `config=7B; ms, peak_GiB`."""
     filters, names = {}, []
     for part in filter(None, map(str.strip, text.split(";"))):
         if "=" in part:
@@ -67,7 +67,7 @@ def conditions(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def value_of(folder: Path, name: str, filters: dict[str, str]) -> float:
-    """Return a column, or the median of a metric, of the rows of the file `csv` that meet the other conditions.
+    """Look up a column, or the median of a metric, of the rows of the file `csv` that meet the other conditions.
 
     Raises:
         ValueError: no row, or several with different values and no name of how to take them together.
@@ -91,7 +91,7 @@ def value_of(folder: Path, name: str, filters: dict[str, str]) -> float:
 
 
 def values_of(folder: Path, outer: dict[str, str], cell: str) -> list[float]:
-    """Return the figures of a cell. outer: the conditions of its row and table."""
+    """List the figures of a cell. outer: the conditions of its row and table."""
     first, _, second = cell.partition(" ÷ ")
     filters, names = conditions(first)
     filters = {**outer, **filters}
@@ -104,7 +104,7 @@ def values_of(folder: Path, outer: dict[str, str], cell: str) -> list[float]:
 
 
 def rounded(written: str, value: float) -> str:
-    """Return the value as the cell has its figure; as it is if that is the value, rounded either way at half a unit."""
+    """Round the value as the cell has its figure; as it is if that is the value, rounded either way at half a unit."""
     unit = UNITS.get(written[-1], 1.0)
     digits = written.rstrip("k%")
     decimals = len(digits.partition(".")[2])
@@ -117,7 +117,7 @@ def rounded(written: str, value: float) -> str:
 
 
 def cell_with(cell: str, values: list[float]) -> str:
-    """Return the cell with these values in the place of its figures.
+    """Put these values into the cell in place of its figures.
 
     Raises:
         ValueError: it has another number of figures.

@@ -21,7 +21,7 @@ LISTED = re.compile(rf"{HEAD}\n(?:- .*\n)+\n")
 
 
 def later_commits(root: Path, commit: str) -> list[str] | None:
-    """Return the subjects of the commits after `commit` that change kernels/, the oldest first; None where git cannot
+    """List the subjects of the commits after `commit` that change kernels/, the oldest first; None where git cannot
     tell."""
     command = ["git", "log", "--no-merges", "--reverse", "--format=%s", f"{commit}..HEAD", "--", "kernels"]
     try:
@@ -31,7 +31,7 @@ def later_commits(root: Path, commit: str) -> list[str] | None:
 
 
 def with_commits(text: str, subjects: list[str]) -> str:
-    """Return the log with these subjects in place of those that it lists, below its first paragraph."""
+    """Put these subjects into the log in place of those that it lists, below its first paragraph."""
     head, _, rest = LISTED.sub("", text).partition("\n\n")
     if not subjects:
         return f"{head}\n\n{rest}"

@@ -23,7 +23,7 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")  # a relative one
 
 
 def rewritten(text: str, folder: Path, repository: str, linked: set[str]) -> str:
-    """Return a page of `folder`, with its links as the site has them; adds the files outside docs/ to `linked`."""
+    """Rewrite a page of `folder`, with its links as the site has them; adds the files outside docs/ to `linked`."""
 
     def link(match: re.Match) -> str:
         target, anchor = (folder / match[1]).resolve(), match[2] or ""

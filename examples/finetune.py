@@ -179,7 +179,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def options_of_rounding(arguments: argparse.Namespace) -> dict[str, int | float]:
-    """Collect what the command line says about token rounding, beside its kind."""
+    """Collect the options of token rounding beside its kind from the command line."""
     names = ("tile", "min_tiles_per_expert", "start", "end")
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
@@ -247,7 +247,7 @@ def load_model(texts, arguments: argparse.Namespace):
 
 
 def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace):
-    """Return the model with LoRA, with frozen experts, or as it is."""
+    """Choose the weights that are trained: LoRA on the model, frozen experts, or all of it."""
     if arguments.lora_rank:
         options = {"target_parameters": []} if arguments.freeze_experts else {}
         if arguments.all_linear:

@@ -141,7 +141,7 @@ def linear_in_4_bits(arguments: argparse.Namespace, declared, shared) -> bool:
 
 
 def options_of(arguments: argparse.Namespace) -> dict:
-    """Collect what a model is made with, whether its weights are loaded or random."""
+    """Collect the options that a model is made with, whether its weights are loaded or random."""
     options = {"dtype": torch.bfloat16, "attn_implementation": arguments.attn_implementation}
     return {name: value for name, value in options.items() if value is not None}
 

@@ -6,7 +6,7 @@ from .family import Weighting, family, only_in_groups, softmax_scores
 
 
 def _scores(router, logits_TE):
-    """Return S = softmax; ranked by S, with `group_limited_greedy` only inside the groups with the best experts."""
+    """Compute S = softmax; ranked by S, with `group_limited_greedy` only inside the groups with the best experts."""
     scores_TE, ranking_TE = softmax_scores(router, logits_TE)
     if router.topk_method == "group_limited_greedy":
         with torch.no_grad():

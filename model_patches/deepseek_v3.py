@@ -7,7 +7,7 @@ from .family import Weighting, family, native_family, only_in_groups
 
 
 def _scores(router, logits_TE):
-    """Return S = sigmoid; ranked by S, but only inside the groups that the token's own top-k looks at."""
+    """Compute S = sigmoid; ranked by S, but only inside the groups that the token's own top-k looks at."""
     scores_TE = logits_TE.float().sigmoid()
     with torch.no_grad():
         for_choice_TGN = (scores_TE + router.e_score_correction_bias).unflatten(-1, (router.num_group, -1))

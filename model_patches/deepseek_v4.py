@@ -8,7 +8,7 @@ from .family import Weighting, family
 
 
 def _scores(router, logits_TE):
-    """Return S = sqrt(softplus), fp32."""
+    """Compute S = sqrt(softplus), fp32."""
     scores_TE = F.softplus(logits_TE.to(torch.float32)).sqrt()
     return scores_TE, scores_TE
 

@@ -50,7 +50,7 @@ class Family:
     weighting: Callable[[nn.Module], Weighting]
 
     def weights(self, router: nn.Module, scores_TE: torch.Tensor, mask_TE: torch.Tensor) -> torch.Tensor:
-        """Return weights_TE: the family's formula on each token's set, a mask; zeros elsewhere. Differentiable."""
+        """Compute weights_TE: the family's formula on each token's set, a mask; zeros elsewhere. Differentiable."""
         return set_weights(scores_TE, mask_TE, *self.weighting(router))
 
     def has_fixed_experts(self, router: nn.Module) -> bool:
@@ -79,18 +79,18 @@ def modeling_module(folder: str) -> str:
 
 
 def softmax_scores(router: nn.Module, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return S = softmax over all experts, fp32."""
+    """Compute S = softmax over all experts, fp32."""
     scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     return scores_TE, scores_TE
 
 
 def norm_topk_prob_weighting(router: nn.Module) -> Weighting:
-    """Return S, divided by its sum where the router says norm_topk_prob."""
+    """Compute S, divided by its sum where the router says norm_topk_prob."""
     return Weighting(normalised=bool(router.norm_topk_prob))
 
 
 def normalised_weighting(router: nn.Module) -> Weighting:
-    """Return S, divided by its sum. Softmax over the chosen logits equals this too."""
+    """Compute S, divided by its sum. Softmax over the chosen logits equals this too."""
     return Weighting(normalised=True)
 
 
@@ -123,7 +123,7 @@ def native_family(name: str, prefix: str, **facts) -> NativeFamily:
 
 
 def only_in_groups(ranking_TE: torch.Tensor, group_scores_TG: torch.Tensor, topk_group: int) -> torch.Tensor:
-    """Return `ranking_TE`, with -inf for the experts of all but the `topk_group` groups with the highest scores."""
+    """Copy `ranking_TE`, with -inf for the experts of all but the `topk_group` groups with the highest scores."""
     chosen_TG = group_scores_TG.topk(topk_group, dim=-1, sorted=False).indices
     outside_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, chosen_TG, False)
     outside_TGN = outside_TG.unsqueeze(-1).expand(*outside_TG.shape, ranking_TE.shape[1] // outside_TG.shape[1])

@@ -35,7 +35,7 @@ if "PYTEST_XDIST_WORKER" in os.environ or not HAS_WORKERS:
 
 
 def pytest_collection_finish():
-    """Keep what the test modules imported out of later collections. The Trainer, for one, collects each time."""
+    """Keep the test modules' imports out of later collections. The Trainer, for one, collects each time."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -17,7 +17,7 @@ from sonicmoe_hf.layer.moe_experts import moe_experts
 
 
 class Unavailable(Exception):
-    """Why a contender cannot run here."""
+    """Raised where a contender cannot run here; the message has the reason."""
 
 
 def peer_module(name):
@@ -73,7 +73,8 @@ def scattermoe(shape: Shape):
 
 
 def upstream(shape: Shape):
-    """Return the kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for minutes."""
+    """Build the layer of the kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for
+    minutes."""
     if shape.activation != "swiglu":
         raise Unavailable(f"activation {shape.activation} is not compared")
     peer = peer_module("sonic_moe")
@@ -155,7 +156,7 @@ ON_CPU = (EAGER, "grouped_mm")
 
 
 def available(names, shape: Shape):
-    """Return name -> layer of those that can run here; print which cannot."""
+    """Build name -> layer of the contenders that can run here; print which cannot."""
     layers = {}
     for name in names:
         try:

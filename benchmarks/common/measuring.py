@@ -38,7 +38,7 @@ class Step:
         return out
 
     def results(self) -> dict:
-        """Return out, and every gradient under the name of what it belongs to with a d before it."""
+        """Run the step. Returns out, and each gradient under d and the name of its tensor."""
         out = self().detach()
         gradients, self.gradients = self.gradients, ()
         return {"out": out, **{f"d{name}": gradient for name, gradient in zip(self.wanted, gradients)}}
@@ -74,12 +74,12 @@ def first_step(step: Step) -> dict[str, float]:
 
 
 def largest_error(results, expected) -> float:
-    """Return the largest relative error of tensors in the same order."""
+    """Compute the largest relative error of tensors in the same order."""
     return max(relative_error(result, exact) for result, exact in zip(results, expected, strict=True))
 
 
 def factors_of_expert(adapters, e, num_experts):
-    """Return expert e's adapters in fp32, by name: A as [r, in], B as [out, r]. `adapters` are as PEFT stores them."""
+    """Select expert e's adapters in fp32, by name: A as [r, in], B as [out, r]. `adapters` are as PEFT stores them."""
     factors = {}
     for name in ADAPTERS:
         if name in adapters:
@@ -89,7 +89,7 @@ def factors_of_expert(adapters, e, num_experts):
 
 
 def relative_errors(step, inputs, activation="swiglu"):
-    """Return the error of every result of a layer against fp32, relative to its norm; an expert at a time, because all
+    """Compute the error of every result of a layer against fp32, relative to its norm; an expert at a time, because all
     weights and their gradients in fp32 would not fit.
 
     step.results() gives out, dx, dweight and the gradients of what was trained, by name: dgate_up, ddown, or of adapters

@@ -30,7 +30,7 @@ PEERS = ("sonic_moe", "scattermoe", "scattermoe_lora", "unsloth_zoo")  # sources
 
 
 def commit() -> str:
-    """Return the commit of the working tree, with "-dirty" where files differ from it; SONICMOE_HF_COMMIT wins."""
+    """Name the commit of the working tree, with "-dirty" where files differ from it; SONICMOE_HF_COMMIT wins."""
     if named := os.environ.get(COMMIT_VARIABLE):
         return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -42,7 +42,7 @@ def commit() -> str:
 
 
 def versions() -> str:
-    """Return "torch 2.11.0, triton 3.6.0, ...", of the packages installed here; peers with the digest of their
+    """List "torch 2.11.0, triton 3.6.0, ...", of the packages installed here; peers with the digest of their
     sources."""
     found = []
     for package in PACKAGES:
@@ -55,12 +55,12 @@ def versions() -> str:
 
 
 def columns() -> dict[str, str]:
-    """Return the columns that name the origin of a CSV's row."""
+    """Make the columns that name the origin of a CSV's row."""
     return {"commit": commit(), "versions": versions(), "date": datetime.date.today().isoformat()}
 
 
 def gpu() -> str:
-    """Return the GPU's name, for the column "gpu"; "none" without one."""
+    """Name the GPU, for the column "gpu"; "none" without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 

@@ -63,7 +63,7 @@ def shape_of(text: str) -> Shape:
 
 
 def chosen_shapes(texts: Iterable[str], ungated: bool) -> dict[str, Shape]:
-    """Return name -> shape of names and shapes as text; a shape without a name is its own. Raises SystemExit for
+    """Parse names and shapes as text into name -> shape; a shape without a name is its own. Raises SystemExit for
     ungated ones unless `ungated`."""
     known = SHAPES | LARGE | UNGATED
     names = {str(shape): name for name, shape in known.items()}
@@ -77,7 +77,7 @@ def chosen_shapes(texts: Iterable[str], ungated: bool) -> dict[str, Shape]:
 
 
 def problem(shape: Shape, dtype=torch.bfloat16, device="cuda", seed=0):
-    """Return x, gate_up, down, expert_TK, weight_TK, dout, scaled so that h and y are of order one; routing is
+    """Make x, gate_up, down, expert_TK, weight_TK, dout, scaled so that h and y are of order one; routing is
     random."""
     generator = torch.Generator(device).manual_seed(seed)
 

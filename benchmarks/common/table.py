@@ -15,7 +15,7 @@ KEYS = ("config", "shape", "contender", "mode", "launch", "metric")
 
 
 def quantile(values: Sequence[float], q: float = 0.5) -> float:
-    """Return the median, or another quantile."""
+    """Compute the median, or another quantile."""
     return torch.tensor(values).double().quantile(q).item()
 
 
@@ -30,7 +30,7 @@ RANGE = {"median": quantile, "min": min, "max": max}
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV; none where it does not exist."""
+    """Read the rows of a CSV; none where it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -38,7 +38,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def written(row: dict[str, Any]) -> dict[str, str]:
-    """Return a row as the file has it."""
+    """Format a row as the file has it."""
     return {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in row.items()}
 
 

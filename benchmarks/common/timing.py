@@ -39,7 +39,7 @@ def recorded(call):
 
 
 def graph_of(call):
-    """Return a function that replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
+    """Make a function that replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
     graph, _ = recorded(call)
     return graph.replay
 
@@ -71,14 +71,15 @@ class Clock:
             self.points.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Return the milliseconds between each two points."""
+        """Compute the milliseconds between each two points."""
         synchronize()
         pairs = list(zip(self.points, self.points[1:]))
         return [before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before) for before, after in pairs]
 
 
 def waited_times(call, count: int, warmup: int) -> tuple[list[float], list]:
-    """Return milliseconds of each of `count` calls after the warm-up, each waited for; and the results of all."""
+    """Measure the milliseconds of `count` calls after the warm-up, waiting for each. Returns the results of all calls
+    too."""
     times, results = [], []
     for _ in range(warmup + count):
         synchronize()
@@ -120,8 +121,8 @@ def interleaved_times(calls: dict, rounds: int) -> dict[Any, Times]:
 
 
 def hot_times(calls: dict, rounds: int, warmup: int) -> dict[Any, list[float]]:
-    """Return name -> milliseconds of each round after the warm-up. Calls take turns without a pause, so that all run
-    at the clock that a GPU keeps."""
+    """Measure the milliseconds of each call in each round after the warm-up, by name. Calls take turns without a pause,
+    so that all run at the clock that a GPU keeps."""
     clocks: dict[Any, list[Clock]] = {name: [] for name in calls}
     for _ in range(warmup + rounds):
         for name, call in calls.items():
@@ -133,7 +134,7 @@ def hot_times(calls: dict, rounds: int, warmup: int) -> dict[Any, list[float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans of time (start, end): in which at least one thing ran."""
+    """Compute the length of the union of spans of time (start, end): in which at least one thing ran."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, until), 0)

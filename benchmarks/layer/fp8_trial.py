@@ -31,12 +31,12 @@ MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several grap
 
 
 def weight_in_blocks(weight_ENK, order: str) -> PackedOperand:
-    """Return a dense weight as `from_pretrained(experts_quantization="fp8")` packs it."""
+    """Pack a dense weight as `from_pretrained(experts_quantization="fp8")` packs it."""
     return PackedOperand(*FORMATS["fp8"].quantize(weight_ENK, order), "fp8")
 
 
 def problem(shape, seed=0, skipped=()):
-    """Return x, gate_up, down and the rows on a GPU; experts in `skipped` have none. Large weights are filled expert
+    """Make x, gate_up, down and the rows on a GPU; experts in `skipped` have none. Large weights are filled expert
     by expert."""
     T, H, I, E, K = shape
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -58,7 +58,7 @@ def quantized(x, gate_up, weight):
 
 
 def errors_of(shape, x, gate_up, weight, rows, results):
-    """Return name -> error of h and y of some experts against fp32 products of the unrounded operands, by
+    """Measure name -> error of h and y of some experts against fp32 products of the unrounded operands, by
     contender."""
     ends, errors = rows.offsets.tolist(), {}
     for name, (h, y) in results.items():
@@ -75,7 +75,7 @@ def errors_of(shape, x, gate_up, weight, rows, results):
 
 
 def forward_calls(x, dense, packed, rows):
-    """Return contender -> what gives h and y of gate_up and down, dense or packed."""
+    """Make contender -> a function that computes h and y of gate_up and down, dense or packed."""
 
     def bf16():
         h, a = hopper.up(x, dense[0], None, rows, SWIGLU, False, True, True)
@@ -89,7 +89,7 @@ def forward_calls(x, dense, packed, rows):
 
 
 def layer_calls(shape, x, packed):
-    """Return contender -> forward and backward of a layer with adapters, to x, the routing weights and the
+    """Make contender -> forward and backward of a layer with adapters, to x, the routing weights and the
     adapters."""
     weights = [PackedWeight.of(Quantized(*operand[:3]), "fp8", BF16) for operand in packed]
     x, dout = x.detach().requires_grad_(), torch.randn_like(x)

@@ -112,7 +112,7 @@ def by_sdpa(backend: SDPBackend, is_causal: bool = False):
 
 
 def by_flex(problem: Problem) -> torch.Tensor:
-    """Compute it by FlexAttention, with a block mask."""
+    """Compute head 0's output by FlexAttention, with a block mask."""
     keys = problem.all_keys()
     sees = problem.sees
     block = create_block_mask(lambda _, __, i, j: sees[i, j], None, None, *sees.shape, device=keys.device)
@@ -121,7 +121,7 @@ def by_flex(problem: Problem) -> torch.Tensor:
 
 
 def eager(problem: Problem) -> torch.Tensor:
-    """Compute it whole, with scores in fp32."""
+    """Compute head 0's output at once, with scores in fp32."""
     return masked(problem.q[0], problem.all_keys()[0, 0], problem.sees)[None]
 
 

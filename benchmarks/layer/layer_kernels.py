@@ -29,7 +29,7 @@ PRODUCTS = {
 
 
 def launches(step):
-    """Return (name, microseconds) of every kernel, copy and fill of one step, in the order in which they ran."""
+    """List (name, microseconds) of every kernel, copy and fill of one step, in the order in which they ran."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()

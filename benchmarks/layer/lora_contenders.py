@@ -38,7 +38,7 @@ class Experts(NamedTuple):
 
 
 def experts_module(shape: Shape, gate_up, down, implementation: str, trained: bool = False) -> Qwen3MoeExperts:
-    """Return Transformers' own experts module, on weights that are there."""
+    """Make Transformers' own experts module of given weights."""
     config = Qwen3MoeConfig(
         hidden_size=shape.H,
         moe_intermediate_size=shape.I,
@@ -85,7 +85,7 @@ def _experts(call, wrappers) -> Experts:
 
 
 def through_peft(shape: Shape, gate_up, down, rank: int, implementation: str) -> Experts:
-    """Return the user's way: get_peft_model on a model with this experts_implementation."""
+    """Adapt as a user does: get_peft_model on a model with this experts_implementation."""
     return _experts(*with_lora(experts_module(shape, gate_up, down, implementation), rank))
 
 

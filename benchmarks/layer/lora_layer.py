@@ -29,7 +29,7 @@ FROZEN = (OURS, "frozen")
 
 
 def step_of(layer: Experts, inputs) -> Step:
-    """Return one contender's forward and backward on one problem."""
+    """Make one contender's forward and backward on one problem."""
     x, *_, expert, weight, dout = inputs
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     wanted = {"x": x, "weight": weight, **layer.adapters}
@@ -37,7 +37,7 @@ def step_of(layer: Experts, inputs) -> Step:
 
 
 def layers_of(shape, inputs, ranks, peer_rank, peers):
-    """Return (contender, mode) -> what makes its `Experts`."""
+    """Make (contender, mode) -> a function that makes its `Experts`."""
     gate_up, down = inputs[1], inputs[2]
 
     def ours(trained):
@@ -54,7 +54,7 @@ def layers_of(shape, inputs, ranks, peer_rank, peers):
 
 
 def started(makers, inputs, add, on_gpu):
-    """Return (contender, mode) -> step of those that can run here; print which cannot."""
+    """Make (contender, mode) -> step of those that can run here; print which cannot."""
     steps = {}
     for (contender, mode), make in makers.items():
         try:

@@ -26,7 +26,7 @@ WANTED = {"forward": (), "forward+backward": NAMES, "frozen": ("x", "weight")}
 
 
 def step_of(layer, inputs, mode: str, depth: int = 1) -> Step:
-    """Return a contender's step on a problem: of one layer, or of a stack of so many with weights of their own.
+    """Make a contender's step on a problem: of one layer, or of a stack of so many with weights of their own.
 
     In a stack, as a model runs, one call of backward, on autograd's thread for the GPU, goes through all layers. A layer
     alone also pays for going to that thread and back, and for starting after a pause.

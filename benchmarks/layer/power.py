@@ -37,7 +37,7 @@ QUERY = {  # column: what nvidia-smi calls it
 
 
 def kernels_of(shape: Shape) -> dict:
-    """Return the six GEMMs of a layer as calls without arguments."""
+    """List the six GEMMs of a layer as calls without arguments."""
     hopper, inputs = backends.load("hopper"), problem(shape)
     rows = dispatch(inputs[3], shape.T, shape.E, backend="hopper")
     calls = products(shape, inputs, rows)
@@ -45,7 +45,7 @@ def kernels_of(shape: Shape) -> dict:
 
 
 def sampled(call) -> tuple[float, list[list[str]]]:
-    """Return (microseconds a call, nvidia-smi's samples) of `call` repeated for SECONDS."""
+    """Repeat `call` for SECONDS. Returns microseconds a call, and nvidia-smi's samples."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def sampled(call) -> tuple[float, list[list[str]]]:
 
 
 def figure(values: tuple[str, ...]) -> float:
-    """Return the median, or the share of the samples in which the driver names a reason."""
+    """Compute the median, or the share of the samples in which the driver names a reason."""
     if set(values) <= {"Active", "Not Active"}:
         return statistics.fmean(value == "Active" for value in values)
     return statistics.median(map(float, values))

@@ -26,7 +26,7 @@ from benchmarks.common.table import Rows
 
 
 def first_step(shape: Shape, backend: str) -> float:
-    """Return the seconds of this process's first step."""
+    """Measure the seconds of this process's first step."""
     from sonicmoe_hf.layer.moe_experts import moe_experts
 
     x, gate_up, down, expert, weight, dout = problem(shape)

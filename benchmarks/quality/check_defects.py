@@ -165,7 +165,7 @@ def measure(
     factors: float = FACTORS,
     loaded: str = "auto",
 ) -> list[tuple[str, str]]:
-    """Return the verdicts on an adapter with each defect: kind and reason. loaded: the dtype of `check`."""
+    """Judge an adapter with each defect: kind and reason of the verdict. loaded: the dtype of `check`."""
     base, whole = folder / "base", any(defect.whole for defect in defects)
     if not base.exists():
         write_base(base, tokenizer, dtype)
@@ -204,7 +204,7 @@ def rows_of(
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words <0> to <255>."""
+    """Make a tokenizer of words <0> to <255>."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCABULARY)}, unk_token="<0>"))

@@ -33,12 +33,12 @@ class RowCounter:
         self.busiest[layer] += rows_E.max()
 
     def counted(self) -> list[torch.Tensor]:
-        """Return rows, starved and busiest, on the CPU."""
+        """Copy rows, starved and busiest to the CPU."""
         return [tensor.cpu().clone() for tensor in (self.rows, self.starved, self.busiest)]
 
 
 def count_rows(model, num_experts: int, device: torch.device) -> RowCounter:
-    """Return a counter of the model's layers with experts."""
+    """Make a counter of the model's layers with experts."""
     layers = list(find_layers(model))
     counter = RowCounter(len(layers), num_experts, device)
     for number, layer in enumerate(layers):

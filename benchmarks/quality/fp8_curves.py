@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 512, "moe_intermediate_size": 256}
 
 
 def adapted(base, products, seed):
-    """Return the base with FP8 experts, the seed's adapters, and these products."""
+    """Build the base with FP8 experts, the seed's adapters, and these products."""
     model = with_adapters(base, seed, RANK, experts="fp8")
     sonicmoe_hf.patch_model(model, experts_compute="fp8" if products == "fp8" else None)
     return model, {}

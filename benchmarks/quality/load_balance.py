@@ -94,12 +94,12 @@ Run = tuple[Case, int]  # with its seed
 
 
 def sigmoid_config(preset: Preset) -> Dots1Config:
-    """Return the sizes of `qwen3_config`, with DeepSeek-V3's router and one shared expert."""
+    """Make a config with the sizes of `qwen3_config`, with DeepSeek-V3's router and one shared expert."""
     return Dots1Config(**sizes_of(preset), n_routed_experts=preset.experts, n_shared_experts=1)
 
 
 def build(preset: Preset, case: Case, seed: int, device: torch.device):
-    """Return (model, counter of rows, what is to be called after every optimiser step or None), balanced by the
+    """Build (model, counter of rows, what is to be called after every optimiser step or None), balanced by the
     case."""
     pooled = {"output_router_logits": True, "router_aux_loss_coef": case.rate} if case.balancing == "pooled" else {}
     config = sigmoid_config(preset) if case.router == "sigmoid" else qwen3_config(preset, **pooled)
@@ -126,7 +126,7 @@ def build(preset: Preset, case: Case, seed: int, device: torch.device):
 
 
 def over_mean(rows: torch.Tensor) -> torch.Tensor:
-    """Return the busiest expert's rows over the mean, of each layer [layers]; rows [layers, E]."""
+    """Compute the busiest expert's rows over the mean, of each layer [layers]; rows [layers, E]."""
     rows = rows.double()
     return rows.amax(1) / rows.mean(1)
 
@@ -158,7 +158,7 @@ def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: tor
 
 
 def keys_of(preset: Preset, run: Run) -> dict[str, str]:
-    """Return KEYS' columns."""
+    """Make KEYS' columns."""
     case, seed = run
     return dict(zip(KEYS, map(str, (preset.name, *case, seed, preset.steps))))
 

@@ -55,7 +55,7 @@ METHODS: dict[str, Callable] = {"plain": plain, "one GPU": one_gpu, "nearest": n
 
 
 def trained(base, method: str, learning_rate: float, rows, steps: int, seed: int):
-    """Return a copy of `base` trained by `method`, on batches that depend on the seed alone; in fp32."""
+    """Train a copy of `base` by `method`, on batches that depend on the seed alone; in fp32."""
     model, optimizer = METHODS[method](copy.deepcopy(base), learning_rate)
     dtype = torch.bfloat16 if method == "plain" else torch.float32  # of autocast, which the others do without
     with patched_and_balanced(model):

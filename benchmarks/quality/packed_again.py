@@ -65,11 +65,11 @@ class Weight(NamedTuple):
     is_transposed: bool
 
     def stored(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight [E, N, K] as the model has it."""
+        """Read a weight [E, N, K] as the model has it."""
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     def uniform(self, seed: int) -> torch.Tensor:
-        """Return the numbers of a seed's dither [E * N, K]."""
+        """Compute the numbers of a seed's dither [E * N, K]."""
         dither, (num_experts, *shape) = Dither(self.name, seed, self.order), self.values.shape
         return torch.cat([dither.uniform(expert, shape, self.values.device) for expert in range(num_experts)])
 
@@ -116,11 +116,11 @@ class Adapted(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the model's."""
+        """Look up the model's device."""
         return self.model.device
 
     def changes(self) -> list[torch.Tensor]:
-        """Return scale B A [E, N, K] of each weight."""
+        """Compute scale B A [E, N, K] of each weight."""
         return [SCALE * (b @ a) for a, b in zip(self.a, self.b, strict=True)]
 
     def merged(self, way: Callable) -> list[torch.Tensor]:
@@ -222,7 +222,7 @@ def packed_weights(model, format: Format) -> list[Weight]:
 
 @torch.no_grad()
 def evaluate(model, rows, batch: int) -> tuple[float, torch.Tensor]:
-    """Return the mean loss of held-out rows, and log-probabilities [tokens, vocabulary]."""
+    """Compute the mean loss of held-out rows, and log-probabilities [tokens, vocabulary]."""
     model.eval()
     ids = torch.stack([row["input_ids"] for row in rows]).to(model.device)
     parts = [model(input_ids=some).logits[:, :-1].float().log_softmax(-1).flatten(0, 1) for some in ids.split(batch)]
@@ -231,7 +231,7 @@ def evaluate(model, rows, batch: int) -> tuple[float, torch.Tensor]:
 
 
 def kl(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the mean KL divergence of a token's predictions from those of the reference."""
+    """Compute the mean KL divergence of a token's predictions from those of the reference."""
     parts = zip(reference.split(1024), other.split(1024), strict=True)
     return sum((one.exp() * (one - two)).sum().item() for one, two in parts) / len(reference)
 

@@ -96,7 +96,7 @@ def held_out_loss(model, rows, dtype=torch.bfloat16):
 
 
 def texts_of(files: list[Path] | None) -> tuple[list[str], list[str], str]:
-    """Return texts to train on, held-out ones, and what they are: files' pieces, or the standard library."""
+    """Gather texts to train on, held-out ones, and what they are: files' pieces, or the standard library."""
     if not files:
         return *standard_library(), "standard library"
     whole = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -106,7 +106,7 @@ def texts_of(files: list[Path] | None) -> tuple[list[str], list[str], str]:
 
 
 def start(options, dtype=torch.bfloat16, **sizes):
-    """Return the model, of other sizes where given, trained in full, in that dtype; the rows for adapters; held-out
+    """Train a model in full, of other sizes where given. Returns it in that dtype; the rows for adapters; held-out
     rows; of which text."""
     texts, held_out, name = texts_of(options.text)
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)

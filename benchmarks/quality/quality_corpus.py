@@ -67,7 +67,7 @@ class Corpus(NamedTuple):
 
 
 def permissive_licence(metadata) -> str | None:
-    """Return a distribution's licence, if its metadata names permissive ones and no other; else None."""
+    """Read a distribution's licence, if its metadata names permissive ones and no other; else None."""
     classifiers = [
         text.split("::")[-1].strip() for text in metadata.get_all("Classifier") or [] if "License ::" in text
     ]
@@ -180,7 +180,7 @@ def load(file: Path = FILE) -> Corpus:
 
 
 def installed() -> list[tuple]:
-    """Return `package_files` of all packages beside the running Python."""
+    """List `package_files` of all packages beside the running Python."""
     return list(package_files(importlib.metadata.distributions()))
 
 

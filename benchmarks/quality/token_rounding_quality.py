@@ -73,7 +73,7 @@ KEYS = ("preset", *Run._fields, *SETTINGS)
 
 
 def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
-    """Return every run of these methods, in PLAN's order."""
+    """List every run of these methods, in PLAN's order."""
     return [
         Run(method, preset.mean_rows // tiles if tiles else 0, balancing, seed, replica)
         for group in PLAN
@@ -84,7 +84,7 @@ def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
 
 
 def columns_of(preset: Preset, run: Run) -> dict:
-    """Return KEYS' columns, which tell runs apart, and the tiles of an expert with the mean number of rows."""
+    """List KEYS' columns, which tell runs apart, and the tiles of an expert with the mean number of rows."""
     keys = preset.name, *run, preset.steps, preset.learning_rate, preset.final_rate
     return {**dict(zip(KEYS, keys)), "tiles_per_expert": preset.mean_rows / run.tile if run.tile else ""}
 

@@ -140,7 +140,7 @@ class CapacityRouting:
 
 
 def sizes_of(preset: Preset) -> dict:
-    """Return the entries that the configs of all models here have in common."""
+    """Make the entries that the configs of all models here have in common."""
     return {
         "vocab_size": preset.vocab_size,
         "hidden_size": preset.hidden_size,
@@ -158,12 +158,12 @@ def sizes_of(preset: Preset) -> dict:
 
 
 def qwen3_config(preset: Preset, **changes) -> Qwen3MoeConfig:
-    """Return the model's config."""
+    """Make the model's config."""
     return Qwen3MoeConfig(**sizes_of(preset), num_experts=preset.experts, **changes)
 
 
 def random_model(config, seed: int, device: torch.device):
-    """Return the model, randomly initialised, with our experts."""
+    """Build the model, randomly initialised, with our experts."""
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(
@@ -172,7 +172,7 @@ def random_model(config, seed: int, device: torch.device):
 
 
 def build_model(preset: Preset, run: Run, device: torch.device):
-    """Return the model, randomly initialised, patched for the run's method: (model, counter of rows)."""
+    """Build the model, randomly initialised, patched for the run's method: (model, counter of rows)."""
     model = random_model(qwen3_config(preset), run.seed, device)
     if run.replica:
         generator = torch.Generator().manual_seed(1000 * run.seed + run.replica)
@@ -220,8 +220,8 @@ def set_rate(optimizer: torch.optim.Optimizer, preset: Preset, step: int) -> Non
 
 
 def batches(tokens: torch.Tensor, preset: Preset, seed: int) -> Callable[[int], torch.Tensor]:
-    """Return step -> its batch [batch, length], the same for every method of a seed: the text's windows in random
-    order.
+    """Draw the batches [batch, length] of steps, by step, the same for every method of a seed: the text's windows in
+    random order.
 
     No window comes twice before all have come once.
     """
@@ -233,7 +233,7 @@ def batches(tokens: torch.Tensor, preset: Preset, seed: int) -> Callable[[int], 
 
 
 def autocast(device: torch.device):
-    """Return bf16 autocast over fp32 weights on a GPU; plain fp32 elsewhere."""
+    """Make the context that computes in bf16 by autocast on a GPU, and in plain fp32 elsewhere."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
@@ -302,7 +302,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model, counter: RowCounter, preset: Preset, tokens: torch.Tensor):
-    """Return mean loss in nats per token over the held-out files, and top-k's rows per expert there [layers, E].
+    """Compute mean loss in nats per token over the held-out files, and top-k's rows per expert there [layers, E].
 
     Where there are too many windows, an even selection of them.
 

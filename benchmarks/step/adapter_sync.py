@@ -1,4 +1,4 @@
-"""Times what vLLM waits for at each sync of GRPO: an adapter of Qwen3-30B-A3B gathered, written and put into place,
+"""Times vLLM's wait at each sync of GRPO: an adapter of Qwen3-30B-A3B gathered, written and put into place,
 without an engine.
 
     python -m benchmarks.step.adapter_sync
@@ -34,7 +34,7 @@ FORMS = {"PEFT's own": True, "a pair for each expert": False}
 
 
 def adapted(config, device: str) -> nn.Module:
-    """Return the model of `config` on the meta device, with factors on `device`."""
+    """Build the model of `config` on the meta device, with factors on `device`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=16, experts_r=16))

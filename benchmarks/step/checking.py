@@ -47,7 +47,7 @@ def check(model: PreTrainedModel, finish: Callable, others: dict[str, Callable],
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model in fp32, nothing packed, with Transformers' eager experts and attention."""
+    """Load the model in fp32, nothing packed, with Transformers' eager experts and attention."""
     for module in model.modules():
         for name, weight in list(module._parameters.items()):
             if isinstance(weight, PackedWeight):

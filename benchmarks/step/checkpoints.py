@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def memory() -> dict[str, float]:
-    """Return this process's resident memory in GB: in all, its own pages, and pages of mapped files."""
+    """Measure this process's resident memory in GB: in all, its own pages, and pages of mapped files."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {key: int(status[key].split()[0]) * 1024 / 1e9 for key in ("VmRSS", "RssAnon", "RssFile")}
 
@@ -65,7 +65,7 @@ def make(config, folder: Path, shard_size: str) -> None:
 
 
 def gigabytes(folder: Path) -> list[float]:
-    """Return the size of each of a checkpoint's files."""
+    """List the size of each of a checkpoint's files."""
     return [path.stat().st_size / 1e9 for path in folder.glob("*.safetensors")]
 
 

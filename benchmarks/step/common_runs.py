@@ -79,7 +79,7 @@ class Generation(TrainerCallback):
 
 
 def model_of(run: str, options):
-    """Return the model as it is trained."""
+    """Build the model as it is trained."""
     layers = 2 if run == "full" or options.tiny else options.layers
     config = models.config_of("Qwen3-30B-A3B", layers, options.tiny)
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ class Kernels(NamedTuple):
 
 
 def steps_of(setting: str, count: int, vocabulary: int, device: str, tiny: bool) -> list[list[dict]]:
-    """Return the micro-batches of each step, the same for every contender."""
+    """Draw the micro-batches of each step, the same for every contender."""
     if setting != FIELD:
         ids = sequences(int(setting), vocabulary, device)
         return [[{"input_ids": ids, "labels": ids}]] * count
@@ -108,7 +108,7 @@ def kernels_of(step) -> Kernels:
 
 
 def build(contender: str, experts: str, checkpointing: bool, options):
-    """Return the model as it is trained."""
+    """Build the model as it is trained."""
     run = Run(MODEL, options.layers, 0, "LoRA", GROUPED if contender == GROUPED else OURS)._replace(
         experts=None if experts == "bf16" else experts,
         checkpointing=checkpointing,

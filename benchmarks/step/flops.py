@@ -92,7 +92,7 @@ def adapter_weights(model: nn.Module, rank: int, whole_attention: bool) -> int:
 def flops_of_token(
     name: str, layers: int, sequence: int, mode: str, rank: int = RANK, whole_attention: bool = False
 ) -> float:
-    """Return the FLOPs of one token in a training step of one of benchmarks.step.models' models.
+    """Compute the FLOPs of one token in a training step of one of benchmarks.step.models' models.
 
     Args:
         mode: "full", or "LoRA" and "QLoRA": adapters of `rank` on the experts and on the query's and value's projections.
@@ -108,7 +108,7 @@ def flops_of_token(
 
 
 def with_flops(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows with one of the metric `tflops` behind each of tokens a second, of a GPU, which it replaces."""
+    """Add a row of the metric `tflops` behind each row of tokens a second, of a GPU, which it replaces."""
     kept = []
     for row in rows:
         if row["metric"] == METRIC:

@@ -139,7 +139,7 @@ def check_ranks(run: Run, options: argparse.Namespace, ranks: int) -> None:
 
 
 def measure(run: Run, kept: str, options: argparse.Namespace, ranks: int) -> dict:
-    """Return milliseconds, tokens per second of a GPU, and GiB at the peak of this rank."""
+    """Measure milliseconds, tokens per second of a GPU, and GiB at the peak of this rank."""
     model = trained(bare(run, options), run)
     if kept != CHECKPOINTS:
         sonicmoe_hf.patch_model(model, save=kept)

@@ -42,7 +42,7 @@ CASES = {  # who computes the experts, and what is trained
 
 
 def row_of(text: str) -> str:
-    """Return a row as it is asked for, if it is one."""
+    """Parse the option of a row."""
     layers, tokens, form = text.split(",")
     if form not in FORMS or not (layers + tokens).isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not LAYERS,TOKENS,plain or LAYERS,TOKENS,checkpointing")
@@ -50,19 +50,19 @@ def row_of(text: str) -> str:
 
 
 def run_of(name: str, row: str) -> Run:
-    """Return a case in a row."""
+    """Make the run of a case in a row."""
     (contender, mode), (layers, tokens, form) = CASES[name], row.split(",")
     return Run(MODEL, int(layers), int(tokens), mode, contender, checkpointing=form == "checkpointing")
 
 
 def groups(names: list[str]) -> list[list[str]]:
-    """Return the cases whose steps are taken in turn."""
+    """List the cases whose steps are taken in turn."""
     in_turn = [name for name in names if CASES[name] in ((OURS, "LoRA"), (OURS, "frozen"))]
     return [group for group in (in_turn, *([name] for name in names if name not in in_turn)) if group]
 
 
 def sharing_weights(base):
-    """Return a copy of the modules, with the same parameters and buffers."""
+    """Copy the modules, with the same parameters and buffers."""
     return copy.deepcopy(base, {id(tensor): tensor for tensor in itertools.chain(base.parameters(), base.buffers())})
 
 

@@ -150,7 +150,7 @@ class Contender(NamedTuple):
 
 
 def _forward_of(layer_of: Callable) -> Callable:
-    """Return a peer's layer (contenders.py) as an experts_implementation."""
+    """Make a peer's layer (contenders.py) as an experts_implementation."""
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         if self.has_bias:
@@ -196,7 +196,7 @@ def check_available(name: str) -> None:
 
 
 def config_of(name: str, layers: int, tiny: bool, **others) -> PreTrainedConfig:
-    """Return the model's config with this many layers; tiny: small enough for a CPU, its kind kept. others: sizes in
+    """Make the model's config with this many layers; tiny: small enough for a CPU, its kind kept. others: sizes in
     place of the model's."""
     model_type, sizes, *_ = MODELS[name]
     if tiny:
@@ -206,7 +206,7 @@ def config_of(name: str, layers: int, tiny: bool, **others) -> PreTrainedConfig:
 
 
 def kernel_functions(modeling: ModuleType) -> dict[str, FunctionType]:
-    """Return the functions of linear attention and Mamba layers, by name, that a modeling file takes from another
+    """List the functions of linear attention and Mamba layers, by name, that a modeling file takes from another
     package where that is installed. Each wraps torch's own."""
     return {
         name: function
@@ -216,7 +216,7 @@ def kernel_functions(modeling: ModuleType) -> dict[str, FunctionType]:
 
 
 def kernels_of(name: str) -> list[str]:
-    """Name what computes the model's linear attention or Mamba layers: packages, or torch for those that are not
+    """Name the kernels of the model's linear attention or Mamba layers: packages, or torch for those that are not
     installed."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(MODELS[name].model_type))]
     found = {}
@@ -251,7 +251,7 @@ class SpreadLoad:
 
 
 def spread_load(model, num_tokens: int = 0) -> None:
-    """Give the experts the rows that they have in a balanced model. With random weights they differ: of
+    """Spread the rows over the experts as in a balanced model. With random weights they differ: of
     Qwen3-30B-A3B's 128 experts, 16 get 92 to 97% of the rows from the second layer on, and the busiest nearly every
     token. num_tokens: of a call, for compiled code, which makes no noise."""
     hook = SpreadLoad()
@@ -315,7 +315,7 @@ def apply_settings(name: str, model, options: argparse.Namespace, num_tokens: in
 
 
 def settings_of(name: str, options: argparse.Namespace) -> list[str]:
-    """Return the options of `add_settings` that were chosen for the model, as the CSVs name them."""
+    """List the options of `add_settings` that were chosen for the model, as the CSVs name them."""
     has_all = options.liger and MODELS[name].model_type in LIGER
     has_loss = options.liger or options.liger_loss
     return ["Liger" if has_all else "Liger's loss"] * has_loss + ["spread load"] * options.spread_load

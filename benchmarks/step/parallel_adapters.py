@@ -76,12 +76,12 @@ def gradients_of(model, batches) -> tuple[list[torch.Tensor], dict[str, torch.Te
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return |actual - expected| / |expected|."""
+    """Compute |actual - expected| / |expected|."""
     return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def compare(folder: str, experts: str, options, rank: int, world: int) -> dict[str, float]:
-    """Return the largest relative errors, which the first rank knows."""
+    """Compute the largest relative errors, which the first rank knows."""
     whole = SimpleNamespace(losses=[], gradients={})
     vocabulary = config_of(MODEL, options.layers, options.tiny).vocab_size
     batches = [sequences(options.tokens, vocabulary, options.device, seed=each) for each in range(world)]

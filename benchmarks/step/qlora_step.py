@@ -40,7 +40,8 @@ class Case(NamedTuple):
 def case(
     model: str, tokens: int, experts: str | None, linear: str | None, mode: str = "LoRA", is_capped: bool = False
 ):
-    """Return a model with all its layers, experts and its attention's linear layers in these formats; None is bf16."""
+    """Make the case of a model with all its layers, experts and its attention's linear layers in these formats; None is
+    bf16."""
     run = Run(model, MODELS[model].layers, tokens, mode, experts=experts, linear=linear, checkpointing=True)
     return Case(run._replace(rank=8, targets=WHOLE_ATTENTION), is_capped)
 
@@ -57,7 +58,7 @@ CASES = {
 
 
 def train(run: Run, options) -> dict:
-    """Return milliseconds of each step after the warm-up, the first loss, the last."""
+    """Measure milliseconds of each step after the warm-up, the first loss, the last."""
     model = built(run, options)
     tokens = sequences(run.tokens, model.config.vocab_size, options.device)
     optimizer = optimizer_of(model)

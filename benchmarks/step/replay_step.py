@@ -34,7 +34,7 @@ MODEL = "Qwen3-30B-A3B"
 
 
 def record_of(model, tokens: torch.Tensor, **options):
-    """Return the routing of one call without gradients, and its last logits."""
+    """Record the routing of one call without gradients, and its last logits."""
     with torch.no_grad(), sonicmoe_hf.record_routing(model) as routing:
         logits = model(input_ids=tokens, logits_to_keep=8, **options).logits
     return routing, logits

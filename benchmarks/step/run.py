@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 
 def bare(run: Run, options: argparse.Namespace, **packed):
-    """Return the model of `run` with random weights, in training mode, before it is patched and adapted.
+    """Build the model of `run` with random weights, in training mode, before it is patched and adapted.
 
     Args:
         options: the script's: device, tiny, and where it has them the settings of `models.add_settings`; sizes: in
@@ -75,7 +75,7 @@ def bare(run: Run, options: argparse.Namespace, **packed):
 
 
 def trained(model, run: Run):
-    """Return a bare model as `run` trains it."""
+    """Prepare a bare model as `run` trains it."""
     contender = CONTENDERS[run.contender]
     if run.attention is not None:
         model.set_attn_implementation(run.attention)
@@ -88,7 +88,7 @@ def trained(model, run: Run):
 
 
 def built(run: Run, options: argparse.Namespace):
-    """Return the model as `run` trains it.
+    """Build the model as `run` trains it.
 
     Raises:
         Unavailable: the contender's package is not here, or it does not compute this model's experts.
@@ -100,7 +100,7 @@ def built(run: Run, options: argparse.Namespace):
 
 
 def compiled(model, execution: str | None, **options):
-    """Return the model as a step calls it: as it is (None or "eager"); with each decoder layer compiled
+    """Compile the model as a step calls it: as it is (None or "eager"); with each decoder layer compiled
     ("layers"); or compiled as a whole, in a mode of torch.compile. options: of torch.compile."""
     if execution == "layers" and torch.distributed.is_initialized():  # ranks may share experts
         sonicmoe_hf.compile_layers(model, **options)
@@ -133,7 +133,7 @@ def check(runs: Sequence[Run], options: argparse.Namespace, autocast: bool) -> N
 
 
 def join_ranks(device: str) -> tuple[int, int]:
-    """Return (this rank, how many there are), as torchrun says; one alone without it."""
+    """Read (this rank, how many there are), as torchrun says; one alone without it."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
     os.environ.update(alone | os.environ)
     if device == "cuda":

@@ -62,7 +62,7 @@ def forget() -> None:
 
 
 def stepping(model, run: Run, execution: str, device: str):
-    """Return a function that takes a step and returns its loss, of a model as `run` has it, after a forward in which the
+    """Make a function that takes a step and returns its loss, of a model as `run` has it, after a forward in which the
     noise that spreads the load is made: before anything is compiled."""
     tokens = sequences(run.tokens, model.config.vocab_size, device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
@@ -72,7 +72,7 @@ def stepping(model, run: Run, execution: str, device: str):
 
 
 def busy_milliseconds(step) -> float:
-    """Return the time in which kernels and copies ran, of a step."""
+    """Measure the time in which kernels and copies ran, of a step."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(PROFILED):
             step()
@@ -117,7 +117,7 @@ def measure(model, run: Run, execution: str, options) -> dict:
 
 
 def runs_of(options) -> dict[str, Run]:
-    """Return contender -> its model."""
+    """Make contender -> its run."""
     sizes = MODELS[options.model]
     layers = options.layers or (sizes.trained_layers if options.mode == "full" else sizes.layers)
     attention = ATTENTION.get(options.model) if options.device == "cuda" else None

@@ -51,7 +51,7 @@ class _Marks:
 
 
 def part_of(module: nn.Module) -> str | None:
-    """Return the part that a module outside the MoE blocks is."""
+    """Name the part that a module outside the MoE blocks is."""
     kind = type(module).__name__
     if "Norm" in kind:
         return "norms"
@@ -105,7 +105,7 @@ class _Thread:
         return self.marks[number].part if number >= 0 else REST
 
     def own_times(self) -> list[tuple[str, float]]:
-        """Return (part, time in its marks and in none inside them)."""
+        """Measure (part, time within its marks, without that within marks inside them)."""
         own = [mark.end - mark.start for mark in self.marks]
         for number, outer in enumerate(self.outer):
             if outer >= 0:
@@ -123,7 +123,7 @@ class Parts(NamedTuple):
     wall: float
 
     def outside(self, *inside: str) -> float:
-        """Return the share of the MoE blocks' GPU time that is in none of these parts."""
+        """Compute the share of the MoE blocks' GPU time that is in none of these parts."""
         block = sum(self.gpu.get(part, 0.0) for part in MOE)
         return 1 - sum(self.gpu.get(part, 0.0) for part in inside) / block if block else float("nan")
 
@@ -183,7 +183,7 @@ def _makers(operations: list[dict], threads: dict[int, _Thread]) -> dict[int, st
 
 
 def _kernel_times(complete: list[dict], threads: dict[int, _Thread], steps: int):
-    """Return milliseconds by part, and by part and kernel."""
+    """Measure milliseconds by part, and by part and kernel."""
     launches = {
         event["args"]["correlation"]: event
         for event in complete

@@ -39,7 +39,7 @@ SETTINGS = {"all on the GPU": EVERYTHING, "4 GiB on the GPU": "4GiB", "none on t
 
 
 def run_of(name: str, options) -> Run:
-    """Return the run of a model with packed experts and all its layers."""
+    """Make the run of a model with packed experts and all its layers."""
     layers = TINY_LAYERS if options.tiny else MODELS[name].layers
     run = Run(name, layers, 0, "LoRA", experts=MODELS[name].packed, checkpointing=True)
     return run._replace(rank=8, targets=WHOLE_ATTENTION)
@@ -66,7 +66,7 @@ def add_steps(table: Table, name: str, contender: str, model, optimizer, tokens,
 
 
 def bandwidth(table: Table, options) -> None:
-    """Measure what a copy takes, and to be pinned."""
+    """Measure the time of a copy to the GPU, and that of pinning its memory."""
     nbytes = 2**31 if options.device == "cuda" else 2**24
     copies, host = copies_to(torch.device(options.device)), page_aligned(nbytes)
     began = time.perf_counter()

@@ -103,7 +103,7 @@ def compiled() -> dict[str, int]:
 
 
 def rows_of(setting: str, steps: int, vocabulary: int, tiny: bool) -> tuple[list[dict], int, int]:
-    """Return the rows of all steps, how many a micro-batch has, and micro-batches a step."""
+    """Gather the rows of all steps, how many a micro-batch has, and micro-batches a step."""
     generator = torch.Generator().manual_seed(1)
     if setting != FIELD:
         lengths, batch, accumulation = [int(setting) // (32 if tiny else 1)] * steps, 1, 1
@@ -130,7 +130,7 @@ def padded(rows: list[dict]) -> dict:
 
 
 def arguments_of(case: str, batch: int, accumulation: int, steps: int, on_gpu: bool, **settings) -> TrainingArguments:
-    """Return the arguments that a user sets in this case."""
+    """List the arguments that a user sets in this case."""
     switches = case.split("+")
     if "loss" in switches and on_gpu:
         settings |= {"use_liger_kernel": True, "liger_kernel_config": LOSS_ALONE}
@@ -176,7 +176,7 @@ def trained(trainer: Trainer, times: Times, counted: int) -> dict[str, float]:
 
 
 def attach(trainer: Trainer, case: str) -> None:
-    """Attach what this case names."""
+    """Attach the callbacks that this case names."""
     switches = case.split("+")
     sonicmoe_hf.attach(
         trainer,

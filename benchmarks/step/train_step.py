@@ -41,7 +41,7 @@ DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
 
 
 def runs_of(options) -> list[Run]:
-    """Return every combination of what was asked for."""
+    """List every combination of what was asked for."""
     found = []
     modes, contenders = options.mode or ["full"], options.contender or DEFAULT_CONTENDERS
     names = options.model or ["Qwen3-30B-A3B"]
@@ -82,7 +82,7 @@ def settings(run: Run, options, world: int) -> str:
 
 
 def prepared(run: Run, options):
-    """Return the model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
+    """Build the model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
     model = built(run, options)
     if options.fsdp:
         shard(model)
@@ -90,7 +90,7 @@ def prepared(run: Run, options):
 
 
 def steps_of(run: Run, options) -> Measured:
-    """Return the steps of one run. Raises Unavailable."""
+    """Make the steps of one run. Raises Unavailable."""
     model = prepared(run, options)
     seed = 1 + torch.distributed.get_rank() if options.expert_parallel else 1
     tokens = sequences(run.tokens, model.config.vocab_size, options.device, seed, options.sequence_length)
@@ -109,7 +109,7 @@ def profile_of(run: Run, options) -> dict[str, float]:
 
 
 def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
-    """Return the columns of a row before its metric."""
+    """List the columns of a row before its metric."""
     return run.model, f"{run.layers},{run.tokens}", run.contender, run.mode, settings(run, options, world)
 
 
@@ -134,8 +134,8 @@ def measure(table: Table, runs: list[Run], options, world: int) -> None:
 
 
 def metrics_of(rounds: list[Measured] | Exception) -> dict[str, list[float]]:
-    """Return the values of each metric, or the error that there was. What the first step took is the first round's: later
-    rounds find kernels compiled."""
+    """Compute the values of each metric, or the error that there was. What the first step took is the first round's:
+    later rounds find kernels compiled."""
     if isinstance(rounds, Exception):
         raise rounds
     return {
@@ -150,7 +150,7 @@ def metrics_of(rounds: list[Measured] | Exception) -> dict[str, list[float]]:
 
 
 def in_turns(runs: list[Run]) -> list[list[Run]]:
-    """Return the runs of one model and mode, which take turns."""
+    """List the runs of one model and mode, which take turns."""
     cases: dict[Run, list[Run]] = {}
     for run in runs:
         cases.setdefault(run._replace(contender="", attention=None), []).append(run)

@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 
 def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] | None = ATTENTION):
-    """Return the model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the
+    """Make the model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the
     experts and on `targets` (None: the whole attention), in fp32. "frozen": on the targets alone."""
     if trained == "full":
         return model.requires_grad_(True)
@@ -54,7 +54,7 @@ def sequences(num_tokens: int, vocabulary: int, device: str, seed: int = 1, leng
 
 
 def varying(tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Return another number of tokens for every step: the first has all, later ones between three quarters and all."""
+    """Draw another number of tokens for every step: the first has all, later ones between three quarters and all."""
     length = tokens.shape[1]
     lengths = [length, *(length - 1 - number * 61 % (length // 4) for number in range(steps - 1))]
     return [tokens[:, :length] for length in lengths]
@@ -78,7 +78,7 @@ def one_step(model, optimizer, tokens, autocast: bool = True):
 
 
 def learned(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Return the first and the last loss on one batch.
+    """Train on one batch. Returns the first and the last loss.
 
     Raises:
         SystemExit: it did not fall.

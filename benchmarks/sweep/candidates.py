@@ -30,7 +30,7 @@ def add_share(parser) -> None:
 
 
 def products(shape: Shape, inputs, rows=None) -> dict[str, tuple[int, Callable]]:
-    """Return kernel -> (FLOP, call of a backend's function); rows: those of the pairs, the Triton backend's unless
+    """Make kernel -> (FLOP, call of a backend's function); rows: those of the pairs, the Triton backend's unless
     given."""
     x, gate_up, down, expert, weight, dout = inputs
     T, H, I, E, K = shape

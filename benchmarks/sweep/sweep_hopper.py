@@ -48,7 +48,7 @@ def use(tile: Tile):
 
 
 def asked_for(call, tile: Tile):
-    """Return the kernel that a call asks for, compiling and launching nothing; none where Triton's runs in its place."""
+    """Find the kernel that a call asks for, compiling and launching nothing; none where Triton's runs in its place."""
     found = []
     kernels = ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
@@ -63,7 +63,8 @@ def asked_for(call, tile: Tile):
 
 
 def compile_all(shapes, wanted):
-    """Compile what the candidates ask for. Returns (shape, kernel's name) -> those that ask for a Hopper kernel."""
+    """Compile the kernels that candidates ask for. Returns (shape, kernel's name) -> those that ask for a Hopper
+    kernel."""
     kernels, candidates = {}, {}
     for shape in shapes:
         of_shape = products(shape, problem(shape))

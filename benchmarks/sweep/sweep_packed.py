@@ -46,7 +46,7 @@ def use(candidate):
 
 
 def jobs(shape: Shape, weights):
-    """Return product and format -> [(name, what has the candidate used, call)]; weights: format -> [(gate_up, down) of
+    """Make product and format -> [(name, what has the candidate used, call)]; weights: format -> [(gate_up, down) of
     a layer]."""
     T, H, I, E, K = shape
     x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)

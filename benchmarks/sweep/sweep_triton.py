@@ -24,7 +24,7 @@ from sonicmoe_hf.kernels.triton.config import Blocks, GradientBlocks
 
 
 def _both(*candidates):
-    """Return every candidate with tensor descriptors and without."""
+    """List every candidate with tensor descriptors and without."""
     return [c._replace(descriptors=descriptors) for c in candidates for descriptors in (True, False)]
 
 
@@ -62,7 +62,7 @@ def use(tile, candidate):
 
 
 def jobs(shape: Shape, wanted, inputs):
-    """Return kernel -> ([(name, what has the candidate used, call)], FLOP)."""
+    """Make kernel -> ([(name, what has the candidate used, call)], FLOP)."""
     x, _, _, expert, weight, _ = inputs
     T, H, _, E, K = shape
     found: dict[str, tuple[list, float]] = {}
@@ -87,7 +87,7 @@ def jobs(shape: Shape, wanted, inputs):
 
 
 def unwritten(shape: Shape):
-    """Return a problem without values."""
+    """Make a problem without values."""
     T, H, I, E, K = shape
     inputs = [torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in ((T, H), (E, 2 * I, H), (E, H, I))]
     return [*inputs, torch.zeros(T, K, device="cuda", dtype=torch.int64), torch.empty(T, K, device="cuda"), inputs[0]]

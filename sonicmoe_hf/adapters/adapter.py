@@ -104,13 +104,13 @@ class _Reader:
         self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
 
     def replaced(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return the functions that read each whole weight, or table of integers."""
+        """Map each whole weight, or table of integers, to the function that reads it."""
         names, state = self.assignment.replaced.items(), self.trained.state
         readers = {weight: self._tensor if state[weight].is_floating_point() else self._table for weight, _ in names}
         return {weight: partial(self._read, partial(readers[weight], name)) for weight, name in names}
 
     def factors(self) -> dict[str, Callable[[], Factors]]:
-        """Return the functions that read the factors of each adapted weight."""
+        """Map each adapted weight to the function that reads its factors."""
         weights: dict[str, list[AdaptedWeight]] = {}
         for adapted in self.assignment.sides:
             weights.setdefault(adapted.weight, []).append(adapted)

@@ -149,7 +149,7 @@ def _write(
 
 
 def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:
-    """Return a folder with config.json of the model that the adapter was trained on."""
+    """Find a folder with config.json of the model that the adapter was trained on."""
     name = os.fspath(trained_on or config.get("base_model_name_or_path") or "")
     if not name:
         raise CheckpointError(

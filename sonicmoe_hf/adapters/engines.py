@@ -111,7 +111,7 @@ def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> N
 def engine_form(
     adapter: Adapter, model: PreTrainedModel, engine: str
 ) -> tuple[dict[str, torch.Tensor], dict, list[str]]:
-    """Return tensors and adapter_config.json for "vllm" or "sglang", and how to serve them, in sentences.
+    """Make tensors and adapter_config.json for "vllm" or "sglang", and how to serve them, in sentences.
 
     `model` is the adapter's base in the hub layout.
 
@@ -168,7 +168,7 @@ def vllm_takes_pefts_form(folder: Path, adapter: Adapter, model: PreTrainedModel
 
 
 def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:
-    """Return the factors by weight; zeros for those that an engine wants because it fuses them with adapted ones."""
+    """Complete the factors by weight: zeros for those that an engine wants because it fuses them with adapted ones."""
     weights = dict(adapter.factors)
     for weight, given in tuple(weights.items()):
         module, _, name = weight.removesuffix(".weight").rpartition(".")
@@ -183,13 +183,13 @@ def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[st
 
 
 def _zeros(like: Factors, weight: torch.Tensor) -> Factors:
-    """Return factors of rank 1 for another weight, whose product is zero."""
+    """Make factors of rank 1 for another weight, whose product is zero."""
     *experts, size_out, size_in = weight.transpose(-1, -2).shape if like.is_transposed else weight.shape
     return like._replace(a=like.a.new_zeros(*experts, 1, size_in), b=like.b.new_zeros(*experts, size_out, 1))
 
 
 def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
-    """Return the engines' names of an expert's matrices in a weight that holds all experts, "{expert}" for the number."""
+    """List the engines' names of an expert's matrices in a weight that holds all experts, "{expert}" for the number."""
     templates = hub.per_expert(weight)
     if templates:
         return [template.removesuffix(".weight") for template in templates]
@@ -200,7 +200,7 @@ def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
 
 
 def _common_alpha(pairs: dict[str, Factors], rank: int) -> float:
-    """Return the lora_alpha for factors of `rank`: that of the scale that all share, if it is a whole number, or else
+    """Compute the lora_alpha for factors of `rank`: that of the scale that all share, if it is a whole number, or else
     `rank`, so that every scale is to be multiplied into B."""
     scales = {factors.scale for factors in pairs.values()}
     alpha = as_alpha(max(scales) * rank)
@@ -208,7 +208,7 @@ def _common_alpha(pairs: dict[str, Factors], rank: int) -> float:
 
 
 def _tensors(pairs: dict[str, Factors]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the file."""
+    """Make the tensors of the file."""
     tensors: dict[str, torch.Tensor] = {}
     fused: dict[str, dict[str, Factors]] = {}
     for name, factors in pairs.items():
@@ -226,7 +226,7 @@ def _tensors(pairs: dict[str, Factors]) -> dict[str, torch.Tensor]:
 
 
 def _modules_of_the_hub(model: PreTrainedModel, hub: HubNames) -> set[str]:
-    """Return the names of all modules that have a weight, those of single experts included."""
+    """List the names of all modules that have a weight, those of single experts included."""
     names = set()
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])

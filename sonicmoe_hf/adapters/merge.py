@@ -221,7 +221,7 @@ def _first_codes(weight: Weight) -> torch.Tensor:
 
 
 def _dither_of_part(dither: Dither, group: WeightGroup, name: str) -> Dither:
-    """Return the dither of one of the weights that become a parameter, such as gate and up of an expert."""
+    """Make the dither of one of the weights that become a parameter, such as gate and up of an expert."""
     if len(group.weight_names) == 1:
         return dither
     first_row = 0
@@ -233,7 +233,7 @@ def _dither_of_part(dither: Dither, group: WeightGroup, name: str) -> Dither:
 
 
 def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.Tensor) -> bool:
-    """Say whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
+    """Tell whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
     first, *others = group.shapes
     if others or stored.weights[first].format is not None:
         return False
@@ -244,7 +244,7 @@ def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.
 def _untie(
     stored: StoredWeights, model: PreTrainedModel, groups: dict[str, WeightGroup], changed: Collection[str]
 ) -> list[str]:
-    """Give weights that the base ties entries of their own, if the adapter changes one of them: PEFT adapts each alone.
+    """Untie weights that the base ties, if the adapter changes one of them: PEFT adapts each alone.
 
     groups: gets those that the files do not hold. Returns what a user should know of it, in sentences.
     """

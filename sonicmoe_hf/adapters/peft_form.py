@@ -23,7 +23,7 @@ REPLACED_BY_TARGETS = ("exclude_modules", "layers_to_transform", "layers_pattern
 
 
 def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's adapted parameters; PEFT's wrapper of the first is the innermost."""
+    """List the tensors of a module's adapted parameters; PEFT's wrapper of the first is the innermost."""
     tensors = {}
     for depth, factors in enumerate(reversed(adapted)):
         wrapper = f"{PREFIX}{module}.{'base_layer.' * depth}"
@@ -34,7 +34,7 @@ def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
 def rewritten_config(
     config: dict, rank: int, alpha: float, target_modules: list[str], target_parameters: list[str], **patterns: dict
 ) -> dict:
-    """Return an adapter_config.json for other factors of the same adapter: the targets name all that is adapted, scales
+    """Write an adapter_config.json for other factors of the same adapter: the targets name all that is adapted, scales
     are alpha / rank, and the order of columns is PEFT's.
 
     patterns: rank_pattern and alpha_pattern, for a file whose factors differ.
@@ -57,7 +57,7 @@ def rewritten_config(
 
 
 def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict]:
-    """Return the tensors and adapter_config.json that PEFT loads into `model`.
+    """Make the tensors and adapter_config.json that PEFT loads into `model`.
 
     Each weight has its own rank, without the zeros that engines' files pad it with, and its scale by its own alpha.
     Weights whose factors are all zeros are left out: engines' files have them for what is not adapted. Linear layers
@@ -108,7 +108,7 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
 
 
 def _pattern(values: dict[str, float], default: float, everything: Iterable[str]) -> dict[str, float]:
-    """Return rank_pattern or alpha_pattern: names whose value is another than `default`, by ends that no others have."""
+    """Make rank_pattern or alpha_pattern: names whose value is another than `default`, by ends that no others have."""
     pattern: dict[str, float] = {}
     for value in sorted(set(values.values()) - {default}):
         names = [name for name, own in values.items() if own == value]

@@ -100,7 +100,7 @@ UNSLOTH_FAMILIES = {  # whose experts unsloth_zoo computed in its own order unti
 
 
 def name_in_trained_model(name: str) -> str:
-    """Return a tensor's name without PEFT's prefix and the names that torch.compile, FSDP, checkpointing and DDP add."""
+    """Strip a tensor's name of PEFT's prefix and of the names that torch.compile, FSDP, checkpointing and DDP add."""
     return WRAPPED.sub("", name).removeprefix("module.").removeprefix(PREFIX).removeprefix("module.")
 
 
@@ -169,12 +169,12 @@ class AdapterConfig:
         return name.endswith(tuple(self.entries.get("modules_to_save") or ()))
 
     def rank(self, weight: str) -> int:
-        """Return the rank of the factors of a weight of the trained model."""
+        """Look up the rank of the factors of a weight of the trained model."""
         return self._by_pattern("rank_pattern", "r", self._in_patterns(weight))
 
     def scale(self, weight: str) -> float:
-        """Return the factor of B A of a weight of the trained model. Raises CheckpointError where lora_alpha is no number
-        above 0."""
+        """Compute the factor of B A of a weight of the trained model. Raises CheckpointError where lora_alpha is no
+        number above 0."""
         name, rank = self._in_patterns(weight), self.rank(weight)
         alpha = self._by_pattern("alpha_pattern", "lora_alpha", name)
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
@@ -182,11 +182,11 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
 
     def _in_patterns(self, weight: str) -> str:
-        """Return the name that PEFT compares with rank_pattern and alpha_pattern: a linear layer's, or a parameter's."""
+        """Find the name that PEFT compares with rank_pattern and alpha_pattern: a linear layer's, or a parameter's."""
         return weight if is_target_parameter(weight, self.entries) else weight.removesuffix(".weight")
 
     def _by_pattern(self, pattern: str, default: str, name: str):
-        """Return the value of the first entry of `pattern` that matches an end of the name, or the default."""
+        """Look up the value of the first entry of `pattern` that matches an end of the name, or the default."""
         patterns = self.entries.get(pattern) or {}
         key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
         return self.entries.get(default) if key is None else patterns[key]

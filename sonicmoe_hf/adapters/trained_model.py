@@ -90,7 +90,7 @@ class TrainedModel:
         return names
 
     def _find_decoder(self, keys: Collection[str]) -> str:
-        """Return the decoder's name in the class that was trained."""
+        """Find the decoder's name in the class that was trained."""
         for name in keys:
             match = TEXT_MODEL.match(key := without_base_layer(name))
             if match and match[1] != self._own_decoder:
@@ -101,7 +101,7 @@ class TrainedModel:
         return self._own_decoder
 
     def in_model(self, module: str) -> str:
-        """Return the model's name of a module that the adapter calls so."""
+        """Find the model's name of a module that the adapter calls so."""
         if self.decoder != self._own_decoder and module.startswith(f"{self.decoder}."):
             module = self._own_decoder + module.removeprefix(self.decoder)
         return module if module in self.modules else self._by_hub_name.get(module, module)
@@ -113,7 +113,7 @@ class TrainedModel:
         return name
 
     def _parameters(self, module: str) -> dict[str, str]:
-        """Return the parameters of a module in the order of the trained model's: their names there and here."""
+        """List the parameters of a module in the order of the trained model's: their names there and here."""
         own = [name for name, parameter in self.modules[module]._parameters.items() if parameter is not None]
         if module not in self.experts or is_native(self.modules[module]) == self.is_native:
             return {name: name for name in own}
@@ -122,13 +122,14 @@ class TrainedModel:
         return {name: here[name] for name in order if here[name] in own}
 
     def target_parameters(self, module: str) -> list[AdaptedWeight]:
-        """Return the parameters of a module that target_parameters names, the innermost wrapper's first."""
+        """List the parameters of a module that target_parameters names, the innermost wrapper's first."""
         trained, names = self.as_trained(module), self._parameters(module).items()
         adapted = [AdaptedWeight(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
         return [weight for weight in adapted if is_target_parameter(weight.trained, self.config.entries)]
 
     def adapted_by_config(self, has_single: bool) -> Iterator[AdaptedWeight]:
-        """Yield what PEFT adapts under the config. has_single: experts as single linear layers."""
+        """Yield the modules and parameters that PEFT adapts under the config. has_single: experts as single linear
+        layers."""
         for name in self.modules:
             if not self._is_trained(name):
                 continue
@@ -166,13 +167,13 @@ class TrainedModel:
 
 
 def decoder_name(model: PreTrainedModel) -> str:
-    """Return the model's name of its stack of layers of text."""
+    """Find the model's name of its stack of layers of text."""
     decoder = model.get_decoder()
     return next((name for name, module in model.named_modules() if name and module is decoder), "model")
 
 
 def product_shape(module: Any, parameter: str) -> tuple[int | None, tuple[int, int], bool]:
-    """Return (E, (out, in), whether it is stored as [E, in, out]) of a parameter by PEFT's rules; of one matrix E is
+    """Compute (E, (out, in), whether it is stored as [E, in, out]) of a parameter by PEFT's rules; of one matrix E is
     None."""
     shape = tuple(module._parameters[parameter].shape)
     if len(shape) not in (2, 3):

@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class LastAnswer(Generic[T]):
-    """Caches what was computed from the last tensor, for a model's other layers, which are given the same tensor: the
-    computation waits for the GPU. A tensor of inference_mode has no version that would show a change in place, so it is
-    computed for every layer."""
+    """Caches an answer that was computed from the last tensor, for a model's other layers, which are given the same
+    tensor: the computation waits for the GPU. A tensor of inference_mode has no version that would show a change in
+    place, so it is computed for every layer."""
 
     def __init__(self) -> None:
         self._of: weakref.ref | None = None

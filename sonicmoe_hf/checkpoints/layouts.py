@@ -75,7 +75,7 @@ class ExpertsParameter(NamedTuple):
         return shape if self.is_per_expert else (self.num_experts, *shape)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all weights, by name."""
+        """List the shapes of all weights, by name."""
         experts = range(self.num_experts if self.is_per_expert else 1)
         return {name: self.stored_shape for expert in experts for name in self.names_of(expert)}
 
@@ -145,7 +145,7 @@ def has_native_layout(config: dict) -> bool:
 
 
 def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
-    """Return the family that config.json names, and whether it says the native layout."""
+    """Read the family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
     name = str(model_type).removeprefix(NATIVE_PREFIX)
     if not isinstance(model_type, str) or not has_native_layout(config):

@@ -180,7 +180,7 @@ class NativeModel(_ModelBase):
         return True
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Return the one implementation of the native layout, "sonicmoe_hf".
+        """Name the one implementation of the native layout, "sonicmoe_hf".
 
         Raises:
             ValueError: another one was asked for.
@@ -273,7 +273,7 @@ class NativeClasses:
         self.causal_lm = _native_model(family, "causal_lm", self.config)
 
     def register(self) -> None:
-        """Make them known to the Auto classes."""
+        """Register the classes of all families with the Auto classes."""
         name = self.config.model_type
         AutoConfig.register(name, self.config, exist_ok=True)
         AutoModel.register(self.config, self.model, exist_ok=True)

@@ -76,7 +76,7 @@ def trace_without_liger() -> None:
 
 
 def _function_or(function: Any, own: Callable) -> type:
-    """Make what has the `apply` of an autograd.Function, or, where it is traced, that of `own`."""
+    """Make an object whose `apply` is an autograd.Function's, or where it is traced that of `own`."""
 
     class Traceable:
         @staticmethod

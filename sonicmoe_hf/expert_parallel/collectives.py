@@ -86,12 +86,12 @@ def _sum_rows(num_tokens, y_RH, *rows):
 
 
 def sum_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensor as it is, and sum its gradient over the ranks, each of which has a summand of it."""
+    """Pass the tensor on as it is, and sum its gradient over the ranks, each of which has a summand of it."""
     return _LinearMap.apply(tensor, _identity, partial(_sum, group=group))
 
 
 def mean_of_gradients(tensor: torch.Tensor, count: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the tensor as it is; divide its gradient by `count` and sum it over the ranks of `group`, if there is
+    """Pass the tensor on as it is; divide its gradient by `count` and sum it over the ranks of `group`, if there is
     one."""
     return _LinearMap.apply(tensor, _identity, partial(_mean, count=count, group=group))
 

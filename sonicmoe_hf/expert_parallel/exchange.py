@@ -165,7 +165,7 @@ def _own_pairs(expert: torch.Tensor, weights: torch.Tensor, token: torch.Tensor 
 
 
 def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:
-    """Give each rank the tokens that one of its experts wants. Sizes are read on the host, which waits for the device."""
+    """Send each rank the tokens that one of its experts wants. Sizes are read on the host, which waits for the device."""
     num_tokens, group, num_local = len(x_TH), holding.group, holding.num_local
     expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
     is_pair_P = (expert_P >= 0) & (expert_P < holding.size * num_local)

@@ -110,7 +110,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         return mean_of_gradients(tensor, num_batches, ranks_with_same_experts(self.holding.group))
 
     def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
-        """Give all ranks that hold these experts the first one's values of a tensor, to begin with."""
+        """Broadcast a tensor's first values from the first of the ranks that hold these experts."""
         group = ranks_with_same_experts(self.holding.group)
         if group is not None:
             dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)

@@ -339,7 +339,7 @@ def _kinds(stored: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def with_experts_apart(conversions: list[WeightTransform]) -> list[WeightTransform]:
-    """Return Transformers' conversions of a model, changed so that experts are not merged before they are packed."""
+    """Change Transformers' conversions of a model so that experts are not merged before they are packed."""
 
     def leave_apart(conversion: WeightTransform) -> WeightTransform:
         if not isinstance(conversion, WeightConverter):
@@ -365,7 +365,7 @@ def of_packed_experts(hf_quantizer) -> list[WeightConverter]:
 
 
 def with_hub_format(conversions: list, hf_quantizer, format: HubFormat) -> list:
-    """Return Transformers' conversions of a model, changed so that experts in a format of the hub's stay packed and the
+    """Change Transformers' conversions of a model so that experts in a format of the hub's stay packed and the
     rest becomes dense."""
     return [
         *([WeightRenaming(*SHORT_NAMES)] if isinstance(format.linear, HubFP8) else []),
@@ -379,7 +379,7 @@ def with_hub_format(conversions: list, hf_quantizer, format: HubFormat) -> list:
 
 
 def _pattern_of(name: str) -> str:
-    """Return the pattern of tensors of this name in any module. Names that do not begin with "weight" are whole ones."""
+    """Make the pattern of tensors of this name in any module. Names that do not begin with "weight" are whole ones."""
     return f"{name}$" if name.startswith(WEIGHT[1:]) else f"{WHOLE_NAME}{name}$"
 
 

@@ -62,7 +62,7 @@ class DeclaredQuantization(NamedTuple):
         return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
 
     def hub(self) -> HubFormat:
-        """Return the format of each matrix of experts, where `is_per_expert`. Raises CheckpointError as `format`."""
+        """Find the format of each matrix of experts, where `is_per_expert`. Raises CheckpointError as `format`."""
         if self.method in declared_integers.METHODS:
             return declared_integers.declared_format(self.method, self.entries)
         return HUB[self.format()]
@@ -90,7 +90,7 @@ class DeclaredQuantization(NamedTuple):
         return self.hub().name if self.is_per_expert else self.method
 
     def stored(self) -> Format | HubFormat | None:
-        """Return the format of experts stored [E, ...] under their parameter's name, packed here or gpt-oss's, or of each
+        """Find the format of experts stored [E, ...] under their parameter's name, packed here or gpt-oss's, or of each
         expert's projections and the linear layers, each for itself; None of other checkpoints.
 
         Raises:
@@ -145,8 +145,8 @@ def _is_size(size) -> bool:
 
 
 def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None = None) -> DeclaredQuantization | None:
-    """Read what a config, or else the text model's inside it, declares, or ModelOpt's file in `folder`; None of a
-    checkpoint that is not quantized.
+    """Read the declaration of a config, or else of the text model's inside it, or of ModelOpt's file in `folder`; None of
+    a checkpoint that is not quantized.
 
     Raises:
         CheckpointError: what declares it is damaged.

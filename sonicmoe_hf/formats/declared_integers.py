@@ -24,7 +24,7 @@ AUTO_ROUND_OFFSETS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "aut
 
 
 def declared_format(method: str, entries: dict) -> HubFormat:
-    """Return the format of matrices that one of METHODS declares by its entries in config.json.
+    """Find the format of matrices that one of METHODS declares by its entries in config.json.
 
     Raises:
         CheckpointError: it is none that is read here; with the remedy.
@@ -38,7 +38,7 @@ def _refuse(method: str, what: str) -> NoReturn:
 
 
 def _size(method: str, group: Any) -> int | None:
-    """Return the values that share a scale; None for a whole row."""
+    """Read how many values share a scale; None for a whole row."""
     if group in (-1, None):
         return None
     if not isinstance(group, int) or isinstance(group, bool) or group < 1:
@@ -75,7 +75,7 @@ def _of_compressed_tensors(entries: dict) -> HubFormat:
 
 
 def _group_of_experts(groups: dict, ignored) -> dict:
-    """Return the entries of config_groups that count for experts' projections: names come before classes."""
+    """Find the entries of config_groups that count for experts' projections: names come before classes."""
     if any(_matches(each) for each in ignored):
         _refuse(COMPRESSED, "with experts left out")
     by_name = [group for group in groups.values() if any(_matches(each) for each in group.get("targets") or ())]

@@ -29,15 +29,15 @@ class HubNames:
         self._loading = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
 
     def parameter(self, name: str) -> str:
-        """Return the hub's name of a parameter that no conversion splits, merges or transposes."""
+        """Find the hub's name of a parameter that no conversion splits, merges or transposes."""
         return rename_source_key(name, self._renamings, [], reverse=True)[0]
 
     def module(self, name: str) -> str:
-        """Return the hub's name of a module that has a weight."""
+        """Find the hub's name of a module that has a weight."""
         return self.parameter(f"{name}.weight").removesuffix(".weight")
 
     def in_adapter(self, module: str) -> str | None:
-        """Return the name under which an adapter file's factors reach a module: its own or the hub's, or None.
+        """Find the name under which an adapter file's factors reach a module: its own or the hub's, or None.
 
         PEFT and Transformers save factors under the module's own name, and rename what they load as if it were the hub's.
         A few names do not survive that.
@@ -51,7 +51,7 @@ class HubNames:
         return module if key.endswith(renamed) else renamed.removesuffix(".lora_A.weight")
 
     def per_expert(self, name: str) -> list[str]:
-        """Return the hub's names of the matrices of a weight that holds all experts, "{expert}" for the number.
+        """Find the hub's names of the matrices of a weight that holds all experts, "{expert}" for the number.
 
         There are none where the hub has no tensor for each expert. Gate comes before up.
         """
@@ -59,7 +59,7 @@ class HubNames:
         return names if names and all("{expert}" in each for each in names) else []
 
     def weights(self, name: str) -> list[str]:
-        """Return the hub's names of the weights that a conversion makes of a parameter, "{expert}" for the number of
+        """Find the hub's names of the weights that a conversion makes of a parameter, "{expert}" for the number of
         one; there are none where none does."""
         renamed, pattern = rename_source_key(name, [], self._converters, reverse=True)
         targets = next((item.target_patterns for item in self._converters if pattern in item.source_patterns), [])

@@ -59,7 +59,7 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
         self.linear = BitsAndBytesConfig.from_dict(linear) if isinstance(linear, dict) else linear
 
     def to_dict(self) -> dict:
-        """Return the entry of config.json."""
+        """Make the entry of config.json."""
         linear = None if self.linear is None else self.linear.to_dict()
         return {"quant_method": self.quant_method, "experts": self.experts, "linear": linear}
 
@@ -213,7 +213,7 @@ def _renames(conversion, names: list[str]) -> bool:
 
 
 def mark_model_packed(model: PreTrainedModel) -> None:
-    """Give a model with packed experts what it needs beside them."""
+    """Put on a model with packed experts the attributes and hooks that it needs beside them."""
     guard_deepspeed()
     # saved under the names it has: nothing splits packed weights into one per expert
     vars(model)["_weight_conversions"] = []

@@ -46,7 +46,7 @@ class PackedShard(PackedWeight):
         raise RuntimeError("this is one rank's shard of a packed weight sharded by FSDP; unshard the module first")
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """Name what FSDP2 gathers, and what stays as it is."""
+        """Split the weight for FSDP2: the tensors to gather, and the rest, which stays as it is."""
         return _by_expert(self), (self.state, self.format, self.is_transposed)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
@@ -102,7 +102,7 @@ def _slice(weight, dim=0, start=None, end=None, step=1):
 
 
 def _view(weight, size):
-    """Return the weight itself: fully_shard keeps a flat view of a shard, and asks nothing of it."""
+    """Stay as it is: fully_shard keeps a flat view of a shard, and asks nothing of it."""
     is_flat = isinstance(weight, PackedShard) and list(size) in ([-1], [weight.numel()])
     if not is_flat and tuple(size) != tuple(weight.shape):
         return NotImplemented

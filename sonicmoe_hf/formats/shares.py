@@ -103,8 +103,8 @@ def restore_parameters(experts: nn.Module) -> None:
 
 
 def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch.Tensor, int]:
-    """Gather what a checkpoint stores for a sharded parameter, with `rows` rows in all: (all rows, from the ranks'
-    pieces; the first of the parameter's own rows that is this rank's). All ranks call it.
+    """Gather the tensors that a checkpoint stores for a sharded parameter, with `rows` rows in all: (all rows, from the
+    ranks' pieces; the first of the parameter's own rows that is this rank's). All ranks call it.
 
     Raises:
         CheckpointError: the parameter is sharded otherwise than by its rows over one group of ranks.

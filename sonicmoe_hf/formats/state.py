@@ -21,7 +21,7 @@ def check_shape(name: str, found: tuple[int, ...], dense: torch.Tensor) -> None:
 
 
 def stored_names(module: nn.Module) -> set[str]:
-    """Return the names of the module's own parameters in a state dict."""
+    """List the names of the module's own parameters in a state dict."""
     names = set()
     for name, parameter in module._parameters.items():
         names |= set(FORMATS[parameter.format].names(name)) if isinstance(parameter, PackedWeight) else {name}

@@ -23,6 +23,6 @@ class Adapters:
         self.are_taken = False
 
     def take(self) -> dict[str, list[LowRank]]:
-        """Give the adapters to the forward that computes with them."""
+        """Hand the adapters over to the forward that computes with them."""
         self.are_taken = True
         return self.by_weight

@@ -27,7 +27,8 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _cached_by_device(function):
-    """Call it once for every device; torch.compile takes the result for a constant and traces nothing of its making."""
+    """Call the function once for every device; torch.compile takes the result for a constant and traces nothing of its
+    making."""
     results = {}
 
     @torch.compiler.assume_constant_result
@@ -116,5 +117,5 @@ def choose(device: torch.device, dtype: torch.dtype | None, backend: str | None 
 
 @functools.cache
 def load(name: str) -> Backend:
-    """Return the module of a backend, imported when first used."""
+    """Load the module of a backend, imported when first used."""
     return cast(Backend, importlib.import_module(f"sonicmoe_hf.kernels.{name}"))

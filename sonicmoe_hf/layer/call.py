@@ -72,7 +72,7 @@ class LayerCall(NamedTuple):
     saved: Saved = Saved()
 
     def projection(self, name: str) -> Projection:
-        """Give "gate_up" or "down"."""
+        """Select a projection by name, "gate_up" or "down"."""
         return {"gate_up": self.gate_up, "down": self.down}[name]
 
 

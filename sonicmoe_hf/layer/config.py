@@ -76,13 +76,13 @@ class TokenRounding:
         return DEFAULT_TILE if self.tile is None else self.tile
 
     def max_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """Return the maximum number of rows after rounding, whatever the routing: h is allocated at this size."""
+        """Compute the maximum number of rows after rounding, whatever the routing: h is allocated at this size."""
         rows, tile = num_tokens * top_k, self.tile_rows
         extra = {"nearest": num_experts * (tile // 2), "balanced": tile // 2, "down": 0}
         return min(rows + extra.get(self.rounding, num_experts * (tile - 1)), num_tokens * num_experts)
 
     def min_pairs(self, num_experts: int) -> int:
-        """Return the minimum number of pairs (token, expert) that give every expert `min_tiles_per_expert` tiles on
+        """Compute the minimum number of pairs (token, expert) that give every expert `min_tiles_per_expert` tiles on
         average."""
         return math.ceil(self.min_tiles_per_expert * self.tile_rows * num_experts)
 

@@ -20,7 +20,7 @@ def _dispatch(
 
 
 def fake_rows(expert_P, num_tokens, num_experts, backend):
-    """Give empty tensors in the shapes of the Rows of these pairs."""
+    """Allocate empty tensors in the shapes of the Rows of these pairs."""
     num_pairs = expert_P.numel()
     num_tiles = backends.load(backend).tile_table_length(num_pairs, num_experts)
     return list(unwritten_rows(expert_P, num_pairs, num_tokens, num_experts, num_tiles))

@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     has_bias: bool
 
     def shape(self, letters: tuple[str, ...]) -> tuple[int, ...]:
-        """Give the sizes of letters: ("E", "2I", "H") -> (num_experts, 2 * intermediate, hidden)."""
+        """Look up the sizes of letters: ("E", "2I", "H") -> (num_experts, 2 * intermediate, hidden)."""
         size = {"E": self.num_experts, "H": self.hidden, "I": self.intermediate, "2I": 2 * self.intermediate}
         return tuple(size[letter] for letter in letters)
 
@@ -58,13 +58,13 @@ def has_gate(experts: nn.Module) -> bool:
 
 
 def weight_names(experts: nn.Module) -> tuple[str, str]:
-    """Give the names of the experts' weights, of the first product and of the second."""
+    """Name the experts' weights, of the first product and of the second."""
     first = "gate_up_proj" if has_gate(experts) else "up_proj"
     return getattr(type(experts), "weight_names", (first, "down_proj"))
 
 
 def packable(module: nn.Module) -> tuple[str, ...]:
-    """Give the names of an experts module's weights, where it holds them: they are packed, and kept in host memory; none
+    """Name an experts module's weights, where it holds them: they are packed, and kept in host memory; none
     of another module."""
     names = weight_names(module)
     held = module._parameters.keys() | module._buffers.keys()  # buffers: see formats.shares.keep_from_fsdp
@@ -77,25 +77,25 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def row_order(experts: nn.Module, name: str) -> str:
-    """Give the order of kernels.packed.ORDERS in which the rows of an experts module's weight stand."""
+    """Find the order of kernels.packed.ORDERS in which the rows of an experts module's weight stand."""
     if name != weight_names(experts)[0] or not has_gate(experts):
         return "whole"
     return "interleaved" if is_native(experts) or not getattr(experts, "is_concatenated", True) else "concatenated"
 
 
 def matrix_shape(experts: nn.Module, weight: torch.Tensor) -> tuple[int, int, int]:
-    """Give (E, out, in) of an experts module's weight."""
+    """Compute (E, out, in) of an experts module's weight."""
     num_experts, *sides = whole_shape(weight)
     size_out, size_in = reversed(sides) if is_transposed(experts) else sides
     return num_experts, size_out, size_in
 
 
 def whole_shape(weight: torch.Tensor) -> torch.Size:
-    """Give the shape of a weight, gathered or not: DeepSpeed's ZeRO-3 notes it beside the empty tensor that it leaves."""
+    """Read the shape of a weight, gathered or not: DeepSpeed's ZeRO-3 notes it beside the empty tensor that it leaves."""
     return getattr(weight, "ds_shape", weight.shape)
 
 
 def num_experts_in(config: Any) -> int | None:
-    """Give E of a model's config; None where it does not say, or where layers differ."""
+    """Read E of a model's config; None where it does not say, or where layers differ."""
     totals = (getattr(config, name, None) for name in COUNTS)
     return next((total for total in totals if isinstance(total, int)), None)

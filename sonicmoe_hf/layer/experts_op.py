@@ -198,7 +198,7 @@ def _setup_context(ctx, arguments, output):
 
 
 def _backward(ctx, dout):
-    """Give the gradients of LayerCall's leaves, None where nobody asks for one."""
+    """Compute the gradients of LayerCall's leaves, None where nobody asks for one."""
     if dout is None:
         return ()
     # next_functions has one entry for each argument that is a tensor, in their order
@@ -229,7 +229,7 @@ def _launches_of_forward(call: LayerCall) -> None:
 
 
 def _launches_of_halves(call: LayerCall) -> None:
-    """Launch what `_in_checkpoint` does, and what backward does of it."""
+    """Launch the kernels of `_in_checkpoint`, and those of its backward."""
     if _has_launches(call):
         saves = call.options.saves
         *saved, a_RI = products.first_half([call])
@@ -239,7 +239,7 @@ def _launches_of_halves(call: LayerCall) -> None:
 
 
 def _launches_of_backward(dout: torch.Tensor, call: LayerCall, needs: str) -> None:
-    """Launch what `_experts_backward` does, of packed experts what it does in a checkpoint."""
+    """Launch the kernels of `_experts_backward`; of packed experts those of a checkpoint."""
     if _has_launches(call):
         products.backward([_as_again(call, dout.dtype)], dout, tuple(needs.split()))
 

@@ -27,10 +27,11 @@ class StreamedLayer(Protocol):
     """A layer whose weights live in host memory."""
 
     def fetched(self) -> AbstractContextManager[Mapping[str, Quantized]]:
-        """Give its weights on the device, by "gate_up" and "down", inside `with`; of a dense weight `codes` is itself."""
+        """Copy the layer's weights to the device, by "gate_up" and "down", inside `with`; of a dense weight `codes` is
+        itself."""
 
     def mapped(self) -> Mapping[str, Quantized] | None:
-        """Give its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
+        """Map the layer's weights in host memory, as tensors that kernels of the device read; None where they cannot."""
 
     def holds(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
         """Tell whether these host tensors are its weights."""
@@ -41,7 +42,7 @@ STREAMED: weakref.WeakValueDictionary[int, StreamedLayer] = weakref.WeakValueDic
 
 
 def on_device(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[LayerCall]:
-    """Give, inside `with`, the call as the backend's kernels read it, with weights in this dtype."""
+    """Make, inside `with`, the call as the backend's kernels read it, with weights in this dtype."""
     # eager products are PyTorch's; kernels know no autocast, and the switch takes time
     device = call.weight.device.type
     is_cast = call.options.backend == "eager" and torch.is_autocast_enabled(device)
@@ -57,7 +58,7 @@ def _without_autocast(call: LayerCall, dtype: torch.dtype) -> Iterator[LayerCall
 
 
 def with_device_weights(call: LayerCall, dtype: torch.dtype) -> AbstractContextManager[LayerCall]:
-    """Give the call with weights that kernels of the device read inside `with`, dense ones in `dtype`; the call itself
+    """Make the call with weights that kernels of the device read inside `with`, dense ones in `dtype`; the call itself
     where none are in host memory."""
     gate_up, down = call.gate_up, call.down
     layer = STREAMED.get(gate_up.weight.data_ptr())

@@ -36,7 +36,7 @@ class ExpertParallelism(Protocol):
         """Average the gradient of a tensor of this rank's experts."""
 
     def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
-        """Give a tensor the first one's values on all ranks with the same experts."""
+        """Broadcast a tensor's values from the first of the ranks with the same experts."""
 
 
 class Holder(enum.Enum):
@@ -118,7 +118,7 @@ def is_partitioned(parameter: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Take what this rank holds of a tensor that ranks have as a DTensor; of others the tensor itself."""
+    """Take this rank's part of a tensor that ranks have as a DTensor; of others the tensor itself."""
     return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
 
 

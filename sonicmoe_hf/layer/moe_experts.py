@@ -53,7 +53,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activatio
 
 
 def _compute_dtype(x, gate_up, down):
-    """Give the dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
+    """Choose the dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     for weight in (gate_up, down):

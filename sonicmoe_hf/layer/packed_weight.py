@@ -123,7 +123,7 @@ class PackedWeight(torch.Tensor):
         return sum(tensor.nbytes for tensor in self.packed if tensor is not None)
 
     def element_size(self) -> float:  # type: ignore[override]
-        """Return the bytes stored for each entry, less than one: model.get_memory_footprint() multiplies them by
+        """Compute the bytes stored for each entry, less than one: model.get_memory_footprint() multiplies them by
         numel()."""
         return self.nbytes / self.numel()
 
@@ -187,7 +187,7 @@ class PackedWeight(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
-        """Return the weight. Raises RuntimeError if a gradient is asked for."""
+        """Change nothing, and return the weight. Raises RuntimeError if a gradient is asked for."""
         if requires_grad:
             raise RuntimeError(self.frozen.format(format=self.format))
         return self
@@ -227,7 +227,8 @@ def as_parameter(weight: torch.Tensor) -> nn.Parameter:
 
 
 def kind_of(weight: torch.Tensor) -> tuple[torch.Size, str, bool]:
-    """Give (shape, format, is_transposed): weights of one kind store the same. A dense one's format is ""."""
+    """Describe a weight as (shape, format, is_transposed): weights of one kind are stored alike. A dense one's format is
+    ""."""
     format = weight.format if isinstance(weight, PackedWeight) else ""
     return weight.shape, format, bool(format) and weight.is_transposed  # type: ignore[attr-defined]
 

@@ -20,7 +20,7 @@ MULTIPLE = 128  # of tokens, so that pieces of [T, K] begin at multiples of 16 b
 
 
 def tokens_of_piece(num_tokens: int, num_rows: int) -> int:
-    """Give the tokens of each piece but the last; 0 where the layer is not cut."""
+    """Count the tokens of each piece but the last; 0 where the layer is not cut."""
     if num_rows <= MAX_ROWS:
         return 0
     count = -(-num_rows // MAX_ROWS)

@@ -28,7 +28,7 @@ class Arriving(NamedTuple):
     work: Any
 
     def wait(self) -> torch.Tensor:
-        """Give the tensor to the current stream, which waits for it."""
+        """Let the current stream wait for the tensor, and return it."""
         self.work.wait()
         return self.tensor
 
@@ -113,7 +113,7 @@ class Layer:
         return x
 
     def weight(self, projection: Projection) -> torch.Tensor | ScaledWeight | PackedOperand:
-        """Give [E, out, in], or for FP8 products its transpose in FP8, which backward's take. A packed weight is given as
+        """Read [E, out, in], or for FP8 products its transpose in FP8, which backward's take. A packed weight is given as
         it is where the kernels decode it, else expanded or transposed at every use and kept by none: one block is
         reused."""
         if self.options.fp8:
@@ -125,7 +125,7 @@ class Layer:
         return projection.weight.transpose(1, 2) if self.options.transposed else projection.weight
 
     def operand(self, projection: Projection) -> torch.Tensor | ScaledWeight | PackedOperand:
-        """Give the operand of forward's products: `weight`, or the packed one itself where they read that."""
+        """Read the operand of forward's products: `weight`, or the packed one itself where they read that."""
         format = projection.format
         if format and (self.options.fp8 or self.kernels.reads_packed(format, self.dtype, self.rows)):
             return projection.operand()

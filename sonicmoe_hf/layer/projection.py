@@ -55,15 +55,15 @@ class Projection(NamedTuple):
         return any(t is not None and t.requires_grad for t in (self.weight, self.bias, self.a, self.b))
 
     def stored(self) -> Quantized:
-        """Give the tensors of the packed weight."""
+        """List the tensors of the packed weight."""
         return Quantized(self.weight, self.scales, self.state)  # type: ignore[arg-type]
 
     def logical_shape(self) -> tuple[int, int, int]:
-        """Give (E, out, in) of the packed weight."""
+        """Compute (E, out, in) of the packed weight."""
         return FORMATS[self.format].shape(self.stored())
 
     def operand(self) -> PackedOperand:
-        """Give the packed weight as the kernels take it."""
+        """Describe the packed weight as the kernels take it."""
         return PackedOperand(self.weight, self.scales, self.state, self.format)  # type: ignore[arg-type]
 
     def dequantize(self, kernels: Backend, dtype: torch.dtype, rows: Rows) -> torch.Tensor:
@@ -71,12 +71,12 @@ class Projection(NamedTuple):
         return kernels.dequantize(self.weight, self.scales, self.state, self.format, dtype, rows)
 
     def term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
-        """Give the term that a packed adapter adds to the product with W."""
+        """Make the term that a packed adapter adds to the product with W."""
         assert self.b is not None
         return LoraTerm(shrunk_PJ, self.b)
 
     def transposed_term(self, shrunk_PJ: torch.Tensor | None) -> LoraTerm:
-        """Give the term that a packed adapter adds to the product with W^T."""
+        """Make the term that a packed adapter adds to the product with W^T."""
         assert self.a is not None and shrunk_PJ is not None
         return LoraTerm(shrunk_PJ, self.a.mT)
 
@@ -155,7 +155,7 @@ def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: t
 
 
 def padded_rank(a: torch.Tensor, num_experts: int) -> int:
-    """Give J of a factor A."""
+    """Compute J of a factor A."""
     rank = a.shape[1] if a.dim() == 3 else a.shape[0] // num_experts
     return _padded(rank)
 

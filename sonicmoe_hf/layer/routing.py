@@ -186,7 +186,7 @@ def _round_rows(
     weighting: Weighting,
     options: _Rounding,
 ) -> list[torch.Tensor]:
-    """Return [weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
+    """Round the rows of every expert: [weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
     result = backends.load(options.backend).round_rows(
         scores,
         ranking,

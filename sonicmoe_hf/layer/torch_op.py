@@ -130,7 +130,7 @@ class Op:
         self._apply = autograd_function(what, setup_context, backward).apply
 
     def __call__(self, differentiable: bool, *arguments):
-        """Give the function's results. differentiable: whether a gradient of the first argument may be asked for.
+        """Compute the function's results. differentiable: whether a gradient of the first argument may be asked for.
 
         Raises:
             NotImplementedError: see `traced`.
@@ -179,7 +179,7 @@ class GradientOp(Op):
         super().__init__(function, fake, what, lambda ctx, arguments, output: None, refuse, launches=launches)
 
     def gradients(self, gradient: torch.Tensor, *arguments):
-        """Give the function's results. Under create_graph=True, whatever is derived from them meets the refusal."""
+        """Compute the function's results. Under create_graph=True, whatever is derived from them meets the refusal."""
         has_graph = torch.is_grad_enabled()
         if has_graph and not gradient.requires_grad:
             gradient = gradient.detach().requires_grad_()

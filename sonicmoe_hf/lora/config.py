@@ -30,7 +30,7 @@ REMEDY = "drop it, or adapt no experts: target_parameters=[]"
 
 
 def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, **options) -> LoraConfig:
-    """Return a `peft.LoraConfig` for LoRA on the experts and the attention projections of `model`, and not its routers.
+    """Make a `peft.LoraConfig` for LoRA on the experts and the attention projections of `model`, and not its routers.
 
     Args:
         model: a model with experts that sonicmoe_hf supports, in the hub layout or the native one, patched or not; one on
@@ -125,7 +125,7 @@ def _names(key: str, name: str) -> bool:
 
 
 def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> list[str]:
-    """Return the target_parameters for the experts' weights of `model`, by endings that no other parameter's name has.
+    """List the target_parameters for the experts' weights of `model`, by endings that no other parameter's name has.
 
     Where `chosen` names layers, they are of these alone. Raises UnsupportedModelError as `lora_config`.
     """
@@ -163,7 +163,7 @@ def refuse_what_is_not_loaded(model: nn.Module, settings: dict) -> None:
 
 
 def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
-    """Return the linear layers of the stacks that have the experts (no vision tower's), or of their attention alone.
+    """List the linear layers of the stacks that have the experts (no vision tower's), or of their attention alone.
 
     A family's own class of them (DeepSeek-V4's grouped one) computes something else than PEFT adds. An indexer chooses
     which keys attention reads, so that no gradient reaches it.
@@ -191,7 +191,7 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _taken_for_experts(model: nn.Module) -> set[str]:
-    """Return the names of linear layers that PEFT takes for this model's experts or router of older checkpoints."""
+    """List the names of linear layers that PEFT takes for this model's experts or router of older checkpoints."""
     import peft
     from peft.utils import transformers_weight_conversion
 

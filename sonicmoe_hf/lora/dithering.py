@@ -12,7 +12,7 @@ OF_EXPERTS = ("gate_up_proj", "down_proj")  # whatever the layout calls the weig
 
 
 def dither_of(name: str, module: nn.Module, seed: int) -> Dither:
-    """Return the dither of a weight as the module holds it. name: of the weight in the Transformers model."""
+    """Make the dither of a weight as the module holds it. name: of the weight in the Transformers model."""
     prefix, _, own = name.rpartition(".")
     if not is_experts(module) or own not in (names := weight_names(module)):
         return Dither(name, seed)

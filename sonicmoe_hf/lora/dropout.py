@@ -21,7 +21,7 @@ _said: set[float] = set()
 
 
 def of_parameters(config: Any) -> Any:
-    """Return the config that PEFT makes the adapters of parameters by: without dropout, which is said once."""
+    """Make the config that PEFT makes the adapters of parameters by: without dropout, which is said once."""
     rate = getattr(config, "lora_dropout", 0)
     if not rate:
         return config
@@ -32,7 +32,7 @@ def of_parameters(config: Any) -> Any:
 
 
 def restore_dropout(config: Any) -> None:
-    """Give an adapter that was loaded to be trained on the dropout that its file remembers."""
+    """Restore the dropout that an adapter's file names, where it was loaded to be trained on."""
     mapping = config.auto_mapping or {}
     if ENTRY in mapping and not config.inference_mode:
         config.lora_dropout = config.lora_dropout or mapping[ENTRY]
@@ -40,7 +40,7 @@ def restore_dropout(config: Any) -> None:
 
 
 def as_saved(config: Any, auto_mapping: dict | None) -> tuple[Any, dict | None]:
-    """Return the config to be saved in the place of one, and its auto_mapping."""
+    """Make the config to be saved in the place of one, and its auto_mapping."""
     rate = getattr(config, "lora_dropout", 0)
     if not rate or not config.target_parameters:
         return config, auto_mapping

@@ -31,11 +31,11 @@ class Factors(NamedTuple):
         return self.a.shape[-2]
 
     def expert(self, number: int) -> Factors:
-        """Return the factors of one expert."""
+        """Select the factors of one expert."""
         return self._replace(a=self.a[number], b=self.b[number])
 
     def product(self) -> torch.Tensor:
-        """Return scale * B A of a matrix, as the weight is stored."""
+        """Compute scale * B A of a matrix, as the weight is stored."""
         product = (self.b @ self.a).mul_(self.scale)
         return product.T if self.is_transposed else product
 
@@ -45,7 +45,7 @@ class Factors(NamedTuple):
         return self if not more else self._replace(a=F.pad(self.a, (0, 0, 0, more)), b=F.pad(self.b, (0, more)))
 
     def unpadded(self) -> Factors:
-        """Return the same product without the last ranks in which A and B are zeros, as `padded` adds them; at least one
+        """Cut off the last ranks in which A and B are zeros, as `padded` adds them; at least one
         rank stays."""
         used = (self.a != 0).any(dim=-1) | (self.b != 0).any(dim=-2)
         ranks = used.reshape(-1, self.rank).any(dim=0).nonzero()
@@ -53,20 +53,20 @@ class Factors(NamedTuple):
         return self if rank == self.rank else self._replace(a=self.a[..., :rank, :], b=self.b[..., :rank])
 
     def trimmed(self) -> Factors:
-        """Return the same product without the ranks in which B is zero, unless B is zero everywhere."""
+        """Leave out the ranks in which B is zero, unless B is zero everywhere."""
         used = (self.b != 0).flatten(0, -2).any(dim=0)
         if used.all() or not used.any():
             return self
         return self._replace(a=self.a[..., used, :], b=self.b[..., used])
 
     def scaled_to(self, scale: float) -> Factors:
-        """Return the same product with another scale: B is multiplied by the quotient in fp32, and rounded once."""
+        """Change the scale, but not the product: B is multiplied by the quotient in fp32, and rounded once."""
         if scale == self.scale:
             return self
         return self._replace(b=(self.b.float() * (self.scale / scale)).to(self.b.dtype), scale=scale)
 
     def unchanging(self) -> Factors:
-        """Return factors of these shapes and this A whose product is zero."""
+        """Make factors of these shapes and this A whose product is zero."""
         return self._replace(b=torch.zeros_like(self.b))
 
     def is_zero(self) -> bool:
@@ -75,13 +75,13 @@ class Factors(NamedTuple):
 
 
 def as_alpha(alpha: float) -> float:
-    """Return `alpha`, as a whole number if it is one but for rounding."""
+    """Convert `alpha` to a whole number if it is one but for rounding."""
     whole = round(alpha)
     return whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha
 
 
 def to_peft(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of A and B as PEFT stores them: [r*E, in] and [out, r*E], or as they are of a matrix."""
+    """Copy A and B as PEFT stores them: [r*E, in] and [out, r*E], or as they are of a matrix."""
     a, b = factors.a, factors.b
     if a.dim() == 3:
         a, b = a_as_peft(a), b_as_peft(b)
@@ -89,7 +89,7 @@ def to_peft(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gate_and_up(factors: Factors, interleaved: bool) -> tuple[Factors, Factors]:
-    """Return the factors of gate and of up from those of both, whose B is [E, 2I, r]; ranks that one does not use go."""
+    """Split the factors of both gate and up, whose B is [E, 2I, r]; ranks that one does not use go."""
     gate, up = (factors.b[:, 0::2], factors.b[:, 1::2]) if interleaved else factors.b.chunk(2, dim=1)
     return factors._replace(b=gate).trimmed(), factors._replace(b=up).trimmed()
 
@@ -114,7 +114,7 @@ def interchanged(factors: Factors, interleaved: bool) -> Factors:
 
 
 def stacked(experts: list[Factors]) -> Factors:
-    """Return the factors [E, ...] of all experts from each expert's own: they get the largest rank, and one scale."""
+    """Join each expert's own factors to [E, ...] of all experts: they get the largest rank, and one scale."""
     rank, scales = max(factors.rank for factors in experts), {factors.scale for factors in experts}
     scale = scales.pop() if len(scales) == 1 else 1.0
     alike = [factors.scaled_to(scale).padded(rank) for factors in experts]

@@ -12,7 +12,7 @@ from .names import KEY, PREFIX
 
 
 def names_that_are_loaded(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors of an adapter, as PEFT saves them of `model`, under names that it loads them by again."""
+    """Rename the tensors of an adapter, as PEFT saves them of `model`, to names that it loads them by again."""
     if not isinstance(model, PreTrainedModel):
         return tensors
     hub, renamed = HubNames(model), {}

@@ -53,6 +53,6 @@ def _config_of(named: str) -> dict[str, Any]:
 
 
 def _families(config: Mapping[str, Any]) -> set[str]:
-    """Return the model_type of a config and of its text model's, without the prefix of the native layout."""
+    """Read the model_type of a config and of its text model's, without the prefix of the native layout."""
     types = (each.get("model_type") for each in (config, config.get("text_config") or {}))
     return {str(each).removeprefix(NATIVE_PREFIX) for each in types if each}

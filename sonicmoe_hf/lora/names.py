@@ -18,7 +18,7 @@ WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what 
 
 
 def without_base_layer(name: str) -> str:
-    """Return the name that a module or parameter had before PEFT wrapped anything."""
+    """Restore the name that a module or parameter had before PEFT wrapped anything."""
     return WRAPPER.sub("", name)
 
 

@@ -35,7 +35,7 @@ _PEFTS_MERGE, _PEFTS_UNMERGE = ParamWrapper.merge, ParamWrapper.unmerge
 
 
 def packed_weight(wrapper: ParamWrapper) -> PackedWeight | None:
-    """Return the packed weight that a wrapper adapts; None of a dense one."""
+    """Find the packed weight that a wrapper adapts; None of a dense one."""
     weight = getattr(wrapper.get_base_layer(), wrapper.parameter_name)
     return weight if isinstance(weight, PackedWeight) and weight.format else None
 
@@ -70,7 +70,7 @@ def unmerge(wrapper: ParamWrapper) -> None:
 
 
 def _factors(wrapper: ParamWrapper, adapter: str, num_experts: int) -> Factors:
-    """Return an adapter's A [E, r, in] and B [E, out, r] of all experts."""
+    """View an adapter's A [E, r, in] and B [E, out, r] of all experts."""
     sides: Any = wrapper.lora_A, wrapper.lora_B
     a, b = (local_tensor(side[adapter].weight.detach()) for side in sides)
     a, b = by_expert(a, b, num_experts)

@@ -68,7 +68,7 @@ _checked: weakref.WeakKeyDictionary[ParamWrapper, _CheckedWrapper] = weakref.Wea
 
 
 def _base_layer(wrapper: ParamWrapper) -> Any:
-    """Return wrapper.get_base_layer(), which takes long; modules that look into others, as FSDP1's do, have a
+    """Get wrapper.get_base_layer(), which takes long; modules that look into others, as FSDP1's do, have a
     __getattr__."""
     module: nn.Module = wrapper
     while (inner := module._modules.get("base_layer")) is not None:
@@ -152,7 +152,7 @@ def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
 
 
 def _weight(linears: Any, adapter: str) -> Any:
-    """Return the weight of a Linear without Module.__getattr__, which takes ten times as long."""
+    """Get the weight of a Linear without Module.__getattr__, which takes ten times as long."""
     linear = linears._modules[adapter]
     parameters = linear._parameters
     if "weight" not in parameters:
@@ -161,7 +161,7 @@ def _weight(linears: Any, adapter: str) -> Any:
 
 
 def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _CheckedWrapper) -> LowRank:
-    """Return one adapter, as PEFT stores it."""
+    """Read one adapter of a wrapper, as PEFT stores it."""
     a, b = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
     if checked.parallelism is not None:
         a, b = (checked.parallelism.with_mean_gradient(factor.to_local()) for factor in (a, b))
@@ -169,7 +169,7 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _CheckedWrapper) -> 
 
 
 def _adapters(wrapper: ParamWrapper, experts: Any) -> list[LowRank]:
-    """Return the wrapper's active adapters, where our experts compute with them; none where PEFT does, or nobody."""
+    """Select the wrapper's active adapters, where our experts compute with them; none where PEFT does, or nobody."""
     if wrapper.disable_adapters or wrapper.merged:
         return []
     factors: Any = wrapper._modules["lora_A"]

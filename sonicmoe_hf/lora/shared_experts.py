@@ -178,8 +178,8 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
 
 
 def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Select what of a state dict may belong to an adapter: no experts, and no frozen weights of sharded layers. PEFT
-    makes all that it is given whole, in each rank's memory, before it looks for the adapter."""
+    """Select the entries of a state dict that may belong to an adapter: no experts, and no frozen weights of sharded
+    layers. PEFT makes all that it is given whole, in each rank's memory, before it looks for the adapter."""
     experts = tuple(f"{name}." for name, module in model.named_modules() if expert_parallelism(module) is not None)
     frozen = {
         name
@@ -194,7 +194,7 @@ def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]
 
 
 def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Shard what is loaded as PEFT does, and leave the factors to `_take_own_share`."""
+    """Shard loaded tensors as PEFT does, and leave the factors to `_take_own_share`."""
     ours = {name: state_dict.pop(name) for name, *_ in _sharded_factors(model) if name in state_dict}
     return {**_PEFTS_RESHARD(model, state_dict), **ours}
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 def untie_adapted_head(model: nn.Module) -> None:
-    """Give the head of a Transformers model its own weight, where it is tied to the embeddings and an active adapter is
+    """Untie the head of a Transformers model, where it is tied to the embeddings and an active adapter is
     on one of them: PEFT adds the product to the weight, and the other would change too.
 
     The config says so afterwards, so that the model is saved with both. Weights on the meta device are left as they are.

@@ -115,7 +115,7 @@ def quantize_experts(
 
 
 def with_packed_experts(name, kwargs: dict, format: str) -> dict:
-    """Return the keyword arguments of from_pretrained(name, **kwargs) with which Transformers loads experts packed.
+    """Make the keyword arguments of from_pretrained(name, **kwargs) with which Transformers loads experts packed.
 
     Raises:
         ValueError: an unknown format, a quantizer of the linear layers that is not bitsandbytes', or a checkpoint that is
@@ -160,7 +160,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
 
 
 def without_linear(kwargs: dict) -> dict:
-    """Return the keyword arguments without quantization_config, which Transformers would put beside the config's."""
+    """Select the keyword arguments without quantization_config, which Transformers would put beside the config's."""
     return {name: value for name, value in kwargs.items() if name != "quantization_config"}
 
 
@@ -191,13 +191,13 @@ def check_not_packed(name, kwargs: dict) -> None:
 
 
 def declared_for(name, kwargs: dict) -> tuple[PreTrainedConfig, DeclaredQuantization | None]:
-    """Return the config with which from_pretrained(name, **kwargs) would build a model, and its quantization."""
+    """Find the config with which from_pretrained(name, **kwargs) would build a model, and its quantization."""
     config = config_for(name, kwargs)
     return config, declared_quantization(config, _folder_of(name, kwargs, MODELOPT_FILE))
 
 
 def config_for(name, kwargs: dict) -> PreTrainedConfig:
-    """Return the config with which from_pretrained(name, **kwargs) would build a model.
+    """Find the config with which from_pretrained(name, **kwargs) would build a model.
 
     Raises:
         CheckpointError: that of a folder is damaged so that Transformers fails without naming it.
@@ -213,7 +213,7 @@ def config_for(name, kwargs: dict) -> PreTrainedConfig:
 
 
 def _folder_of(name, kwargs: dict, file: str) -> Path | None:
-    """Return the folder of a checkpoint that is here; of one of the hub, its place in the cache once it has this file."""
+    """Find the folder of a checkpoint that is here; of one of the hub, its place in the cache once it has this file."""
     if Path(name).is_dir():
         return Path(name, kwargs.get("subfolder") or "")
     try:

@@ -312,7 +312,7 @@ def accelerated_layers(model: nn.Module, support: list[LayerSupport]) -> list[Mo
 
 
 def check_accelerated(model: nn.Module) -> list[LayerSupport]:
-    """Return `supports(model)`, or raise UnsupportedModelError where a layer is not accelerated or there is none."""
+    """Compute `supports(model)`, or raise UnsupportedModelError where a layer is not accelerated or there is none."""
     layers = supports(model)
     if not layers:
         raise UnsupportedModelError(
@@ -331,7 +331,7 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
 
 
 def undo_liger_and_check(model: nn.Module) -> list[LayerSupport]:
-    """Undo what Liger did to the experts, and check that every layer can be accelerated.
+    """Undo Liger's changes of the experts, and check that every layer can be accelerated.
 
     Raises:
         UnsupportedModelError: one cannot; but for Liger the model is as it was.

@@ -109,7 +109,7 @@ def compiled_graphs() -> int:
 
 
 def cached_graphs() -> Counter[str]:
-    """Count what torch's cache on disk has done with graphs so far: autograd_cache_hit, _saved, _bypass and more."""
+    """Count the work of torch's cache of graphs on disk so far: autograd_cache_hit, _saved, _bypass and more."""
     from torch._dynamo.utils import counters
 
     return Counter(counters["aot_autograd"])
@@ -212,5 +212,5 @@ def mark_as_any_size(tensor: torch.Tensor, dim: int) -> None:
 
 
 def example_size(size: int | torch.SymInt) -> int:
-    """Give the size that a symbol has in the example that is traced, without a guard; an int as it is."""
+    """Look up the size of a symbol in the example that is traced, without a guard; an int stays as it is."""
     return size if isinstance(size, int) else size.node.hint

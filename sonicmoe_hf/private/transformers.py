@@ -50,7 +50,7 @@ def experts_implementation(config) -> str | None:
 
 
 def experts_implementation_at_once(config) -> str | None:
-    """Get it in a tenth of the time that a PreTrainedConfig takes to look an attribute up."""
+    """Get config._experts_implementation in a tenth of the time that a PreTrainedConfig takes to look an attribute up."""
     return object.__getattribute__(config, "__dict__").get("_experts_implementation_internal")
 
 

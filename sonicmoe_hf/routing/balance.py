@@ -60,7 +60,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_layer_loss(weights: torch.Tensor, loss: torch.Tensor, call: ModelCall) -> torch.Tensor:
-    """Return `weights`, whose backward adds `loss` to the training loss, divided by the number of layers that ran in
+    """Pass `weights` on; their backward adds `loss` to the training loss, divided by the number of layers that ran in
     the call.
 
     The returned router logits are no place for it: the experts depend on the weights alone, and reentrant checkpointing

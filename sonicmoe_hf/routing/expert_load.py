@@ -1,4 +1,4 @@
-"""Counting what a router sends where, on the device and without a host sync."""
+"""Counting the rows that routers send to each expert, on the device and without a host sync."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ExpertLoad:
         counted.add_(torch.cat([n_E, torch.stack([one, one, fell_back, added, dropped, avoided_E.sum()])]))
 
     def take(self) -> torch.Tensor | None:
-        """Return the counts [E + len(TOTALS)] since the last call, None where counting never started, and start from
+        """Take the counts [E + len(TOTALS)] since the last call, None where counting never started, and start from
         zero."""
         if self.counted is None:
             return None

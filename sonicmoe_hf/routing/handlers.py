@@ -47,7 +47,7 @@ class RouterRun:
         self.fell_back: bool | torch.Tensor = False
 
     def output(self) -> tuple:
-        """Make what the router is to return. The weights stand beside a Routing too: DeepSpeed gathers the router's own
+        """Make the router's output. The weights stand beside a Routing too: DeepSpeed gathers the router's own
         for backward where a tensor of a tuple asks for it."""
         if self.routing is None:
             return self.logits_TE, self.weights_TK, self.index_TK

@@ -161,7 +161,7 @@ class ModelHook:
             forward.token_types = given_token_types(arguments, forward.token_types)
 
     def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:
-        """Decide what a new call's routers have to do, and note what they and its end need for that."""
+        """Decide the work of a new call's routers, and note what they and the call's end need for it."""
         state = self.state
         policy, balancing = state.policy, state.balancing
         recording, replay = contexts.active(state)

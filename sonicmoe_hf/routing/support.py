@@ -45,7 +45,7 @@ def why_not_rounded(model: nn.Module) -> dict[str, str]:
 
 
 def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSupport]:
-    """Give accelerated layers that token rounding leaves as they are that reason."""
+    """Set the reason of accelerated layers that token rounding leaves as they are."""
     reasons = why_not_rounded(model)
     return [
         layer._replace(reason=reasons.get(layer.name, layer.reason)) if layer.accelerated else layer

@@ -48,7 +48,7 @@ class Copies:
         """Undo `pin`, when no copy from it is under way."""
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
-        """Give pinned memory as a tensor of the device, which its kernels read over the bus; None where they cannot."""
+        """Map pinned memory as a tensor of the device, which its kernels read over the bus; None where they cannot."""
         return host
 
     def buffer(self, nbytes: int) -> torch.Tensor:

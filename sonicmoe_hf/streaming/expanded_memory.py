@@ -46,7 +46,7 @@ class ExpandedWeights:
             self.weights += weights
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for weight in self.weights:
             weight.expanded = None
         self.weights.clear()

@@ -98,7 +98,7 @@ class HostLayer:
 
     @contextlib.contextmanager
     def fetched(self) -> Iterator[Mapping[str, Quantized]]:
-        """Give its weights on the device: between entry and exit the op launches all that reads them."""
+        """Bring the layer's weights to the device: between entry and exit the op launches all that reads them."""
         try:
             yield self.stream.begin(self)
         finally:
@@ -106,7 +106,7 @@ class HostLayer:
 
     @torch.inference_mode(False)  # what is kept must serve calls of every mode
     def mapped(self) -> dict[str, Quantized] | None:
-        """Give its weights in host memory, as tensors that kernels of the device read; None where they cannot."""
+        """Map the layer's weights in host memory, as tensors that kernels of the device read; None where they cannot."""
         if self._mapped is None:
             memories = {name: self.stream.copies.mapped(host) for name, host in self._bytes.items()}
             self._mapped = {} if None in memories.values() else self.views(memories)
@@ -122,7 +122,7 @@ class HostLayer:
         return [(target, self._bytes[name]) for name, target in self.targets(buffer).items()]
 
     def views(self, memories: Mapping[str, Any]) -> dict[str, Quantized]:
-        """Give the weights in memory that holds the bytes of each."""
+        """View the weights in memory that holds the bytes of each."""
         views = {}
         for name, packed in self.weights.items():
             starts = (0 if tensor is None else tensor.data_ptr() - self._bytes[name].data_ptr() for tensor in packed)
@@ -178,7 +178,7 @@ class ExpertsStream:
 
     @torch.inference_mode(False)
     def begin(self, layer: HostLayer) -> Mapping[str, Quantized]:
-        """Return the layer's weights on the device, for kernels that are launched from now until `end`."""
+        """Bring the layer's weights to the device, for kernels that are launched from now until `end`."""
         thread = threading.get_ident()
         with self._lock:
             self._end(thread)  # an interrupt may have come before the last use ended

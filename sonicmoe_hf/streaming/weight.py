@@ -29,7 +29,7 @@ NOT_SHARED = "experts in pinned host memory cannot be shared with other processe
 
 
 def stored(weight: torch.Tensor) -> Quantized:
-    """Return the tensors that a weight stores, packed or dense."""
+    """List the tensors that a weight stores, packed or dense."""
     return weight.packed if isinstance(weight, PackedWeight) else Quantized(weight.detach(), None, None)  # type: ignore[arg-type]
 
 

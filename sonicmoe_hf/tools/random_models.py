@@ -76,7 +76,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str, layers: int | None = None) -> PreTrainedConfig:
-    """Return the config of a hub id or local folder, with that many layers, its first, in place of all.
+    """Make the config of a hub id or local folder, with that many layers, its first, in place of all.
 
     Those of PUBLISHED need no network.
     """
@@ -178,8 +178,8 @@ def _made(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
 
 
 def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tuple[str, ...]) -> None:
-    """Give a module's own parameters and buffers, on the meta device until now, the values that its model begins with;
-    the parameters `left` stay there."""
+    """Initialise a module's own parameters and buffers, on the meta device until now, to the values that its model begins
+    with; the parameters `left` stay there."""
     on_meta = {name: module._parameters[name] for name in left}
     module._parameters.update(dict.fromkeys(left))
     module.to_empty(device=device, recurse=False)

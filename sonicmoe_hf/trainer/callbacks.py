@@ -145,7 +145,7 @@ class TokenRoundingCallback(StepCallback):
         use_routers(model, self._of_model, remedy="leave TokenRoundingCallback out")
 
     def _with_tile_of(self, given: TokenRounding | None) -> TokenRounding:
-        """Return the policy, with the tile that the model's own has, where this callback was given none."""
+        """Set the policy's tile to that of the model's own, where this callback was given none."""
         if given is None or given.tile is None or given.tile == self.policy.tile:
             return self.policy
         if self.policy.tile is not None:
@@ -165,7 +165,7 @@ class TokenRoundingCallback(StepCallback):
 
 
 class ExpertLoadCallback(StepCallback):
-    """Counts what the routers do in training, and sums it up at every log.
+    """Counts the routers' work in training, and sums it up at every log.
 
     With `sonicmoe_hf.attach(trainer)` the metrics go through `trainer.log`, so that reporters and trainer_state.json
     have them; without it they are only in `history`. All refer to the training forwards since the last log, over all
@@ -247,7 +247,7 @@ class ExpertLoadCallback(StepCallback):
                 logger.warning(f"ExpertLoadCallback: no picture in {self.plot}: {error}")
 
     def draw(self, path: str | os.PathLike) -> None:
-        """Draw what `history` has of the last training: the load of every expert over its steps, and of the busiest.
+        """Draw the `history` of the last training: the load of every expert over its steps, and of the busiest.
 
         Args:
             path: of the picture (PNG, PDF, SVG, ...); its folder is made.

@@ -34,7 +34,7 @@ class CompiledLayers(TrainerCallback):
 
 
 def compile_options(trainer: Any, compile: bool | None) -> dict[str, Any] | None:
-    """Return the options with which `compile_layers` is to compile this Trainer's model, or None where it is not to.
+    """Choose the options with which `compile_layers` is to compile this Trainer's model, or None where it is not to.
 
     From then on the Trainer's accelerator compiles no model as a whole.
 

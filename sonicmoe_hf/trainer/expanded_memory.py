@@ -21,14 +21,14 @@ class ExpandedMemory(WhileTraining):
             self.expanded = ExpandedWeights(model, self.expanded_memory)
 
     def end(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.expanded is not None:
             self.expanded.release()
         self.expanded = None
 
 
 def add_expanded_memory(trainer, expanded_memory: str | int) -> None:
-    """Give a Trainer its ExpandedMemory, or the one that it has other bytes. Raises as `ExpandedWeights` does."""
+    """Add ExpandedMemory to a Trainer, or change the bytes of the one that it has. Raises as `ExpandedWeights` does."""
     check_expanded_memory(trainer.model, expanded_memory)
     if (callback := find_callback(trainer, ExpandedMemory)) is None:
         trainer.add_callback(ExpandedMemory(expanded_memory))

@@ -44,7 +44,7 @@ def why_not_plain(batch: Any) -> str | None:
 
 
 def with_few_lengths(trainer: Any, inputs: Any) -> Any:
-    """Return a micro-batch [B, L] with padding after its tokens, without labels and outside attention_mask.
+    """Pad a micro-batch [B, L] after its tokens, without labels and outside attention_mask.
 
     Tokens keep their positions and attend to no padding. Batches with anything else in them, and sequences that ranks
     share, are returned as they are.

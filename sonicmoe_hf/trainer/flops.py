@@ -10,8 +10,8 @@ from .methods import find_callback
 
 
 class FlopsPerToken(TrainerCallback):
-    """Keeps what a run's first micro-batch took a token: a Trainer counts the parameters of all modules each time, which
-    takes longer than Python has while a GPU computes a small step."""
+    """Keeps the FLOPs a token of a run's first micro-batch: a Trainer counts the parameters of all modules each time,
+    which takes longer than Python has while a GPU computes a small step."""
 
     def __init__(self) -> None:
         self.flops_per_token: float | None = None

@@ -59,7 +59,8 @@ class GpuAdvice(TrainerCallback):
                 logger.info(f"sonicmoe_hf: the GPU is busy {busy}% of the time")
 
     def _switches(self, args, model) -> str:
-        """Name what gives this run speed: compiled layers gain nothing where each micro-batch has a length of its own."""
+        """Name the options that speed this run up: compiled layers gain nothing where each micro-batch has a length of
+        its own."""
         lengths = self.lengths
         switches = why_in_python(model) if lengths.is_compiled else []
         can_pack = args.gradient_accumulation_steps > 1 and not (lengths.is_packed or lengths.is_apart)

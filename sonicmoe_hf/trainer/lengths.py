@@ -36,7 +36,7 @@ class VaryingLengths(WhileTraining):
         self.is_compiled = self.is_packed = self.is_apart = self.has_lengths = False
 
     def begin(self, args: Any, model: Any) -> None:
-        """Observe this run."""
+        """Begin to observe a run's lengths."""
         self._forget()
         modules = [] if model is None else list(model.modules())
         self.is_compiled = getattr(args, "torch_compile", False) or has_compiled_modules(modules)

@@ -14,8 +14,8 @@ LOGITS_BYTES = 2**29  # of a chunk of the fused loss
 
 
 class LigerLoss(WhileTraining):
-    """Gives Liger's fused loss larger chunks, and the head's weight where FSDP2 has it sharded. `attach` adds it to a
-    Trainer.
+    """Sets in Liger's fused loss larger chunks, and passes it the head's weight where FSDP2 has it sharded. `attach` adds
+    it to a Trainer.
 
     Liger's fused linear cross entropy cuts the tokens into chunks whose logits take no more memory than its input. Of
     2,048 tokens and 152 thousand words that is 32 tokens a chunk: it reads the head's weight 64 times, a third of the
@@ -47,7 +47,7 @@ def chunk_mem_const(num_tokens: int, hidden_size: int) -> int:
 
 
 def _enlarge_chunks(model: Any, args, kwargs):
-    """Give a Liger model's forward the size of its loss's chunks."""
+    """Set in a Liger model's forward the size of its loss's chunks."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if not model.training or ids is None or "chunk_mem_const" in kwargs:
         return None

@@ -94,7 +94,7 @@ def labels_of(names: list[str]) -> list[str]:
 
 
 def send_histograms(trainer, entry: dict) -> None:
-    """Give the Trainer's TensorBoard and W&B the rows per expert of a log: a histogram over the experts of each layer."""
+    """Send the Trainer's TensorBoard and W&B the rows per expert of a log: a histogram over the experts of each layer."""
     if not is_first_rank():
         return
     wandb: Any = sys.modules.get("wandb")  # its callback has imported it

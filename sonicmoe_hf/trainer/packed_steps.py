@@ -68,7 +68,7 @@ class PackedSteps(TrainerCallback):
 
     @property
     def is_on(self) -> bool:
-        """Whether steps are packed, as far as is known."""
+        """Tell whether steps are packed, as far as is known."""
         return bool(self.given) or (self.is_automatic and self.reason is None)
 
     def on_train_begin(self, args, state, control, **kwargs):

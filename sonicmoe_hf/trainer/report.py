@@ -134,7 +134,7 @@ class FirstStepReport(TrainerCallback):
         self.is_done = False
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        """Print it, once."""
+        """Print the report, once."""
         if not self.is_done and isinstance(model, nn.Module) and is_patched(model):
             write(describe(transformers_model(model), None, True, OF_A_SCRIPT))
         self.is_done = True

@@ -48,7 +48,7 @@ class Version(NamedTuple):
 
 
 def adapter_of(model: nn.Module) -> str:
-    """Return the name of the model's one active adapter.
+    """Find the name of the model's one active adapter.
 
     Raises:
         ValueError: it has none, or several, or one that vLLM would serve in part.
@@ -115,7 +115,7 @@ class AdapterVersions:
         self.rank, self.takes_3d, self.number = found[0]
 
     def _inspect(self, factors: dict[str, torch.Tensor]) -> tuple[int, bool, int]:
-        """Return the adapter's rank, rounded up for vLLM, whether vLLM takes PEFT's own form, and the last number."""
+        """Compute the adapter's rank, rounded up for vLLM, whether vLLM takes PEFT's own form, and the last number."""
         self.root.mkdir(parents=True, exist_ok=True)
         for unfinished in self.root.glob(f".{self.prefix}-*"):
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -61,7 +61,7 @@ class SendsAdaptersInBackground(Theirs):
 
 
 def _checked_config(model: Any) -> Any:
-    """Return the adapter's config, as TRL's validate_lora_for_vllm_sync does, also of one on experts."""
+    """Check the adapter's config as TRL's validate_lora_for_vllm_sync does, also of one on experts."""
     try:
         adapter = adapter_of(model)
     except (CheckpointError, ValueError) as error:

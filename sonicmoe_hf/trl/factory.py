@@ -22,7 +22,7 @@ def vllm_adapters(
     adapters_folder: str | os.PathLike | None = None,
     divergence_every: int = 1,
 ) -> type:
-    """Return a subclass of a trainer of TRL's, 1.11 to 1.16, in which vLLM gets adapters in place of weights.
+    """Make a subclass of a trainer of TRL's, 1.11 to 1.16, in which vLLM gets adapters in place of weights.
 
     With `use_vllm` the model needs an adapter: `peft_config=sonicmoe_hf.lora_config(model)`. At each sync the adapter is
     written under a new name, loaded beside the one before it, and then that one is unloaded. In subclasses of GRPOTrainer

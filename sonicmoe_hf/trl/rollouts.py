@@ -34,7 +34,7 @@ class GeneratedSequences:
         self._by_hash: dict[int, list[Generated]] = {}
 
     def clear(self) -> None:
-        """Forget them, as a new rollout begins."""
+        """Forget the experts of a rollout, as a new one begins."""
         self._by_hash = {}
 
     def add(self, prompt: Sequence[int], completion: Sequence[int], experts: Any) -> None:
@@ -44,7 +44,7 @@ class GeneratedSequences:
         self._by_hash.setdefault(last, []).append(Generated(ids, experts))
 
     def experts_of(self, ids: list[int]) -> torch.Tensor:
-        """Return the experts [tokens - 1, layers, K], int16, of a final sequence.
+        """Gather the experts [tokens - 1, layers, K], int16, of a final sequence.
 
         They are those of the longest generated one that it begins with, -1 behind it, for what a tool answered last; or
         of a longer one, of which its tokens were cut off. Equal sequences get their own in the order of generation.
@@ -99,7 +99,7 @@ class Rollout(NamedTuple):
     experts: list[Any]
 
     def mask(self, width: int, completion_width: int) -> torch.Tensor:
-        """Return the mask [B, S] of all tokens in a batch of prompts padded on the left and completions on the right:
+        """Make the mask [B, S] of all tokens in a batch of prompts padded on the left and completions on the right:
         also of those that TRL hides because their completion was cut off."""
         begin = width - completion_width
         positions = torch.arange(width, dtype=torch.int64, device="cpu")
@@ -108,7 +108,7 @@ class Rollout(NamedTuple):
         return ((positions >= first) & (positions < end)).long()
 
     def aligned(self, width: int, completion_width: int) -> torch.Tensor:
-        """Return the experts [B, S, L, K], int16 on the host."""
+        """Gather the experts [B, S, L, K], int16 on the host."""
         mask, pieces = self.mask(width, completion_width), []
         for start in range(0, len(mask), AT_ONCE):
             some = slice(start, start + AT_ONCE)
@@ -119,5 +119,5 @@ class Rollout(NamedTuple):
 
 
 def as_calls(experts_BSLK: torch.Tensor, rows: int) -> list[torch.Tensor]:
-    """Return the experts [L, tokens, K] of each call with so many sequences."""
+    """Split the experts [L, tokens, K] of each call with so many sequences."""
     return [some.permute(2, 0, 1, 3).flatten(1, 2) for some in experts_BSLK.split(rows)]

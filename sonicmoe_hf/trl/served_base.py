@@ -65,7 +65,7 @@ def check_served_base(model: nn.Module, served: str, is_given: bool) -> None:
 
 
 def _first_expert(weight: Any) -> torch.Tensor | None:
-    """Return the first expert's weight [out, in] or [in, out] in fp32, on the host; None where it is not here yet."""
+    """Read the first expert's weight [out, in] or [in, out] in fp32, on the host; None where it is not here yet."""
     weight = local_tensor(weight)
     if weight.is_meta or isinstance(weight, HostWeight) or not weight.numel():
         return None
@@ -80,7 +80,7 @@ def _read_first_expert(stored: StoredWeights, group: WeightGroup, target: str) -
 
 
 def _difference(here: torch.Tensor, there: torch.Tensor, is_reordered: bool) -> float:
-    """Return the relative difference of root mean squares, inf where shapes differ; of sorted values where two layouts
+    """Compute the relative difference of root mean squares, inf where shapes differ; of sorted values where two layouts
     have other orders."""
     if is_reordered:
         here, there = here.flatten().sort().values, there.flatten().sort().values

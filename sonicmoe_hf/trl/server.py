@@ -41,7 +41,7 @@ class VllmServer:
         return str(self.info["model_config"]["model"])
 
     def command(self) -> str:
-        """Return the whole command line that starts such a server."""
+        """Build the whole command line that starts such a server."""
         config = self.info["model_config"] if self.info else {}
         base = str(config.get("model") or self.client.model)
         flags = ["--enable-lora", "--max-lora-rank", str(self.versions.rank), "--max-loras", "2"]

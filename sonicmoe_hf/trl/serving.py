@@ -31,16 +31,16 @@ class Serving:
             raise ValueError(f"divergence_every is {self.divergence_every}; give a number of rollouts, or 0 for never")
 
     def folder(self, output_dir: str | os.PathLike) -> Path:
-        """Return the folder in which adapters are written for vLLM."""
+        """Find the folder in which adapters are written for vLLM."""
         return Path(self.adapters_folder or Path(output_dir) / FOLDER).expanduser().absolute()
 
 
 def dtype_of(model: nn.Module, mixed_precision: str) -> torch.dtype:
-    """Return the dtype that a trainer computes in, of a model whose packed weights say nothing of it."""
+    """Choose the dtype that a trainer computes in, of a model whose packed weights say nothing of it."""
     weights = next(parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize > 1)
     return computing_dtype(weights, mixed_precision)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return vLLM's name of a dtype."""
+    """Find vLLM's name of a dtype."""
     return str(dtype).removeprefix("torch.")

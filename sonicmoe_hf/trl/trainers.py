@@ -57,7 +57,7 @@ class SendsAdapters(Theirs):
             patch_model(self.model)
 
     def _generation(self, base: type, *args: Any, **options: Any) -> Any:
-        """Make what takes the place of TRL's VLLMGeneration."""
+        """Make our generation, in place of TRL's VLLMGeneration."""
         replay = self.replays and self.serving.replay and bool(every_experts(self.model))
         own = type(base.__name__, (AdapterGeneration, base), {})
         return own(*args, serving=self.serving, output_dir=self.args.output_dir, replay=replay, **options)
@@ -129,11 +129,11 @@ class ReplaysRouting(SendsAdapters):
         return batch
 
     def _rows(self) -> int:
-        """Return the number of sequences in a call that scores."""
+        """Count the sequences in a call that scores."""
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
 
     def _recorded(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the policy's own experts [B, S, L, K]."""
+        """Gather the policy's own experts [B, S, L, K]."""
         pieces, rows = [], self._rows()
         for some_ids, some_mask in zip(ids.split(rows), mask.split(rows)):
             with torch.no_grad(), self.accelerator.autocast(), record_routing(self.model) as routing:
@@ -143,7 +143,7 @@ class ReplaysRouting(SendsAdapters):
         return torch.cat(pieces)
 
     def _divergence(self, experts_BSLK: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> float:
-        """Return the share of tokens whose experts the policy would not have chosen, or nan between measurements."""
+        """Compute the share of tokens whose experts the policy would not have chosen, or nan between measurements."""
         every, number = self.serving.divergence_every, self._num_rollouts
         self._num_rollouts += 1
         if not every or number % every:

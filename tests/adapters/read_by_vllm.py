@@ -120,7 +120,7 @@ def read(title: str, adapted, folder: Path) -> None:
 
 
 def class_of(class_name: str):
-    """Return vLLM's class of this name."""
+    """Find vLLM's class of this name."""
     from vllm.model_executor.models import registry
 
     names = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
@@ -132,7 +132,7 @@ def class_of(class_name: str):
 
 
 def mapper_of(engine_class):
-    """Return the mapper by which vLLM's class renames the modules of adapters, or None."""
+    """Find the mapper by which vLLM's class renames the modules of adapters, or None."""
     mapper = getattr(engine_class, "hf_to_vllm_mapper", None)
     return mapper and mapper.get_rename_mapper()
 
@@ -149,7 +149,7 @@ def modules_of(engine_class, config) -> set[str]:
 
 
 def _models_below(module, seen: set) -> set:
-    """Return the module of a model, and those of models that it takes classes from."""
+    """Find the module of a model, and those of models that it takes classes from."""
     if module not in seen and ".models." in module.__name__:
         seen.add(module)
         for value in vars(module).values():
@@ -159,7 +159,7 @@ def _models_below(module, seen: set) -> set:
 
 
 def _experts_of(engine_class, config) -> list:
-    """Return vLLM's mapping of experts' weights: the one of the model, or of the layer of experts under the model's names."""
+    """Find vLLM's mapping of experts' weights: the one of the model, or of the layer of experts under the model's names."""
     from torch import nn
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -181,7 +181,7 @@ def _experts_of(engine_class, config) -> list:
 
 
 def renamed(name: str, mapper, fused: bool) -> str:
-    """Return vLLM's name of the weight `name`, as it renames modules of adapters; fused experts have one for all."""
+    """Find vLLM's name of the weight `name`, as it renames modules of adapters; fused experts have one for all."""
     module = (
         name.partition(".experts.")[0] + ".experts" if fused and ".experts." in name else name.removesuffix(".weight")
     )
@@ -190,7 +190,7 @@ def renamed(name: str, mapper, fused: bool) -> str:
 
 
 def loaded(folder: Path, mapper, expected: set[str]) -> dict:
-    """Return vLLM's adapter by module, scales multiplied into B, and stacked for models that it holds as 3D."""
+    """Read vLLM's adapter by module, scales multiplied into B, and stacked for models that it holds as 3D."""
     from safetensors import safe_open
     from vllm.config.lora import LoRAConfig
     from vllm.lora import lora_model
@@ -224,7 +224,7 @@ def _stack(manager_class, model, module: str, num_experts: int) -> None:
 
 
 def merged_by_vllm(weights: dict, loras: dict) -> dict:
-    """Return the hub's matrices with B A added, each where the module's name in vLLM says."""
+    """Compute the hub's matrices with B A added, each where the module's name in vLLM says."""
     from helpers.served import split_experts
 
     products = {}

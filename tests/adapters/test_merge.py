@@ -31,7 +31,7 @@ EVERYTHING = {
 
 
 def base_and_adapter(folder, family="qwen3_moe", parameters=EXPERTS, dtype=torch.float32, **options):
-    """Return (base, adapter, where to merge them), and the base with the adapter in PEFT, in fp32."""
+    """Make (base, adapter, where to merge them), and the base with the adapter in PEFT, in fp32."""
     make(folder / "base", family, dtype=dtype)
     adapted = adapt(load_whole(folder / "base"), folder / "adapter", parameters, **options)
     return (folder / "base", folder / "adapter", folder / "merged"), adapted

@@ -36,7 +36,7 @@ def load(folder, cls):
 
 
 def train_one_step(model):
-    """Return its LoRA adapter after a step that makes B other than zero."""
+    """Train a LoRA adapter for a step that makes B other than zero."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model(input_ids=IDS).logits.square().mean().backward()
@@ -219,7 +219,7 @@ def test_a_base_that_lacks_weights_is_refused_by_their_names(lost, match, tmp_pa
 
 @pytest.fixture
 def nemotron(tmp_path):
-    """Return (base, adapter) of experts without a gate."""
+    """Make (base, adapter) of experts without a gate."""
     adapt(saved("nemotron_h", tmp_path), tmp_path / "adapter")
     return tmp_path / "base", tmp_path / "adapter"
 

@@ -166,7 +166,7 @@ def test_what_an_engine_does_not_apply_is_left_out_of_training(tmp_path):
 
 
 def raising(damage, call=merge):
-    """Return a function that raises the error: `call`, after the damage."""
+    """Make a function that raises the error: `call`, after the damage."""
 
     def damaged(folder):
         damage(folder)
@@ -197,7 +197,7 @@ def with_a_base_that_is_infinite(folder):
 
 
 def look_for_it(folder):
-    """Find what is infinite, which is in the base, and take that weight as it was."""
+    """Find the infinite value, which is in the base, and take that weight as it was."""
     found = [name for name, tensor in tensors_in(folder.base).items() if not tensor.isfinite().all()]
     assert found == [*folder.whole] and all(tensor.isfinite().all() for tensor in tensors_in(folder.adapter).values())
     edit_tensors(folder.base, folder.whole)

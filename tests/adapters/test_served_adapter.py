@@ -36,7 +36,7 @@ THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as o
 
 
 def products_of(adapter, family):
-    """Return alpha / r * B A by the matrix's name in the hub's checkpoint, written apart from the package; also of the
+    """Compute alpha / r * B A by the matrix's name in the hub's checkpoint, written apart from the package; also of the
     form in which vLLM holds fused experts: [r*E, in], the expert slowest; [out, r*E], the expert fastest."""
     config, factors = config_of(adapter), tensors_in(adapter)
     scale, split = config["lora_alpha"] / config["r"], {}
@@ -71,7 +71,7 @@ def assert_served_is(expected, base, adapter, family):
 
 
 def there_and_back(folder, engine="vllm", **options):
-    """Return the tensors of folder/adapter after conversion for the engine, in folder/vllm or folder/sglang, and back
+    """Convert folder/adapter for the engine, in folder/vllm or folder/sglang, and back
     from there."""
     convert_adapter(folder / "adapter", folder / engine, engine, trained_on=folder / "base", **options)
     convert_adapter(folder / engine, folder / f"{engine} back", "hub", trained_on=folder / "base")

@@ -55,7 +55,7 @@ def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path
 
 
 def test_vllm_gives_weights_of_deepseek_v4_to_kernels_that_leave_their_adapters_out(tmp_path):
-    """Its own code read what `config_for_vllm` adapts (tests/adapters/read_by_vllm.py): the other layers."""
+    """vLLM's own code read what `config_for_vllm` adapts (tests/adapters/read_by_vllm.py): the other layers."""
     for target in ("self_attn.o_a_proj", "compressor.kv_proj", "compressor.indexer.gate_proj"):
         model, folder = small_model("deepseek_v4"), tmp_path / target
         model.save_pretrained(folder / "base")

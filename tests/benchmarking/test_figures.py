@@ -41,7 +41,7 @@ def root(tmp_path):
 
 
 def run(capsys, root, *arguments):
-    """Return (exit code, what is printed, the document after it)."""
+    """Run the script. Returns (exit code, what it prints, the document after it)."""
     figures.rows_of.cache_clear()
     with pytest.raises(SystemExit) as exit:
         figures.main(["--root", str(root), *arguments])

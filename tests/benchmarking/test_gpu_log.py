@@ -12,7 +12,7 @@ LOG = "commit {}\nan H200\n\na test\n1 passed\n"
 
 @pytest.fixture
 def repository(tmp_path):
-    """Return (root, a function that commits a change of a file and returns the commit)."""
+    """Make (root, a function that commits a change of a file and returns the commit)."""
 
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")

@@ -22,7 +22,7 @@ TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps
 
 
 def measured(path, *arguments):
-    """Return the medians of a run, by (contender, mode, metric)."""
+    """Read the medians of a run, by (contender, mode, metric)."""
     with mock.patch.object(sys, "argv", ["train_step.py", *TINY, "--csv", str(path), *arguments]):
         train_step.main()
     with open(path, newline="") as file:
@@ -136,7 +136,7 @@ def event(category, name, start, duration, thread, **args):
 
 
 def launched(name, start, thread, duration, number):
-    """Return a kernel that takes `duration`, and its launch at `start`."""
+    """Make a kernel that takes `duration`, and its launch at `start`."""
     launch = event("cuda_runtime", "cudaLaunchKernel", start, 1, thread, correlation=number)
     return [launch, event("kernel", name, start + 1000, duration, 7, correlation=number)]
 

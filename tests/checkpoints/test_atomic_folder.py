@@ -142,7 +142,7 @@ def _process(src, dst):
 
 
 def _seconds_of_a_process(src, dst):
-    """Return how long it takes until the folder is there; the process takes longer to end."""
+    """Measure how long it takes until the folder is there; the process takes longer to end."""
     start = time.perf_counter()
     process = _process(src, dst)
     while process.is_alive() and not dst.exists():

@@ -32,7 +32,7 @@ def entries_of(family):
 
 
 def refusal(capsys, folder, *options):
-    """Return the one line that doctor prints, the same with and without --json."""
+    """Find the one line that doctor prints, the same with and without --json."""
     assert main(["doctor", folder, *options]) == 2
     line = capsys.readouterr().err.removeprefix("sonicmoe-hf: ").rstrip("\n")
     assert main(["doctor", folder, *options, "--json"]) == 2

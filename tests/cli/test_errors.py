@@ -33,7 +33,7 @@ def adapter(hub, tmp_path_factory):
 
 
 def refusal(capsys, arguments):
-    """Return the sentence that a command ends with."""
+    """Find the sentence that a command ends with."""
     assert main(arguments) == 2
     printed = capsys.readouterr()
     if "--json" in arguments:

@@ -40,7 +40,7 @@ class Graphs:
         ]
 
     def obstacles(self):
-        """Yield what Inductor does not capture: tensors on the CPU, operations that it knows cannot be, and inputs
+        """Yield the nodes that Inductor does not capture: tensors on the CPU, operations that it knows cannot be, and inputs
         that are written to and may be elsewhere at the next call."""
         for graph in self.graphs:
             for node in graph.graph.nodes:
@@ -173,7 +173,7 @@ ON_GPU = {"use_cpu": False, "bf16": True, "max_steps": 6, "eval_strategy": "step
 
 
 def trained(case, folder, compiled):
-    """Return the losses of training and evaluation."""
+    """Compute the losses of training and evaluation."""
     from peft import get_peft_model
 
     torch._dynamo.reset()

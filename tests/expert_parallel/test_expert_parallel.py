@@ -50,7 +50,7 @@ def saved_and_patched(folder, family="qwen3_moe", routing=None):
 
 
 def step(model, inputs):
-    """Return the loss of one step, and the gradients of whole parameters."""
+    """Compute the loss of one step, and the gradients of whole parameters."""
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
     loss.backward()

@@ -52,7 +52,7 @@ def held_factors(model):
 
 
 def own_factors(name, whole, rank):
-    """Return the part of one rank's factors that one of two ranks holds."""
+    """Select the part of one process's factors that one of two ranks holds."""
     if "lora_A" in name:
         return whole.view(8, RANK, -1)[4 * rank : 4 * rank + 4].flatten(0, 1)
     return whole.view(-1, RANK, 8)[..., 4 * rank : 4 * rank + 4].flatten(1)
@@ -127,7 +127,7 @@ def logged(trainer):
 
 
 def trained(rank, folder):
-    """Return the logs of two runs, one of four steps and one of its last two, and whether they end alike."""
+    """Compute the logs of two runs, one of four steps and one of its last two, and whether they end alike."""
     ends, logs = [], []
     for resume in (None, f"{folder}/run/checkpoint-2"):
         model = with_lora(
@@ -225,7 +225,7 @@ def qlora_example():
 
 
 def trained_by_qlora(rank, folder, *options):
-    """Return the held-out losses of examples/qlora.py."""
+    """Compute the held-out losses of examples/qlora.py."""
     with contextlib.redirect_stdout(io.StringIO()):
         losses = qlora_example().main([*TINY, *options, "--output", folder])
     dist.barrier()
@@ -233,7 +233,7 @@ def trained_by_qlora(rank, folder, *options):
 
 
 def trained_at_random(rank, folder, model, *options):
-    """Return the experts that a rank holds in a run of examples/qlora.py with random weights, and whether it has a
+    """Select the experts that a rank holds in a run of examples/qlora.py with random weights, and whether it has a
     loss."""
     qlora = qlora_example()
     make, models = qlora.random_packed_model, []

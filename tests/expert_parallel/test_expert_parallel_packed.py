@@ -31,7 +31,7 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 
 
 def held_logits(model, rank, sizes, routing=None):
-    """Return this rank's logits in training, by every exchange of tokens, and the values of its packed weights."""
+    """Compute this rank's logits in training, by every exchange of tokens, and the values of its packed weights."""
     held = packed_in(model)
     assert len(held) == 4 and all(len(weight) == len(weight.codes) == 4 for weight in held.values())
     found = []
@@ -129,7 +129,7 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
 
 
 def from_hub(rank, folder, format):
-    """Return logits, packed values, and a step with adapters on the experts, by every exchange of tokens."""
+    """Compute logits, packed values, and a step with adapters on the experts, by every exchange of tokens."""
     model = load(folder, APART, experts_quantization=format, dtype=torch.float32)
     with torch.no_grad():
         logits = model(**batch(**OWN_BATCH[rank])).logits

@@ -53,7 +53,7 @@ def start(folder, run, lost_by=None):
 
 
 def finished(processes, seconds):
-    """Return the exit codes, None of those that have not ended in time."""
+    """List the exit codes, None of those that have not ended in time."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(end - time.monotonic(), 0))

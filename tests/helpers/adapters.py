@@ -31,7 +31,7 @@ def random_factors(model, seed=3):
 
 
 def with_lora(model, targets=None, **options):
-    """Return the PEFT model with an adapter of rank 3 on the experts and random factors, unless `options` say otherwise."""
+    """Make the PEFT model with an adapter of rank 3 on the experts and random factors, unless `options` say otherwise."""
     if model.config.model_type == "nemotron_h":  # of which PEFT adapts linear layers unless told otherwise
         targets, options = targets or UNGATED_EXPERTS, {"target_modules": [], **options}
     config = LoraConfig(**{"r": 3, "lora_alpha": 6, **options}, target_parameters=targets or EXPERTS)
@@ -39,19 +39,19 @@ def with_lora(model, targets=None, **options):
 
 
 def lora(model, parameters=EXPERTS, **options):
-    """Return the config of an adapter of rank 2 on these parameters and two linear layers of the attention."""
+    """Make the config of an adapter of rank 2 on these parameters and two linear layers of the attention."""
     query = "q_a_proj" if model.config.model_type.endswith("deepseek_v3") else "q_proj"
     options = {"r": 2, "lora_alpha": 5, "target_modules": [query, "o_proj"], **options}
     return LoraConfig(**options, target_parameters=parameters)
 
 
 def adapt(model, folder, parameters=EXPERTS, size=0.3, **options):
-    """Return PEFT's model with the adapter that `lora` describes, of which nothing is zero, saved in `folder`."""
+    """Make PEFT's model with the adapter that `lora` describes, of which nothing is zero, saved in `folder`."""
     return save_with_factors(get_peft_model(model, lora(model, parameters, **options)), folder, size)
 
 
 def save_with_factors(adapted, folder, size=0.3):
-    """Return the PEFT model with an adapter of which nothing that is trained is zero, saved in `folder`."""
+    """Make the PEFT model with an adapter of which nothing that is trained is zero, saved in `folder`."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in adapted.parameters():

@@ -66,7 +66,7 @@ class Architecture(NamedTuple):
 
 @cache
 def architectures() -> list[Architecture]:
-    """Return, of every folder of transformers.models, the experts classes that use_experts_implementation decorates."""
+    """List, of every folder of transformers.models, the experts classes that use_experts_implementation decorates."""
     found = []
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         lines = path.read_text().splitlines() if path.stem == f"modeling_{path.parent.name}" else []
@@ -101,7 +101,7 @@ def _configs(module):
 
 
 def build_from_config(architecture: Architecture, class_name: str) -> nn.Module:
-    """Return the class of the architecture's module, from the first of its configs that has what its __init__ asks for."""
+    """Build the class of the architecture's module, from the first of its configs that has what its __init__ asks for."""
     cls, problems = getattr(architecture.module, class_name), []
     layer_idx = 3 if architecture.folder == "deepseek_v4" else 1  # whose first routers read a table of token ids
     others = {"layer_idx": layer_idx, "intermediate_size": INNER}
@@ -141,7 +141,7 @@ class OneLayer(PreTrainedModel):
 
 @cache
 def family_of(architecture: Architecture):
-    """Return the families whose blocks are in the architecture's module and hold its experts."""
+    """Find the families whose blocks are in the architecture's module and hold its experts."""
     return [
         family
         for family in FAMILIES.values()
@@ -151,13 +151,13 @@ def family_of(architecture: Architecture):
 
 
 def layers_of(architecture: Architecture) -> OneLayer:
-    """Return a model of the family's block, where there is one, or of the experts alone."""
+    """Make a model of the family's block, where there is one, or of the experts alone."""
     families = family_of(architecture)
     return OneLayer(build_from_config(architecture, families[0].block if families else architecture.experts))
 
 
 def table() -> str:
-    """Return the table of docs/models.md: what `supports` says of one layer of every architecture, which families are not
+    """Build the table of docs/models.md: what `supports` says of one layer of every architecture, which families are not
     merged in test_merge_families, and which have a class whose adapters are written for engines."""
     lines = [
         "| model (folder of transformers.models), experts | token rounding | adapters for |",
@@ -184,7 +184,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """Return the text of docs/models.md with the table brought up to date."""
+    """Put the table, brought up to date, into the text of docs/models.md."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     return before + begin + table() + end + after

@@ -40,7 +40,7 @@ FP8_BLOCK = (24, 10)  # divides neither 16 nor 32: the last blocks are cut off, 
 
 
 def tensors_in(folder):
-    """Return every tensor of a checkpoint."""
+    """Read every tensor of a checkpoint."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         found.update(load_file(path))
@@ -48,14 +48,14 @@ def tensors_in(folder):
 
 
 def load_whole(folder, dtype=torch.float32):
-    """Return the model of a checkpoint that has all of its weights and no others, in Transformers."""
+    """Load the model of a checkpoint that has all of its weights and no others, in Transformers."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     return model
 
 
 def packed_in(model):
-    """Return a model's packed weights by name."""
+    """Find a model's packed weights by name."""
     return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
 
 
@@ -122,7 +122,7 @@ def _interleaved(gate, up):
 
 
 def _as_upstream(tensors, family):
-    """Return the names and row order of SonicMoE's own MoE module, spelled out apart from the package's own table."""
+    """Make the names and row order of SonicMoE's own MoE module, spelled out apart from the package's own table."""
     renamed, experts = {}, {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.*\.mlp)\.experts\.(?:(\d+)\.)?(\w+?)(?:\.weight)?", name)
@@ -203,7 +203,7 @@ def fp8_by_transformers(weight, block):
 
 
 def fp8_of(tensor, kind, size=(128, 128)):
-    """Return (values, scale_inv, what they stand for), block by block of this size, as DeepSeek's kernels have it."""
+    """Quantize to (values, scale_inv, what they stand for), block by block of this size, as DeepSeek's kernels have it."""
     blocks = tuple(-(-length // of_block) for length, of_block in zip(tensor.shape, size))
     values, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(blocks)
     dense = torch.empty(tensor.shape)
@@ -252,7 +252,7 @@ def in_fp8(tensors, kind="fp32", size=(128, 128)):
 
 
 def in_fp4(tensors):
-    """Return (a DeepSeek-V4 checkpoint's tensors, experts in FP4 and linear layers in FP8, the dense ones that they
+    """Make (a DeepSeek-V4 checkpoint's tensors, experts in FP4 and linear layers in FP8, the dense ones that they
     stand for)."""
     stored, dense = dict(tensors), dict(tensors)
     dequantize = Fp8Dequantize(None)._dequantize_one

@@ -25,7 +25,7 @@ class Served:
         self.listed = {"base": None, **({} if listed is False else {ADAPTER: "base"})}
 
     def answer(self, path, body):
-        """Return (status, JSON) of a request."""
+        """Get (status, JSON) of a request."""
         if path == "/v1/models" and self.has_list:
             return 200, {"data": [{"id": name, "parent": parent} for name, parent in self.listed.items()]}
         if body is None:

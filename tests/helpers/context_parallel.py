@@ -11,7 +11,7 @@ _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 def positions_of_rank(rank, world, length):
-    """Return the positions of a sequence that a rank is given: a part near its begin and one as near to its end."""
+    """List the positions of a sequence that a rank is given: a part near its begin and one as near to its end."""
     parts = torch.arange(length).chunk(2 * world)
     return torch.cat([parts[rank], parts[2 * world - 1 - rank]])
 

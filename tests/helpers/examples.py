@@ -14,7 +14,7 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n
 
 
 def load(name):
-    """Return an example as a module, made anew with the file that examples share: each imports from its own folder."""
+    """Load an example as a module, made anew with the file that examples share: each imports from its own folder."""
     sys.modules.pop("shared", None)
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)

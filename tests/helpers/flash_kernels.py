@@ -25,7 +25,7 @@ def _check(q, k, v, cum_q, cum_k, max_q, max_k, *others):
 
 
 def _sequences(q, k, cum_q, cum_k):
-    """Return the places of each sequence's queries and keys: slices of tensors [B, T, H, D] or [N, H, D]."""
+    """Find the places of each sequence's queries and keys: slices of tensors [B, T, H, D] or [N, H, D]."""
     if cum_q is None:
         return [(index, index) for index in range(q.shape[0])]
     return [(slice(cum_q[i], cum_q[i + 1]), slice(cum_k[i], cum_k[i + 1])) for i in range(cum_q.shape[0] - 1)]
@@ -126,7 +126,7 @@ def backward(
 
 @contextlib.contextmanager
 def as_on_cuda(monkeypatch):
-    """Run what is inside as on CUDA, on a CPU, with these kernels."""
+    """Run the code inside as on CUDA, on a CPU, with these kernels."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")

@@ -12,17 +12,17 @@ loads_hub_formats = pytest.mark.skipif(
 
 
 def rest_slow(cases, fast=1):
-    """Return the parameters of a test, of which all but the first `fast` carry the marker `slow`: they show the same on more."""
+    """List the parameters of a test, of which all but the first `fast` carry the marker `slow`: they show the same on more."""
     return _rest(cases, fast, pytest.mark.slow)
 
 
 def rest_pinned(cases, everywhere=1):
-    """Return the same with the marker `pinned`: with other versions the first show what they all do."""
+    """List a test's parameters with the marker `pinned`: with other versions the first show what they all do."""
     return _rest(cases, everywhere, pytest.mark.pinned)
 
 
 def crossed(*axes, everywhere=None):
-    """Return the combinations of values of the axes: first some in which each value comes once at least, then the others,
+    """List the combinations of values of the axes: first some in which each value comes once at least, then the others,
     which carry the marker `slow`: they show the same on more. everywhere: so many of the first lack the marker `pinned`."""
     axes = [list(axis) for axis in axes]
     diagonal = [tuple(axis[number % len(axis)] for axis in axes) for number in range(max(map(len, axes)))]

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _memory(key):
-    """Return VmRSS or VmHWM, its peak, of this process in bytes."""
+    """Read VmRSS or VmHWM, its peak, of this process in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines[key].split()[0])
 
@@ -48,7 +48,7 @@ def _run_and_tell_peak(run, peak):
 
 
 def peak_of_a_process(run):
-    """Return the bytes that `run` takes in a forked process at most."""
+    """Measure the bytes that `run` takes in a forked process at most."""
     receiver, sender = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_run_and_tell_peak, args=(run, sender))
     process.start()
@@ -58,5 +58,5 @@ def peak_of_a_process(run):
 
 
 def bytes_in(folder):
-    """Return the bytes of a checkpoint's weights on disk."""
+    """Count the bytes of a checkpoint's weights on disk."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

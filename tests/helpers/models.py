@@ -98,7 +98,7 @@ OF_64 = {  # sizes that every packed format takes: NF4's are multiples of 64
 
 
 def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
-    """Return a language model whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
+    """Build a language model whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
     0.02 a wrong gate or a forgotten bias passes every test."""
     torch.manual_seed(seed)
     auto_class = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
@@ -108,7 +108,7 @@ def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
 
 @torch.no_grad()
 def with_realistic_weights(model):
-    """Return the model in training mode, with weights as `build` says."""
+    """Make the model in training mode, with weights as `build` says."""
     is_transposed = model.config.model_type == "gpt_oss"
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 and "bias" not in name:
@@ -131,7 +131,7 @@ def patched(family: str, routing=None, save: str = "preactivation", **changes):
 
 @contextmanager
 def patching(*families, **options):
-    """Patch what is built inside."""
+    """Patch the models that are built inside."""
     sonicmoe_hf.patch(*families, **options)
     try:
         yield
@@ -140,7 +140,7 @@ def patching(*families, **options):
 
 
 def ernie_vl_text():
-    """Return the layers of ERNIE 4.5 VL, whose routers of text and of images each get some of the tokens."""
+    """Build the layers of ERNIE 4.5 VL, whose routers of text and of images each get some of the tokens."""
     rope = {**ROPE, "mrope_section": [1, 1, 2]}
     experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": [16, 12], "intermediate_size": 48}
     config = Ernie4_5_VLMoeTextConfig(**SHARED, **experts, num_key_value_heads=2, rope_parameters=rope)
@@ -154,7 +154,7 @@ def ernie_vl_text():
 
 
 def image_tokens(inputs):
-    """Return token types of `batch`, whose rows have images of other lengths, the third none."""
+    """Make token types of `batch`, whose rows have images of other lengths, the third none."""
     types = torch.zeros_like(inputs["input_ids"])
     for row, length in enumerate((4, 9, 0, 6)):
         types[row, 2 : 2 + length] = 1 + row % 2
@@ -162,12 +162,12 @@ def image_tokens(inputs):
 
 
 def twin(model):
-    """Return an independent copy, patched or not as the original."""
+    """Make an independent copy, patched or not as the original."""
     return copy.deepcopy(model)
 
 
 def with_other_routers(model):
-    """Return a copy whose routers have moved: as after some steps of training, or as a server in other arithmetic has in effect."""
+    """Make a copy whose routers have moved: as after some steps of training, or as a server in other arithmetic has in effect."""
     other = twin(model)
     with torch.no_grad():
         for layer in find_layers(other):
@@ -176,7 +176,7 @@ def with_other_routers(model):
 
 
 def through_a_file(thing, **options):
-    """Save it by torch.save, and load it again."""
+    """Save a model by torch.save, and load it again."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -196,19 +196,19 @@ def batch(rows: int = 4, length: int = 24, padding: bool = False, seed: int = 0)
 
 
 def logits_of(model):
-    """Return the logits of `batch`, in evaluation."""
+    """Compute the logits of `batch`, in evaluation."""
     with torch.no_grad():
         return model.eval()(input_ids=batch()["input_ids"]).logits
 
 
 def gradients_of(model):
-    """Return a copy of every gradient that there is, by its parameter's name, of a compiled model too."""
+    """Copy every gradient that there is, by its parameter's name, of a compiled model too."""
     named = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters()}
     return {name: gradient.detach().clone() for name, gradient in named.items() if gradient is not None}
 
 
 def loss_and_gradients(model, inputs):
-    """Return logits, loss and every parameter's gradient of one training forward and backward."""
+    """Compute logits, loss and every parameter's gradient of one training forward and backward."""
     model.zero_grad(set_to_none=True)
     out = model(**inputs)
     out.loss.backward()

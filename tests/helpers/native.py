@@ -7,14 +7,14 @@ from sonicmoe_hf import convert_checkpoint
 
 
 def save_both(model, folder):
-    """Return the model's checkpoint in the hub layout and in the native one: their folders."""
+    """Write the model's checkpoint in the hub layout and in the native one: their folders."""
     model.save_pretrained(folder / "hub")
     convert_checkpoint(folder / "hub", folder / "native")
     return folder / "hub", folder / "native"
 
 
 def native_twin(model, folder, **options):
-    """Return a native model with the weights of `model`, in training mode."""
+    """Make a native model with the weights of `model`, in training mode."""
     return AutoModelForCausalLM.from_pretrained(save_both(model, folder)[1], dtype="auto", **options).train()
 
 
@@ -25,7 +25,7 @@ def interleaved(concatenated):
 
 
 def in_native_names(tensors, family):
-    """Return weights or gradients of a family's own model, as its native twin names and orders them."""
+    """Rename weights or gradients of a family's own model, as its native twin names and orders them."""
     renamed = {}
     for name, tensor in tensors.items():
         block, _, weight = name.rpartition(".")

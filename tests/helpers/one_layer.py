@@ -72,7 +72,7 @@ def expected(inputs, index, *, token_index=None, layout="concatenated", activati
 
 
 def output_and_gradients(function, inputs, *args, **options):
-    """Return output, and gradients of a fixed random projection of it, by name."""
+    """Compute output, and gradients of a fixed random projection of it, by name."""
     out = function(inputs, *args, **options)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
     gradients = torch.autograd.grad((out * direction).sum(), list(inputs.values()), allow_unused=True)
@@ -81,7 +81,7 @@ def output_and_gradients(function, inputs, *args, **options):
 
 
 def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
-    """Return inputs of `problem` and factors as PEFT stores them, of other values for every expert."""
+    """Make inputs of `problem` and factors as PEFT stores them, of other values for every expert."""
     generator = torch.Generator().manual_seed(seed)
     hidden, num_experts = inputs["x"].shape[1], len(inputs["down"])
     inner = inputs["down"].numel() // (num_experts * hidden)
@@ -99,7 +99,7 @@ def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
 
 
 def low_rank(inputs, name, scale=0.5):
-    """Return the adapter of one weight, in views of what `with_factors` made."""
+    """Make the adapter of one weight, in views of what `with_factors` made."""
     a, b, num_experts = inputs.get(f"{name}_a"), inputs.get(f"{name}_b"), len(inputs["down"])
     if a is None:
         return None
@@ -107,7 +107,7 @@ def low_rank(inputs, name, scale=0.5):
 
 
 def as_stored(inputs, name, scale=0.5):
-    """Return the adapter of one weight as PEFT stores it."""
+    """Make the adapter of one weight as PEFT stores it."""
     return LowRank(inputs[f"{name}_a"], inputs[f"{name}_b"], scale) if f"{name}_a" in inputs else None
 
 

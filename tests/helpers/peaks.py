@@ -39,7 +39,7 @@ def _storages(tree):
 
 
 def peak_bytes(make_inputs, forward) -> int:
-    """Count what `forward(*inputs)` takes at most, beside its inputs, made on FakeTensors by `make_inputs()`."""
+    """Count the bytes that `forward(*inputs)` takes at most, beside its inputs, made on FakeTensors by `make_inputs()`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = make_inputs()
         with Peak() as peak:

@@ -41,7 +41,7 @@ def make_model(folder, dtype=torch.float32, **sizes):
 
 
 def texts():
-    """Return 32 short texts."""
+    """Make 32 short texts."""
     words = TEXT.split()
     return [" ".join(words[i % 7 :] + words[: i % 5]) for i in range(32)]
 

@@ -22,7 +22,7 @@ SECONDS_AFTER_FAILURE = 5
 
 
 def forkserver():
-    """Return the context that ranks' processes are of; the process that they are forked from finds what this one does."""
+    """Make the context that ranks' processes are of; the process that they are forked from finds what this one does."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):

@@ -23,7 +23,7 @@ def make(
     trainer_class, base, folder, config=None, lora=None, model=None, config_class=GRPOConfig, rows=PROMPTS, words=None,
     **options,
 ):  # fmt: skip
-    """Return a trainer whose engine serves `base`."""
+    """Make a trainer whose engine serves `base`."""
     model = model or loaded(base)
     adapter = sonicmoe_hf.lora_config(model, **{"r": 4, "experts_r": 4, **(lora or {})})
     return trl_trainer(

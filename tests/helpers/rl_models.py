@@ -7,7 +7,7 @@ import sonicmoe_hf
 
 
 def adapted(base, **options):
-    """Return the model in the folder `base` with LoRA of rank 4 on experts and attention."""
+    """Make the model in the folder `base` with LoRA of rank 4 on experts and attention."""
     model = sonicmoe_hf.from_pretrained(base, dtype=torch.float32)
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, **{"r": 4, "experts_r": 4, **options}))
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a call says: the error that it raises, warnings, logs and what it prints, in one text."""
+"""Messages of a call: the error that it raises, warnings, logs and what it prints, in one text."""
 
 import contextlib
 import io

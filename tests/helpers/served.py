@@ -39,7 +39,7 @@ OTHERS = ("mixtral", "glm4_moe", "qwen3_vl_moe")
 
 
 def base(name, folder):
-    """Return a small model saved in `folder`, loaded from there."""
+    """Make a small model saved in `folder`, loaded from there."""
     model = build(name)
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder)
@@ -67,7 +67,7 @@ def merged_by_peft(adapted, folder):
 
 
 def split_experts(tensors, family=None):
-    """Return a checkpoint's tensors with its experts' weights one by one, [out, in], under the names that engines give them.
+    """Split the experts' weights among a checkpoint's tensors into one each, [out, in], under the names that engines give them.
     gpt-oss stores [E, in, out], gates and ups in turn."""
     split = {}
     for name, tensor in tensors.items():
@@ -85,5 +85,5 @@ def split_experts(tensors, family=None):
 
 
 def config_for_vllm(model):
-    """Return the default configuration at rank 2, without what vLLM takes no adapters of."""
+    """Make the default configuration at rank 2, without what vLLM takes no adapters of."""
     return sonicmoe_hf.lora_config(model, r=2, exclude_modules=f".*{VLLM_ABSORBED.pattern}")

@@ -58,7 +58,7 @@ def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torc
 
 
 def scale_of(q):
-    """Return a scale: in fp64 another than is taken where none is given."""
+    """Choose a scale: in fp64 another than is taken where none is given."""
     return 0.3 if q.dtype == torch.float64 else q.shape[-1] ** -0.5
 
 

@@ -46,7 +46,7 @@ OF_TWO_LAYERS = ("layer_types", "mlp_layer_types")
 
 
 def small_config(cls: type[PreTrainedConfig], own: dict | None = None, sizes: dict = SIZES) -> PreTrainedConfig:
-    """Return the default config of the class with small sizes, also inside it."""
+    """Make the default config of the class with small sizes, also inside it."""
     default = cls()
     entries = {}
     for name, value in vars(default).items():
@@ -156,21 +156,21 @@ def _model_type(folder: str) -> str:
 
 
 def families_here() -> list[str]:
-    """Return the families that the installed Transformers has, as CHANGES builds them."""
+    """List the families that the installed Transformers has, as CHANGES builds them."""
     without = set() if Version(transformers.__version__) >= Version("5.23") else LATER
     folders = {architecture.folder for architecture in architectures() if architecture.experts not in NOT_MERGED}
     return [folder for folder in sorted(folders - without) if _model_type(folder) in CONFIG_MAPPING]
 
 
 def slow_beyond_kinds(cases):
-    """Return a test's parameters, of which those whose family (alone, or the first) is not OF_EACH_KIND carry the marker
+    """List a test's parameters, of which those whose family (alone, or the first) is not OF_EACH_KIND carry the marker
     `slow`: their checkpoints are converted as those of others."""
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=() if case[0] in OF_EACH_KIND else pytest.mark.slow) for case in cases]
 
 
 def small_model(folder: str, **sizes) -> nn.Module:
-    """Return the family's causal or conditional language model, with hidden pre-activations of O(1). sizes: other than
+    """Build the family's causal or conditional language model, with hidden pre-activations of O(1). sizes: other than
     those of SIZES."""
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config = small_config(CONFIG_MAPPING[_model_type(folder)], CHANGES.get(folder), {**SIZES, **sizes})
@@ -191,7 +191,7 @@ def small_model(folder: str, **sizes) -> nn.Module:
 
 
 def adapted_names(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return (linear layers beside the experts, parameters of experts) of a model, for a LoRA adapter."""
+    """List (linear layers beside the experts, parameters of experts) of a model, for a LoRA adapter."""
     experts = {id(layer.experts) for layer in find_layers(model)}
     parameters = [
         f"{name}.{own}"

@@ -20,7 +20,7 @@ def small(family="qwen3_moe", layers=4, **changes):
 
 
 def streamed(experts_memory=0, format=None, family="qwen3_moe", **changes):
-    """Return a patched model with its experts where they are to be. "half": half of their bytes."""
+    """Make a patched model with its experts where they are to be. "half": half of their bytes."""
     model = small(family, **changes)
     if experts_memory == "half":
         experts_memory = sum(bytes_of(experts, format) for _, experts in expert_layers(model)) // 2
@@ -33,7 +33,7 @@ def streamed(experts_memory=0, format=None, family="qwen3_moe", **changes):
 
 
 def adapted(model, checkpointing=None):
-    """Return the model with an adapter, recomputed in backward by reentrant checkpointing or not, or kept."""
+    """Make the model with an adapter, recomputed in backward by reentrant checkpointing or not, or kept."""
     model = with_lora(model, target_modules=["q_proj"])
     if checkpointing is not None:
         model.enable_input_require_grads()
@@ -46,7 +46,7 @@ def host_weights(model):
 
 
 def layers_of(model):
-    """Return the layers that are copied, in the order of the model."""
+    """List the layers that are copied, in the order of the model."""
     return list(dict.fromkeys(weight.layer for weight in host_weights(model)))
 
 
@@ -68,7 +68,7 @@ def _own_memory():
 
 @contextlib.contextmanager
 def peak_growth():
-    """Give a list that holds, after `with`, by how many bytes this process's own memory grew at most: without what it
+    """Make a list that has, after `with`, by how many bytes this process's own memory grew at most: without what it
     shares, and without pages of files, which the system can take back."""
     gc.collect()
     libc = ctypes.CDLL(None)

@@ -9,12 +9,12 @@ TAPED = {
 
 
 def of_a_layer():
-    """Return the tapes of those modules that something has imported."""
+    """List the tapes of those modules that something has imported."""
     return [getattr(sys.modules[name], each) for name, own in TAPED.items() if name in sys.modules for each in own]
 
 
 def forget():
-    """Forget what functions do, which is not what it was."""
+    """Forget the tapes of functions that were changed since."""
     for taped in of_a_layer():
         taped.tapes.clear()
         taped._counts.clear()

@@ -55,7 +55,7 @@ def make_configs(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Make what the sessions name: configs, small models, an adapter, a dataset; examples/, as in a checkout."""
+    """Make the files that the sessions name: configs, small models, an adapter, a dataset; examples/, as in a checkout."""
     make_configs(folder)
     (folder / "examples").symlink_to(ROOT / "examples")
     make_model(folder / "small-qwen3-moe")
@@ -90,7 +90,7 @@ def _of_main(words: list[str]) -> str:
 
 
 def _of_process(words: list[str]) -> str:
-    """Return the output of a process that has no GPU."""
+    """Get the output of a process that has no GPU."""
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": COLUMNS, "HF_DATASETS_CACHE": str(Path.cwd() / "cache")}
     own |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment = {**os.environ, **own}
@@ -108,7 +108,7 @@ def _of_run(printed: str) -> str:
 
 
 def _of_doctor(printed: str) -> str:
-    """Return doctor's lines on the model; versions and devices come before."""
+    """Get doctor's lines on the model; versions and devices come before."""
     return printed[re.search(r"^\S+ \(\w+\) *$", printed, flags=re.MULTILINE).start() :]
 
 
@@ -123,7 +123,7 @@ ON_A_CPU = {"run": _of_run, "doctor": _of_doctor}  # commands that depend on the
 
 
 def sessions() -> list[Session]:
-    """Return every session of the documents."""
+    """Read every session of the documents."""
     return [
         Session(path.name, *session)
         for path in sorted((ROOT / "docs").glob("*.md"))

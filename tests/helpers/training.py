@@ -43,7 +43,7 @@ class Watch:
         self.calls.append((self.note(), index if isinstance(index, Routing) else None))
 
     def rounded(self) -> list[bool]:
-        """Return for every call so far whether it was rounded; the notes start afresh."""
+        """List for every call so far whether it was rounded; the notes start afresh."""
         calls, self.calls = self.calls, []
         return [routing is not None for _, routing in calls]
 
@@ -106,14 +106,14 @@ def arguments(folder, kind=TrainingArguments, **options) -> TrainingArguments:
 
 
 def checkpointed(model, kind):
-    """Return the model, its layers recomputed in backward by this kind of checkpointing, or as they are: None or "none"."""
+    """Make the model, its layers recomputed in backward by this kind of checkpointing, or as they are: None or "none"."""
     if kind not in (None, "none"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
     return model
 
 
 def trainer_for(model, folder, callbacks=(), padding=False, count=16, optimizers=(None, None), **options) -> Trainer:
-    """Return a Trainer on `count` examples; its evaluation set has four more."""
+    """Make a Trainer on `count` examples; its evaluation set has four more."""
     return Trainer(
         model,
         arguments(folder, **options),
@@ -125,7 +125,7 @@ def trainer_for(model, folder, callbacks=(), padding=False, count=16, optimizers
 
 
 def trained(model, folder, callbacks=(), attach=True, checkpoint=None, **options) -> Trainer:
-    """Return that Trainer after training, from the beginning or from a checkpoint."""
+    """Train by that Trainer, from the beginning or from a checkpoint."""
     trainer = trainer_for(model, folder, callbacks, **options)
     if attach:
         sonicmoe_hf.attach(trainer)
@@ -134,7 +134,7 @@ def trained(model, folder, callbacks=(), attach=True, checkpoint=None, **options
 
 
 def logs_of(trainer) -> list[dict]:
-    """Return the logs of its training steps, without evaluation and the summary at the end."""
+    """List the logs of its training steps, without evaluation and the summary at the end."""
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
@@ -181,7 +181,7 @@ def fail_in(module, error):
 
 
 def counting(model):
-    """Return an ExpertLoadCallback in the first step of a training loop."""
+    """Make an ExpertLoadCallback in the first step of a training loop."""
     arguments = SimpleNamespace(load_best_model_at_end=False, torch_compile=False)
     callback = sonicmoe_hf.ExpertLoadCallback()
     for event in (callback.on_train_begin, callback.on_step_begin):

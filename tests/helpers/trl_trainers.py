@@ -32,7 +32,7 @@ def sentence_tokenizer():
 
 
 def model_of(words, **sizes):
-    """Return a small model of this tokenizer's vocabulary."""
+    """Build a small model of this tokenizer's vocabulary."""
     ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
     return build("qwen3_moe", vocab_size=len(words), **ids, **sizes)
 
@@ -46,7 +46,7 @@ def watched_training(trainer) -> dict[bool, bool]:
 
 
 def trl_trainer(trainer_class, config_class, model, rows, folder, words, callbacks=(), config=None, **options):
-    """Return a trainer of one step in fp32, unless `config` says otherwise, which reports and saves nothing."""
+    """Make a trainer of one step in fp32, unless `config` says otherwise, which reports and saves nothing."""
     settings = {
         "use_cpu": True,
         "bf16": False,

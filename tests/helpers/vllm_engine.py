@@ -63,7 +63,7 @@ FAMILIES_SERVED = (
 
 
 def model_for_vllm(family, folder, dtype=torch.float32, **changes):
-    """Return a small model of the family, saved in `folder` with the config of a released checkpoint."""
+    """Make a small model of the family, saved in `folder` with the config of a released checkpoint."""
     config = small_config(CONFIG_MAPPING[family], {**OF_FAMILIES.get(family, WIDTHS), **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
@@ -119,14 +119,14 @@ def complete(llm, adapter=None, prompts=PROMPTS, tokens=TOKENS, **options):
 
 
 def logprobs_of(completions):
-    """Return log-probabilities [tokens of all completions, vocabulary]."""
+    """Compute log-probabilities [tokens of all completions, vocabulary]."""
     steps = [step for completion in completions for step in completion.logprobs]
     return torch.tensor([[step[token].logprob for token in range(VOCABULARY)] for step in steps])
 
 
 @torch.no_grad()
 def logprobs_in_transformers(model, completions, prompts=PROMPTS):
-    """Return the same of Transformers' model, for the tokens that vLLM chose."""
+    """Compute the same of Transformers' model, for the tokens that vLLM chose."""
     rows = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]])
@@ -135,5 +135,5 @@ def logprobs_in_transformers(model, completions, prompts=PROMPTS):
 
 
 def distance(model, completions):
-    """Return the largest difference of a log-probability, over the whole vocabulary."""
+    """Compute the largest difference of a log-probability, over the whole vocabulary."""
     return float((logprobs_of(completions) - logprobs_in_transformers(model, completions)).abs().max())

@@ -61,7 +61,7 @@ def add_kernel(to):
 
 @pytest.fixture
 def shares(monkeypatch, tmp_path):
-    """Give the shares of kernels that processes were begun for, in a process that no launcher started."""
+    """List the shares of kernels that processes were begun for, in a process that no launcher started."""
     begun = []
     for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)

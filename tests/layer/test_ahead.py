@@ -73,7 +73,7 @@ def noted(monkeypatch):
 
 
 def forget():
-    """Forget what this process has chosen for the kernels."""
+    """Forget the choices that this process has made for the kernels."""
     for module in [*sys.modules.values()]:
         if getattr(module, "__name__", "").startswith("sonicmoe_hf.kernels"):
             for kept in [*vars(module).values()]:

@@ -16,7 +16,7 @@ T, H, I, E, K, RANK = 30, 336, 144, 4, 2, 8  # neither H nor I is a multiple of 
 
 
 def problem(dtype=torch.bfloat16):
-    """Return x, packed weights, (expert, routing weights), adapters."""
+    """Make x, packed weights, (expert, routing weights), adapters."""
     gate_up, down = torch.randn(E, 2 * I, H) * H**-0.5, torch.randn(E, H, I) * I**-0.5
     gate_up[:, :I] *= 3  # another scale than up's
     packed = [
@@ -34,7 +34,7 @@ def problem(dtype=torch.bfloat16):
 
 
 def step(x, packed, routing, adapters=(None, None), dout=None, checkpointed=False, **options):
-    """Return out, and the gradients of x, of the routing weights and of the adapters."""
+    """Compute out, and the gradients of x, of the routing weights and of the adapters."""
     for adapter in filter(None, adapters):
         adapter.a.requires_grad_(), adapter.b.requires_grad_()
     layer = functools.partial(
@@ -48,7 +48,7 @@ def step(x, packed, routing, adapters=(None, None), dout=None, checkpointed=Fals
 
 
 def quantized_row(row):
-    """Return a row of 128 columns or fewer of a group, as its values in FP8, in plain words."""
+    """Quantize a row of at most 128 columns, a group, and return its values in FP8, in the plainest way."""
     scale = max(row.abs().max().item(), 1e-10) / 448
     return from_e4m3(to_e4m3(row / scale)) * scale
 

@@ -34,7 +34,7 @@ every_layout = pytest.mark.parametrize(
 
 
 def adapted(model, config):
-    """Return rank and scale of what PEFT adapts: modules by name, experts' parameters by the module's name and theirs."""
+    """List rank and scale of what PEFT adapts: modules by name, experts' parameters by the module's name and theirs."""
     modules, parameters = {}, {}
     for name, module in get_peft_model(model, config).named_modules():
         if not hasattr(module, "lora_A"):

@@ -71,7 +71,7 @@ def test_native_experts_compute_their_adapters_as_merged_weights(family, tmp_pat
 
 
 def with_peft_alone(model):
-    """Give this model PEFT's own method, which forms W + BA, on each wrapper."""
+    """Set PEFT's own method in this model, which forms W + BA, on each wrapper."""
     for module in model.modules():
         if isinstance(module, ParamWrapper):
             module.forward = peft_adapters._PEFTS_FORWARD.__get__(module)
@@ -268,7 +268,7 @@ def test_threads_that_share_a_model_each_have_their_adapters():
 @pytest.mark.pinned
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
 def test_after_a_gated_delta_rule_a_step_errs_as_far_from_fp64_as_pefts(family):
-    """Their gated RMSNorm divides outputs of the delta rule whose root mean square is down to 1e-4 in single rows, so that
+    """The layers' gated RMSNorm divides outputs of the delta rule whose root mean square is down to 1e-4 in single rows, so that
     another order of the experts' sums, 1e-6, comes back from it up to a hundred times as large: PEFT on eager experts is
     itself 2e-5 to 1e-4 from fp64, where other families are 1e-6."""
     exact, theirs = (learning_besides(with_lora(small_model(family))) for _ in range(2))

@@ -62,7 +62,7 @@ def pattern_of(code: str) -> re.Pattern[str]:
 
 
 def mutated(mutation: Mutation, source: str) -> str:
-    """Return `source` with the mutation in it, at the indentation of the code that it replaces.
+    """Put the mutation into `source`, at the indentation of the code that it replaces.
 
     Raises:
         ValueError: its code does not stand there once, so the mutation must follow a change of the source.

@@ -21,7 +21,7 @@ CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -sig
 
 
 def exit_code(folder, tests):
-    """Return pytest's exit code for these tests of the copy; FAILED also for tests that hang, or that end the process."""
+    """Get pytest's exit code for these tests of the copy; FAILED also for tests that hang, or that end the process."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
     # no bytecode: a change within a second and of the same length would not be noticed
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}

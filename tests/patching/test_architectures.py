@@ -48,7 +48,7 @@ def test_the_block_of_every_family_hands_its_routers_indices_on(architecture):
 
 
 def output_and_gradients(module, *inputs):
-    """Return the output, and the gradients of the first input and of all parameters, for a fixed random projection."""
+    """Compute the output, and the gradients of the first input and of all parameters, for a fixed random projection."""
     x = inputs[0].clone().requires_grad_()
     module.zero_grad(set_to_none=True)
     out = module(x, *inputs[1:])
@@ -106,7 +106,7 @@ def is_installed(family) -> bool:
 
 
 def forward_of(family) -> str:
-    """Return the source of the router's forward without its docstring and annotations."""
+    """Read the source of the router's forward without its docstring and annotations."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(load_family_class(family, "router").forward))).body
     if isinstance(function.body[0], ast.Expr):
         function.body.pop(0)

@@ -36,12 +36,12 @@ LOSS, BIAS = LoadBalancing(per_layer_loss=0.5), LoadBalancing(bias_update=1e-2)
 
 
 def shared_sequences():
-    """Return options of a Trainer, which writes to the last of them."""
+    """Make options of a Trainer, which writes to the last of them."""
     return {"fsdp": True, "fsdp_config": FSDP2, "parallelism_config": ParallelismConfig(cp_size=WORLD)}
 
 
 def model_of(kind):
-    """Return a patched model: with adapters, of packed experts or not; or one of a family that trains whole."""
+    """Make a patched model: with adapters, of packed experts or not; or one of a family that trains whole."""
     if kind in CONFIGS | OTHERS:
         return patched(kind, attn_implementation="sdpa")
     model = build("qwen3_moe", **OF_64["qwen3_moe"], attn_implementation="sdpa")

@@ -40,7 +40,7 @@ ORDERS = ["patched, then PEFT", "PEFT, then patched"]
 
 
 def saving(model, *modules):
-    """Return a PEFT model that trains copies of these modules beside adapters of the attention that change nothing."""
+    """Make a PEFT model that trains copies of these modules beside adapters of the attention that change nothing."""
     return get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=list(modules)))
 
 
@@ -208,7 +208,7 @@ def test_models_built_from_one_config_object_are_patched_and_unpatched_by_themse
     first, second, plain = (AutoModelForCausalLM.from_config(config, experts_implementation="eager") for _ in range(3))
 
     def ours():
-        """Return the models whose experts ours compute."""
+        """List the models whose experts ours compute."""
         found = []
         for model in (first, second, plain):
             computed.clear()

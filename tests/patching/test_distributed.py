@@ -136,7 +136,7 @@ KEEPS_COMPUTED_DTYPE = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
 
 
 def in_precision(model, precision):
-    """Return a model as mixed precision computes with it: parameters in `precision`, buffers as they are."""
+    """Convert a model as mixed precision computes with it: parameters in `precision`, buffers as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision)
         if KEEPS_COMPUTED_DTYPE:
@@ -256,7 +256,7 @@ def test_token_rounding_under_parallelism_of_the_experts_raises_and_names_the_re
 
 
 def adapted_in_parallel(rank, folder, kind, targets):
-    """Return the message to a user who adapts experts that are split over ranks, before anything runs."""
+    """Get the message to a user who adapts experts that are split over ranks, before anything runs."""
     model = load_parallel(folder, kind, experts_implementation="sonicmoe_hf")
     with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
         with_lora(model, targets)(**batch())  # PEFT before 0.21 asks nobody when it makes adapters

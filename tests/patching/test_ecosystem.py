@@ -48,7 +48,7 @@ def test_lora_on_attention_alone_computes_no_gradient_of_expert_weights(monkeypa
 
 
 def train_by_trl(model, folder, config, **options):
-    """Return the trainer, whether each training call was rounded, and the logs of six steps."""
+    """Train by TRL. Returns the trainer, whether each training call was rounded, and the logs of six steps."""
     rows = [{"text": " ".join(f"w{3 + (i * j) % 40}" for j in range(1, 16 + i % 9))} for i in range(48)]
     config = {"max_length": 32, "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, **config}
     callbacks = [TokenRoundingCallback(tile=TILE)]

@@ -29,7 +29,7 @@ from sonicmoe_hf.routing.support import why_no_rounding
 
 
 def states(model):
-    """Return the settings that the hooks of the models inside `model` use, by identity."""
+    """List the settings that the hooks of the models inside `model` use, by identity."""
     return {
         id(hook.__self__.state)
         for module in model.modules()
@@ -40,7 +40,7 @@ def states(model):
 
 
 def fingerprint(model):
-    """Return everything that patching could leave behind on a model."""
+    """List everything that patching could leave behind on a model."""
     return [
         (
             name,

@@ -123,7 +123,7 @@ def test_zero_gives_the_unsharded_models_loss_and_gradients(
 
 @mock.patch.dict(os.environ)
 def trained(rank, folder, checkpoint, options, wrapper):
-    """Return the logs of a Trainer on these ranks, whose callback patches the model once the Trainer has prepared it."""
+    """Train on these ranks by a Trainer, and return its logs; a callback patches the model once the Trainer has prepared it."""
     args = arguments(folder, max_steps=3, learning_rate=0.05, **options)
     if "deepspeed" in options:
         import_deepspeed()
@@ -194,7 +194,7 @@ def test_deepspeed_is_not_started_with_packed_experts(ranks, stage):
 
 
 def fsdp_gradients(model):
-    """Return gradients of the whole parameters, zero where there is none."""
+    """Gather the gradients of whole parameters, zero where there is none."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_() if parameter.grad is None else parameter.copy_(parameter.grad)
@@ -282,7 +282,7 @@ def test_the_trainer_rounds_and_counts_with_fsdp1_as_with_ddp(ranks, tmp_path):
 
 
 def launch_environment(config):
-    """Return the variables that `accelerate launch --config_file config` sets for its processes."""
+    """List the variables that `accelerate launch --config_file config` sets for its processes."""
     options, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(config), "-"]))
     environment = prepare_multi_gpu_env(options)
     return {
@@ -292,7 +292,7 @@ def launch_environment(config):
 
 @mock.patch.dict(os.environ)
 def finetuned(rank, options, environment):
-    """Return the held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks; whether it
+    """Run examples/finetune.py on these ranks. Returns the held-out loss and the Trainer's wrapped model; whether it
     prints."""
     os.environ.update(environment)
     if "--deepspeed" in options:
@@ -358,7 +358,7 @@ def test_the_example_trains_the_same_with_context_parallelism_by_its_config_and_
 
 
 def written_by_qlora(rank, folder):
-    """Return the folders in which this rank wrote, how many lines it printed, and the held-out loss."""
+    """List the folders in which this rank wrote, how many lines it printed, and the held-out loss."""
     qlora, written = load_example("qlora"), []
     qlora.load_texts = lambda arguments: standard_library()[0][:2]
     qlora.VOCAB_SIZE, merge, make = 300, sonicmoe_hf.merge_adapter, qlora.make_small_model

@@ -98,7 +98,7 @@ ON_PLAIN_TORCH: dict[str, dict] = {
 
 
 class Kernel(torch.autograd.Function):
-    """Allocates what a fused kernel of attention does: the output and its gradients."""
+    """Allocates the tensors of a fused kernel of attention: the output and its gradients."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
@@ -111,7 +111,7 @@ class Kernel(torch.autograd.Function):
 
 
 class Experts(torch.autograd.Function):
-    """Allocates what layer/products.py does for frozen experts: h is kept, then come dh in its place and dx of the rows."""
+    """Allocates the tensors of layer/products.py for frozen experts: h is kept, then come dh in its place and dx of the rows."""
 
     @staticmethod
     def forward(ctx, x, rows, h_features, inner, checkpointed):
@@ -139,7 +139,7 @@ class Experts(torch.autograd.Function):
 
 
 def config_of(family):
-    """Return the family's default config with one layer."""
+    """Make the family's default config with one layer."""
     config = CONFIG_MAPPING[PARTS.get(family, family)](**CHANGES.get(family, {}))
     text = config.get_text_config()
     text.num_hidden_layers = 1
@@ -169,7 +169,7 @@ def class_of(family, config, *ends):
 
 
 def measured(family, config, sizes, length, checkpointed):
-    """Return the bytes of the largest moment of one layer's backward."""
+    """Measure the bytes of the largest moment of one layer's backward."""
     text, outputs = config.get_text_config(), []
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = class_of(family, text, "Model")._from_config(text, dtype=torch.bfloat16).train().requires_grad_(False)

@@ -40,7 +40,7 @@ def texts_of_documents():
 
 
 def python_of(page):
-    """Return the Python blocks of a page of docs/."""
+    """List the Python blocks of a page of docs/."""
     text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 

@@ -170,7 +170,7 @@ def test_finetune_offloads_what_checkpointing_keeps_and_nothing_without_it(capsy
 
 
 def kept_trainers(example, monkeypatch):
-    """Return a list that every Trainer which `example` builds from now on goes into."""
+    """Make a list that every Trainer which `example` builds from now on goes into."""
     trainers, build = [], example.build_trainer
     monkeypatch.setattr(example, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
     return trainers

@@ -44,7 +44,7 @@ def loaded(name, subset=None, *, split, streaming=False):
 
 
 def section(heading):
-    """Return the page's text under a heading."""
+    """Read the page's text under a heading."""
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
     return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 

@@ -31,7 +31,7 @@ FEW = 4  # words: a message with fewer of its own says what is formatted into it
 
 
 def strings_of(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
-    """Give the strings of a module that are no docstrings, with {} for what is formatted into them."""
+    """List the strings of a module that are no docstrings, with {} for what is formatted into them."""
     inner = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in ast.walk(node)}
     inner |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -42,7 +42,7 @@ def strings_of(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
 
 
 def constants_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Give the names and the texts of a module's own strings."""
+    """List the names and the texts of a module's own strings."""
     strings = {id(node): text for node, text in strings_of(tree)}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and id(node.value) in strings:
@@ -103,7 +103,7 @@ def register() -> list[Row]:
 
 
 def asked_for(test: ast.Module) -> Iterator[str]:
-    """Give the pieces of a test module's strings, of which some are patterns."""
+    """List the pieces of a test module's strings, of which some are patterns."""
     for _, text in strings_of(test):
         yield from (re.sub(r"\\(.)", r"\1", piece) for piece in re.split(r"\.\*|\\S\+|\{\}|\|", text))
 

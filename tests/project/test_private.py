@@ -33,7 +33,7 @@ OTHERS = {
 
 
 def look_up(name):
-    """Return the object with this dotted name; a class whose name ends in () is called."""
+    """Look up the object with this dotted name; a class whose name ends in () is called."""
     path, _, attribute = name.partition(": ")
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
@@ -63,7 +63,7 @@ def test_private_part_is_there(name):
 
 
 def private_names(tree):
-    """Return (names of attributes, imports and strings that begin with an underscore, names that the code itself
+    """List (names of attributes, imports and strings that begin with an underscore, names that the code itself
     defines)."""
     seen, own = set(), set()
     ends = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}

@@ -208,7 +208,7 @@ def test_without_a_format_the_remedy_is_named_before_a_weight_is_read(changes, m
 
 @pytest.mark.parametrize("options", [{}, {"experts_quantization": "nvfp4"}], ids=["dense", "packed"])
 def test_fp8_weights_that_no_config_declares_are_an_error(options, tmp_path):
-    """Their codes taken for weights, as Transformers does, have a relative error of 1.4."""
+    """The codes taken for weights, as Transformers does, have a relative error of 1.4."""
     make_fp8(tmp_path / "fp8", "qwen3_moe")
     plain = AutoConfig.from_pretrained(tmp_path / "dense")
     shutil.copytree(tmp_path / "fp8", tmp_path / "undeclared")

@@ -26,7 +26,7 @@ BATCH = batch(2, 8)
 
 
 def error_of_tokens(logits, expected):
-    """Return the relative error of the median token: in bf16 one whose experts' scores are close may be routed
+    """Compute the relative error of the median token: in bf16 one whose experts' scores are close may be routed
     otherwise."""
     return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
 

@@ -104,7 +104,7 @@ def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
 
 
 def fp8_rows(rank, sizes):
-    """Return, for matrices [N, K] in FP8 that are sharded by rows, this rank's values, and those of the whole that
+    """Take, of matrices [N, K] in FP8 that are sharded by rows, this rank's values, and those of the whole that
     should be here."""
     mesh, found = init_device_mesh("cpu", (WORLD,)), []
     for rows, columns in sizes:

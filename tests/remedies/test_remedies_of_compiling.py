@@ -72,7 +72,7 @@ def test_what_torch_left_to_python_is_compiled_without_its_causes(monkeypatch):
 
 
 def collated(lengths):
-    """Return a collator that gives each micro-batch the next length."""
+    """Make a collator that gives each micro-batch the next length."""
     lengths = iter(lengths)
 
     def collate(rows):

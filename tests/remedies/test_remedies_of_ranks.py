@@ -44,7 +44,7 @@ def load(folder, sizes=None, wrapper=None, **options):
 
 
 def logits_or_messages(rank, loads):
-    """Return the logits of each model, or what loading it says."""
+    """Compute the logits of each model, or what loading it says."""
     found = []
     for folder, options in loads:
         try:
@@ -118,7 +118,7 @@ ADAPTED = {  # message: family, how it is loaded, the adapters that get it, and 
 
 
 def losses_or_messages(rank, folder, adapters):
-    """Return the loss of each model with adapters, or what it says of them."""
+    """Compute the loss of each model with adapters, or what it says of them."""
     found = []
     for sizes, options in adapters:
         try:

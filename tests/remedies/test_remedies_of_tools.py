@@ -55,7 +55,7 @@ def check(base, *places, adapter=None, folder=None, text="text"):
 
 
 def without(base, target, *parts):
-    """Merge what is left of the adapter without these parts, as a place does that does not apply them."""
+    """Merge the adapter without these parts, as a place does that does not apply them."""
     adapter = shutil.copytree(base / "adapter", target.with_name("part"))
     edit_tensors(adapter, {n: 0 * t for n, t in tensors_in(adapter).items() if any(part in n for part in parts)})
     merge_adapter(base / "base", adapter, target)

@@ -20,7 +20,7 @@ FUNCTIONS = ("validate_lora_for_vllm_sync", "save_lora_adapter")
 
 @pytest.fixture
 def built(base, tmp_path, monkeypatch):
-    """Return a constructor of trainers of a server, whose rollouts nobody makes."""
+    """Make a constructor of trainers of a server, whose rollouts nobody makes."""
     # TRL looks up a GPU's speed, and vLLM for sending whole weights
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: 1e12, raising=False)
     monkeypatch.setattr(of_trl.weight_transfer, "is_vllm_available", lambda **options: True)

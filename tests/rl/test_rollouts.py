@@ -8,7 +8,7 @@ from sonicmoe_hf.trl.rollouts import GeneratedSequences, Rollout, as_calls
 
 
 def experts(length, first=0):
-    """Return vLLM's array of a sequence of so many tokens, in two layers with K = 2; rows name their number."""
+    """Make vLLM's array of a sequence of so many tokens, in two layers with K = 2; rows name their number."""
     rows = (first + numpy.arange(length - 1))[:, None, None]
     return (rows + numpy.array([[0, 100], [0, 100]])).astype(numpy.int32)
 

@@ -25,7 +25,7 @@ SAME = "the same computation"
 
 
 def loop_of_ones_own(model, inputs, kind):
-    """Return the loss of the model's parts, each layer checkpointed, without a call of the model."""
+    """Compute the loss of the model's parts, each layer checkpointed, without a call of the model."""
     hidden = model.model.embed_tokens(inputs["input_ids"])
     positions = torch.arange(hidden.shape[1]).unsqueeze(0)
     embedded = model.model.rotary_emb(hidden, positions)

@@ -27,7 +27,7 @@ ROUNDING = TokenRounding(tile=16, min_tiles_per_expert=0)
 
 
 def model_of(*kinds):
-    """Return a patched model of layers of these kinds, the first's table drawn at random."""
+    """Make a patched model of layers of these kinds, the first's table drawn at random."""
     torch.manual_seed(0)
     config = small_config(CONFIG_MAPPING["deepseek_v4"], {"mlp_layer_types": list(kinds)})
     model = with_realistic_weights(AutoModelForCausalLM.from_config(config))

@@ -19,7 +19,7 @@ TOP_K = 2
 
 
 def counted(model, **inputs):
-    """Return the tokens that each router counts in one training call, by its layer."""
+    """Count the tokens that each router counts in one training call, by its layer."""
     start_counting(model)
     model(**inputs)
     totals = {}

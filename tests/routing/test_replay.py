@@ -190,7 +190,7 @@ def test_routers_of_images_are_recorded_and_replayed_and_text_alone_has_none_of_
 
 
 class HostReads(TorchFunctionMode):
-    """Counts what makes the host wait for a GPU: values of tensors that Python asks for."""
+    """Counts the operations for which the host waits for a GPU: values of tensors that Python asks for."""
 
     READS = (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist)
 

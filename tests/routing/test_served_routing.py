@@ -35,7 +35,7 @@ def sequences():
 
 
 def served_arrays(server, dtype=numpy.int16, start=0):
-    """Return vLLM's arrays: every token but the last, [sequence - 1 - start, layers, K]."""
+    """Make vLLM's arrays: every token but the last, [sequence - 1 - start, layers, K]."""
     arrays = []
     for ids in sequences():
         with torch.no_grad(), record_routing(server) as routing:
@@ -53,7 +53,7 @@ def padded(begins):
 
 
 def weighted_sum(logits):
-    """Return a scalar whose gradient differs from token to token."""
+    """Compute a scalar whose gradient differs from token to token."""
     generator = torch.Generator().manual_seed(5)
     return (logits * torch.randn(logits.shape, generator=generator)).sum()
 
@@ -219,7 +219,7 @@ class OtherTopK(TorchFunctionMode):
 
 
 def mixed_experts(own_TK):
-    """Give a third of the tokens experts at random, a third one id or both below 0, the rest their own."""
+    """Draw experts of a third of the tokens at random, one id or both below 0 of another third; the rest keep their own."""
     generator = torch.Generator().manual_seed(1)
     given_TK = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)])
     given_TK[1::3] = -1

@@ -95,7 +95,7 @@ def test_recording_and_replaying_in_one_thread_leave_other_threads_alone():
 
 
 def gradients_of(model, inputs):
-    """Return the gradients of one forward and backward, without touching `.grad`, which threads share."""
+    """Compute the gradients of one forward and backward, without touching `.grad`, which threads share."""
     out = model(**inputs)
     return dict(zip(dict(model.named_parameters()), torch.autograd.grad(out.loss, list(model.parameters()))))
 

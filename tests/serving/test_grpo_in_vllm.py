@@ -26,7 +26,7 @@ LOOP = {"num_iterations": 2, "beta": 0.1, "max_steps": 4}
 
 
 def path_with_triton(folder):
-    """Return PYTHONPATH of processes that vLLM runs in."""
+    """Make PYTHONPATH of processes that vLLM runs in."""
     (site := folder / "site").mkdir()
     (site / "sitecustomize.py").write_text(TRITON_FOR_CPUS)
     return os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -43,7 +43,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def rl(monkeypatch):
-    """Import what imports TRL, and with it vLLM, whose newer runner alone returns experts."""
+    """Import the modules that import TRL, and with it vLLM, whose newer runner alone returns experts."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     return importlib.import_module("helpers.rl")
 

@@ -31,7 +31,7 @@ def without_amx(kernels_for_cpus):
 
 
 def replayed(model, completions):
-    """Return Transformers' log-probabilities of what vLLM chose, computed with the experts that it chose."""
+    """Compute Transformers' log-probabilities of what vLLM chose, computed with the experts that it chose."""
     rows = []
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]])

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.serving
 
 
 def padded(completions):
-    """Return ids and mask of the batch of prompts and completions, padded on the left."""
+    """Make ids and mask of the batch of prompts and completions, padded on the left."""
     rows = [[*prompt, *completion.token_ids] for prompt, completion in zip(PROMPTS, completions)]
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])

@@ -40,7 +40,7 @@ def zeroed_experts(tensors):
 
 
 def chosen(port, name, prompt):
-    """Return the log-probabilities of the tokens that the server completes the prompt with, and those tokens."""
+    """Get the log-probabilities of the tokens that the server completes the prompt with, and those tokens."""
     body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "return_token_ids": True}
     choice = answer(port, "/v1/completions", {"model": name, "ignore_eos": True, **body})["choices"][0]
     return torch.tensor(choice["logprobs"]["token_logprobs"]), choice["token_ids"]

@@ -24,7 +24,7 @@ def made(experts_memory=0, format="nf4", family="qwen3_moe"):
 
 
 def work(model):
-    """Return the work done so far, "copy" or "over the bus", for each of the layers' weights; then forget it."""
+    """List the work done so far, "copy" or "over the bus", for each of the layers' weights; then forget it."""
     log = engine_of(model).log
     works = [key for key, _ in itertools.groupby(log) if key[0] != "read"]  # a weight is read once, and seen twice
     log.clear()

@@ -64,7 +64,7 @@ def with_adapters(experts_memory, format=None):
 
 
 def memory_of(process="self"):
-    """Return {inode: bytes that it takes} of the shared memory that a process holds for experts."""
+    """Read {inode: bytes that it takes} of the shared memory that a process holds for experts."""
     gc.collect()  # models that are gone
     found = {}
     for number in os.listdir(f"/proc/{process}/fd"):

@@ -76,7 +76,7 @@ def test_every_format_and_layout_streams(late_copies, family, format):
 
 
 def numbered(engine, layers):
-    """Return the log with layers in place of buffers and addresses; one entry where one layer is read several times."""
+    """List the log with layers in place of buffers and addresses; one entry where one layer is read several times."""
     number = {host.data_ptr(): place for place, layer in enumerate(layers) for host in layer._bytes.values()}
     held, steps = {}, []
     for kind, buffer, *source in engine.log:
@@ -109,7 +109,7 @@ def test_each_layer_is_copied_while_the_one_before_computes(late_copies, checkpo
 
 
 def _held(engine, layers):
-    """Return (buffer, source) of what the two buffers hold before a step: layers 0 and 1."""
+    """List (buffer, source) of what the two buffers hold before a step: layers 0 and 1."""
     stream = layers[0].stream
     places = {id(buffer.memory): place for place, buffer in enumerate(engine.buffers)}
     return [(places[id(buffer.bytes)], buffer.layer()._bytes["down"].data_ptr()) for buffer in stream._buffers]

@@ -30,7 +30,7 @@ TWO_MICRO_BATCHES = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_devi
 
 
 def by_hand(family, calls, mask):
-    """Return the balancing loss of a forward's layers, from their logits: Transformers' own function, one layer at a
+    """Compute the balancing loss of a forward's layers, from their logits: Transformers' own function, one layer at a
     time."""
     losses = []
     for logits, index in calls:

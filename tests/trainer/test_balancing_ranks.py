@@ -120,7 +120,7 @@ def test_under_ddp_the_trainers_own_loss_scales_each_ranks_batch_by_its_tokens(r
 
 
 def steps_of_biases(rank):
-    """Return the biases after three steps, and as they are saved."""
+    """Compute the biases after three steps, and as they are saved."""
     pretend_to_have_gpus()
     model = with_large_biases()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, auto_wrap_policy="transformer_based_wrap")

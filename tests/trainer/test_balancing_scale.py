@@ -35,7 +35,7 @@ class Calls:
 
 
 def balancing_gradients(model, calls, shares):
-    """Return the gradients of each call's balancing loss by Transformers' function, one layer at a time, summed by its
+    """Compute the gradients of each call's balancing loss by Transformers' function, one layer at a time, summed by its
     share."""
     config = model.config
     for inputs, share in zip(calls, shares, strict=True):
@@ -67,7 +67,7 @@ def assert_balanced_by(model, make, shares, attach=True):
 
 
 def shares_of_labels(columns, shift):
-    """Return each micro-batch's part of the labels that are not -100, for two micro-batches of two rows."""
+    """Compute each micro-batch's part of the labels that are not -100, for two micro-batches of two rows."""
     counts = [(columns["labels"][rows, shift:] != -100).sum() for rows in (slice(0, 2), slice(2, 4))]
     return [count / sum(counts) for count in counts]
 
@@ -78,7 +78,7 @@ def mean_of_the_labels(outputs, labels, num_items_in_batch):
 
 
 def maker(folder, data, trainer_class=Trainer, settings=None, **options):
-    """Return a function that makes a Trainer of a model with callbacks, of one step of SGD."""
+    """Make a function that makes a Trainer of a model with callbacks, of one step of SGD."""
     settings = arguments(folder, **{**ONE_STEP, **(settings or {})})
     return lambda model, callbacks: trainer_class(model, settings, train_dataset=data, callbacks=callbacks, **options)
 
@@ -139,7 +139,7 @@ def test_a_classification_heads_loss_is_a_mean_and_counts_whole(head, rows, tmp_
 
 
 def maker_of(trainer_class, config_class, rows, folder, words, config, **options):
-    """Return a function that makes a trainer of a model with callbacks, of one step of SGD."""
+    """Make a function that makes a trainer of a model with callbacks, of one step of SGD."""
     settings = {
         "optim": "sgd",
         "max_grad_norm": 0.0,

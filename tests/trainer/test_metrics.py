@@ -28,7 +28,7 @@ class Reporter(TrainerCallback):
 
 
 def by_hand(logits, masks, tile):
-    """Return the metrics of one log, from the router logits {layer: [one per forward]} and the attention masks."""
+    """Compute the metrics of one log, from the router logits {layer: [one per forward]} and the attention masks."""
     totals = dict.fromkeys(("added", "dropped", "avoided"), 0)
     rows = {}
     for name, forwards in logits.items():

@@ -83,7 +83,7 @@ def padded(rows):
 
 
 def compiled_trainer(folder, lengths, name="qwen3_moe", callbacks=(), **options):
-    """Return a Trainer of micro-batches of two sequences, three a step, with torch_compile=True, and its calls."""
+    """Make a Trainer of micro-batches of two sequences, three a step, with torch_compile=True, and its calls."""
     model = patched(name, **({} if name == "nemotron_h" else {"num_hidden_layers": 1}))
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "torch_compile": True, **options}
     trainer = trainer_for(model, folder, callbacks, num_train_epochs=1, **{"max_steps": -1, **options})
@@ -93,7 +93,7 @@ def compiled_trainer(folder, lengths, name="qwen3_moe", callbacks=(), **options)
 
 @pytest.fixture
 def messages(monkeypatch):
-    """Note what packed_steps says. torch_compile=True compiles nothing: what it packs is the same."""
+    """Record the warnings of packed_steps. torch_compile=True compiles nothing: what it packs is the same."""
     said = []
     monkeypatch.setattr(compiled, "compile_once", lambda *args, **kwargs: None)
     for name in ("warning", "warning_once"):

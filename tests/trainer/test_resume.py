@@ -35,7 +35,7 @@ from sonicmoe_hf.trainer.resume import check_experts_restored, restore
 
 
 def straight_and_resumed(make, folder, change=lambda checkpoint: None, **options):
-    """Return the run of one model, the run of another that resumes it after two steps, which ends with the same
+    """Train the run of one model, the run of another that resumes it after two steps, which ends with the same
     weights, and the checkpoint in between, after `change`."""
     straight = train(make(seed=0), folder / "straight", **options)
     checkpoint = folder / "straight" / "checkpoint-2"

@@ -223,7 +223,7 @@ def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding
 
 
 def adapted(experts):
-    """Return a model with adapters, of packed experts or not; what is recomputed calls its routers' hooks again."""
+    """Make a model with adapters, of packed experts or not; what is recomputed calls its routers' hooks again."""
     model = patched("qwen3_moe", POLICY, **OF_64["qwen3_moe"])
     if experts == "nf4":
         sonicmoe_hf.quantize_experts(model, "nf4")
@@ -231,7 +231,7 @@ def adapted(experts):
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what Transformers copies to the host, in the place of its context on CPUs."""
+    """Counts the copies that Transformers makes to the host, in the place of its context on CPUs."""
 
     shapes: ClassVar[list] = []
 

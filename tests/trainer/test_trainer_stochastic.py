@@ -11,7 +11,7 @@ from sonicmoe_hf import TokenRoundingCallback
 
 
 def train(folder, checkpoint=None, **options):
-    """Return (routed pairs of every call of the experts, weights at the end)."""
+    """Train (routed pairs of every call of the experts, weights at the end)."""
     model = build("qwen3_moe")
     watch = Watch(model)
     callback = TokenRoundingCallback(rounding="stochastic", tile=TILE)

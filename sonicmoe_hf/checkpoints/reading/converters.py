@@ -47,7 +47,7 @@ class _ModelOfShapes:
         self._shapes = shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return a tensor of this parameter's shape."""
+        """Make a tensor of this parameter's shape."""
         return torch.empty(self._shapes[name], dtype=torch.uint8, device="meta")
 
 
@@ -132,7 +132,7 @@ class WeightGroup:
         }
 
     def parameter_shape(self, name: str, expert: int | None) -> tuple[int, ...]:
-        """Return the shape of one of the parameters, or of one expert's [1, ...] of it."""
+        """Compute the shape of one of the parameters, or of one expert's [1, ...] of it."""
         return _of_one(self._parameter_shapes, self.parameter_names, expert)[name]
 
     def parameters(self, weights: Tensors, expert: int | None) -> Tensors:
@@ -213,7 +213,7 @@ class WeightGroup:
 
 
 def _of_one(shapes: WeightShapes, names: list[str], expert: int | None) -> dict[str, tuple[int, ...]]:
-    """Return `shapes` with those of one expert alone, where `names` hold all experts."""
+    """Copy `shapes` with those of one expert alone, where `names` hold all experts."""
     if expert is None:
         return dict(shapes)
     return {name: (1, *shape[1:]) if name in names else shape for name, shape in shapes.items()}

@@ -83,12 +83,12 @@ class StoredWeights(TensorFiles):
         return None if self.format is None else self.format.name
 
     def format_named(self, name: str | None) -> str | None:
-        """Return the name of the format that users mean: "int4" of integers with zeros, too, which are "uint4"."""
+        """Find the format that users mean: "int4" of integers with zeros, too, which are "uint4"."""
         return self.quantization if (name, self.quantization) == ("int4", "uint4") else name
 
     @property
     def packed_here(self) -> bool:
-        """True where quantize_experts or conversion packed the experts."""
+        """Tell whether quantize_experts or conversion packed the experts."""
         return self.declared is not None and self.declared.is_packed_here
 
     @property
@@ -155,12 +155,12 @@ class StoredWeights(TensorFiles):
             check_float(self.path_of(weight.name), weight.name, weight.dtype)
 
     def path_of(self, name: str) -> Path:
-        """Return the path of the file that holds a weight, or a tensor of one."""
+        """Find the path of the file that holds a weight, or a tensor of one."""
         weight = self.weights.get(name)
         return self.folder / self.tensors[name if weight is None else weight.tensor_names[0]].file
 
     def untie(self, names: Mapping[str, str]) -> None:
-        """Give each of these weights an entry of its own, with the values of the one that the model ties it to, by whose
+        """Untie weights: each gets an entry of its own, with the values of the one that the model ties it to, by whose
         name the files hold it; config says that none is tied."""
         self.weights.update({name: UntiedWeight(self, name, other) for name, other in names.items()})
         self.config = {**self.config, TIED: False}
@@ -173,6 +173,7 @@ class StoredWeights(TensorFiles):
 
     @property
     def dense_dtype(self) -> torch.dtype:
-        """The dtype that quantized weights become: bf16; of experts packed here, that which the model computes in."""
+        """Choose the dtype that quantized weights become: bf16; of experts packed here, that which the model computes
+        in."""
         declared = self.config.get("dtype") or self.config.get("torch_dtype") if self.packed_here else None
         return DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16

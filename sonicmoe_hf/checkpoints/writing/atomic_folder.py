@@ -37,7 +37,7 @@ def new_folder(dst: str | os.PathLike) -> Path:
 
 @contextmanager
 def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) -> Iterator[Path]:
-    """Give a folder to write into that becomes `dst` when the block ends well, and vanishes when it does not.
+    """Make a folder to write into, which becomes `dst` when the block ends well, and vanishes when it does not.
 
     Args:
         dst: the folder to make. nbytes, files, num_shards: what will be written, to check the space on the disk.
@@ -88,7 +88,7 @@ def sync(path: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy what `source` holds, following links."""
+    """Copy the contents of `source`, following links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     sync(target)

@@ -52,7 +52,8 @@ class Origin(NamedTuple):
 
 
 def public_name(name: str) -> str:
-    """Return a hub id, or a folder's name without the path to it, which may hold what is private."""
+    """Shorten a hub id or folder to what may be public: a folder's name without the path to it, which may hold what is
+    private."""
     return Path(name).absolute().name if Path(name).exists() else name
 
 
@@ -71,7 +72,7 @@ def add_card(folder: Path, name: str, origin: Origin, format: str, notices: list
 
 
 def _titled(text: str, name: str, origin: Origin) -> str:
-    """Return a card with the new folder's name in its title, where a card that was written here has its source's."""
+    """Put the new folder's name in its title, where a card that was written here has its source's."""
     if HEADING not in text:
         return text
     titles = (f"# {Path(source).name}" for source in (origin.base, origin.adapter) if source)
@@ -107,7 +108,7 @@ def _section(name: str, origin: Origin, format: str, notices: list[str]) -> str:
 
 
 def _with_metadata(text: str, origin: Origin) -> str:
-    """Return a card with the tags and the base model that it lacks; a header that is no metadata stays as it is."""
+    """Add to a card the tags and the base model that it lacks; a header that is no metadata stays as it is."""
     has_header = text.lstrip().startswith("---")
     try:
         card: Any = ModelCard(text if has_header else NO_HEADER + text)

@@ -59,7 +59,7 @@ def _why_not_on_the_hub(source: Source, format: str) -> str | None:
 
 
 def hub_format(source: Source, format: str) -> HubFormat:
-    """Return how the hub stores a matrix in this format. Integers have one size of groups, the largest of which the
+    """Choose how the hub stores a matrix in this format. Integers have one size of groups, the largest of which the
     groups of all experts that are packed already consist."""
     if format not in INTEGERS:
         return HUB[format]

@@ -168,7 +168,7 @@ def _config(source: Source, layout: str, dtype: str | None, quantization: dict |
 
 
 def dense_config(stored: StoredWeights, config: dict, dtype: str | None = None) -> dict:
-    """Return `config` as that of a checkpoint which is not quantized."""
+    """Copy `config` as that of a checkpoint which is not quantized."""
     config = {key: value for key, value in config.items() if key not in OF_QUANTIZED}
     if isinstance(text := config.get("text_config"), dict):  # which may declare it in the model's place
         config["text_config"] = {key: value for key, value in text.items() if key not in OF_QUANTIZED}

@@ -46,7 +46,7 @@ def run_program(program: list[str], settings: RunSettings) -> int:
 
 
 def _own_python(program: list[str]) -> list[str] | None:
-    """Return the command line of a program that this environment's Python runs; None for every other."""
+    """Make the command line of a program that this environment's Python runs; None for every other."""
     name = program[0]
     if name in ("-m", "-c") or Path(name).suffix in PYTHON_FILES:
         return [sys.executable, *program]
@@ -61,7 +61,7 @@ def _own_python(program: list[str]) -> list[str] | None:
 
 
 def _foreign(program: list[str]) -> list[str]:
-    """Return the command line of every other program; one that begins with an option of Python's is this Python's."""
+    """Make the command line of every other program; one that begins with an option of Python's is this Python's."""
     if program[0].startswith("-"):
         return [sys.executable, *program]
     path = _which(program[0])

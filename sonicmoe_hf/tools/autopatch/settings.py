@@ -33,14 +33,14 @@ class RunSettings:
             raise ValueError("--tile is of token rounding; add --routing, such as --routing nearest")
 
     def policy(self) -> TokenRounding | None:
-        """Return the routing policy that models are patched with; None for top-k."""
+        """Make the routing policy that models are patched with; None for top-k."""
         if self.routing == "top_k":
             return None
         rounding = "nearest" if self.routing == "token_rounding" else self.routing
         return TokenRounding(rounding=rounding, tile=self.tile)
 
     def as_variable(self) -> str:
-        """Write what VARIABLE holds, which counts for the Pythons of this environment alone."""
+        """Write the settings as VARIABLE's value, which counts for the Pythons of this environment alone."""
         return json.dumps({"prefix": sys.prefix, **asdict(self)})
 
 

@@ -42,7 +42,7 @@ def check_adapter(
     loading: Loading | None = None,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Check:
-    """Compare what an adapter does in each place with what it does on its base under PEFT.
+    """Compare an adapter's effect in each place with its effect on its base under PEFT.
 
     Args:
         base, adapter: folders or hub ids. folders: merged checkpoints, and the adapter in other forms.

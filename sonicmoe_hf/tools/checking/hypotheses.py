@@ -126,7 +126,7 @@ def layers_of(model: Any) -> list[AdaptedLayer]:
 
 
 def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> list[Whole]:
-    """List what an adapter of a PEFT model has trained whole: modules_to_save, tokens and biases.
+    """List the weights that an adapter of a PEFT model has trained whole: modules_to_save, tokens and biases.
 
     biases: parameters that hold the adapter's biases, each with the base's values.
     """

@@ -89,7 +89,7 @@ def _train(model: Any, settings: Settings, batches: list, packed_tokens: int) ->
 
 
 def _cut(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of a model with as few layers as have all of its kinds."""
+    """Make the config of a model with as few layers as have all of its kinds."""
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or ()
     kinds = [

@@ -78,7 +78,7 @@ def machine() -> dict[str, Any]:
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the backend and why, or "error" and the error of choosing one."""
+    """Choose the backend, and say why; or "error" and the error of choosing one."""
     try:
         name, reason = backends.choose(device, dtype)
         return name, reason
@@ -189,7 +189,7 @@ def _layer(layers: LayerRange, not_rounding: Collection[str], has_kernels: bool)
 def _forecasts(
     model, support: list[LayerSupport], not_rounding: Collection[str], tokens: int, policy: TokenRounding
 ) -> list[dict[str, Any]]:
-    """Forecast what token rounding does with so many tokens, for each kind of layer (experts, top-k) where it works."""
+    """Forecast token rounding of so many tokens, for each kind of layer (experts, top-k) where it works."""
     layers = [layer for layer in accelerated_layers(model, support) if layer.name not in not_rounding]
     kinds = dict.fromkeys((layer.experts.num_experts, layer.router.top_k) for layer in layers)
     return [_forecast(tokens, num_experts, top_k, policy) for num_experts, top_k in kinds]

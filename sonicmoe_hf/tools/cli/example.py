@@ -32,7 +32,7 @@ def _summary(name: str, path: Path) -> str:
 
 
 def _printed(path: Path) -> str:
-    """Return an example's text, with a line that finds what examples share before its first import of that."""
+    """Make an example's text, with a line that finds what examples share before its first import of that."""
     return SHARED.sub(lambda match: f"{FIND_SHARED}\n{match[0]}", path.read_text(encoding="utf-8"), count=1)
 
 

@@ -101,12 +101,12 @@ class Demo:
         self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
 
     def logged(self, key: str) -> plots.Curve:
-        """Return the values that the Trainer logged under `key`."""
+        """List the values that the Trainer logged under `key`."""
         entries = [entry for entry in self.log if key in entry]
         return plots.Curve([entry["step"] for entry in entries], [entry[key] for entry in entries])
 
     def rows(self) -> np.ndarray:
-        """Return the rows of every expert of every layer, at every log: [layers, logs, experts]."""
+        """List the rows of every expert of every layer, at every log: [layers, logs, experts]."""
         return np.stack(list(rows_by_layer(self.load.history).values()))
 
 
@@ -321,7 +321,7 @@ def write_metrics(demo: Demo) -> None:
 
 
 def print_summary(demo: Demo) -> None:
-    """Print what happened in numbers, the checks, and where the results are."""
+    """Print the run's numbers, the checks, and where the results are."""
     numbers = Table(title="Training", title_justify="left", show_header=False)
     for name, value in _numbers(demo):
         numbers.add_row(name, value)

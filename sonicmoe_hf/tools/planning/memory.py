@@ -200,14 +200,14 @@ def _loss(step: Step) -> float:
 
 
 def _root(step: Step) -> float:
-    """Count what stays gathered: embeddings and head, or in Transformers' expert parallelism the head alone."""
+    """Count the bytes that stay gathered: embeddings and head, or in Transformers' expert parallelism the head alone."""
     sizes, training = step
     head = sizes.vocabulary * sizes.hidden if training.splits_experts else 0
     return 2.0 * (sizes.embeddings if training.parallel == "FSDP2" else head)
 
 
 def _communication(step: Step) -> float:
-    """Count what is gathered, or waits to be sent, while a layer's backward runs."""
+    """Count the bytes that are gathered, or wait to be sent, while a layer's backward runs."""
     sizes, training = step
     outside_experts = 2.0 * (sizes.layer - sizes.experts // sizes.moe_layers)
     if training.parallel == "FSDP2":

@@ -108,8 +108,8 @@ class Step(NamedTuple):
         return self.training.fp32_stream or self.sizes.model_type in FP32_STREAMS
 
     def norm_bytes(self, features: int, fp32: bool) -> float:
-        """Count what an RMSNorm keeps: its input with Liger, else an fp32 copy, and the normalised values where its
-        weight is trained. fp32: whether it reads fp32."""
+        """Count the bytes that an RMSNorm saves: its input with Liger, else an fp32 copy, and the normalised values where
+        its weight is trained. fp32: whether it reads fp32."""
         is_liger = self.training.liger is True
         if fp32:
             return (4.0 if is_liger else 8.0) * features

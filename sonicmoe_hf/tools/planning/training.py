@@ -61,7 +61,7 @@ class Training:
 
     @property
     def shards(self) -> int:
-        """Over how many GPUs weights are sharded."""
+        """Count the GPUs over which weights are sharded."""
         return self.gpus if self.parallel in SHARDED else 1
 
     @property

@@ -92,7 +92,7 @@ def gptqmodel_dequantize(folder, qweight, qzeros, scales, g_idx):
 
 
 def quantized(weight, group, is_symmetric, signed=False):
-    """Return codes, zeros and fp16 scales, and the exact values; signed: scales with the extreme's sign, as AutoRound's."""
+    """Compute codes, zeros and fp16 scales, and the exact values; signed: scales with the extreme's sign, as AutoRound's."""
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if is_symmetric:

@@ -1,4 +1,4 @@
-"""Adds what vLLM 0.32 lacks on CPUs: experts with LoRA, which it has in Triton's kernels for GPUs alone, and experts
+"""Adds to vLLM 0.32 what it lacks on CPUs: experts with LoRA, which it has in Triton's kernels for GPUs alone, and experts
 that are loaded anew.
 
 Three functions in torch take the place of those kernels: the experts' two products, and what an adapter adds to either.
@@ -74,7 +74,7 @@ ACTIVATIONS = {"silu": _silu, "swigluoai": _swigluoai}
 
 
 def reordering(set_up):
-    """Return UnquantizedFusedMoEMethod._setup_kernel, which has the kernels order their weights at the first load alone."""
+    """Make UnquantizedFusedMoEMethod._setup_kernel, which has the kernels order their weights at the first load alone."""
 
     def set_up_kernel(self, layer, w13, w2):
         is_loaded_anew = self.moe_kernel is not None
@@ -86,7 +86,7 @@ def reordering(set_up):
 
 
 def install():
-    """Put them in place: vLLM calls this in every process that it starts."""
+    """Install the replacements: vLLM calls this in every process that it starts."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod

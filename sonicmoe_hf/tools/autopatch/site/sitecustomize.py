@@ -25,7 +25,7 @@ def load(name, folders):
 
 @functools.cache
 def session():
-    """Import what patches and reports the models of this process, at the first model."""
+    """Import the session, which patches and reports the models of this process, at the first model."""
     if "sonicmoe_hf" not in sys.modules:
         load("sonicmoe_hf", [ROOT])  # the one that the command is of, also where another is installed
     from sonicmoe_hf.tools.autopatch.session import session
