@@ -335,3 +335,9 @@ def test_make_owner_leaves_no_placeholder(tmp_path):
     texts = [(tmp_path / name).read_text(encoding="utf-8") for name in owned]
     assert all("OWNER" not in text and "/acme/sonicmoe-hf" in text for text in texts)
     assert not list(tmp_path.rglob("*.bak"))
+
+
+def test_no_import_contract_has_exemptions():
+    contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[[tool.importlinter.contracts]]")[2]
+    assert contracts
+    assert not re.findall(r"^ignore_imports", contracts, re.MULTILINE), "AGENTS.md says that none has any"

@@ -28,11 +28,15 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
-import sonicmoe_hf
-
+from ...checkpoints.convert import convert_checkpoint
 from ...checkpoints.reading.files import same_bytes
 from ...layer.config import TokenRounding
+from ...models.patch import patch_model
 from ...private.versions import versions
+from ...routing.model import set_routing
+from ...trainer.attach import attach
+from ...trainer.balancing import LoadBalancing
+from ...trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback
 from ...trainer.load_reports import rows_by_layer
 from ..comparing import relative_error
 from . import corpus, plots
@@ -94,7 +98,7 @@ class Demo:
     seconds: float = 0.0
 
     def __post_init__(self):
-        self.load = sonicmoe_hf.ExpertLoadCallback(plot=self.settings.output / "expert_load.png")
+        self.load = ExpertLoadCallback(plot=self.settings.output / "expert_load.png")
 
     def check(self, name: str, passed: bool, detail: str) -> None:
         """Keep a check's outcome."""
@@ -176,11 +180,11 @@ def train(demo: Demo) -> None:
     settings, policy = demo.settings, demo.settings.policy
     routing = "top-k" if policy is None else f"token rounding ({policy.rounding}, tiles of {policy.tile_rows} rows)"
     demo.console.print(f"training: {settings.steps} steps of {BATCH_SIZE * SEQUENCE_LENGTH} tokens, {routing}")
-    sonicmoe_hf.patch_model(demo.model)
-    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
+    patch_model(demo.model)
+    balancing = LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
     callbacks = [balancing, demo.load, _PrintProgress(demo.console)]
     if policy is not None:
-        callbacks.insert(0, sonicmoe_hf.TokenRoundingCallback(rounding=policy.rounding, tile=policy.tile))
+        callbacks.insert(0, TokenRoundingCallback(rounding=policy.rounding, tile=policy.tile))
     trainer = Trainer(
         model=demo.model,
         args=_training_arguments(settings),
@@ -190,7 +194,7 @@ def train(demo: Demo) -> None:
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    sonicmoe_hf.attach(trainer)
+    attach(trainer)
     start = time.perf_counter()
     trainer.train()
     demo.seconds = time.perf_counter() - start
@@ -246,7 +250,7 @@ def reload_and_compare(demo: Demo) -> None:
     folder = demo.settings.output / "model"
     demo.model.save_pretrained(folder)
     demo.tokenizer.save_pretrained(folder)
-    sonicmoe_hf.set_routing(demo.model, demo.settings.policy)  # token rounding is on, and must not act here
+    set_routing(demo.model, demo.settings.policy)  # token rounding is on, and must not act here
     logits = {"train() without gradients": held_out_logits(demo, demo.model.train())}
     logits["eval()"] = held_out_logits(demo, demo.model.eval())
     for implementation in ("eager", "sonicmoe_hf"):
@@ -272,10 +276,10 @@ def convert_and_compare(demo: Demo) -> None:
     hub, native, back = (demo.settings.output / name for name in ("model", "model-native", "model-back"))
     for folder in (native, back):
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
-    sonicmoe_hf.convert_checkpoint(hub, native, layout="native", verify=True)
+    convert_checkpoint(hub, native, layout="native", verify=True)
     found, expected = reloaded_logits(demo, native), held_out_logits(demo, demo.model.eval())
     _check_logits(demo, "native layout: logits equal the model's", found, expected)
-    sonicmoe_hf.convert_checkpoint(native, back, layout="hub")
+    convert_checkpoint(native, back, layout="hub")
     first, second = (load_file(folder / "model.safetensors") for folder in (hub, back))
     same = first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
     demo.check("converted back, every byte is the same", same, f"{len(first)} tensors")
