@@ -102,36 +102,41 @@ def merge_adapter(
     dst = new_folder(dst)
     stored = StoredWeights(local_folder(base, revision))
     folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *OF_TRAINING])
-    target = _target(stored, folder, layout, quantize, seed if rounding == DITHERED else None)
+    target = _target_of_merge(stored, folder, layout, quantize, seed if rounding == DITHERED else None)
     trained_in = option_to_load(AdapterConfig(folder).entries.get("auto_mapping"), stored.folder)
     origin = origin_of("merge", base, adapter, trained_in)
     return write_checkpoint(target, dst, origin, max_shard_size, verify, on_progress)
 
 
-def _target(
+def _target_of_merge(
     stored: StoredWeights, adapter: Path, layout: str | None, quantize: str | None, seed: int | None
 ) -> Target:
+    """Add the adapter to the base's weights, and choose the files in which they are written: the base's own, in the same
+    layout and names; those of another layout or format; or, of experts that were packed here in a family without a native
+    layout, dense ones under the hub's names."""
     family = str(stored.config["model_type"])
     own = "native" if family.startswith(NATIVE_PREFIX) else "hub"
     family = family.removeprefix(NATIVE_PREFIX)
     quantize = stored.format_named(quantize)
     if quantize == KEEP and layout not in (None, own):
         raise CheckpointError(f"quantize='keep' writes the base's own layout, {own!r}; leave layout out")
-    keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
+    keeps_format = quantize == KEEP or (
+        quantize is not None and quantize == stored.quantization and not stored.packed_here
+    )
+    is_other = quantize is not None or layout not in (None, own) or stored.packed_here
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    if stored.packed_here and not keeps and not has_native_layout(stored.config):
+    if keeps_format or not is_other:
+        notices = add_adapter(stored, model, adapter, seed)
+        target = own_target(stored, (family, own, own), keeps_format)
+    elif stored.packed_here and not has_native_layout(stored.config):
         if layout == "native" or quantize is not None:
             family_of(stored.config, stored.folder / CONFIG_FILE)  # raises
         notices = add_adapter(stored, model, adapter, seed)
         target = dense_target(stored, model)
-        return target._replace(notices=notices + target.notices, adapter=adapter)
-    is_moved = not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here)
-    stored = Source(stored.folder) if is_moved else stored
-    notices = add_adapter(stored, model, adapter, seed)
-    if isinstance(stored, Source):
-        target = target_of(stored, layout or ("hub" if quantize else own), quantize=quantize)
     else:
-        target = own_target(stored, (family, own, own), keeps)
+        source = Source(stored.folder)
+        notices = add_adapter(source, model, adapter, seed)
+        target = target_of(source, layout or ("hub" if quantize else own), quantize=quantize)
     return target._replace(notices=notices + target.notices, adapter=adapter)
 
 
