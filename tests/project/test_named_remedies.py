@@ -50,8 +50,8 @@ def constants_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def formats_a_remedy(node: ast.expr, remedies: set[str]) -> bool:
-    """Tell whether a remedy is formatted into a string: one of these constants, what is called so, or one that is
-    written there."""
+    """Tell whether a remedy is formatted into a string: one of these constants, a value with "remedy" in its name, or one
+    that is written there."""
     values = [value.value for value in getattr(node, "values", []) if isinstance(value, ast.FormattedValue)]
     for value in values:
         named = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
@@ -66,6 +66,25 @@ def names_a_remedy(text: object) -> bool:
     return isinstance(text, str) and len(text.split()) > 2 and bool(REMEDY.search(text))
 
 
+def remedies_by_module(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Map each module to the names that it has of constants with a remedy: its own, and those that it imports."""
+    names = {
+        module: {name for name, text in constants_of(tree) if names_a_remedy(text)} for module, tree in trees.items()
+    }
+    imports = [(module, node) for module, tree in trees.items() for node in ast.walk(tree) if is_relative(node)]
+    for _ in range(2):  # a constant may be imported from a module that imports it
+        for module, node in imports:
+            folder = module.split("/")[: -node.level]
+            path = "/".join([*folder, *(node.module.split(".") if node.module else ())])
+            source = names.get(f"{path}.py", set()) | names.get(f"{path}/__init__.py", set())
+            names[module] |= {alias.asname or alias.name for alias in node.names if alias.name in source}
+    return names
+
+
+def is_relative(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.level > 0
+
+
 @functools.cache
 def messages() -> list[tuple[str, str]]:
     """List the module and the text of each message that names a remedy."""
@@ -74,12 +93,12 @@ def messages() -> list[tuple[str, str]]:
         module = path.relative_to(package).as_posix()
         if path.resolve().is_relative_to(package) and not module.startswith(NO_MESSAGES):
             trees[module] = ast.parse(path.read_text())
-    remedies = {name for tree in trees.values() for name, text in constants_of(tree) if names_a_remedy(text)}
+    remedies = remedies_by_module(trees)
     return [
         (module, text)
         for module, tree in trees.items()
         for node, text in strings_of(tree)
-        if names_a_remedy(text) or (len(WORD.findall(text)) >= FEW and formats_a_remedy(node, remedies))
+        if names_a_remedy(text) or (len(WORD.findall(text)) >= FEW and formats_a_remedy(node, remedies[module]))
     ]
 
 
@@ -138,3 +157,14 @@ def test_the_tests_of_the_register_are_there_and_ask_for_the_messages_that_they_
         texts = [text for module, text in there if module == row.module and row.words in text]
         asks = any(overlap(piece, text) for piece in pieces[path] for text in texts)
         assert asks, f"{path} does not ask for: {row.words}"
+
+
+def test_a_constant_counts_where_it_is_imported_and_not_where_another_module_has_one_of_its_name():
+    sources = {
+        "a/one.py": 'TEXT = "load the model again"',
+        "a/two.py": "from .one import TEXT as AGAIN",
+        "b/three.py": "from ..a.two import AGAIN",
+        "b/four.py": 'TEXT = "nothing helps"',
+    }
+    names = remedies_by_module({module: ast.parse(source) for module, source in sources.items()})
+    assert names == {"a/one.py": {"TEXT"}, "a/two.py": {"AGAIN"}, "b/three.py": {"AGAIN"}, "b/four.py": set()}
