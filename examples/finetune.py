@@ -57,7 +57,7 @@ from transformers import (
 
 import sonicmoe_hf
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.patching.quantize import declared_for
@@ -139,7 +139,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     moe.add_argument("--bias-update", type=float, help="of correction biases (DeepSeek-V3 and its kin), such as 1e-3")
     moe.add_argument("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward")
-    moe.add_argument("--backend", help=f"overrides the automatic choice, as {VARIABLE} does")
+    moe.add_argument("--backend", help=f"overrides the automatic choice, as {BACKEND_VARIABLE} does")
 
     training = parser.add_argument_group("training")
     add_activation_offloading(training)
@@ -353,7 +353,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if arguments.lora_rank:
         importlib.import_module("peft")  # before a large model is loaded
     if arguments.backend is not None:
-        os.environ[VARIABLE] = arguments.backend
+        os.environ[BACKEND_VARIABLE] = arguments.backend
     set_seed(arguments.seed)
     args = training_arguments(arguments)
     texts = load_texts(arguments)

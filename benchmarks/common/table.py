@@ -62,7 +62,7 @@ class Rows:
         print("  ".join(written(columns).values()), flush=True)
         self.rows.append(written(columns) | self.origin)
 
-    def losses(self, before: list[dict[str, str]]) -> list[str]:
+    def slowdowns(self, before: list[dict[str, str]]) -> list[str]:
         """Name the times that are more than 5% above those that the file has of the same measurement on the same card."""
         names = (*self.keys, "metric", "gpu")
         last = {tuple(row.get(name) for name in names): row for row in before}
@@ -86,7 +86,7 @@ class Rows:
         before = read_rows(self.path)
         if all(row.get("gpu") == "none" for row in self.rows) and any(row.get("gpu") != "none" for row in before):
             raise SystemExit(f"{self.path} has a GPU's figures, and these are none: name another file by --csv")
-        for sentence in self.losses(before):
+        for sentence in self.slowdowns(before):
             print(sentence, flush=True)
         measured = {tuple(row[key] for key in self.keys) for row in self.rows}
         rows = [row for row in before if tuple(row[key] for key in self.keys) not in measured] + self.rows

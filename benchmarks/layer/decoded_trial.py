@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from benchmarks.common.command import Command
-from benchmarks.common.measuring import Step, relative_errors
+from benchmarks.common.measuring import LayerStep, relative_errors
 from benchmarks.common.shapes import SHAPES, problem
 from benchmarks.common.table import Table, quantile
 from benchmarks.common.timing import captured, interleaved_times, release
@@ -42,7 +42,7 @@ def decoded_up_to(rows_per_expert: int):
         yield
 
 
-class LimitedStep(Step):
+class LimitedStep(LayerStep):
     """A step whose packed experts are decoded in the tile up to `limit` rows an expert."""
 
     limit = 0

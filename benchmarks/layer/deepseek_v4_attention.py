@@ -37,7 +37,7 @@ TINY = {
 }  # fmt: skip
 
 
-class Step(NamedTuple):
+class AttentionStep(NamedTuple):
     """A layer, its input [1, S, H] and the other arguments of its forward."""
 
     layer: DeepseekV4Attention
@@ -52,7 +52,7 @@ class Step(NamedTuple):
         return out.detach(), self.hidden.grad
 
 
-def made(attention: str, kind: str, length: int, device: str) -> Step:
+def make_step(attention: str, kind: str, length: int, device: str) -> AttentionStep:
     """Make the step of a layer, from one seed."""
     sizes = TINY if device == "cpu" else {}
     config = DeepseekV4Config(num_hidden_layers=1, layer_types=[kind], **sizes)
@@ -72,13 +72,13 @@ def made(attention: str, kind: str, length: int, device: str) -> Step:
         config=config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=places
     )
     arguments = {"position_embeddings": embeddings, "position_ids": places, "attention_mask": mask}
-    return Step(layer, hidden, arguments)
+    return AttentionStep(layer, hidden, arguments)
 
 
 @functools.cache
 def reference(kind: str, length: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a layer's output and gradient by eager attention, on the host."""
-    out, gradient = made(EAGER, kind, length, device)()
+    out, gradient = make_step(EAGER, kind, length, device)()
     return out.cpu(), gradient.cpu()
 
 
@@ -93,7 +93,7 @@ def measure(table: Rows, attention: str, kind: str, length: int, compared: bool,
     deepseek_v4.GATHERED_FROM = ALWAYS if attention == GATHERED else NEVER
     expected = reference(kind, length, device) if compared else None
     release()
-    step = made(attention, kind, length, device)
+    step = make_step(attention, kind, length, device)
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     try:
         found = step()

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
-from benchmarks.common.measuring import Step, first_step, memory, relative_errors
+from benchmarks.common.measuring import LayerStep, first_step, memory, relative_errors
 from benchmarks.common.shapes import SHAPES, problem
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
@@ -28,12 +28,12 @@ OURS = "sonicmoe-hf"
 FROZEN = (OURS, "frozen")
 
 
-def step_of(layer: Experts, inputs) -> Step:
+def step_of(layer: Experts, inputs) -> LayerStep:
     """Make one contender's forward and backward on one problem."""
     x, *_, expert, weight, dout = inputs
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     wanted = {"x": x, "weight": weight, **layer.adapters}
-    return Step(lambda: layer.call(x, expert, weight), wanted, dout, layer.adapters, layer.scale)
+    return LayerStep(lambda: layer.call(x, expert, weight), wanted, dout, layer.adapters, layer.scale)
 
 
 def layers_of(shape, inputs, ranks, peer_rank, peers):

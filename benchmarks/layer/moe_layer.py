@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, TUNED, available
-from benchmarks.common.measuring import Step, first_step, memory, relative_errors
+from benchmarks.common.measuring import LayerStep, first_step, memory, relative_errors
 from benchmarks.common.shapes import LARGE, SHAPES, Shape, problem
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
@@ -25,7 +25,7 @@ DEPTH = 4  # of a stack of layers
 WANTED = {"forward": (), "forward+backward": NAMES, "frozen": ("x", "weight")}
 
 
-def step_of(layer, inputs, mode: str, depth: int = 1) -> Step:
+def step_of(layer, inputs, mode: str, depth: int = 1) -> LayerStep:
     """Make a contender's step on a problem: of one layer, or of a stack of so many with weights of their own.
 
     In a stack, as a model runs, one call of backward, on autograd's thread for the GPU, goes through all layers. A layer
@@ -45,7 +45,7 @@ def step_of(layer, inputs, mode: str, depth: int = 1) -> Step:
         return out
 
     leaves = {"x": x} | {f"{name}{n or ''}": leaf for n, each in enumerate(stack) for name, leaf in each.items()}
-    return Step(forward, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}, dout)
+    return LayerStep(forward, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}, dout)
 
 
 def measure(table: Table, config: str, shape: Shape, names, rounds: int, device: str) -> None:

@@ -111,7 +111,7 @@ def train(shape, options, add):
     for tokens in options.trained_tokens:
         at = shape._replace(T=tokens)
         for backend in options.backends:
-            with mock.patch.dict(os.environ, {backends.VARIABLE: backend}):
+            with mock.patch.dict(os.environ, {backends.BACKEND_VARIABLE: backend}):
                 train_on(at, f"{backend} ", options, add)
             release()
 

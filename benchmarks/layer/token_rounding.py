@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.command import Command
-from benchmarks.common.measuring import Step
+from benchmarks.common.measuring import LayerStep
 from benchmarks.common.shapes import Shape
 from benchmarks.common.table import Table
 from benchmarks.common.timing import captured, interleaved_times, release
@@ -67,11 +67,11 @@ class Layer:
         rows = routing.rows or dispatch(routing.expert_index, self.shape.T, self.shape.E, backend=self.backend)
         return routing, rows
 
-    def step(self, contender: str) -> Step:
+    def step(self, contender: str) -> LayerStep:
         """Run forward and backward, from the router on."""
         x, gate_up, down = (self.leaves[name] for name in ("x", "gate_up", "down"))
         forward = lambda: moe_experts(x, gate_up, down, self.decide(contender), backend=self.backend)  # noqa: E731
-        return Step(forward, self.leaves, self.dout)
+        return LayerStep(forward, self.leaves, self.dout)
 
 
 def measure(table: Table, shape: Shape, rounds: int, backend: str) -> None:

@@ -90,7 +90,7 @@ FIGURES = (
     "rows_ratio",
     "training_seconds",
 )
-Run = tuple[Case, int]  # with its seed
+SeededCase = tuple[Case, int]
 
 
 def sigmoid_config(preset: Preset) -> Dots1Config:
@@ -131,7 +131,7 @@ def over_mean(rows: torch.Tensor) -> torch.Tensor:
     return rows.amax(1) / rows.mean(1)
 
 
-def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: torch.device, graph: bool):
+def measure(preset: Preset, run: SeededCase, corpus: quality_corpus.Corpus, device: torch.device, graph: bool):
     """Train and evaluate one run: FIGURES."""
     began = time.perf_counter()
     case, seed = run
@@ -157,7 +157,7 @@ def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: tor
     return dict(zip(FIGURES, figures, strict=True))
 
 
-def keys_of(preset: Preset, run: Run) -> dict[str, str]:
+def keys_of(preset: Preset, run: SeededCase) -> dict[str, str]:
     """Make KEYS' columns."""
     case, seed = run
     return dict(zip(KEYS, map(str, (preset.name, *case, seed, preset.steps))))

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.quality.comparison import SWEPT, compare, compare_tiles
 from benchmarks.quality.runs import do_missing, parser_of
-from benchmarks.quality.training import METHODS, PRESETS, Preset, Run, measure
+from benchmarks.quality.training import METHODS, PRESETS, Preset, TrainingRun, measure
 from sonicmoe_hf.layer.config import ROUNDINGS
 
 BALANCING = ("layer", "none")
@@ -69,13 +69,13 @@ PLAN = (
     ),
 )
 SETTINGS = ("steps", "learning_rate", "final_rate")
-KEYS = ("preset", *Run._fields, *SETTINGS)
+KEYS = ("preset", *TrainingRun._fields, *SETTINGS)
 
 
-def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
+def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[TrainingRun]:
     """List every run of these methods, in PLAN's order."""
     return [
-        Run(method, preset.mean_rows // tiles if tiles else 0, balancing, seed, replica)
+        TrainingRun(method, preset.mean_rows // tiles if tiles else 0, balancing, seed, replica)
         for group in PLAN
         for seed in seeds
         for method, tiles, balancing, replica in group
@@ -83,7 +83,7 @@ def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
     ]
 
 
-def columns_of(preset: Preset, run: Run) -> dict:
+def columns_of(preset: Preset, run: TrainingRun) -> dict:
     """List KEYS' columns, which tell runs apart, and the tiles of an expert with the mean number of rows."""
     keys = preset.name, *run, preset.steps, preset.learning_rate, preset.final_rate
     return {**dict(zip(KEYS, keys)), "tiles_per_expert": preset.mean_rows / run.tile if run.tile else ""}

@@ -87,7 +87,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """One row of the table: the method, its tile in rows (0 where the method has none), the balancing loss, the seed.
 
     balancing: "layer", LoadBalancing's loss of every layer, or "none". replica: 0, or a number; a replica differs from
@@ -171,7 +171,7 @@ def random_model(config, seed: int, device: torch.device):
         )
 
 
-def build_model(preset: Preset, run: Run, device: torch.device):
+def build_model(preset: Preset, run: TrainingRun, device: torch.device):
     """Build the model, randomly initialised, patched for the run's method: (model, counter of rows)."""
     model = random_model(qwen3_config(preset), run.seed, device)
     if run.replica:
@@ -237,7 +237,7 @@ def autocast(device: torch.device):
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-class Step:
+class OptimizerStep:
     """An optimiser step on the batch in `ids`, and `after` it; its loss is in `loss` afterwards.
 
     `capture` records it as a CUDA graph, which later calls replay: small models wait for the host otherwise.
@@ -285,7 +285,7 @@ def train(
     with torch.cuda.stream(stream):
         optimizer = make_optimizer(model, preset, tokens.device)
         model.train()
-        one_step = Step(model, optimizer, preset, tokens.device, after)
+        one_step = OptimizerStep(model, optimizer, preset, tokens.device, after)
         cross_entropies = torch.zeros(preset.steps, device=tokens.device)
         batch_of = batches(tokens, preset, seed)
         for step in range(preset.steps):
@@ -325,7 +325,7 @@ def evaluate(model, counter: RowCounter, preset: Preset, tokens: torch.Tensor):
     return float(total) / len(windows), rows
 
 
-def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, graph: bool) -> dict:
+def measure(preset: Preset, run: TrainingRun, corpus: Corpus, device: torch.device, graph: bool) -> dict:
     """Train and evaluate one run: the figures of its row in the CSV. graph: train by CUDA graph."""
     began = time.perf_counter()
     model, counter = build_model(preset, run, device)

@@ -40,9 +40,12 @@ TINY = {
 
 
 class Model(NamedTuple):
-    """A model_type and its sizes; its own number of layers; of how many all weights are trained, with gradients and both
-    of Adam's moments, on one H200 (unless asked otherwise); tokens a step; attention implementation; the format of its
-    experts where they are packed."""
+    """A model of Transformers in a published size, and how these benchmarks train it.
+
+    layers: its own number of them. trained_layers: how many fit one H200 where all weights are trained, with gradients
+    and both of Adam's moments. tokens: of a step, unless asked otherwise. attention: its implementation. packed: the
+    format of its experts in runs that pack them.
+    """
 
     model_type: str
     sizes: dict

@@ -25,7 +25,7 @@ from benchmarks.common.timing import release, waited_times
 from benchmarks.step.models import MODELS
 from benchmarks.step.run import Run, built, check
 from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, learned, one_step, optimizer_of, sequences
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 
 CARD_GIB = 24
 
@@ -71,7 +71,7 @@ def train(run: Run, options) -> dict:
 def measure(table: Table, name: str, options) -> None:
     """Measure one case; running out of memory is a result."""
     (run, is_capped), on_gpu = CASES[name], options.device == "cuda"
-    os.environ[VARIABLE] = options.backend or ("triton" if is_capped and on_gpu else "")
+    os.environ[BACKEND_VARIABLE] = options.backend or ("triton" if is_capped and on_gpu else "")
     attention = options.gpt_oss_attention if run.model == "gpt-oss-20b" else None
     run = run._replace(attention=attention, layers=options.layers or run.layers, tokens=options.tokens or run.tokens)
     check([run], options, autocast=True)

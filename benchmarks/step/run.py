@@ -23,10 +23,13 @@ from sonicmoe_hf.tools.random_models import random_packed_model
 
 
 class Run(NamedTuple):
-    """model, layers: one of MODELS, and how many of its layers. tokens: a step and GPU. mode: what is trained, as
-    `adapted` takes it. contender: who computes the experts. attention: its implementation, None for the model's own.
-    experts, linear: formats of packed experts and linear layers, None where they are in bf16 as all others. rank,
-    targets: of adapters, None for the whole attention."""
+    """A benchmark's training of one model, by one mode and contender.
+
+    model, layers: one of MODELS, and how many of its layers. tokens: of a step and GPU. mode: the weights that are
+    trained, as `adapted` takes it. contender: the one who computes the experts. attention: its implementation, None for
+    the model's own. experts, linear: formats of packed experts and linear layers, None where they are in bf16 as all
+    others. rank, targets: of adapters, None for the whole attention.
+    """
 
     model: str
     layers: int

@@ -16,7 +16,7 @@ from .config import check_choice
 KERNELS = ("hopper", "triton")
 BACKENDS = (*KERNELS, "eager")
 NO_FASTER = "plain PyTorch, correct but no faster than without sonicmoe-hf"
-VARIABLE = "SONICMOE_HF_BACKEND"
+BACKEND_VARIABLE = "SONICMOE_HF_BACKEND"
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 HOPPER_PACKAGES = (  # module, how to install it
     ("triton", "triton is not installed (pip install 'sonicmoe-hf[hopper]')"),
@@ -98,7 +98,7 @@ def choose(device: torch.device, dtype: torch.dtype | None, backend: str | None 
     Raises:
         ValueError: the name given is not a backend, or it cannot take these tensors.
     """
-    for name, source in ((backend, "backend="), (os.environ.get(VARIABLE) or None, VARIABLE)):
+    for name, source in ((backend, "backend="), (os.environ.get(BACKEND_VARIABLE) or None, BACKEND_VARIABLE)):
         if name is not None:
             check_choice(source.rstrip("="), name, BACKENDS)
             if obstacle := _obstacle(name, device, dtype):

@@ -13,7 +13,7 @@ import pytest
 
 import sonicmoe_hf
 from sonicmoe_hf.tools.autopatch.program import NOTHING_PATCHED, SITE, _environment, _own_python
-from sonicmoe_hf.tools.autopatch.settings import VARIABLE, RunSettings, from_environment
+from sonicmoe_hf.tools.autopatch.settings import RUN_VARIABLE, RunSettings, from_environment
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.cli.run import split_program
 
@@ -137,8 +137,10 @@ def test_settings_reach_children_of_this_environment_and_nobody_else(tmp_path, r
     assert environment["PYTHONPATH"] == os.pathsep.join([str(SITE), "/there"])
     assert _environment(settings, environment)["PYTHONPATH"] == environment["PYTHONPATH"]
     assert from_environment(environment) == settings
-    other = {**json.loads(environment[VARIABLE]), "prefix": str(tmp_path)}
-    done = launch(sys.executable, "-c", ask, cwd=tmp_path, env={"PYTHONPATH": str(SITE), VARIABLE: json.dumps(other)})
+    other = {**json.loads(environment[RUN_VARIABLE]), "prefix": str(tmp_path)}
+    done = launch(
+        sys.executable, "-c", ask, cwd=tmp_path, env={"PYTHONPATH": str(SITE), RUN_VARIABLE: json.dumps(other)}
+    )
     assert done.stdout == "False\n"
 
 

@@ -45,7 +45,7 @@ def corpus(corpus_file):
 
 
 def measured(preset, corpus, *run):
-    return training.measure(preset, training.Run(*run), corpus, CPU, graph=False)
+    return training.measure(preset, training.TrainingRun(*run), corpus, CPU, graph=False)
 
 
 def test_copies_and_near_copies_of_a_file_are_left_out():
@@ -92,7 +92,9 @@ def test_a_seed_fixes_a_run(corpus):
 
 def test_batches_and_start_do_not_depend_on_the_method(corpus):
     top_k, stochastic, replica = (
-        torch.cat([part.flatten() for part in training.build_model(TINY, training.Run(*run), CPU)[0].parameters()])
+        torch.cat(
+            [part.flatten() for part in training.build_model(TINY, training.TrainingRun(*run), CPU)[0].parameters()]
+        )
         for run in (("top_k", 0, "layer", 0), ("stochastic", TINY.tile, "layer", 0), ("top_k", 0, "layer", 0, 1))
     )
     assert torch.equal(top_k, stochastic)
@@ -107,7 +109,7 @@ def test_the_balancing_loss_reaches_the_router_under_every_method(corpus, method
     gradients = []
     for balancing in ("layer", "none"):
         tile = TINY.tile if method == "nearest" else 0
-        model, _ = training.build_model(TINY, training.Run(method, tile, balancing, 0), CPU)
+        model, _ = training.build_model(TINY, training.TrainingRun(method, tile, balancing, 0), CPU)
         model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients.append(next(training.find_layers(model)).router.weight.grad)
     with_loss, without = gradients
@@ -117,8 +119,8 @@ def test_the_balancing_loss_reaches_the_router_under_every_method(corpus, method
 @pytest.mark.parametrize("method", ["nearest", "token_drop", "expert_choice"])
 def test_evaluation_uses_top_k(corpus, method):
     tile = TINY.tile if method == "nearest" else 0
-    model, counters = training.build_model(TINY, training.Run(method, tile, "layer", 0), CPU)
-    plain, plain_counters = training.build_model(TINY, training.Run("top_k", 0, "layer", 0), CPU)
+    model, counters = training.build_model(TINY, training.TrainingRun(method, tile, "layer", 0), CPU)
+    plain, plain_counters = training.build_model(TINY, training.TrainingRun("top_k", 0, "layer", 0), CPU)
     plain.set_experts_implementation("eager")
     loss, rows = training.evaluate(model, counters, TINY, corpus.held_out)
     expected, expected_rows = training.evaluate(plain, plain_counters, TINY, corpus.held_out)
@@ -128,7 +130,7 @@ def test_evaluation_uses_top_k(corpus, method):
 
 def test_evaluation_refuses_any_other_routing(corpus, monkeypatch):
     monkeypatch.setattr(training, "DROP_CAPACITY_FACTOR", 0.5)  # drops half, whatever the corpus is
-    model, counters = training.build_model(TINY, training.Run("token_drop", 0, "layer", 0), CPU)
+    model, counters = training.build_model(TINY, training.TrainingRun("token_drop", 0, "layer", 0), CPU)
     model.eval = lambda: model  # as if somebody forgot to switch to evaluation
     with pytest.raises(RuntimeError, match="not 2 a token"):
         training.evaluate(model, counters, TINY, corpus.held_out)
@@ -136,7 +138,7 @@ def test_evaluation_refuses_any_other_routing(corpus, monkeypatch):
 
 @pytest.mark.parametrize(("factor", "only_top_k"), [(1.0, False), (0.5, True)], ids=["expert choice", "token drop"])
 def test_every_expert_takes_its_best_tokens_up_to_the_capacity(factor, only_top_k):
-    model, _ = training.build_model(TINY, training.Run("top_k", 0, "layer", 0), CPU)
+    model, _ = training.build_model(TINY, training.TrainingRun("top_k", 0, "layer", 0), CPU)
     router = next(training.find_layers(model)).router.train()
     x = torch.randn(32, TINY.hidden_size)
     logits_TE, weights_TK, index_TK = router(x)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.tools.cli.main import main as command
 from sonicmoe_hf.tools.demo import corpus, run
 
@@ -20,7 +20,7 @@ def small_corpus(monkeypatch):
     texts, held_out = corpus.standard_library()
     few = (texts[::12], held_out[:4])
     monkeypatch.setattr(corpus, "standard_library", lambda: few)
-    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
 
 
 @pytest.mark.slow

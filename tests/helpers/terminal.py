@@ -22,7 +22,7 @@ from peft import get_peft_model
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
@@ -84,7 +84,7 @@ def output_of(command: str) -> str:
 def _of_main(words: list[str]) -> str:
     columns = mock.patch.dict(os.environ, COLUMNS="300" if words[0] in NAMES_PATHS else COLUMNS)
     with columns, contextlib.redirect_stdout(io.StringIO()) as printed:
-        os.environ.pop(VARIABLE, None)
+        os.environ.pop(BACKEND_VARIABLE, None)
         main(words)
     return printed.getvalue()
 
@@ -94,7 +94,7 @@ def _of_process(words: list[str]) -> str:
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": COLUMNS, "HF_DATASETS_CACHE": str(Path.cwd() / "cache")}
     own |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment = {**os.environ, **own}
-    environment.pop(VARIABLE, None)
+    environment.pop(BACKEND_VARIABLE, None)
     command = [sys.executable, "-m", "sonicmoe_hf", *words]
     printed = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, env=environment, timeout=500, **printed)

@@ -210,7 +210,7 @@ def test_sorting_and_rounding_have_no_dtype_that_a_backend_would_not_take(monkey
         )
 
     expected = sorted_rows()
-    monkeypatch.setenv(backends.VARIABLE, "hopper")
+    monkeypatch.setenv(backends.BACKEND_VARIABLE, "hopper")
     monkeypatch.setattr(backends, "_without_hopper", lambda device: None)
     monkeypatch.setattr(backends, "load", lambda name: eager)
     for rows, wanted in zip(sorted_rows(), expected):

@@ -24,7 +24,7 @@ from transformers import (
 import sonicmoe_hf
 from benchmarks.step.models import MODELS
 from sonicmoe_hf.errors import UnsupportedModelError
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.cli.commands import gibibytes
 from sonicmoe_hf.tools.cli.main import main
@@ -362,7 +362,7 @@ def kept_for_backward(config, tokens):
 
 
 def test_experts_that_read_a_latent_are_planned_with_its_size_and_all_else_with_the_models(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
     latent, plain = nemotron_h(), nemotron_h(moe_latent_size=None)
     sizes, of_plain = sizes_of(latent), sizes_of(plain)
     assert (sizes.hidden, sizes.experts_hidden) == (latent.hidden_size, latent.moe_latent_size) == (32, 24)

@@ -15,7 +15,7 @@ from test_plan import GPT_OSS, olmoe, sizes_of
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.demo import corpus
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint
@@ -98,7 +98,7 @@ def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monk
     """Each as it stands, but for the number of steps, and a smaller text."""
     pytest.importorskip("torchao")
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
     monkeypatch.setattr(corpus, "standard_library", lambda: ([TEXT * 20] * 20, []))
     tokenizer = corpus.train_tokenizer([TEXT], 300)
     config = olmoe(vocab_size=300)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 
 pytestmark = pytest.mark.pinned
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def test_the_frames_of_the_table_are_functions_of_their_files_and_those_of_a_cal
             function,
         )
 
-    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**TINY_SIZES))
     sonicmoe_hf.patch_model(model)
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=4))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.checkpoints.reading.source import Source
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.routing.model import routing_state
 from sonicmoe_hf.tools.cli.main import build_parser
 from sonicmoe_hf.tools.cli.main import main as run_command
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.pinned
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
 
 
 def texts_of_documents():

@@ -18,7 +18,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.tools.cli.main import main as command
 from sonicmoe_hf.tools.demo import corpus
 
@@ -32,7 +32,7 @@ def small_corpus(monkeypatch, tmp_path):
     texts, held_out = corpus.standard_library()
     few = (texts[::12], held_out[:4])
     monkeypatch.setattr(corpus, "standard_library", lambda: few)
-    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.tools.cli.main import main as command
 from sonicmoe_hf.tools.demo import corpus
 
@@ -69,7 +69,7 @@ def hub(tmp_path_factory):
 @pytest.fixture
 def run(hub, tmp_path, monkeypatch):
     """Run the program under a heading; returns its names. Every change of its text must be one of what is printed."""
-    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets, "load_dataset", loaded)
     monkeypatch.chdir(tmp_path)

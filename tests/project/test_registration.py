@@ -29,7 +29,7 @@ from sonicmoe_hf.private.replaced import REPLACED, RUN
 from sonicmoe_hf.private.transformers import loaded_one_by_one
 from sonicmoe_hf.tools.autopatch import session as autopatch
 from sonicmoe_hf.tools.autopatch.program import SITE
-from sonicmoe_hf.tools.autopatch.settings import VARIABLE, RunSettings
+from sonicmoe_hf.tools.autopatch.settings import RUN_VARIABLE, RunSettings
 
 PACKAGE = Path(sonicmoe_hf.__file__).parent
 
@@ -128,7 +128,7 @@ def test_uninstalling_gives_back_what_sonicmoe_hf_run_has_replaced(monkeypatch):
     spec = importlib.util.spec_from_file_location("site_of_run", SITE / "sitecustomize.py")
     site = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site)
-    monkeypatch.setenv(VARIABLE, RunSettings(adapt_experts=8).as_variable())
+    monkeypatch.setenv(RUN_VARIABLE, RunSettings(adapt_experts=8).as_variable())
     monkeypatch.setattr(autopatch.atexit, "register", lambda function: None)
     monkeypatch.setattr(autopatch, "register_optimizer_step_pre_hook", lambda hook: None)
     owners = [(PreTrainedModel, "post_init"), (PreTrainedModel, "from_pretrained"), (Trainer, "train")]

@@ -13,7 +13,7 @@ from helpers.sinks import compute
 from transformers import DynamicCache, GptOssConfig
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from sonicmoe_hf.attention import packing, piecewise
+from sonicmoe_hf.attention import names, packing
 from sonicmoe_hf.attention.packing import check_not_captured
 
 pytestmark = pytest.mark.pinned
@@ -63,7 +63,7 @@ def test_packed_sequences_are_captured_with_their_starts_and_lengths(monkeypatch
 def test_sliding_windows_in_pieces_are_without_masks_of_ones_own_or_eager():
     config, embeds = GptOssConfig(sliding_window=4), torch.zeros(2, 9, 8)
     own = {"and_mask_function": lambda batch, head, query, key: query >= key}  # which hides nothing more
-    config._attn_implementation = piecewise.NAME
+    config._attn_implementation = names.TORCH_PIECES
     with says("takes sliding windows over dynamic caches, without masks of one's own; use attn_implementation"):
         create_sliding_window_causal_mask(config, embeds, None, None, **own)
     seen = create_sliding_window_causal_mask(config, embeds, None, DynamicCache(config=config)).sum(-1)

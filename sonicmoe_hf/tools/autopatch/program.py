@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from .settings import VARIABLE, RunSettings
+from .settings import RUN_VARIABLE, RunSettings
 
 SITE = Path(__file__).parent / "site"
 REACHED = "SONICMOE_HF_REACHED"  # the file that tells whether sitecustomize.py saw Transformers in some process
@@ -83,7 +83,7 @@ def _environment(settings: RunSettings, inherited: Mapping[str, str]) -> dict[st
     """Make the program's environment: sitecustomize.py's folder first on PYTHONPATH, and the settings."""
     folders = [folder for folder in inherited.get("PYTHONPATH", "").split(os.pathsep) if folder != str(SITE)]
     path = os.pathsep.join([str(SITE), *folders]) if any(folders) else str(SITE)
-    return {**inherited, "PYTHONPATH": path, VARIABLE: settings.as_variable()}
+    return {**inherited, "PYTHONPATH": path, RUN_VARIABLE: settings.as_variable()}
 
 
 def _run_child(command: list[str], environment: dict[str, str]) -> int:

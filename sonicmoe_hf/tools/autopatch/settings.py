@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from ...layer.config import ROUNDINGS, TokenRounding
 
-VARIABLE = "SONICMOE_HF_RUN"
+RUN_VARIABLE = "SONICMOE_HF_RUN"
 ROUTINGS = ("top_k", "token_rounding", *ROUNDINGS)
 
 
@@ -40,12 +40,12 @@ class RunSettings:
         return TokenRounding(rounding=rounding, tile=self.tile)
 
     def as_variable(self) -> str:
-        """Write the settings as VARIABLE's value, which counts for the Pythons of this environment alone."""
+        """Write the settings as RUN_VARIABLE's value, which counts for the Pythons of this environment alone."""
         return json.dumps({"prefix": sys.prefix, **asdict(self)})
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> RunSettings:
     """Read the settings that a `sonicmoe-hf run` left to this process."""
-    entries = json.loads(environment[VARIABLE])
+    entries = json.loads(environment[RUN_VARIABLE])
     del entries["prefix"]
     return RunSettings(**entries)

@@ -65,7 +65,7 @@ def machine() -> dict[str, Any]:
     return {
         "versions": versions(),
         "untested_versions": untested_versions(),
-        "backend_override": os.environ.get(backends.VARIABLE),
+        "backend_override": os.environ.get(backends.BACKEND_VARIABLE),
         "devices": [
             {
                 "name": str(device),

@@ -25,7 +25,7 @@ def print_doctor(facts: dict[str, Any]) -> None:
         console.print(f"[yellow]{escape(sentence)}[/]")
     console.print(_devices_table(facts["devices"]))
     override = facts["backend_override"]
-    console.print(f"{backends.VARIABLE} is {'not set' if override is None else repr(override)}\n")
+    console.print(f"{backends.BACKEND_VARIABLE} is {'not set' if override is None else repr(override)}\n")
     if "model" in facts:
         _print_model(console, facts["model"])
 
