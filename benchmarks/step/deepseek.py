@@ -28,7 +28,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release, synchronize, waited_times
 from benchmarks.step.models import MODELS
-from benchmarks.step.run import Run, bare, join_ranks, trained
+from benchmarks.step.run import Run, build_base, join_ranks, prepare
 from benchmarks.step.training import GIB, SEQUENCE, WARMUP, learned, one_step, optimizer_of, sequences
 from sonicmoe_hf.streaming.memory import free_on_host
 
@@ -55,7 +55,7 @@ def check(options, rank: int, world: int) -> None:
     tiny, found = argparse.Namespace(**{**vars(options), "tiny": True, "spread_load": False}), []
     for experts_memory in (None, 0):
         run = run_of(options.model, 3, None)
-        model = trained(bare(run, tiny, experts_memory=experts_memory), run)
+        model = prepare(build_base(run, tiny, experts_memory=experts_memory), run)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # which begins as zeros
                 torch.nn.init.normal_(parameter, std=0.05)
@@ -100,11 +100,11 @@ def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
     free, began = free_on_host() or 0, time.perf_counter()
     dist.barrier()
     run = run_of(options.model, layers, options.linear)
-    base = bare(run, options, experts_memory=None if options.resident else 0)
+    base = build_base(run, options, experts_memory=None if options.resident else 0)
     synchronize()
     dist.barrier()
     seconds, taken = time.perf_counter() - began, free - (free_on_host() or 0)
-    model = trained(base, run)
+    model = prepare(base, run)
     metrics = {"built_s": seconds, "host_GiB": taken / GIB, **losses_before(model, options, rank, world)}
     shape = f"{layers} layers, {options.tokens} tokens a GPU, {world} {'GPUs' if world > 1 else 'GPU'}"
     place = "on the GPU" if options.resident else "in host memory"

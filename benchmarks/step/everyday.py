@@ -37,7 +37,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import Clock, covered, release, synchronize
 from benchmarks.step import models
 from benchmarks.step.models import OURS, SpreadLoad
-from benchmarks.step.run import Run, bare, trained
+from benchmarks.step.run import Run, build_base, prepare
 from benchmarks.step.training import GIB, RANK, WHOLE_ATTENTION, optimizer_of, record, sequences
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.trainer.lengths import VaryingLengths
@@ -115,7 +115,7 @@ def build(contender: str, experts: str, checkpointing: bool, options):
         rank=RANK,
         targets=WHOLE_ATTENTION,
     )
-    model = bare(run, argparse.Namespace(device=options.device, tiny=options.tiny))
+    model = build_base(run, argparse.Namespace(device=options.device, tiny=options.tiny))
     if options.device == "cuda" and contender in (COMPILED, CAPTURED):
         models.use_fused_loss(model)
     elif options.device == "cuda":
@@ -124,7 +124,7 @@ def build(contender: str, experts: str, checkpointing: bool, options):
     hook.make(MAX_TOKENS, model.config.hidden_size, options.device, torch.bfloat16)
     for layer in find_layers(model):
         layer.router.register_forward_pre_hook(hook)
-    model = trained(model, run)
+    model = prepare(model, run)
     if contender in (COMPILED, CAPTURED):
         how = {"mode": "reduce-overhead"} if contender == CAPTURED else {}
         sonicmoe_hf.compile_layers(model, **({"backend": "aot_eager"} if options.device == "cpu" else how))

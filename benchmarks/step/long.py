@@ -31,7 +31,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release
 from benchmarks.step import checking, models
-from benchmarks.step.run import Run, bare, check, join_ranks, trained
+from benchmarks.step.run import Run, build_base, check, join_ranks, prepare
 from benchmarks.step.training import GIB, WHOLE_ATTENTION, record
 from sonicmoe_hf.layer import pieces
 from sonicmoe_hf.layer.config import SAVE_POLICIES
@@ -116,7 +116,7 @@ def check_ranks(run: Run, options: argparse.Namespace, ranks: int) -> None:
         SystemExit: the loss or a gradient differs.
     """
     tiny, run = argparse.Namespace(device=options.device, tiny=True), run._replace(layers=checking.LAYERS)
-    model = trained(bare(run, tiny), run)
+    model = prepare(build_base(run, tiny), run)
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -140,7 +140,7 @@ def check_ranks(run: Run, options: argparse.Namespace, ranks: int) -> None:
 
 def measure(run: Run, kept: str, options: argparse.Namespace, ranks: int) -> dict:
     """Measure milliseconds, tokens per second of a GPU, and GiB at the peak of this rank."""
-    model = trained(bare(run, options), run)
+    model = prepare(build_base(run, options), run)
     if kept != CHECKPOINTS:
         sonicmoe_hf.patch_model(model, save=kept)
     tokens = sequence(run.tokens, model.config.vocab_size)

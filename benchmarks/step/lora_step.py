@@ -25,7 +25,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import OURS
-from benchmarks.step.run import Run, bare, check, trained
+from benchmarks.step.run import Run, build_base, check, prepare
 from benchmarks.step.training import WARMUP, sequences, timed_in_turn
 
 MODEL = "Qwen3-30B-A3B"
@@ -69,7 +69,7 @@ def sharing_weights(base):
 def measure(table: Table, base, row: str, names: list[str], options) -> None:
     """Measure cases in turn in one row. The base is bare again afterwards."""
     runs = [run_of(name, row) for name in names]
-    adapted = [trained(each, run) for each, run in zip([base, *(sharing_weights(base) for _ in runs[1:])], runs)]
+    adapted = [prepare(each, run) for each, run in zip([base, *(sharing_weights(base) for _ in runs[1:])], runs)]
     try:
         batch = sequences(runs[0].tokens, base.config.vocab_size, options.device)
         steps = timed_in_turn(adapted, [batch] * (WARMUP + options.steps))
@@ -108,7 +108,7 @@ def main() -> None:
         check([run_of(name, asked[0]) for name in names if CASES[name][1] == mode], options, autocast=True)
     table = Table(options.csv)
     for layers, rows in itertools.groupby(asked, lambda row: int(row.split(",")[0])):
-        model = bare(Run(MODEL, layers, 0, "LoRA"), options)
+        model = build_base(Run(MODEL, layers, 0, "LoRA"), options)
         fitting = [name for name in names if CASES[name][1] != "full" or layers <= FULL_LAYERS]
         for row, group in itertools.product(rows, groups(fitting)):
             measure(table, model, row, group, options)

@@ -23,7 +23,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release, waited_times
 from benchmarks.step.models import MODELS
-from benchmarks.step.run import Run, built, check
+from benchmarks.step.run import Run, build_prepared, check
 from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, learned, one_step, optimizer_of, sequences
 from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 
@@ -59,7 +59,7 @@ CASES = {
 
 def train(run: Run, options) -> dict:
     """Measure milliseconds of each step after the warm-up, the first loss, the last."""
-    model = built(run, options)
+    model = build_prepared(run, options)
     tokens = sequences(run.tokens, model.config.vocab_size, options.device)
     optimizer = optimizer_of(model)
     assert {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]} == {torch.float32}

@@ -26,7 +26,7 @@ import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
 from benchmarks.common.timing import interleaved_times
-from benchmarks.step.run import Run, bare, trained
+from benchmarks.step.run import Run, build_base, prepare
 from benchmarks.step.training import one_step, optimizer_of, sequences
 from sonicmoe_hf.patching.support import find_layers
 
@@ -95,10 +95,10 @@ def main(arguments=None) -> None:
     options = parser.parse_args(arguments)
     options.liger, options.spread_load = not options.tiny, True
     run = Run(MODEL, options.layers, options.tokens, "full")
-    model = bare(run, options)
+    model = build_base(run, options)
     for layer in find_layers(model) if options.tiny else ():
         layer.router.top_k = 2  # the tiny models' tokens take all experts, which leaves no other choice
-    model = trained(model, run)
+    model = prepare(model, run)
     tokens = sequences(options.tokens, model.config.vocab_size, options.device)
     check(model, tokens)
     found = measure(model, tokens, options.rounds, options.steps)

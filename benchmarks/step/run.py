@@ -48,7 +48,7 @@ class Run(NamedTuple):
         return CONTENDERS[self.contender].implementation == "ours"
 
 
-def bare(run: Run, options: argparse.Namespace, **packed):
+def build_base(run: Run, options: argparse.Namespace, **packed):
     """Build the model of `run` with random weights, in training mode, before it is patched and adapted.
 
     Args:
@@ -77,7 +77,7 @@ def bare(run: Run, options: argparse.Namespace, **packed):
     return model.train()
 
 
-def trained(model, run: Run):
+def prepare(model, run: Run):
     """Prepare a bare model as `run` trains it."""
     contender = CONTENDERS[run.contender]
     if run.attention is not None:
@@ -90,7 +90,7 @@ def trained(model, run: Run):
     return model
 
 
-def built(run: Run, options: argparse.Namespace):
+def build_prepared(run: Run, options: argparse.Namespace):
     """Build the model as `run` trains it.
 
     Raises:
@@ -99,7 +99,7 @@ def built(run: Run, options: argparse.Namespace):
     models.check_available(run.contender)
     if run.experts is not None and not run.is_ours:
         raise Unavailable(f"{run.contender} has no packed experts")
-    return trained(bare(run, options), run)
+    return prepare(build_base(run, options), run)
 
 
 def compiled(model, execution: str | None, **options):
@@ -130,9 +130,11 @@ def check(runs: Sequence[Run], options: argparse.Namespace, autocast: bool) -> N
     for run in runs:
         if run.is_ours or (run.contender == "grouped_mm" and run.experts is None):
             name = f"{CONTENDERS[run.contender].implementation}, {run.attention or 'its own'} attention"
-            others[name] = functools.partial(trained, run=run._replace(contender=OURS) if run.is_ours else run)
+            others[name] = functools.partial(prepare, run=run._replace(contender=OURS) if run.is_ours else run)
     run = runs[0]._replace(layers=checking.LAYERS, contender=OURS, linear=None)
-    checking.check(bare(run, tiny), lambda model: adapted(model, run.mode, run.rank, run.targets), others, autocast)
+    checking.check(
+        build_base(run, tiny), lambda model: adapted(model, run.mode, run.rank, run.targets), others, autocast
+    )
 
 
 def join_ranks(device: str) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from benchmarks.common.contenders import Unavailable
 from benchmarks.common.table import Table
 from benchmarks.common.timing import Clock, covered, interleaved_times, release, synchronize
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.run import Run, built, compiled
+from benchmarks.step.run import Run, build_prepared, compiled
 from benchmarks.step.training import GIB, one_step, optimizer_of, record, sequences
 
 TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -128,7 +128,7 @@ def runs_of(options) -> dict[str, Run]:
 def run_in_turn(options, table: Table) -> None:
     """Run the models in turn, for --in-turn."""
     runs = runs_of(options)
-    models_of = {name: built(run, options) for name, run in runs.items()}
+    models_of = {name: build_prepared(run, options) for name, run in runs.items()}
     for execution, tokens in itertools.product(options.execution or EXECUTIONS, options.tokens):
         forget()
         steps = {}
@@ -166,7 +166,7 @@ def main():
         return run_in_turn(options, table)
     for contender, run in runs_of(options).items():
         try:
-            model = built(run, options)  # which the runs share
+            model = build_prepared(run, options)  # which the runs share
         except Unavailable as reason:
             print(f"{contender} is left out: {reason}", flush=True)
             continue

@@ -25,7 +25,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import Table
 from benchmarks.common.timing import release, synchronize, waited_times
 from benchmarks.step.models import MODELS
-from benchmarks.step.run import Run, bare, trained
+from benchmarks.step.run import Run, build_base, prepare
 from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, learned, one_step, optimizer_of, sequences
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.streaming.copies import copies_to, page_aligned
@@ -108,8 +108,8 @@ def few(table: Table, options) -> None:
 def train_qwen3(table: Table, options, count: int, names):
     """Add rows of steps with each of these settings; return the model."""
     run = run_of(QWEN3, options)
-    base = bare(run, options)
-    model = trained(base, run)
+    base = build_base(run, options)
+    model = prepare(base, run)
     tokens = tokens_of(model, 64 if options.tiny else count, options.device)
     optimizer = optimizer_of(model)
     for name in names:
@@ -126,13 +126,13 @@ def gpt_oss(table: Table, options) -> None:
     began, run = time.perf_counter(), run_of(GPT_OSS, options)
     if options.device == "cuda":
         run = run._replace(attention="torch_sinks")
-    base = bare(run, options, experts_memory=0)
+    base = build_base(run, options, experts_memory=0)
     synchronize()
     shape, seconds = f"{base.config.num_hidden_layers} layers", time.perf_counter() - began
     host = sum(weight.nbytes for weight in base.parameters() if isinstance(weight, PackedWeight))
     table.add(GPT_OSS, shape, "built", "", "eager", {"s": seconds})
     table.add(GPT_OSS, shape, "experts in host memory", "", "eager", {"GiB": host / GIB})
-    model, contender = trained(base, run), "LoRA on experts and attention"
+    model, contender = prepare(base, run), "LoRA on experts and attention"
     tokens = tokens_of(model, 64 if options.tiny else options.tokens, options.device)
     try:
         add_steps(table, GPT_OSS, contender, model, optimizer_of(model), tokens, min(3, options.steps))

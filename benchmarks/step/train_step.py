@@ -31,7 +31,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.run import Run, built, check, compiled, join_ranks, shard
+from benchmarks.step.run import Run, build_prepared, check, compiled, join_ranks, shard
 from benchmarks.step.training import RANK, SEQUENCE, WARMUP, Measured, record, sequences, timed_steps, varying
 from sonicmoe_hf.kernels.packed import FORMATS
 
@@ -83,7 +83,7 @@ def settings(run: Run, options, world: int) -> str:
 
 def prepared(run: Run, options):
     """Build the model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
-    model = built(run, options)
+    model = build_prepared(run, options)
     if options.fsdp:
         shard(model)
     return compiled(model, options.compile)
