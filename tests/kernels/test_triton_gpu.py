@@ -41,10 +41,11 @@ def allowed_factor(backend, dtype, activation):
 
 @pytest.fixture(autouse=True)
 def _exact_fp32_reference():
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """Take no tf32. A Trainer that compiles sets it by torch's newer name, after which the older one cannot be read."""
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cuda.matmul.fp32_precision = precision
 
 
 def check(tensors, dout, ids, layout="concatenated", activation="swiglu", backend="triton", **options):
