@@ -99,13 +99,14 @@ def of_qlora_step(row):
     tokens = int(row["shape"].split()[0])
     packed = "bf16 LoRA" not in row["contender"]
     is_qwen = row["config"].startswith("Qwen3")
+    format = "int4" if "INT4" in row["contender"] else "nf4" if is_qwen else "mxfp4"
     return sizes_of(row["config"], 48 if is_qwen else 24), Training(
         method="qlora" if packed else "lora",
         tokens=tokens,
         sequence=min(tokens, 4096),
         r=8,
         experts_r=0 if "attention alone" in row["contender"] else 8,
-        experts=("nf4" if is_qwen else "mxfp4") if packed else "bf16",
+        experts=format if packed else "bf16",
         linear="nf4" if packed and is_qwen and "bf16 attention" not in row["contender"] else "bf16",
         attention=None if is_qwen else "flex_attention",
     )
