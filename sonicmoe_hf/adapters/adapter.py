@@ -25,9 +25,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.reading.files import check_float, opened, refuse_model_beside_adapter
+from ..checkpoints.reading.files import check_float, refuse_model_beside_adapter
 from ..checkpoints.writing.output import finite_bounds
 from ..errors import CheckpointError
+from ..formats.tensor_files import opened
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names
 from ..lora.factors import Factors, fused_gate_up, interchanged, stacked

@@ -9,8 +9,10 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from huggingface_hub import constants
+from safetensors import SafetensorError
 
 from ..errors import CheckpointError
+from .tensor_files import opened
 
 _errors: ContextVar[list[Exception] | None] = ContextVar("errors of conversions while a model is loaded", default=None)
 
@@ -33,9 +35,14 @@ def keeping_errors(convert: Callable) -> Callable:
 
 @contextlib.contextmanager
 def named_source(source) -> Iterator[None]:
-    """Surround the loading of a model from a folder or hub id. Raises OSError, which says what `source` lacks."""
+    """Surround the loading of a model from a folder or hub id. Raises OSError, which says what `source` lacks, and
+    CheckpointError, which names a safetensors file of it that is not whole."""
     try:
         yield
+    except SafetensorError:  # names no file
+        for file in sorted(Path(source).glob("*.safetensors")):
+            opened(file)
+        raise
     except (OSError, ValueError) as error:
         is_config_there = not Path(source).is_dir() or (Path(source) / "config.json").is_file()
         if type(error) is not OSError and (type(error) is not ValueError or is_config_there):

@@ -7,6 +7,7 @@ registration.py makes its quant_method "sonicmoe_hf" in a checkpoint's config.js
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ class ExpertsQuantizer(HfQuantizer):
         return with_hub_format(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub())
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
-        files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+        files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         hub = self.quantization_config.hub
         if not self.pre_quantized:
             check_undeclared(files)

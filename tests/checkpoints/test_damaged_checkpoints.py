@@ -3,6 +3,7 @@
 import json
 import os
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from helpers.models import CONFIGS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
 from sonicmoe_hf.checkpoints.reading.source import Source
+from sonicmoe_hf.trainer.resume import restore
 
 pytestmark = pytest.mark.pinned
 
@@ -192,6 +195,21 @@ def test_damaged_files_are_named(hub):
     assert_refused(hub, "config.json cannot be read")
     (hub / "config.json").unlink()
     assert_refused(hub, "No such file.*config.json")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_that_is_cut_short_is_named_by_from_pretrained_and_by_resuming(hub, packed):
+    if packed:
+        convert_checkpoint(hub, hub.parent / "packed", quantize="fp8")
+        hub = hub.parent / "packed"
+    model = sonicmoe_hf.from_pretrained(hub)
+    shard = min(hub.glob("*.safetensors"))
+    whole = shard.read_bytes()
+    for left in (whole[:-10], whole[:40], b""):
+        shard.write_bytes(left)
+        for load in (sonicmoe_hf.from_pretrained, *([] if packed else [partial(restore, model)])):
+            with pytest.raises(CheckpointError, match=f"{shard} is not a whole safetensors file"):
+                load(hub)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
 from ...formats.loading_errors import not_there
+from ...formats.tensor_files import opened
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -85,22 +86,6 @@ def read_config(folder: Path) -> dict:
     if not config.get("model_type"):
         raise CheckpointError(f"{path}: model_type is {config.get('model_type')!r}; download it again")
     return config
-
-
-def opened(path: Path):
-    """Open the safetensors file at `path`, whose tensors are mapped when they are asked for.
-
-    Raises:
-        CheckpointError: it is missing, damaged or cut short.
-    """
-    if not path.exists():
-        pickled = path.with_suffix(".bin")
-        remedy = f", and {pickled.name} is not read: load it with PEFT or Transformers and save it again"
-        raise CheckpointError(f"there is no {path}{remedy if pickled.exists() else ''}")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def headers_of(path: Path) -> dict[str, Header]:

@@ -15,8 +15,9 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 
 from ...errors import CheckpointError
+from ...formats.tensor_files import opened
 from ...kernels.packed.format import is_sound
-from ..reading.files import expanded, opened, same_bytes
+from ..reading.files import expanded, same_bytes
 
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
 
