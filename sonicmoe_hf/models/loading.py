@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def from_pretrained(
         UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
         MemoryError: host memory does not hold the experts.
         OSError: there is no such model; the message says what the folder lacks.
+        TypeError: an argument that has nearly the name of one of these.
     """
     policy = as_routing_policy(routing)
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
@@ -106,7 +108,12 @@ def from_pretrained(
 
 
 def _check_foreign_arguments(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of other programs, of which Transformers' own errors name no remedy."""
+    """Raise for arguments of other programs, and misspelled ones of this one, of which Transformers' own errors name no
+    remedy: TypeError for a name, ValueError for a value."""
+    own = list(inspect.signature(from_pretrained).parameters)
+    for name in set(kwargs) - {"experts_implementation"}:
+        for meant in difflib.get_close_matches(name, own, 1, cutoff=0.8):
+            raise TypeError(f"from_pretrained has no argument {name}; did you mean {meant}?")
     for field in ("load_in_4bit", "load_in_8bit"):
         if kwargs.get(field):
             format = "nf4" if field == "load_in_4bit" else "fp8"

@@ -151,6 +151,16 @@ def test_from_pretrained_loads_patches_and_hands_on_what_transformers_says_of_th
     ):
         with pytest.raises(ValueError, match=words):
             sonicmoe_hf.from_pretrained(tmp_path, **options)
+    for name, meant in (
+        ("expert_quantization", "experts_quantization"),
+        ("experts_mem", "experts_memory"),
+        ("expert_compute", "experts_compute"),
+        ("routng", "routing"),
+    ):
+        with pytest.raises(TypeError, match=rf"^from_pretrained has no argument {name}; did you mean {meant}\?$"):
+            sonicmoe_hf.from_pretrained("read of no folder", **{name: "nf4"})
+    kept = {"use_cache": False, "router_aux_loss_coef": 0.5, "experts_implementation": "sonicmoe_hf"}
+    assert sonicmoe_hf.from_pretrained(tmp_path, **kept).config.router_aux_loss_coef == 0.5
     model, information = sonicmoe_hf.from_pretrained(tmp_path, output_loading_info=True)
     assert routing_state(model).policy is None and not information["missing_keys"]
 

@@ -72,6 +72,8 @@ def test_what_from_pretrained_is_given(hub):
     assert from_pretrained(hub, dtype="bfloat16").dtype == torch.bfloat16
     with says("load_in_4bit=True is no argument of Transformers 5", "experts_quantization='nf4' packs the experts"):
         from_pretrained(hub, load_in_4bit=True)
+    with pytest.raises(TypeError, match=r"no argument expert_quantization; did you mean experts_quantization\?"):
+        from_pretrained(hub, expert_quantization="nf4")
     linear = BitsAndBytesConfig(load_in_4bit=True)
     model = from_pretrained(hub, experts_quantization="nf4", quantization_config=linear)
     assert packed_in(model) and type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
