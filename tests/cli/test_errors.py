@@ -71,6 +71,24 @@ def test_a_wrong_command_line_is_json_where_json_is_asked_for(arguments, words, 
     assert exit.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "unknown", "meant"),
+    [
+        ("run --experts-quantisation nf4 -- sft.py", "--experts-quantisation", "--experts-quantization"),
+        ("merge base adapter new --quantise=fp8", "--quantise=fp8", "--quantize"),
+        ("merge base adapter new --quantise fp8 --verfy", "--quantise fp8 --verfy", "--quantize, --verify"),
+        ("doctor one two", "two", None),
+    ],
+)
+def test_an_unknown_option_comes_with_its_commands_usage_and_the_option_that_was_meant(line, unknown, meant, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(line.split())
+    said, command = capsys.readouterr().err, f"sonicmoe-hf {line.split()[0]}"
+    hint = f"did you mean {meant}? " if meant else ""
+    assert exit.value.code == 2 and said.startswith(f"usage: {command} ")
+    assert said.endswith(f"error: unrecognized arguments: {unknown}; {hint}{command} --help lists the options\n")
+
+
 def test_a_shard_size_is_bytes_or_text_with_a_unit(hub, tmp_path):
     for name, size, is_split in (("one", "1.5 GB", False), ("two", "9000", True), ("three", 9000, True)):
         convert_checkpoint(hub, tmp_path / name, max_shard_size=size)

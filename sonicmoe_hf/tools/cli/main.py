@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import json
@@ -24,6 +25,20 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(self, message)
 
 
+class _CommandParser(_Parser):
+    """The parser of one command, whose usage stands beside what it does not know."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [name for names, _ in COMMANDS[self.prog.split()[-1]].options for name in names if name[0] == "-"]
+            names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            meant = [close for name in names for close in difflib.get_close_matches(name, known, 1)]
+            hint = f"did you mean {', '.join(meant)}? " if meant else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}{self.prog} --help lists the options")
+        return options, unknown
+
+
 class _PrintVersions(argparse.Action):
     def __call__(self, parser, *_):
         own, *others = (
@@ -39,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action=_PrintVersions, nargs=0, default=argparse.SUPPRESS, help="print versions and exit"
     )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=command.line, description=command.description, usage=command.usage
