@@ -125,6 +125,28 @@ def test_routers_that_were_trained_bring_their_table_which_must_be_the_bases(tra
         merge_adapter(tmp_path / "other", tmp_path / "adapter", tmp_path / "refused")
 
 
+def test_heads_that_predict_further_tokens_become_bf16_with_the_rest_or_keep_their_bytes(trained, tmp_path):
+    """No model has them, but the result's config speaks for them too."""
+    shutil.copytree(trained / "fp4", tmp_path / "base")
+    layer, head = "model.layers.1.", "mtp.0."
+    edit_tensors(
+        tmp_path / "base",
+        lambda found: found.update(
+            {name.replace(layer, head): t.clone() for name, t in found.items() if name.startswith(layer)}
+        ),
+    )
+    for quantize in (None, "keep"):
+        merge_adapter(tmp_path / "base", trained / "adapter", tmp_path / f"{quantize}", quantize=quantize, verify=True)
+    base, dense = ({n: t for n, t in tensors_in(trained / name).items() if layer in n} for name in ("fp4", "dense"))
+    merged, kept = ({n: t for n, t in tensors_in(tmp_path / name).items() if head in n} for name in ("None", "keep"))
+    assert same_bits({name.replace(head, layer): t for name, t in kept.items()}, base)
+    assert merged.keys() == {name.replace(layer, head) for name in dense}
+    for name, tensor in dense.items():
+        assert torch.equal(merged[name.replace(layer, head)].float(), tensor.bfloat16().float()) or (
+            torch.equal(merged[name.replace(layer, head)], tensor)
+        )
+
+
 def test_conversion_makes_the_hubs_and_packed_copies_dense_and_names_what_else_there_is(trained, tmp_path):
     from_pretrained(trained / "fp4", experts_quantization="mxfp4", dtype=torch.float32).save_pretrained(
         tmp_path / "packed"
