@@ -135,7 +135,8 @@ def holding_of(experts: Any) -> Holding:
     weights = [weight for weight in experts._parameters.values() if weight is not None]
     num_local = getattr(experts, "num_experts", 0)
     mesh = next((weight.device_mesh for weight in weights if hasattr(weight, "device_mesh")), None)
-    if has_share(experts, num_experts_in(experts.config) if is_experts(experts) else None):
+    config = getattr(experts, "config", None)  # which experts outside the interface lack until they are patched
+    if has_share(experts, num_experts_in(config) if is_experts(experts) else None):
         if mesh is None or mesh.ndim > 1:  # FSDP2 shards them too
             return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local)
         group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()

@@ -70,3 +70,21 @@ def test_adapters_train_and_merge(model, tmp_path):
     sonicmoe_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").train()
     assert relative_error(step(merged)["logits"], expected["logits"]) < 1e-5
+
+
+def test_experts_are_packed_while_they_load_trained_beside_saved_and_merged(monkeypatch, tmp_path):
+    """The class has no config until it is patched, which is after loading."""
+    monkeypatch.setitem(CHANGES, "step3p7", SMALL)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
+    small_model("step3p7", **sizes).save_pretrained(tmp_path / "base")
+    ours = sonicmoe_hf.from_pretrained(tmp_path / "base", experts_quantization="nf4", dtype=torch.float32).train()
+    ours.save_pretrained(tmp_path / "packed")
+    again = sonicmoe_hf.from_pretrained(tmp_path / "packed", dtype=torch.float32).train()
+    assert torch.equal(step(again)["logits"], step(ours)["logits"])
+    adapted = with_lora(ours, target_modules=["q_proj"])
+    expected = step(adapted)
+    assert any("experts" in name for name in expected)
+    adapted.save_pretrained(tmp_path / "adapter")
+    sonicmoe_hf.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).train()
+    assert relative_error(step(merged)["logits"], expected["logits"]) < 0.02, "weights are rounded to bf16"
