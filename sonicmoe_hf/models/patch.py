@@ -6,6 +6,7 @@ from when it is asked for.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -31,7 +32,10 @@ class PatchReport(NamedTuple):
     routing: TokenRounding | None
 
     def __str__(self):
-        routing = "top-k" if self.routing is None else f"{self.routing} in training, top-k in evaluation"
+        routing = "top-k"
+        if self.routing is not None:
+            policy = replace(self.routing, tile=self.routing.tile_rows)
+            routing = f"{policy} in training, top-k in evaluation"
         lines = [f"{len(self.layers)} mixture-of-experts layers patched; routing: {routing}"]
         for layers in collapse(self.layers, {}):
             lines.append(f"  {layers.name} ({layers.support.family or 'no family'}): {layers.support.reason}")

@@ -177,7 +177,9 @@ def test_a_patch_report_reads_as_doctor_does():
         "  model.layers[0-3].mlp (qwen3_moe): fully supported",
     ]
     rounding = str(sonicmoe_hf.patch_model(model, "token_rounding")).splitlines()[0]
-    assert "TokenRounding(rounding='nearest'" in rounding and rounding.endswith("in training, top-k in evaluation")
+    assert "TokenRounding(rounding='nearest', tile=128, min" in rounding and rounding.endswith(
+        "in training, top-k in evaluation"
+    )
 
 
 def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
