@@ -42,7 +42,8 @@ class Assignment:
                     f"{path} has {name} and {other}, which are one name; keep the one that was trained"
                 )
         base = config.entries.get("base_model_name_or_path") or "a model that it does not name"
-        self.whose = f"the adapter was trained on {base}, and this model is a {type(model).__name__}"
+        place = f" of {folder}" if (folder := model.config.name_or_path) else ""
+        self.whose = f"the adapter was trained on {base}, and this model is a {type(model).__name__}{place}"
         self.trained = TrainedModel(model, config, self.stored)
         self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
         self.replaced: dict[str, str] = {}

@@ -236,11 +236,32 @@ class AdapterConfig:
         reason = f"where {expected[0]} and {expected[1]} are expected for r = {rank}"
         if tuple(shapes) == expected:
             reason = "which do not show which side is the input's and which the output's"
-        if swaps:
+        swapped = (rank * num_experts, size_out), (size_in, rank * num_experts)
+        if swaps and version < NOT_SWAPPED and tuple(shapes) in (expected, swapped):
             reason += (
                 f"; PEFT up to 0.19.0 took out for in, and peft_version is {self.entries.get('peft_version')!r}: train "
                 "the adapter with a newer PEFT"
             )
+        elif other := _other_model(shapes, num_experts, sizes, rank):
+            reason += f"; {other}"
         raise CheckpointError(
             f"{self.path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, {reason}"
         )
+
+
+def _other_model(shapes, num_experts: int, sizes: tuple[int, int], rank: int) -> str:
+    """Say in which sizes the model that lora_A and lora_B of these shapes are for differs from the given one; "" where
+    they have another rank."""
+    (rows, size_in), (size_out, columns) = shapes
+    if rows != columns or rows % rank or (num_experts == 1 and rows != rank):
+        return ""
+    compared = {
+        "experts": (rows // rank, num_experts),
+        "input features": (size_in, sizes[1]),
+        "output features": (size_out, sizes[0]),
+    }
+    trained, given = (
+        " and ".join(f"{pair[side]} {name}" for name, pair in compared.items() if pair[0] != pair[1])
+        for side in (0, 1)
+    )
+    return f"so the adapter is for {trained}, and this model has {given}; give the base that it was trained on"

@@ -304,6 +304,21 @@ def test_a_damaged_adapter_and_one_of_another_model_are_refused(folders, tmp_pat
     assert_refused(
         (tmp_path / "other", *folders[1:]), "have shapes.* trained on .*base, and this model is a Qwen3MoeFor"
     )
+    experts = "num_local_experts" if "num_local_experts" in config_in(folders[0]) else "num_experts"
+    for changes, of_adapter, of_model in (
+        ({experts: 4}, "8 experts", "4 experts"),
+        ({"hidden_size": 48}, "32 input features", "48 input features"),
+        ({experts: 4, "moe_intermediate_size": 24}, "8 experts and 32 output features", "4 experts and 48 output"),
+    ):
+        edit(folders[1], peft_version="0.21.2")
+        make(tmp_path / of_model, "qwen3_moe", **changes)
+        with pytest.raises(CheckpointError) as error:
+            merge_adapter(tmp_path / of_model, *folders[1:])
+        said = str(error.value)
+        assert f"the adapter is for {of_adapter}, and this model has {of_model}" in said and "PEFT" not in said
+        assert said.endswith(
+            f" trained on {folders[0]}, and this model is a Qwen3MoeForCausalLM of {tmp_path / of_model}"
+        )
     assert_refused((folders[0], folders[0], folders[2]), "adapter_config.json")
     assert_refused((folders[1], folders[0], folders[2]), "holds an adapter, where a model is expected: give its base")
     (folders[1] / "adapter_model.safetensors").write_bytes(b"short")

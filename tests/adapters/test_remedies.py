@@ -219,6 +219,11 @@ def into_another(folder):
     return folder.merge(base=folder.path / "another")
 
 
+def into_one_of_other_sizes(folder):
+    make(folder.path / "larger", "qwen3_moe", dtype=torch.float32, num_hidden_layers=1, moe_intermediate_size=24)
+    return folder.merge(base=folder.path / "larger")
+
+
 def name_the_base(folder):
     return folder.merge(adapter=folder.convert("hub", trained_on=folder.base))
 
@@ -297,6 +302,12 @@ OTHERS = {
         r"Give the model that it was trained on \(merge: the base",
         trained("deepseek_v3", of={"first_k_dense_replace": 0}, target_modules=["kv_b_proj"]),
         into_another,
+        [merge],
+    ),
+    "a base of other sizes": Case(
+        "the adapter is for 32 output features, and this model has 48 .*; give the base that it was trained on",
+        trained(),
+        into_one_of_other_sizes,
         [merge],
     ),
     "a dense base": Case(

@@ -88,7 +88,9 @@ def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
             + _remedy_for_unknown(entries)
         )
     try:
-        return _build(entries)
+        model = _build(entries)
+        model.config.name_or_path = str(path.parent)
+        return model
     except UNREADABLE as error:
         reason = " ".join([f"{type(error).__name__}:", *str(error).split()])
         raise CheckpointError(
