@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 import sys
 
 TALKATIVE = ("torchao", "bitsandbytes", "DeepSpeed", "torch.utils._pytree")  # on import they say what a CPU lacks
@@ -9,6 +10,8 @@ TALKATIVE = ("torchao", "bitsandbytes", "DeepSpeed", "torch.utils._pytree")  # o
 
 def main() -> int:
     """Run the command; returns the exit code."""
+    if "torch" not in sys.modules:  # OpenMP reads it as torch is imported
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down those that compute
     for library in TALKATIVE:
         logging.getLogger(library).setLevel(logging.ERROR)
     spec = importlib.util.find_spec("sonicmoe_hf")

@@ -8,6 +8,10 @@ Token rounding acts only in training forwards: under `model.eval()` or `torch.no
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 
 import torch

@@ -10,6 +10,10 @@ experts that they are routed to; token rounding is on.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 import collections
 import shutil

@@ -20,10 +20,13 @@ with token rounding, and docs/token-rounding.md says when that pays.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 import importlib
 import math
-import os
 from pathlib import Path
 
 import torch

@@ -14,6 +14,10 @@ Needs torchao; on a GPU, Liger too. What makes it fit:
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 from pathlib import Path
 

@@ -16,6 +16,10 @@ line that needs. Logged are serving/kl, serving/largest_gap and serving/divergen
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 
 import torch

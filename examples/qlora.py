@@ -28,6 +28,10 @@ with TRL's SFTTrainer in place of Transformers' Trainer.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 import importlib.util
 from pathlib import Path

@@ -10,6 +10,10 @@ and cut at every --sequence-length tokens ("wrapped"): a token then sees the tex
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 
 import torch

@@ -14,6 +14,10 @@ their mean (Branch-Train-MiX, Sukhbaatar et al., 2024); then there is nothing to
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: its threads wait without spinning
+
 import argparse
 from pathlib import Path
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layer.routing import Routing, rounded_routing
+from ..layer.routing import Routing, TokenRounding, rounded_routing
 from ..model_patches import FAMILIES
 from ..private.torch import is_compiled
 from .balance import layer_loss, with_layer_loss
-from .calls import Forward, RoutingState
+from .calls import Forward
 from .recorded import replayed
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def round_by_policy(run: RouterRun) -> None:
     policy, top_k = run.call.policy, run.index_TK.shape[1]
     if not policy.applies(run.num_tokens, top_k, run.num_experts):
         run.fell_back = True
-        _warn_of_top_k(run.call.state, policy, run.num_tokens, top_k, run.num_experts)
+        _warn_of_top_k(run, policy, top_k)
         return
     run.routing, run.fell_back = rounded_routing(
         run.family,
@@ -95,14 +95,16 @@ def round_by_policy(run: RouterRun) -> None:
     )
 
 
-def _warn_of_top_k(state: RoutingState, policy, num_tokens: int, top_k: int, num_experts: int) -> None:
+def _warn_of_top_k(run: RouterRun, policy: TokenRounding, top_k: int) -> None:
+    state, num_tokens, num_experts = run.call.state, run.num_tokens, run.num_experts
+    padding = "" if run.valid_T is None else ", padding included"  # counting the others would wait for the device
     if not state.has_warned_of_top_k and not torch.compiler.is_compiling():
         state.has_warned_of_top_k = True
         logger.warning(
             f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
-            f"{num_tokens * top_k / num_experts:.0f} rows per expert, fewer than {policy.min_tiles_per_expert:g} "
-            f"tiles of {policy.tile_rows}: such calls use top-k, not token rounding; larger batches round, or a smaller "
-            "tile= and min_tiles_per_expert= (TokenRoundingCallback, TokenRounding)"
+            f"{num_tokens * top_k / num_experts:.0f} rows per expert{padding}, fewer than "
+            f"{policy.min_tiles_per_expert:g} tiles of {policy.tile_rows}: such calls use top-k, not token rounding; "
+            "larger batches round, or a smaller tile= and min_tiles_per_expert= (TokenRoundingCallback, TokenRounding)"
         )
 
 

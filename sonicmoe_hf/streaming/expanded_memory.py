@@ -10,8 +10,8 @@ from ..errors import UnsupportedExpertsError
 from ..layer.experts_module import weight_names
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
-from .memory import as_bytes
 from .placement import expert_layers
+from .units import as_bytes
 
 EXPANDED_MEMORY = 'expanded_memory is {}; give bytes of the GPU for experts that lie expanded, such as "20GiB"'
 

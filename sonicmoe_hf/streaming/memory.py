@@ -1,4 +1,4 @@
-"""Numbers of bytes: of experts_memory, of packed weights, of the layers that fit, and of the host's free memory."""
+"""Numbers of bytes: of packed weights, of the layers that fit, and of the host's free memory."""
 
 from __future__ import annotations
 
@@ -12,29 +12,12 @@ import torch
 from ..kernels.packed import FORMATS, Quantized
 from ..layer.expanded import free_on_card
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 AUTO = "auto"
 EXPERTS_MEMORY = 'experts_memory is {}; give the bytes of experts that stay on the GPU, such as "8GiB" or 0, or "auto"'
 # Share of the card for adapters, activations and what the allocator cannot use, where experts_memory="auto".
 LEFT_FREE = 0.25
 PROC, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 UNLIMITED = 2**60  # cgroups of version 1 say so by a larger number
-
-
-def as_bytes(memory: str | int, wanted: str = EXPERTS_MEMORY) -> int:
-    """Read a number of bytes: 8589934592 of "8GiB", or of "8.6 GB" counted in thousands, or the number itself.
-
-    wanted: the error's sentence, whose {} is what was given.
-    Raises:
-        ValueError: it is neither, or negative.
-    """
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
-        return memory
-    given = memory if isinstance(memory, str) else ""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", given, re.IGNORECASE)
-    if match is None or match[2].upper() not in UNITS:
-        raise ValueError(wanted.format(repr(memory)))
-    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def packed_nbytes(

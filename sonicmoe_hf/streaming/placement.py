@@ -17,8 +17,9 @@ from ..private import attributes
 from ..private.transformers import mark_initialized
 from .copies import REMEDY
 from .host_memory import HostMemory, digest_of
-from .memory import AUTO, as_bytes, free_on_host, on_the_card, packed_nbytes, spread
+from .memory import AUTO, EXPERTS_MEMORY, free_on_host, on_the_card, packed_nbytes, spread
 from .stream import ExpertsStream, HostLayer, room_for
+from .units import as_bytes
 from .weight import HostWeight, stored
 
 PROJECTIONS = ("gate_up", "down")
@@ -150,7 +151,7 @@ def _is_host(weight: Any) -> bool:
 def _budget(model: nn.Module, experts_memory: Any, device: torch.device, held: list[Any], largest: int) -> int:
     """Count the bytes of experts that stay on the device. held: the experts' weights. largest: bytes of a layer."""
     if experts_memory != AUTO:
-        return as_bytes(experts_memory)
+        return as_bytes(experts_memory, EXPERTS_MEMORY)
     to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
     return on_the_card(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
 
@@ -220,7 +221,7 @@ class LoadingPlacement:
 
     def __init__(self, experts_memory: Any):
         if experts_memory != AUTO:
-            as_bytes(experts_memory)
+            as_bytes(experts_memory, EXPERTS_MEMORY)
         self.experts_memory = experts_memory
         self.placement: Placement | None = None
 

@@ -78,7 +78,7 @@ def draw_experts(figure, axes, rows_of_layers: dict[str, np.ndarray], steps: lis
     axes.invert_yaxis()
     for end in ends[:-1]:
         axes.axhline(end, color="white", linewidth=4 if len(shares) <= 8 else 1)
-    axes.set(xlabel="optimiser step", ylabel="experts, busiest on top")
+    axes.set(xlabel="optimiser step", ylabel="experts, the busiest at the end on top, not by number")
     axes.set_yticks(ends - np.diff(ends, prepend=0) / 2, labels_of(list(rows_of_layers)))
     axes.set_title(
         "Load of every expert over training (red: more rows than its layer's mean)", loc="left", fontsize=12

@@ -136,6 +136,8 @@ def test_settings_reach_children_of_this_environment_and_nobody_else(tmp_path, r
     environment = _environment(settings, {"PYTHONPATH": "/there"})
     assert environment["PYTHONPATH"] == os.pathsep.join([str(SITE), "/there"])
     assert _environment(settings, environment)["PYTHONPATH"] == environment["PYTHONPATH"]
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE", "unless the user has set it"
+    assert _environment(settings, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
     assert from_environment(environment) == settings
     other = {**json.loads(environment[RUN_VARIABLE]), "prefix": str(tmp_path)}
     done = launch(

@@ -242,6 +242,16 @@ def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
     assert len(said) == 1 and "8 tokens with top-2 of 8 experts are 2 rows per expert" in said[0]
 
 
+def test_tokens_that_fall_back_to_top_k_are_said_to_include_padding_where_there_is_some(caplog):
+    inputs = batch(rows=2, length=8)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    with caplog.at_level("WARNING", logger="sonicmoe_hf.routing.handlers"):
+        patched("qwen3_moe", TokenRounding(tile=16))(**{**inputs, "attention_mask": mask})
+    (said,) = [r.getMessage() for r in caplog.records if "fewer than 4 tiles of 16" in r.getMessage()]
+    assert "16 tokens with top-2 of 8 experts are 4 rows per expert, padding included, fewer than" in said
+
+
 def test_a_block_with_a_forward_that_is_not_transformers_rounds_no_tokens():
     model = build("qwen3_moe", num_hidden_layers=1)
     (layer,) = find_layers(model)

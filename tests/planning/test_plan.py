@@ -206,11 +206,17 @@ def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
     ):
         code, plan = plan_json(capsys, folder)
         assert code == 2 and words in plan["error"] and "sonicmoe-hf convert" not in plan["error"]
-    for memory_ in ("80MB", "much"):
+    for memory_ in ("80XB", "much", "-1GB"):
         with pytest.raises(SystemExit) as exit:
-            main(["plan", "x", "--gpu-memory", memory_])
+            main(["plan", "x", f"--gpu-memory={memory_}"])
         assert exit.value.code == 2
-    assert gibibytes("80GB") == gibibytes("80 GiB") == gibibytes("80") == 80
+        assert f"it is '{memory_}'; give the memory of a GPU in MiB, MB, GiB, GB or TiB" in capsys.readouterr().err
+    assert (
+        gibibytes("80GB") == gibibytes("80 GiB") == gibibytes("80") == gibibytes("81920MiB") == gibibytes("80g") == 80
+    )
+    assert (
+        gibibytes("81920MB") == 80 and gibibytes("23.5GiB") == 23.5 and gibibytes("1TiB") == gibibytes("1TB") == 1024
+    )
 
 
 def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_split(hub):

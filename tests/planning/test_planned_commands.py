@@ -11,6 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from helpers.checkpoints import DECLARED_FP8, edit_config, make, to_nvfp4
 from helpers.examples import EXAMPLES, TEXT, load
 from helpers.models import CONFIGS
+from helpers.terminal import make_configs
 from test_plan import GPT_OSS, olmoe, sizes_of
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
@@ -116,3 +117,13 @@ def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monk
             monkeypatch.delitem(sys.modules, name, raising=False)
         load(path.stem).main([*options, *steps])
         shutil.rmtree("outputs")  # no example overwrites what another merged
+
+
+def test_of_ways_with_experts_in_host_memory_one_begins_with_that_which_copies_the_fewest(tmp_path, capsys):
+    make_configs(tmp_path)
+    assert main(["plan", str(tmp_path / "Qwen" / "Qwen3-30B-A3B"), "--gpu-memory", "24064MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 GPU of 23.5 GiB" in printed and "QLoRA FP8, r=8, 16 GiB of experts in host memory" in printed
+    held = "beside weights in NF4, 1 GiB of them in host memory, from where each step copies them"
+    assert f"begin with 2: adapters of all experts, {held}; other ways copy more." in printed
+    assert "library without --dataset" in printed and "[all]" in printed

@@ -32,8 +32,9 @@ from sonicmoe_hf import (
 )
 from sonicmoe_hf.layer.experts_module import weight_names
 from sonicmoe_hf.streaming import memory, placement
-from sonicmoe_hf.streaming.memory import as_bytes, free_on_host, spread
+from sonicmoe_hf.streaming.memory import EXPERTS_MEMORY, free_on_host, spread
 from sonicmoe_hf.streaming.placement import Placement, bytes_of, expert_layers
+from sonicmoe_hf.streaming.units import as_bytes
 from sonicmoe_hf.streaming.weight import HostWeight
 
 BATCH = batch(2, 8)
@@ -58,10 +59,19 @@ def test_layers_of_other_sizes_count_with_their_own():
 
 @pytest.mark.parametrize(
     "given, expected",
-    [("8GiB", 2**33), ("8 gib", 2**33), ("1.5GiB", 3 * 2**29), ("2GB", 2 * 10**9), (0, 0), ("0", 0), (17, 17)],
+    [
+        ("8GiB", 2**33),
+        ("8 gib", 2**33),
+        ("1.5GiB", 3 * 2**29),
+        ("2GB", 2 * 10**9),
+        ("1TiB", 2**40),
+        (0, 0),
+        ("0", 0),
+        (17, 17),
+    ],
 )
 def test_experts_memory_is_a_number_of_bytes(given, expected):
-    assert as_bytes(given) == expected
+    assert as_bytes(given, EXPERTS_MEMORY) == expected
 
 
 @pytest.mark.parametrize("given", ["8 apples", "-1GiB", -1, 1.5, "", True, "GiB"])

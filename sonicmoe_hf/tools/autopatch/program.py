@@ -80,10 +80,12 @@ def _which(name: str) -> str | None:
 
 
 def _environment(settings: RunSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Make the program's environment: sitecustomize.py's folder first on PYTHONPATH, and the settings."""
+    """Make the program's environment: sitecustomize.py's folder first on PYTHONPATH, and the settings; its
+    OpenMP threads wait without spinning, unless they are told otherwise."""
     folders = [folder for folder in inherited.get("PYTHONPATH", "").split(os.pathsep) if folder != str(SITE)]
     path = os.pathsep.join([str(SITE), *folders]) if any(folders) else str(SITE)
-    return {**inherited, "PYTHONPATH": path, RUN_VARIABLE: settings.as_variable()}
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {**waiting, **inherited, "PYTHONPATH": path, RUN_VARIABLE: settings.as_variable()}
 
 
 def _run_child(command: list[str], environment: dict[str, str]) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ...kernels.activation import ACTIVATIONS
 from ...layer.config import LAYOUTS, ROUNDINGS, SAVE_POLICIES
+from ...streaming.units import as_bytes
 from ..autopatch.settings import ROUTINGS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of argparse's add_argument
@@ -49,8 +50,14 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def gibibytes(text: str) -> float:
-    """Read GiB from "80GB", "80GiB" or "80". Cards are named by GB and have as many GiB, within 1%."""
-    return float(re.sub(r"\s*(GB|GiB|G)$", "", text, flags=re.IGNORECASE))
+    """Read GiB from "80GB", "80", "23.5GiB" or MiB. Cards are named by GB and have about as many GiB, so all units
+    count in 1024s."""
+    given = re.sub(r"(?<=[MGT])B?$", "iB", text.strip(), flags=re.IGNORECASE)
+    unit = "" if given[-1:].lower() == "b" else "GiB"
+    try:
+        return as_bytes(given + unit, GPU_MEMORY) / 2**30
+    except ValueError:
+        raise argparse.ArgumentTypeError(GPU_MEMORY.format(repr(text))) from None
 
 
 def _sizes(text: str) -> tuple[int, int]:
@@ -66,6 +73,7 @@ def _json(what: str = " instead of tables") -> Option:
     )
 
 
+GPU_MEMORY = "it is {}; give the memory of a GPU in MiB, MB, GiB, GB or TiB, such as 80GB, 23.5GiB or 24564MiB"
 MODEL = "hub id or local folder"
 SHAPE = "hidden and intermediate size of a layer; may be given several times"
 BASE = _option("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on")
@@ -155,7 +163,14 @@ COMMANDS = {
         (
             _option("model", help=MODEL),
             _option("--gpus", type=_at_least(1), default=1, help="of one machine (default %(default)s)"),
-            _option("--gpu-memory", type=gibibytes, default=80.0, metavar="80GB", help="of each (default 80GB)"),
+            _option(
+                "--gpu-memory",
+                type=gibibytes,
+                default=80.0,
+                metavar="80GB",
+                help="of each (default 80GB, which counts as 80 GiB); a card has less than its name says, so give what "
+                "sonicmoe-hf doctor prints there, such as 23.5GiB, or MiB",
+            ),
             _option("--tokens", type=_at_least(1), help="of a step on each GPU (default: 4096, or one sequence)"),
             _option("--sequence-length", type=_at_least(1), default=4096, help="at most (default %(default)s)"),
             _option("--method", choices=("full", "lora", "qlora"), help="default: all"),

@@ -59,7 +59,7 @@ def machine() -> dict[str, Any]:
     devices = []
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
-        description = f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / 2**30:.0f} GiB"
+        description = f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / 2**30:.1f} GiB"
         devices.append((torch.device("cuda", index), description))
     devices.append((torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads"))
     return {
@@ -218,6 +218,11 @@ def _forecast(tokens: int, num_experts: int, top_k: int, policy: TokenRounding) 
     }
 
 
+def _in_words(parameters: int) -> str:
+    """Write a number of parameters in millions, or in thousands if it is smaller than one."""
+    return f"{parameters / 1e6:,.0f} million" if parameters >= 1e6 else f"{parameters / 1e3:,.0f} thousand"
+
+
 def _adapter_forecast(model, support: list[LayerSupport]) -> dict[str, Any] | None:
     """Count the parameters that LoRA has on the experts of supported layers whose routers are known, at rank r and at r /
     experts per token; None without any."""
@@ -230,11 +235,11 @@ def _adapter_forecast(model, support: list[LayerSupport]) -> dict[str, Any] | No
     at_rank_1 = sum(num_experts * (rows + columns) for num_experts, rows, columns in shapes)
     experts_r = max(1, RANK // layers[0].router.top_k)
     at_r, at_experts_r = RANK * at_rank_1, experts_r * at_rank_1
-    sentence = f"LoRA on the experts has {at_r / 1e6:,.0f} million parameters at r = {RANK}, 16 bytes each to train"
+    sentence = f"LoRA on the experts has {_in_words(at_r)} parameters at r = {RANK}, 16 bytes each to train"
     if experts_r != RANK:
         sentence += (
             f"; where that does not fit, lora_config(model, r={RANK}, experts_r={experts_r}), which is r / experts per "
-            f"token, learns less (docs/lora.md) and has {at_experts_r / 1e6:,.0f} million"
+            f"token, learns less (docs/lora.md) and has {_in_words(at_experts_r)}"
         )
     return {
         "r": RANK,

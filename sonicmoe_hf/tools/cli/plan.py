@@ -22,6 +22,10 @@ PARTS = {  # fields of planning.memory.Memory, and their headings
     "logits": "logits",
     "communication": "comm.",
 }
+TRAINED_ON = (
+    "They train on Python's standard library without --dataset (full_finetune_one_gpu.py: --text), and need the extra "
+    '"all": pip install ".[all]".'
+)
 EXAMPLE = re.compile(r"(?<!\S)examples/(?=\w+\.(?:py|yaml|json)(?!\S))")
 
 
@@ -115,7 +119,7 @@ def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, know
         console.print(table, soft_wrap=False)
         for number, way in enumerate(fitting, 1):
             console.print(f"[bold]{number}[/]  {escape(runnable(way.command))}")
-        console.print(f"\n{advice(fitting)}")
+        console.print(f"{escape(TRAINED_ON)}\n\n{advice(fitting)}")
         room = (f"{number}: {way.expanded_memory}GiB" for number, way in enumerate(fitting, 1) if way.expanded_layers)
         if is_all and (listed := ", ".join(room)):
             console.print(
@@ -130,5 +134,6 @@ def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, know
         console.print("Experts can be packed in other formats too: --all")
     console.print(
         f"A way fits if its peak, {GAPS - 1:.0%} more for gaps between blocks, and {CONTEXT:g} GiB for CUDA's context "
-        "do. Ways stand in the order of what trains, and of how near to bf16 experts are."
+        "do. Ways stand in the order of what trains, and of how near to bf16 experts are. A card has fewer GiB than its "
+        "name says: sonicmoe-hf doctor prints them there, for --gpu-memory."
     )

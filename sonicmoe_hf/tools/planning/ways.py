@@ -231,13 +231,18 @@ def _distance(way: Way) -> tuple:
 
 def advice(fitting: list[Way]) -> str:
     """Say which of the ways that fit, as `shown` orders them, to begin with."""
-    number = next((n for n, way in enumerate(fitting, 1) if not way.training.full), 1)
+    adapted = [(way.memory.host, n) for n, way in enumerate(fitting, 1) if not way.training.full]
+    host, number = min(adapted, default=(0.0, 1))  # what is in host memory is copied in each forward and backward
     training = fitting[number - 1].training
     what = "all weights train"
     if not training.full:
         held = "in bf16, nothing rounded" if training.experts == "bf16" else f"in {training.experts.upper()}"
         what = f"adapters of all experts, beside weights {held}"
-    rest = "; 1 trains all weights" if number > 1 else ""
+    if host:
+        what += f", {host / GIB:.0f} GiB of them in host memory, from where each step copies them"
+    rest = "; 1 trains all weights" if fitting[0].training.full and number > 1 else ""
+    if host and len({gib for gib, _ in adapted}) > 1:
+        rest = "; other ways copy more" + rest
     return f"To fine-tune, begin with {number}: {what}{rest}."
 
 
