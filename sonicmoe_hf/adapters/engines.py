@@ -258,6 +258,7 @@ def _hints(engine: str, rank: int, has_experts: bool, is_3d: bool) -> list[str]:
             "under --enable-expert-parallel leave out --fully-sharded-loras, and keep --all2all-backend "
             "allgather_reducescatter, the default"
         )
+        hints.append("vLLM adapts experts on GPUs alone")
     if has_experts and is_3d:
         hints.append("under --enable-mixed-moe-lora-format also say is_3d_lora_weight=True in the LoRARequest")
     return hints

@@ -146,3 +146,9 @@ def test_the_command_says_how_to_serve_the_adapter(adapter, tmp_path, capsys):
     assert '"lora_path": "NAME"' in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model"), "--layout", "vllm"]) == 2
     assert "base is no folder with adapter_config.json" in capsys.readouterr().err
+
+
+def test_converting_for_vllm_says_that_experts_need_a_gpu(adapter, tmp_path, capsys):
+    for layout, count in (("vllm", 1), ("sglang", 0)):
+        assert main(["convert", str(adapter), str(tmp_path / layout), "--layout", layout]) == 0
+        assert capsys.readouterr().out.count("note: vLLM adapts experts on GPUs alone\n") == count

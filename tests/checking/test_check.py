@@ -49,6 +49,12 @@ def check(place, capsys, *arguments, adapter=None):
     return code, (json.loads(captured.out).get("places") or captured.out)
 
 
+def test_that_files_alone_were_compared_is_said_once(place, capsys):
+    paths = [str(path) for path in (place.base, place.adapter, place.adapter, place.base)]
+    main(["check", *paths, "--text", str(place.text)])
+    assert capsys.readouterr().out.count("files were compared; --server URL asks a running server") == 1
+
+
 def check_server(place, capsys, served):
     with serving(served) as url:
         return check(place, capsys, "--server", url, "--model", ADAPTER)

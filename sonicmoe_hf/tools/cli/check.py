@@ -21,12 +21,12 @@ def check(base: str, adapter: str, folders: list[str], as_json: bool, **options)
         ]
         print(json.dumps({**result._asdict(), "places": places}, indent=2))
     else:
-        _print(result)
+        _print(result, asked_server=options["server"] is not None)
     wrong = [place for place in result.places if not place.is_right]
     return 0 if not wrong else 2 if all(place.is_unknown for place in wrong) else 1
 
 
-def _print(result: Check) -> None:
+def _print(result: Check, asked_server: bool) -> None:
     """Print distances, shares and verdicts as a table, and the reasons below."""
     from rich import box
     from rich.table import Table
@@ -52,3 +52,5 @@ def _print(result: Check) -> None:
     for place, verdict, _ in result.places:
         if verdict.reason:
             console.print(f"{place}: {verdict.kind}: {verdict.reason}", soft_wrap=True)
+    if not asked_server:
+        console.print("files were compared; --server URL asks a running server what it applies", soft_wrap=True)
