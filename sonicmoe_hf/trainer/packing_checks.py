@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ PROBE_TOKENS = 8
 LEAK = 2e-2  # of logits' norm: bf16 rounds to 0.4%, and other tokens in the same attention move it by tens of percent
 REMEDY = "leave packed_tokens of attach(trainer) out"
 LINEAR_IN_MEMORY = "sdpa", "flash", "torch_sinks"  # in names of attention; others keep scores of all pairs of tokens
+_checking = threading.Lock()
 
 
 def check_steps(trainer: Any, max_tokens: int) -> None:
@@ -113,7 +115,7 @@ def check_rows_apart(model: Any) -> None:
     positions = torch.arange(PROBE_TOKENS, dtype=torch.int64, device=device).repeat(2)[None]
     model.eval()
     try:
-        with _without_experts():
+        with _without_experts(model):
             first, second = (
                 model(input_ids=row, position_ids=positions, use_cache=False).logits[0, PROBE_TOKENS:].float()
                 for row in rows
@@ -133,20 +135,26 @@ def check_rows_apart(model: Any) -> None:
 
 
 @contextmanager
-def _without_experts() -> Iterator[None]:
-    """Have experts give zeros: what they make of a token depends on no other. So few tokens take kernels of their own,
-    which compile for seconds, and experts in host memory would all be copied."""
-    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _zeros
-    try:
-        yield
-    finally:
-        del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+def _without_experts(model: Any) -> Iterator[None]:
+    """Have the model's experts give zeros: what they make of a token depends on no other. So few tokens take kernels of
+    their own, which compile for seconds, and experts in host memory would all be copied. Those of other models, which
+    threads may train, compute as ever."""
+    own = set(every_experts(transformers_model(model)))
 
+    def forward(experts, hidden_states, *args, sonicmoe_hf_adapters=None, **kwargs):
+        if experts not in own:
+            return computing(experts, hidden_states, *args, sonicmoe_hf_adapters=sonicmoe_hf_adapters, **kwargs)
+        if sonicmoe_hf_adapters is not None:
+            sonicmoe_hf_adapters.take()
+        return torch.zeros_like(hidden_states)
 
-def _zeros(experts, hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters=None) -> torch.Tensor:
-    if sonicmoe_hf_adapters is not None:
-        sonicmoe_hf_adapters.take()
-    return torch.zeros_like(hidden_states)
+    with _checking:
+        computing = ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+        ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = forward
+        try:
+            yield
+        finally:
+            del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
 
 
 def _refuse(reasons: dict[str, bool]) -> None:

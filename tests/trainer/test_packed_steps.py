@@ -223,6 +223,15 @@ def test_whether_rows_are_as_apart_is_checked_without_the_experts(monkeypatch):
     assert calls.called, "they are back"
 
 
+def test_while_rows_are_checked_the_experts_of_other_models_compute():
+    """A thread may train one."""
+    model, other, inputs = patched("qwen3_moe"), with_lora(patched("qwen3_moe")), batch()
+    expected, seen = other(**inputs).logits, []
+    model.register_forward_hook(lambda *_: seen.append(other(**inputs).logits))
+    check_rows_apart(model)
+    assert len(seen) == 2 and all(torch.equal(logits, expected) for logits in seen)
+
+
 def test_models_whose_sequences_reach_over_borders_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"tokens of one sequence change the logits of the next one .* NemotronH.*linear attention"
