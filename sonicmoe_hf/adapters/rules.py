@@ -228,7 +228,8 @@ class AdapterConfig:
         size_out, size_in = sizes
         expected = (rank * num_experts, size_in), (size_out, rank * num_experts)
         version = [int(number) for number in re.findall(r"\d+", str(self.entries.get("peft_version")))[:3]]
-        is_unclear = swaps and version < NOT_SWAPPED and size_in == size_out
+        may_swap = swaps and version < NOT_SWAPPED
+        is_unclear = may_swap and size_in == size_out
         if tuple(shapes) == expected and not is_unclear:
             return
         if all(math.prod(shape) == 0 for shape in shapes):
@@ -237,7 +238,7 @@ class AdapterConfig:
         if tuple(shapes) == expected:
             reason = "which do not show which side is the input's and which the output's"
         swapped = (rank * num_experts, size_out), (size_in, rank * num_experts)
-        if swaps and version < NOT_SWAPPED and tuple(shapes) in (expected, swapped):
+        if may_swap and tuple(shapes) in (expected, swapped):
             reason += (
                 f"; PEFT up to 0.19.0 took out for in, and peft_version is {self.entries.get('peft_version')!r}: train "
                 "the adapter with a newer PEFT"

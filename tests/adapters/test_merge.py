@@ -231,7 +231,7 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({DOWN_B: torch.zeros(16, 32)}, "PEFT up to 0.19.0"),
+        ({DOWN_B: torch.zeros(16, 32)}, r"have shapes \(16, 16\) and \(16, 32\), where \(16, 16\) and \(32, 16\) are"),
         ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values"),
         ({DOWN_B: torch.ones(32, 16, dtype=torch.int8)}, r"adapter_model.safetensors: .* has dtype torch.int8"),
         ({DOWN_B: torch.ones(32, 16).to(torch.float8_e5m2)}, r"has dtype torch.float8_e5m2; weights are floats"),
@@ -248,6 +248,14 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
 def test_weights_that_do_not_fit_are_refused_with_their_names(folders, changes, match):
     edit_tensors(folders[1], changes)
     assert_refused(folders, match)
+
+
+def test_factors_in_the_order_of_an_older_peft_are_named_with_its_version(folders):
+    edit_tensors(folders[1], {DOWN_B: torch.zeros(16, 16), DOWN_B.replace("lora_B", "lora_A"): torch.zeros(16, 32)})
+    edit(folders[1], peft_version="0.18.1")
+    assert_refused(
+        folders, r"PEFT up to 0.19.0 took out for in, and peft_version is '0.18.1': train the adapter with a"
+    )
 
 
 def test_a_sum_beyond_the_range_of_its_own_weights_dtype_is_refused(folders):

@@ -52,7 +52,7 @@ def test_warmup_draws_kernels(is_terminal, monkeypatch, tmp_path, capsys):
 
 
 def test_check_says_what_it_compares(is_terminal, monkeypatch, capsys):
-    def compare(base, adapter, folders, loading, say):
+    def compare(base, adapter, folders, loading, say, server):
         say("comparing [1] with the adapter, 3 of 7 readings")
         time.sleep(0.2)  # until the line is drawn again
         return Check(1.0, 40, [])

@@ -119,7 +119,10 @@ def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monk
         shutil.rmtree("outputs")  # no example overwrites what another merged
 
 
-def test_of_ways_with_experts_in_host_memory_one_begins_with_that_which_copies_the_fewest(tmp_path, capsys):
+def test_of_ways_with_experts_in_host_memory_one_begins_with_that_which_copies_the_fewest(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)  # lines are whole where nothing says how wide they may be
     make_configs(tmp_path)
     assert main(["plan", str(tmp_path / "Qwen" / "Qwen3-30B-A3B"), "--gpu-memory", "24064MiB"]) == 0
     printed = capsys.readouterr().out

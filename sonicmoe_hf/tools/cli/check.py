@@ -8,20 +8,20 @@ from ..checking.check import Check, check_adapter
 from ..checking.models import Loading
 
 
-def check(base: str, adapter: str, folders: list[str], as_json: bool, **options) -> int:
+def check(base: str, adapter: str, folders: list[str], as_json: bool, server: str | None = None, **options) -> int:
     """Run `sonicmoe-hf check`."""
     from .bar import line
 
     loading = Loading(*(options.pop(name) for name in Loading._fields))
     with line("reading the text", not as_json) as say:
-        result = check_adapter(base, adapter, folders, **options, loading=loading, say=say)
+        result = check_adapter(base, adapter, folders, server=server, **options, loading=loading, say=say)
     if as_json:
         places = [
             {"place": place, **verdict._asdict(), "is_base": is_base} for place, verdict, is_base in result.places
         ]
         print(json.dumps({**result._asdict(), "places": places}, indent=2))
     else:
-        _print(result, asked_server=options["server"] is not None)
+        _print(result, asked_server=server is not None)
     wrong = [place for place in result.places if not place.is_right]
     return 0 if not wrong else 2 if all(place.is_unknown for place in wrong) else 1
 
