@@ -28,7 +28,7 @@ class Arriving(NamedTuple):
     work: Any
 
     def wait(self) -> torch.Tensor:
-        """Let the current stream wait for the tensor, and return it."""
+        """Wait for the tensor in the current stream."""
         self.work.wait()
         return self.tensor
 

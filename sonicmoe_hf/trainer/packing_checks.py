@@ -136,8 +136,8 @@ def check_rows_apart(model: Any) -> None:
 
 @contextmanager
 def _without_experts(model: Any) -> Iterator[None]:
-    """Have the model's experts give zeros: what they make of a token depends on no other. So few tokens take kernels of
-    their own, which compile for seconds, and experts in host memory would all be copied. Those of other models, which
+    """Replace the outputs of the model's experts by zeros: they depend on no other token. So few tokens take kernels of
+    their own, which compile for seconds, and experts in host memory would all be copied. Experts of other models, which
     threads may train, compute as ever."""
     own = set(every_experts(transformers_model(model)))
 

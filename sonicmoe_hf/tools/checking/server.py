@@ -114,7 +114,7 @@ class Server:
         return text, self._values(choice, text)
 
     def _score_generated(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
-        """Let the model continue the text's first half, and get the log-probabilities of what it generates."""
+        """Get the log-probabilities of tokens that the model generates after the text's first half."""
         prompt = text.ids[: (len(text.ids) + 1) // 2]
         choice = self._choice(model=model, prompt=prompt, logprobs=1, return_token_ids=True, **GREEDY)
         generated = choice.get("token_ids") or ()
@@ -124,8 +124,7 @@ class Server:
         return text, self._values(choice, text._replace(start=0, ids=tuple(generated)))
 
     def _generate_greedily(self, model: str, text: Text) -> Text | None:
-        """Let the model continue the text's first half greedily, and tokenize the answer; None where it was generated as
-        other tokens."""
+        """Continue the text's first half greedily, and tokenize the answer; None where other tokens were generated."""
         prompt = self.tokenizer.decode(text.ids[: (len(text.ids) + 1) // 2], skip_special_tokens=True)
         choice = self._choice(model=model, prompt=prompt, **GREEDY)
         answer, usage = choice.get("text") or "", choice["usage"]
