@@ -1,4 +1,9 @@
-"""Lists of the kernels that a function launches. It runs on the meta device, where nothing is compiled or launched."""
+"""Lists of the kernels that a function asks for. Run on the meta device, it compiles and launches none of them.
+
+with list_kernels() as kernels:
+    function(*tensors_on_the_meta_device)     asks hopper._compiler and triton.launch_kernel, which list
+kernels.hopper, kernels.triton
+"""
 
 from __future__ import annotations
 
@@ -20,10 +25,10 @@ class TritonLaunch(NamedTuple):
     options: dict[str, Any]
 
 
-class Listing:
-    """The kernels of calls so far.
+class KernelList:
+    """The kernels that were asked for so far, in order and as often as they were.
 
-    hopper: (function of hopper/compiled.py, its parameters) of each.
+    hopper: (name of a function of hopper/compiled.py, its parameters) of each. triton: the launches.
     """
 
     def __init__(self) -> None:
@@ -31,16 +36,16 @@ class Listing:
         self.triton: list[TritonLaunch] = []
 
 
-def listing() -> Listing | None:
-    """Give this thread's list, or None where kernels are launched."""
-    return getattr(_thread, "listing", None)
+def current_list() -> KernelList | None:
+    """Look up the list of this thread; None where it launches its kernels."""
+    return getattr(_thread, "kernels", None)
 
 
 @contextlib.contextmanager
-def listed() -> Iterator[Listing]:
-    """Give the list of the kernels that this thread launches inside `with`, of tensors on the meta device."""
-    _thread.listing = Listing()
+def list_kernels() -> Iterator[KernelList]:
+    """List the kernels that this thread asks for inside `with`, for tensors on the meta device."""
+    _thread.kernels = KernelList()
     try:
-        yield _thread.listing
+        yield _thread.kernels
     finally:
-        _thread.listing = None
+        _thread.kernels = None

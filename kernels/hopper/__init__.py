@@ -13,7 +13,7 @@ import torch
 
 from .. import triton
 from ..interface import PackedOperand
-from ..listing import listing
+from ..listing import current_list
 from ..packed import FORMATS, Quantized
 from ..packed.fp8 import FP8_BLOCK
 from ..scaled import block_scales, empty_rows
@@ -62,12 +62,12 @@ def _compiled():
 
 
 def _compiler(name):
-    """Give the function of compiled.py that compiles a kernel, or what lists it."""
-    return getattr(_compiled(), name) if listing() is None else functools.partial(_list, name)
+    """Look up the function of compiled.py that compiles a kernel, or where kernels are listed make one that lists it."""
+    return getattr(_compiled(), name) if current_list() is None else functools.partial(_list, name)
 
 
 def _list(name, *parameters):
-    listing().hopper.append((name, parameters))
+    current_list().hopper.append((name, parameters))
 
 
 def _fits(rows, sizes, gathered, *others) -> bool:
@@ -173,7 +173,7 @@ def _compile_for_tiles(compile_kernel, tiles, *parameters):
 def _compile_up(compile_kernel, *parameters):
     """Compile gemm_up, with which a step begins, and begin to compile the step's other kernels, where the cache has none,
     in other processes meanwhile."""
-    if listing() is None:
+    if current_list() is None:
         from .cache import compile_ahead
 
         compile_ahead(training_step_kernels(*parameters))

@@ -5,7 +5,6 @@ written whole or not at all, and one that does not match its checksum is compile
 so the folder is this user's alone. Where much is missing, processes beside this one compile it.
 """
 
-import ast
 import contextlib
 import functools
 import hashlib
@@ -22,7 +21,8 @@ import warnings
 from pathlib import Path
 
 from ..announce import announce, is_first_of_machine
-from ..processes import begin
+from ..processes import start_call
+from ..sources import digest_sources
 
 # of the kernels of a layer, with its first step: benchmarks/results/starting.csv
 USUAL_TIME = "usually 15 to 30 s with 16 CPU cores"
@@ -152,7 +152,7 @@ def _begin(kernels: list[tuple[str, tuple]]) -> None:
         make_folder()
         for first in range(processes):
             share = kernels[first::processes]
-            process = begin(f"{__package__}.compiled", "compile_share", share)
+            process = start_call(f"{__package__}.compiled", "compile_share", share)
             _pending.update((path_of(*kernel), process) for kernel in share)
 
 
@@ -177,28 +177,8 @@ def _wait_for(path: Path) -> None:
 @functools.cache
 def _environment() -> bytes:
     """Digest the sources and versions that a compiled kernel depends on beside its parameters."""
-    digest = hashlib.sha256()
-    for source in sorted(_with_imports(Path(__file__).with_name("compiled.py"))):
-        digest.update(source.name.encode() + source.read_bytes())
     versions = [f"{name}=={_version(name)}" for name in DISTRIBUTIONS]
-    digest.update("\n".join([*versions, sys.version]).encode())
-    return digest.digest()
-
-
-def _with_imports(source: Path) -> set[Path]:
-    """Collect a source of this package and all others that it imports, directly or not."""
-    sources: set[Path] = set()
-    pending = [source]
-    while pending:
-        path = pending.pop()
-        if path in sources or not path.is_file():
-            continue
-        sources.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                module = path.parents[node.level - 1] / (node.module or "").replace(".", "/")
-                pending += [module.with_suffix(".py"), *(module / f"{alias.name}.py" for alias in node.names)]
-    return sources
+    return digest_sources(Path(__file__).with_name("compiled.py")) + "\n".join([*versions, sys.version]).encode()
 
 
 def _version(distribution: str) -> str:

@@ -1,7 +1,10 @@
-"""Triton kernels compiled ahead of their first launch by processes beside this one, into Triton's cache on disk.
+"""Triton kernels compiled ahead of their first launch, by other processes, into Triton's cache on disk.
 
-A process has no GPU: a driver that knows the target stands for Triton's. Where a share of kernels has been compiled, a
-file in the cache says so, since Triton would have to trace a kernel to look for it.
+    compile_ahead   the first rank of a machine cuts the kernels that are not there into shares, and starts a process each
+    compile_share   the process compiles its share, and then makes an empty file in the cache, the share's mark
+
+A share with a mark is not compiled again. Triton's own cache cannot tell so cheaply, as it has to trace a kernel to look
+for it. The processes use no GPU: they are told its target.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..announce import is_first_of_machine
 from ..listing import TritonLaunch
-from ..processes import begin
+from ..processes import start_call
+from ..sources import digest_sources
 from .launch import cdiv
 
-KERNELS = 4  # of a process, which takes as long to begin as to compile them
+KERNELS_PER_PROCESS = 4  # a process takes as long to start as to compile them
 
 
 class _Driver:
@@ -43,33 +47,34 @@ class _Driver:
 
 
 def compile_ahead(launches: list[TritonLaunch]) -> None:
-    """Begin to compile the kernels that these launches ask for. A launch before that is done compiles as it does
-    otherwise. Of a machine's ranks the first begins, for all."""
+    """Begin to compile the kernels of these launches. One that is launched before it is there is compiled at its launch,
+    as ever."""
     kernels = {_key(launch): launch for launch in launches if type(launch.kernel) is JITFunction}
-    processes = min(cdiv(len(kernels), KERNELS), len(os.sched_getaffinity(0)) - 1)
+    processes = min(cdiv(len(kernels), KERNELS_PER_PROCESS), len(os.sched_getaffinity(0)) - 1)
     if not is_first_of_machine() or processes < 1:
         return
     target, keys = driver.active.get_current_target(), list(kernels)
     for first in range(processes):
         share = keys[first::processes]
-        done = Path(knobs.cache.dir) / f"sonicmoe_hf-{_digest(repr((target, share)))}"
-        if not done.exists():
-            given = [(*key[:2], *kernels[key][1:]) for key in share]
+        mark = Path(knobs.cache.dir) / f"sonicmoe_hf-{_digest(target, share)}"
+        if not mark.exists():
+            kernels_by_name = [(*key[:2], *kernels[key][1:]) for key in share]  # a JITFunction cannot be pickled
             with contextlib.suppress(OSError):
-                begin(__name__, "compile_share", target, given, done)
+                start_call(__name__, "compile_share", target, kernels_by_name, mark)
 
 
-def compile_share(target, share, done: Path) -> None:
-    """Compile kernels, (module, name, tensors, numbers, constants, options), for this target."""
+def compile_share(target, share, mark: Path) -> None:
+    """Compile kernels for this target, (module, name, tensors, numbers, constants, options) each, and make the share's
+    mark."""
     driver.set_active(_Driver(target))
     for module, name, tensors, numbers, constants, options in share:
         kernel = getattr(importlib.import_module(module), name)
         kernel.warmup(*tensors, *numbers, *constants, grid=(1,), **options)
-    done.touch()
+    mark.touch()
 
 
-def _key(launch: TritonLaunch):
-    """Give what Triton compiles a kernel for: its module and name come first."""
+def _key(launch: TritonLaunch) -> tuple:
+    """Make a key of all that Triton compiles a kernel for: (its module, its name, ...)."""
     kernel, tensors, _, constants, options = launch
     return kernel.__module__, kernel.__name__, *map(_kind, tensors), *constants, *options.items()
 
@@ -80,14 +85,11 @@ def _kind(tensor):
     return None if tensor is None else tensor.dtype
 
 
-def _digest(share: str) -> str:
-    return hashlib.sha256(_sources() + share.encode()).hexdigest()[:32]
+def _digest(target, share: list[tuple]) -> str:
+    return hashlib.sha256(_environment() + repr((target, share)).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _sources() -> bytes:
-    """Digest Triton's version and the kernels' sources."""
-    digest = hashlib.sha256(triton.__version__.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.digest()
+def _environment() -> bytes:
+    """Digest Triton's version and the sources of its kernels."""
+    return triton.__version__.encode() + digest_sources(Path(__file__).with_name("__init__.py"))

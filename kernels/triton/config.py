@@ -198,7 +198,8 @@ TABLE = {
 
 
 def _gpu(device: torch.device) -> torch.device | None:
-    """Give the GPU that kernels on a device run on: those that are listed on the meta device on the current one, None."""
+    """Choose the GPU whose properties count for tensors on a device: for the meta device, where kernels are listed, None,
+    which is the current GPU."""
     return None if device.type == "meta" else device
 
 

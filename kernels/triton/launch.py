@@ -18,7 +18,7 @@ from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..announce import announce
-from ..listing import TritonLaunch, listing
+from ..listing import TritonLaunch, current_list
 from ..tape import Recorder, launching
 
 # (kernel, device, dtypes and blocks described, constants, options) -> compiled kernel: as many as Triton compiles
@@ -70,7 +70,7 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options) ->
     first = tensors[0]
     first = first.base if type(first) is TensorDescriptor else first
     if first.is_meta:
-        listing().triton.append(TritonLaunch(kernel, tensors, numbers, constants, options))
+        current_list().triton.append(TritonLaunch(kernel, tensors, numbers, constants, options))
         return
     device = first.get_device()
     with launching(device) as recorder:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..kernels.listing import Listing, listed
+from ..kernels.listing import KernelList, list_kernels
 from ..private.torch import example_size
 
 
@@ -70,9 +70,9 @@ def _compile(launches: Callable, form: Nesting, sizes: tuple) -> None:
         ahead.compile_ahead(kernels.triton)
 
 
-def kernels_of(launches: Callable, arguments: Sequence[Any]) -> Listing:
+def kernels_of(launches: Callable, arguments: Sequence[Any]) -> KernelList:
     """List the kernels that `launches` asks for of these arguments, whose tensors are on the meta device."""
-    with listed() as kernels:
+    with list_kernels() as kernels:
         launches(*arguments)
     return kernels
 

@@ -25,12 +25,12 @@ import os, time, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from sonicmoe_hf.kernels import triton
-from sonicmoe_hf.kernels.listing import listed
+from sonicmoe_hf.kernels.listing import list_kernels
 from sonicmoe_hf.kernels.triton import ahead, config
 
 config.gpu_kind = lambda device: "hopper"
 driver.set_active(ahead._Driver(GPUTarget("cuda", 90, 32)))
-with listed() as kernels:
+with list_kernels() as kernels:
     triton.dispatch(torch.empty(64, 8, dtype=torch.int64, device="meta"), None, 64, 16, False)
 (launch,) = kernels.triton
 ahead.compile_ahead(kernels.triton)
@@ -42,7 +42,7 @@ found = set(os.listdir(folder))
 tensors = [tensor if tensor is None else torch.empty(64, dtype=tensor.dtype) for tensor in launch.tensors]
 launch.kernel.warmup(*tensors, *launch.numbers, *launch.constants, grid=(1,), **launch.options)
 assert len(found) > 1 and set(os.listdir(folder)) == found, "Triton found what another process had compiled"
-ahead.begin = None
+ahead.start_call = None
 ahead.compile_ahead(kernels.triton)
 """
 
@@ -67,7 +67,7 @@ def shares(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", ahead._Driver(GPUTarget("cuda", 90, 32)))
-    monkeypatch.setattr(ahead, "begin", lambda module, function, target, share, done: begun.append((share, done)))
+    monkeypatch.setattr(ahead, "start_call", lambda module, function, target, share, mark: begun.append((share, mark)))
     return begun
 
 
@@ -92,15 +92,15 @@ def test_processes_share_the_kernels(monkeypatch, shares, count, cpus, rank, siz
 
 def test_a_share_that_was_compiled_is_not_compiled_again(shares):
     ahead.compile_ahead(launches(2))
-    ((_, done),) = shares
-    assert done.parent == Path(os.environ["TRITON_CACHE_DIR"])
+    ((_, mark),) = shares
+    assert mark.parent == Path(os.environ["TRITON_CACHE_DIR"])
     ahead.compile_ahead(launches(2))
-    done.touch()
+    mark.touch()
     ahead.compile_ahead(launches(2))
     assert len(shares) == 2
 
 
 def test_a_run_goes_on_where_no_process_can_begin(monkeypatch, shares):
-    monkeypatch.setattr(ahead, "begin", begun := mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(ahead, "start_call", begun := mock.Mock(side_effect=OSError))
     ahead.compile_ahead(launches(2))
     assert begun.called
