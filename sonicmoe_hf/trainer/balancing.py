@@ -16,6 +16,7 @@ from ..routing.calls import Balancing
 from ..routing.hooks import installed, routers
 from ..routing.model import is_pipelined, routing_state, use_routers
 from .callbacks import StepCallback
+from .router_loss import router_loss
 from .steps import summed_over_ranks
 
 logger = logging.get_logger(__name__)
@@ -153,22 +154,16 @@ class LoadBalancing(StepCallback):
         self._balancing = self._prepare(model)
 
     def _warn_of_second_loss(self, args, model) -> None:
-        """Warn where Transformers' router loss is added too: by TRL's trainers, as their arguments or else the model's
-        config say, and by models whose config has them return router logits. args: of the Trainer; None without one."""
-        config = transformers_model(model).config.get_text_config()
-        by_trl = hasattr(args, "router_aux_loss_coef")
-        adds = hasattr(config, "output_router_logits") if by_trl else getattr(config, "output_router_logits", False)
-        coefficient = getattr(args, "router_aux_loss_coef", None)
-        if coefficient is None:
-            coefficient = getattr(config, "router_aux_loss_coef", 0.0)
-        if self.per_layer_loss is None or not adds or not coefficient:
+        """Warn where Transformers' or TRL's own router loss is added too. args: of the Trainer; None without one."""
+        coefficient, is_trainers = router_loss(model, args)
+        if self.per_layer_loss is None or not coefficient:
             return
         off = f"pass router_aux_loss_coef=0.0 to {type(args).__name__}"
-        off = off if by_trl else "set model.config.output_router_logits = False"
+        off = off if is_trainers else "set model.config.output_router_logits = False"
         logger.warning(
-            f"sonicmoe_hf: a router loss of {'this trainer' if by_trl else 'the model'}'s own, times {coefficient}, is "
-            f"added to that of LoadBalancing(per_layer_loss={self.per_layer_loss}), so that both count; {off}, or leave "
-            "LoadBalancing out"
+            f"sonicmoe_hf: a router loss of {'this trainer' if is_trainers else 'the model'}'s own, times {coefficient}, "
+            f"is added to that of LoadBalancing(per_layer_loss={self.per_layer_loss}), so that both count; {off}, or "
+            "leave LoadBalancing out"
         )
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):

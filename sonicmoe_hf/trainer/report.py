@@ -22,6 +22,7 @@ from ..routing.hooks import routers
 from ..routing.model import find_state, routing_policy
 from ..routing.support import with_rounding
 from .mixed_precision import computing_dtype
+from .router_loss import router_loss
 
 
 class Remedies(NamedTuple):
@@ -91,21 +92,26 @@ def _training(model: nn.Module, remedies: Remedies) -> str:
     return f"{held}, beside LoRA that leaves them out; {remedies.adapt} adapts them too" if has_lora else held
 
 
-def _balancing(model: nn.Module) -> list[str]:
-    """Say what balances the experts, and whether the routers learn from it."""
-    state = find_state(model)
-    if state is None or state.balancing is None:
-        return []
-    weight, counting = state.balancing
+def _balancing(model: nn.Module, args: Any) -> list[str]:
+    """Say what balances the experts, and whether the routers learn from it. args: of the Trainer, if it is known."""
+    state, (coefficient, is_trainers) = find_state(model), router_loss(model, args)
+    weight, counting = (0.0, False) if state is None or state.balancing is None else state.balancing
     ways = [f"a loss of weight {weight:g}"] * bool(weight) + ["the routers' correction biases"] * counting
-    trained = any(weight.requires_grad for _, _, router in routers(model) for weight in router.parameters())
-    frozen = "; the routers are frozen, so it reaches what they read" if weight and not trained else ""
+    if coefficient:
+        ways.append(
+            f"a loss of {'the trainer' if is_trainers else 'the model'}'s own, router_aux_loss_coef={coefficient:g}"
+        )
+    if not ways:
+        return []
+    weights = [weight for _, _, router in routers(model) for weight in router.parameters()]
+    is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
+    frozen = "; the routers are frozen, so it reaches what they read" if is_frozen and (weight or coefficient) else ""
     return [f"  balancing: by {' and '.join(ways)}{frozen}"]
 
 
-def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies: Remedies) -> str:
+def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies: Remedies, args: Any = None) -> str:
     """Write lines that say what was patched, what computes it and, once the program `trains`, what is trained; or why
-    nothing was patched."""
+    nothing was patched. args: of the Trainer that trains it, if one does."""
     name = type(model).__name__
     if reason is not None:
         return f"{name} is not patched: {reason}"
@@ -116,7 +122,7 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     compiled = ", layers compiled" if has_compiled_modules(list(model.modules())) else ""
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}{compiled}"]
     if trains:
-        lines += [f"  experts: {_training(model, remedies)}", *_beside(model), *_balancing(model)]
+        lines += [f"  experts: {_training(model, remedies)}", *_beside(model), *_balancing(model, args)]
     return "\n".join(lines)
 
 
@@ -136,5 +142,5 @@ class FirstStepReport(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Print the report, once."""
         if not self.is_done and isinstance(model, nn.Module) and is_patched(model):
-            write(describe(transformers_model(model), None, True, OF_A_SCRIPT))
+            write(describe(transformers_model(model), None, True, OF_A_SCRIPT, args))
         self.is_done = True

@@ -18,9 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import convert_adapter, merge_adapter
 from sonicmoe_hf.lora.packed_base import ENTRY
+from sonicmoe_hf.tools.checking.check import Check
 from sonicmoe_hf.tools.checking.hypotheses import layers_of
 from sonicmoe_hf.tools.checking.server import NoAnswer, Server
 from sonicmoe_hf.tools.checking.texts import Text
+from sonicmoe_hf.tools.checking.trained_adapter import JudgedPlace
+from sonicmoe_hf.tools.checking.verdict import Verdict
+from sonicmoe_hf.tools.cli.check import print_check
 from sonicmoe_hf.tools.cli.main import main
 
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}  # of FP8
@@ -53,6 +57,13 @@ def test_that_files_alone_were_compared_is_said_once(place, capsys):
     paths = [str(path) for path in (place.base, place.adapter, place.adapter, place.base)]
     main(["check", *paths, "--text", str(place.text)])
     assert capsys.readouterr().out.count("files were compared; --server URL asks a running server") == 1
+
+
+def test_shares_that_rounding_moves_from_100_percent_are_explained(capsys):
+    for share, kind, expected in ((0.93, "applied", 1), (1.0, "applied", 0), (0.93, "cannot tell", 0)):
+        verdict = Verdict(kind, "", 0.01, 1.0, {"experts": share, "rest": None}, may_be_scaled=False)
+        print_check(Check(1.0, 400, [JudgedPlace("merged", verdict, is_base=False)]), asked_server=True)
+        assert capsys.readouterr().out.count("differs from 100% by noise of rounding") == expected
 
 
 def check_server(place, capsys, served):

@@ -145,6 +145,18 @@ def test_balancing_is_told_and_that_routers_are_frozen(tmp_path, capsys):
         assert capsys.readouterr().err.endswith(f"balancing: by a loss of weight 0.05{words}\n")
 
 
+def test_a_router_loss_of_the_models_or_trainers_own_is_told(tmp_path, capsys):
+    for returns_logits, owner in ((True, "model"), (False, "trainer")):
+        model = build("qwen3_moe", num_hidden_layers=1, output_router_logits=returns_logits)
+        trainer = trainer_for(model, tmp_path, max_steps=1)
+        if owner == "trainer":  # as TRL's, which take the weight of the model's config for None
+            trainer.args.router_aux_loss_coef = None
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+        said = capsys.readouterr().err
+        assert said.endswith(f"balancing: by a loss of the {owner}'s own, router_aux_loss_coef=0.001\n")
+
+
 def test_experts_that_a_lora_leaves_out_are_told_with_the_remedy(tmp_path, capsys):
     model = get_peft_model(patched("qwen3_moe", num_hidden_layers=1), LoraConfig(target_modules=["q_proj"]))
     trained(model, tmp_path, max_steps=1)

@@ -28,7 +28,7 @@ By `sonicmoe-hf {command}` of sonicmoe_hf {version} ({others}).
 {lines}
 {check}"""
 CHECK = """
-Whether they compute what was trained:
+Whether they compute what was trained (give folders with their paths):
 
     sonicmoe-hf check {base} {adapter} {name}{options}
 """

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer
 from ...errors import UnsupportedModelError
 from ...models.patch import patch_model, unpatch_model
 from ...patching.quantize import FOR_FILE, with_packed_experts
-from ...patching.support import every_experts, is_patched
+from ...patching.support import every_experts, is_patched, transformers_model
 from ...private.replaced import RUN, replace
 from ...registration import install_in_peft
 from ...routing.model import set_routing, use_routers
@@ -38,6 +38,7 @@ class Session:
         self.settings = settings
         self.policy = settings.policy()
         self.reasons: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
+        self.training_args: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
         self.reported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
         self.printed: set[str] = set()
         self.adapted: list[Any] = []  # LoRA configs that got the experts
@@ -143,6 +144,7 @@ class Session:
             check_no_policy_trainer(trainer, trainer.args, remedy=f"leave out --routing of {COMMAND}")
         attach(trainer, compile=True if self.settings.compile else None)
         trainer.remove_callback(FirstStepReport)  # `report` says it
+        self.training_args[transformers_model(trainer.model)] = trainer.args
         self.has_compiled = True
 
     def make_grpo(self, trainer: Any, make: Any, args: tuple, kwargs: dict) -> None:
@@ -215,7 +217,7 @@ class Session:
     def _print(self) -> None:
         for model in self._outermost():
             if model not in self.reported:
-                text = describe(model, self.reasons[model], self.has_trained, REMEDIES)
+                text = describe(model, self.reasons[model], self.has_trained, REMEDIES, self.training_args.get(model))
                 if text not in self.printed:
                     write(text)
                 self.printed.add(text)

@@ -6,6 +6,7 @@ import json
 
 from ..checking.check import Check, check_adapter
 from ..checking.models import Loading
+from ..checking.verdict import APPLIED
 
 
 def check(base: str, adapter: str, folders: list[str], as_json: bool, server: str | None = None, **options) -> int:
@@ -21,12 +22,12 @@ def check(base: str, adapter: str, folders: list[str], as_json: bool, server: st
         ]
         print(json.dumps({**result._asdict(), "places": places}, indent=2))
     else:
-        _print(result, asked_server=server is not None)
+        print_check(result, asked_server=server is not None)
     wrong = [place for place in result.places if not place.is_right]
     return 0 if not wrong else 2 if all(place.is_unknown for place in wrong) else 1
 
 
-def _print(result: Check, asked_server: bool) -> None:
+def print_check(result: Check, asked_server: bool) -> None:
     """Print distances, shares and verdicts as a table, and the reasons below."""
     from rich import box
     from rich.table import Table
@@ -52,5 +53,10 @@ def _print(result: Check, asked_server: bool) -> None:
     for place, verdict, _ in result.places:
         if verdict.reason:
             console.print(f"{place}: {verdict.kind}: {verdict.reason}", soft_wrap=True)
+    applied = [place.verdict for place in result.places if place.verdict.kind == APPLIED and not place.verdict.reason]
+    shares = [share for verdict in applied for share in verdict.shares.values() if share is not None]
+    if any(f"{share:.0%}" != "100%" for share in shares):
+        noise = "what is applied differs from 100% by noise of rounding; --dtype float32 has less"
+        console.print(noise, soft_wrap=True)
     if not asked_server:
         console.print("files were compared; --server URL asks a running server what it applies", soft_wrap=True)
