@@ -44,8 +44,7 @@ MAX_MMA_COLUMNS = 192
 @dataclass(frozen=True)
 class DecodedOperand:
     """A packed weight, with the shape and stride of the [E, N, K] that a kernel multiplies; of the strides the one along
-    K is 1 where codes are contiguous along K. across: the weight is stored as [E, K, N], with codes contiguous along
-    N."""
+    K is 1 where codes are contiguous along K. across: as of DecodingKernel."""
 
     packed: PackedTensors
     across: bool
@@ -64,18 +63,19 @@ class DecodingKernel:
     """Mixed into a kernel with epilogue warps, whose B is decoded from a DecodedOperand.
 
     registers: of a thread in warpgroup 0, in the two consumers, and in the decoding warps; a multiprocessor has 512 for
-    four threads, one of each warpgroup. decoder: of decoders.py.
+    four threads, one of each warpgroup. decoder: of decoders.py. across: the weight is stored as [E, K, N], with codes
+    contiguous along N, and not as [E, N, K].
     """
+
+    across: bool
 
     threads = 512  # four warpgroups
     decoding_warps = DECODING_WARPS
     weight_bytes = 0  # TMA brings A alone
 
     def weight_atom(self, weight):
-        """Pass a packed weight on, and remember how it is stored; for an adapter's factor make the TMA
-        loads."""
+        """Make the TMA loads of an adapter's factor; a packed weight has none."""
         if isinstance(weight, DecodedOperand):
-            self.across = weight.across
             return None, weight.packed
         return super().weight_atom(weight)
 
@@ -210,6 +210,7 @@ class DecodedGemmUpKernel(DecodingKernel, GemmUpKernel):
     """GemmUpKernel of a packed gate_up, [E, 2I, H]."""
 
     registers = 88, 168, 88
+    across = False
 
     def __init__(self, kind: PackedKind, tile: Tile, activation, interleaved: bool):
         super().__init__(BFloat16, tile, activation, interleaved)
@@ -233,7 +234,7 @@ class DecodedGemmUpKernel(DecodingKernel, GemmUpKernel):
         num_blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = DecodedOperand(PackedTensors(words, scales, state), False)
+        weight = DecodedOperand(PackedTensors(words, scales, state), self.across)
         GemmUpKernel.__call__(
             self, x, weight, bias, shrunk, factor, h, a, token, tile_table, state_row, num_blocks, stream
         )
@@ -275,6 +276,7 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
     """GemmDownBackwardKernel of a packed down [E, H, I], read across."""
 
     registers = 120, 144, 104
+    across = True
 
     def __init__(self, kind: PackedKind, tile: Tile, activation, interleaved: bool):
         super().__init__(BFloat16, tile, activation, interleaved)
@@ -301,7 +303,7 @@ class DecodedGemmDownBackwardKernel(DecodingKernel, GemmDownBackwardKernel):
         num_blocks: Int32,
         stream: cuda.CUstream,
     ):
-        weight = DecodedOperand(PackedTensors(words, scales, state), True)
+        weight = DecodedOperand(PackedTensors(words, scales, state), self.across)
         GemmDownBackwardKernel.__call__(
             self,
             dout,

@@ -133,7 +133,7 @@ class VarlenMKernel:
         return tma_load(rows, one_stage(half_a), (WARPGROUP_M, TILE_K))
 
     def weight_atom(self, weight):
-        """Make the TMA loads of a stage of a weight [E, N, K], with two sides of one side of it."""
+        """Make the TMA loads of a stage of a weight [E, N, K]; each loads one of its sides."""
         experts, rows, depth = weight.shape
         stride_e, stride_n, stride_k = weight.stride
         per_side = rows // self.weight_sides

@@ -13,7 +13,6 @@ from .config import decodes as decodes
 from .config import reads_packed as reads_packed
 from .dequantize import dequantize as dequantize
 from .dispatch import dispatch as dispatch
-from .dispatch import tile_table_length as tile_table_length
 from .gemm_down import down as down
 from .gemm_down import scaled_down as scaled_down
 from .gemm_down import up_backward_input as up_backward_input
@@ -32,3 +31,4 @@ from .rounding import round_rows as round_rows
 from .rounding_backward import round_rows_backward as round_rows_backward
 from .scale_rows import scale_rows as scale_rows
 from .scale_rows import transposed as transposed
+from .tile_table import tile_table_length as tile_table_length

@@ -21,8 +21,9 @@ import triton.language as tl
 
 from ..interface import Rows, unwritten_rows
 from ..tape import Taped
-from .config import SMALL_ROW_TILE, tile_rows
+from .config import tile_rows
 from .launch import cdiv, launch_kernel, next_power_of_2
+from .tile_table import tile_table_length, write_tiles
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32  # pairs that those of a block are compared with at a time
@@ -30,37 +31,6 @@ CHUNK = 32  # pairs that those of a block are compared with at a time
 FEW_PAIRS, FEW_BLOCK, FEW_CHUNK = 512, 32, 64
 SCAN, WIDE = 2048, 8192  # counts that are scanned together, and counts that are only summed
 T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
-
-
-@triton.jit
-def write_tiles(
-    tiles,
-    first_row,
-    end_row,
-    own_expert,
-    num_row_tiles,
-    NUM_EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    """Write the row tiles of one expert; for own_expert = E -1 in the rest of the `num_row_tiles` entries, and behind
-    them the state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
-    bins = tl.arange(0, BINS)
-    num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
-    if own_expert < NUM_EXPERTS:
-        tile = tl.sum(tl.where(bins < own_expert, num_tiles, 0))
-        end = tl.sum(tl.where(bins == own_expert, end_row, 0))
-        for row in range(tl.sum(tl.where(bins == own_expert, first_row, 0)), end, TILE_ROWS):
-            tl.store(tiles + tile * 3, own_expert)
-            tl.store(tiles + tile * 3 + 1, row)
-            tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, end))
-            tile += 1
-    else:
-        used = tl.sum(num_tiles)
-        for start in range(used, num_row_tiles, BINS):
-            tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
-        tl.store(tiles + num_row_tiles * 3, 0)
-        tl.store(tiles + num_row_tiles * 3 + 1, used)
 
 
 @triton.jit
@@ -310,12 +280,6 @@ def dispatch_order_kernel(
             other = tl.load(row_of_slot + other_slot, mask=other_slot < end, other=last)
             position += tl.sum((other[:, None, :] < key[:, :, None]).to(tl.int32), axis=2)
         tl.store(token_rows + start + position, (key & 0x7FFFFFFF).to(tl.int32), mask=slot < end)
-
-
-def tile_table_length(num_pairs, num_experts):
-    # for the smallest tile, and the scheduler's state: a length without a branch, so that a symbolic number of pairs
-    # brings no guard
-    return (num_pairs + SMALL_ROW_TILE - 1) // SMALL_ROW_TILE + num_experts + 1
 
 
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..interface import RoundedRows, unwritten_rows
 from .config import tile_rows
-from .dispatch import dispatch, tile_table_length, write_tiles
+from .dispatch import dispatch
 from .launch import cdiv, launch_kernel, next_power_of_2
 from .rounding_search import (
     NO_KEY,
@@ -33,6 +33,7 @@ from .rounding_search import (
     search,
     sum_scores,
 )
+from .tile_table import tile_table_length, write_tiles
 
 MIN_HELD, MAX_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches, at most
 MAX_PLACED = 1 << 11  # (token, expert) of which a program finds the rows
@@ -65,8 +66,8 @@ def rounding_keys_kernel(
     score = tl.load(scores + offset, mask=is_token[:, None] & is_expert[None, :], other=float("-inf"))
     chosen = tl.zeros((WORD,), tl.int32)  # a bit for each of the program's experts
     for k in tl.static_range(TOP_K):
-        which = tl.load(index + token * TOP_K + k, mask=is_token, other=-1).to(tl.int32) - first_expert
-        chosen |= tl.where((which >= 0) & (which < WORD), 1 << (which & (WORD - 1)), 0)
+        bit = tl.load(index + token * TOP_K + k, mask=is_token, other=-1).to(tl.int32) - first_expert
+        chosen |= tl.where((bit >= 0) & (bit < WORD), 1 << (bit & (WORD - 1)), 0)
     is_top = ((chosen[:, None] >> lane[None, :]) & 1) != 0
     real = is_token
     if valid is not None:
@@ -122,8 +123,8 @@ def rounding_select_kernel(
     below = num_top // TILE * TILE
     excess = num_top - below
     if ROUNDING == "balanced":
-        which = tl.arange(0, BINS)
-        total = tl.load(totals + which, mask=which <= expert, other=0)
+        each_expert = tl.arange(0, BINS)
+        total = tl.load(totals + each_expert, mask=each_expert <= expert, other=0)
         until = tl.sum(total)
         num_chosen = nearest_multiple(until, TILE) - nearest_multiple(until - num_top, TILE)
     elif ROUNDING == "nearest":
@@ -264,14 +265,14 @@ def rounding_place_kernel(
         entry = first_entry[:, None] + tl.cumsum(entries, axis=1) - entries
         tl.store(token_rows + entry, row, mask=is_pair)
     elif block <= num_blocks + NUM_EXPERTS:
-        which = block - num_blocks
-        write_tiles(tiles, first_row, end_row, which, num_row_tiles, NUM_EXPERTS, EXPERTS, TILE_ROWS)
-        is_own = expert == which
+        own_expert = block - num_blocks
+        write_tiles(tiles, first_row, end_row, own_expert, num_row_tiles, NUM_EXPERTS, EXPERTS, TILE_ROWS)
+        is_own = expert == own_expert
         end = tl.sum(tl.where(is_own, end_row, 0))
         for start in range(tl.sum(tl.where(is_own, first_row, 0)), end, FILL):
             row = start + tl.arange(0, FILL)
-            tl.store(expert_of_row + row, which, mask=row < end)
-        if which == NUM_EXPERTS:
+            tl.store(expert_of_row + row, own_expert, mask=row < end)
+        if own_expert == NUM_EXPERTS:
             tl.store(offsets + expert, first_row, mask=expert < NUM_EXPERTS)
             tl.store(offsets + NUM_EXPERTS, num_rows)
             tl.store(token_offsets + num_tokens, num_rows)
