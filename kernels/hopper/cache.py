@@ -124,20 +124,22 @@ def cached(compile_kernel):
     return get
 
 
-def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
+def compile_ahead(wanted: list[tuple[str, tuple]], fewest: int = 2) -> None:
     """Begin to compile kernels that will soon be asked for, (function of compiled.py, its parameters), in new processes.
 
     `cached` waits for them, MAX_WAIT_SECONDS at most. Where there are too few kernels, CPUs or rights for that, nothing
     is begun, and where a process fails or hangs, what it leaves is compiled as it is asked for. Of a machine's ranks
     (announce.LOCAL_RANKS) the first begins them, for all.
+
+    fewest: processes to begin, or none: 1 where this one has something else to do for seconds.
     """
     if not is_first_of_machine() or why_untrusted():
         return
     with _beginning:
-        _begin(missing(wanted))
+        _begin(missing(wanted), fewest)
 
 
-def _begin(kernels: list[tuple[str, tuple]]) -> None:
+def _begin(kernels: list[tuple[str, tuple]], fewest: int) -> None:
     kernels = [kernel for kernel in kernels if path_of(*kernel) not in _pending]
     if kernels and all(process.poll() is not None for process in _pending.values()):
         names = ", ".join(sorted({name for name, _ in kernels}))
@@ -146,7 +148,7 @@ def _begin(kernels: list[tuple[str, tuple]]) -> None:
             f"in {folder()}, and sonicmoe-hf warmup compiles them beforehand"
         )
     processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1)  # a step has 10 kernels at most
-    if processes < 2:
+    if processes < fewest:
         return
     with contextlib.suppress(OSError):
         make_folder()

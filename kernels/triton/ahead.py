@@ -4,7 +4,8 @@
     compile_share   the process compiles its share, and then makes an empty file in the cache, the share's mark
 
 A share with a mark is not compiled again. Triton's own cache cannot tell so cheaply, as it has to trace a kernel to look
-for it. The processes use no GPU: they are told its target.
+for it. The processes use no GPU: they are told its target. Until Triton 3.6 each kernel also has a launcher in C, whose
+compilation takes as long as the kernel's.
 """
 
 from __future__ import annotations
@@ -69,8 +70,17 @@ def compile_share(target, share, mark: Path) -> None:
     driver.set_active(_Driver(target))
     for module, name, tensors, numbers, constants, options in share:
         kernel = getattr(importlib.import_module(module), name)
-        kernel.warmup(*tensors, *numbers, *constants, grid=(1,), **options)
+        _compile_launcher(kernel.warmup(*tensors, *numbers, *constants, grid=(1,), **options))
     mark.touch()
+
+
+def _compile_launcher(compiled) -> None:
+    """Compile what launches a kernel, where Triton has one for each."""
+    if driver.active.get_current_target().backend == "cuda":
+        from triton.backends.nvidia import driver as nvidia
+
+        if hasattr(nvidia, "make_launcher"):
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _key(launch: TritonLaunch) -> tuple:

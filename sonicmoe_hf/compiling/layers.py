@@ -24,6 +24,7 @@ from ..layer.torch_op import SOURCE
 from ..private.torch import (
     allow_caching,
     allow_recompilations,
+    begin_compile_workers,
     compiled_call,
     compiled_graphs,
     eager_call,
@@ -90,6 +91,7 @@ def compile_layers(model: nn.Module, **options) -> int:
         raise ValueError(
             f"{type(model).__name__} has no decoder layers that Transformers could checkpoint; use torch.compile(model)"
         )
+    begin_compiling(options)
     is_captured = options.get("mode") in CAPTURED_MODES
     if is_captured:
         inductor = torch._inductor.list_mode_options(options.pop("mode"))
@@ -105,6 +107,12 @@ def compile_layers(model: nn.Module, **options) -> int:
             module.compile(**options)
             set_compiled_call(module, _Call(module, layer, is_captured))
     return len(layers)
+
+
+def begin_compiling(options: dict[str, Any]) -> None:
+    """Begin the processes that compile kernels for a GPU, seconds before these options of torch.compile need them."""
+    if options.get("backend", "inductor") == "inductor" and torch.cuda.is_available():
+        begin_compile_workers()
 
 
 def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None:

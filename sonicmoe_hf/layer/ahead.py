@@ -5,12 +5,14 @@ processes beside this one compile the kernels that it will launch.
     the list                  processes that compile, for the caches on disk
     the first launch          takes a kernel from there, or waits for it
 
-A thread has none of the modes in which an op is traced. An uncompiled step has nothing to do meanwhile but to ask for
-kernels one after the other: there `up` begins, with the step's other products (kernels/hopper).
+The thread then imports what launches Hopper kernels, which takes a second, while the one that traces waits for Inductor.
+It has none of the modes in which an op is traced. An uncompiled step has nothing to do meanwhile but to ask for kernels
+one after the other: there `up` begins, with the step's other products (kernels/hopper).
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -63,11 +65,13 @@ def _compile(launches: Callable, form: Nesting, sizes: tuple) -> None:
     if kernels.hopper:
         from ..kernels.hopper import cache
 
-        cache.compile_ahead(kernels.hopper)
+        cache.compile_ahead(kernels.hopper, fewest=1)
     if kernels.triton:
         from ..kernels.triton import ahead
 
         ahead.compile_ahead(kernels.triton)
+    if kernels.hopper:
+        importlib.import_module("..kernels.hopper.compiled", __package__)
 
 
 def kernels_of(launches: Callable, arguments: Sequence[Any]) -> KernelList:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,17 @@ def allow_caching(versions: dict[str, str]) -> None:
     settings: Any = inductor.config
     marked = {**settings.unsafe_marked_cacheable_functions, **versions}
     _set_in_all_threads(settings, "unsafe_marked_cacheable_functions", marked)
+
+
+def begin_compile_workers() -> None:
+    """Begin the processes in which Inductor compiles kernels, and read Triton's files for the keys of its cache. By
+    itself torch does both at its first graph, and compiles kernels one by one until the processes are there."""
+    from torch._inductor.async_compile import maybe_warm_pool
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    maybe_warm_pool()
+    if HAS_TRITON:
+        threading.Thread(target=triton_key, name="keys of Triton's cache", daemon=True).start()
 
 
 def mark_as_static(tensor: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.utils import DynamoBackend
 from transformers import TrainerCallback
 
-from ..compiling.layers import compile_once, decoder_layers
+from ..compiling.layers import begin_compiling, compile_once, decoder_layers
 from .methods import wrap_method
 
 
@@ -26,6 +26,8 @@ class CompiledLayers(TrainerCallback):
         """Choose for a Trainer; compile=None leaves what was chosen before."""
         self.compile = self.compile if compile is None else compile
         self.options = compile_options(trainer, self.compile)
+        if self.options is not None:
+            begin_compiling(self.options)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Compile the layers."""

@@ -39,6 +39,8 @@ USED = {  # the name, or "place: what its source sets"
     "torch.nn.Module()._compiled_call_impl": "finding what is compiled",
     "torch.nn.Module()._call_impl": "calling a compiled layer without its compiled code",
     "torch._inductor.list_mode_options": "layers as CUDA graphs",
+    "torch._inductor.async_compile.maybe_warm_pool": "the start of compiled layers",
+    "torch._inductor.runtime.triton_compat.triton_key": "the start of compiled layers",
     "torch._dynamo.eval_frame: _orig_mod": "the model inside torch.compile",
     "torch.nn.Module()._forward_hooks": "calling adapted experts without torch's look for hooks",
     "torch.nn.Module()._forward_pre_hooks": "the same",

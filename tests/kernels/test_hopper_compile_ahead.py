@@ -135,22 +135,28 @@ def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("kernels", "cpus", "variables", "times"),
+    ("kernels", "fewest", "cpus", "variables", "times"),
     [
-        (1, 9, {}, 0),
-        (2, 2, {}, 0),
-        (2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 0),
-        *((2, 9, {name: "1"}, 0) for name in LOCAL_RANKS),
-        (2, 3, {}, 1),
-        (2, 3, {"LOCAL_RANK": "0", "SLURM_LOCALID": "5"}, 1),
-        (2, 3, {"SLURM_LOCALID": "0"}, 1),
+        (1, 2, 9, {}, 0),
+        (1, 1, 9, {}, 1),
+        (2, 2, 2, {}, 0),
+        (2, 1, 2, {}, 1),
+        (2, 1, 1, {}, 0),
+        (0, 1, 9, {}, 0),
+        (2, 2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 0),
+        *((2, 1, 9, {name: "1"}, 0) for name in LOCAL_RANKS),
+        (2, 2, 3, {}, 1),
+        (2, 2, 3, {"LOCAL_RANK": "0", "SLURM_LOCALID": "5"}, 1),
+        (2, 2, 3, {"SLURM_LOCALID": "0"}, 1),
     ],
 )
-def test_the_first_rank_begins_for_all_unless_there_is_little(monkeypatch, begun, kernels, cpus, variables, times):
+def test_the_first_rank_begins_for_all_unless_there_is_little(
+    monkeypatch, begun, kernels, fewest, cpus, variables, times
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cpus))
-    cache.compile_ahead(small_gradients()[:kernels])
+    cache.compile_ahead(small_gradients()[:kernels], fewest)
     assert begun.call_count == times
 
 

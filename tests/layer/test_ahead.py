@@ -57,7 +57,7 @@ def noted(monkeypatch):
     monkeypatch.setattr(config, "multiplies_fp8", lambda device: True)
     monkeypatch.setattr(ahead, "is_gpu", lambda device: True)
     monkeypatch.setattr(ahead, "_begun", set())
-    monkeypatch.setattr(cache, "compile_ahead", kernels.ahead.update)
+    monkeypatch.setattr(cache, "compile_ahead", lambda found, fewest=2: kernels.ahead.update(found))
     monkeypatch.setattr(
         triton_ahead, "compile_ahead", lambda found: kernels.ahead.update(map(triton_ahead._key, found))
     )

@@ -1,5 +1,8 @@
 """A Trainer's torch_compile after `attach`: the layers are compiled on their own, with Liger's kernels too."""
 
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -89,6 +92,36 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
     assert compile_layers.mock_calls == ([] if expected is None else [mock.call(model, **expected)])
     prepared = trainer.accelerator.prepare_model(model)
     assert hasattr(prepared, "_orig_mod") is (bool(given) and expected is None)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "times"),
+    [
+        ({}, True, 1),
+        ({"torch_compile_backend": "aot_eager"}, True, 0),
+        ({}, False, 0),
+        ({"torch_compile": False}, True, 0),
+    ],
+)
+def test_processes_that_compile_begin_before_training(given, has_gpu, times, tmp_path, monkeypatch):
+    trainer = Trainer(
+        patched("qwen3_moe"), arguments(tmp_path, **{"torch_compile": True, **given}), train_dataset=Examples(4)
+    )
+    monkeypatch.setattr(layers, "begin_compile_workers", begin := mock.Mock())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    sonicmoe_hf.attach(trainer)
+    assert begin.call_count == times
+
+
+@pytest.mark.slow
+def test_inductors_processes_are_ready_without_a_graph():
+    """Inductor compiles kernels one by one until its processes are ready, and begins them by itself at the first graph."""
+    code = "from sonicmoe_hf.private.torch import begin_compile_workers; begin_compile_workers()\n"
+    code += "from torch._inductor.async_compile import AsyncCompile; future = AsyncCompile._ready_future\n"
+    code += "assert future.result(timeout=500) == 'ready' and AsyncCompile.use_process_pool()"
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
