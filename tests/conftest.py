@@ -17,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ or not HAS_WORKERS:
     import torch
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # torch's own formats the whole stack, 1 ms, for each kind of device that may come
+        torch.manual_seed = torch.default_generator.manual_seed
     # Triton decides when it and the kernels are imported whether kernels run interpreted. Whatever else imports it comes
     # later.
     if not torch.cuda.is_available() and importlib.util.find_spec("triton"):

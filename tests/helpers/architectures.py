@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import itertools
+import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from sonicmoe_hf.routing.support import why_no_rounding
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- table: PYTHONPATH=.:tests python -m helpers.architectures -->\n", "<!-- end of table -->"
+MODELS = Path(transformers.__file__).parent / "models"
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 16, 12, 8, 2, 64
 SIZES = {
     HIDDEN: ("hidden_size", "d_model"),
@@ -60,19 +62,28 @@ class Architecture(NamedTuple):
     experts: str
 
     @property
+    def module_name(self) -> str:
+        return f"transformers.models.{self.folder}.modeling_{self.folder}"
+
+    @property
     def module(self):
-        return importlib.import_module(f"transformers.models.{self.folder}.modeling_{self.folder}")
+        return importlib.import_module(self.module_name)
+
+
+@cache
+def _text(folder: str) -> str:
+    return (MODELS / folder / f"modeling_{folder}.py").read_text()
 
 
 @cache
 def architectures() -> list[Architecture]:
     """List, of every folder of transformers.models, the experts classes that use_experts_implementation decorates."""
     found = []
-    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
-        lines = path.read_text().splitlines() if path.stem == f"modeling_{path.parent.name}" else []
+    for folder in sorted(path.name for path in MODELS.iterdir() if (path / f"modeling_{path.name}.py").exists()):
+        lines = _text(folder).splitlines()
         for line, following in itertools.pairwise(lines):
             if line.startswith("@use_experts_implementation") and following.startswith("class "):
-                found.append(Architecture(path.parent.name, following[6:].partition("(")[0]))
+                found.append(Architecture(folder, following[6:].partition("(")[0]))
     return found
 
 
@@ -141,13 +152,14 @@ class OneLayer(PreTrainedModel):
 
 @cache
 def family_of(architecture: Architecture):
-    """Find the families whose blocks are in the architecture's module and hold its experts."""
-    return [
-        family
-        for family in FAMILIES.values()
-        if family.module == architecture.module.__name__
-        and f"{architecture.experts}(" in inspect.getsource(getattr(architecture.module, family.block))
-    ]
+    """Find the families whose blocks are in the architecture's module and hold its experts. The text is read, since to
+    import a hundred modules, and to parse them for a class's source, is a fifth of collecting the tests."""
+    families = [family for family in FAMILIES.values() if family.module == architecture.module_name]
+    text = _text(architecture.folder) if families else ""
+    blocks = {
+        family: re.search(rf"^class {family.block}\b.*?(?=^[@#\w]|\Z)", text, re.M | re.S) for family in families
+    }
+    return [family for family, block in blocks.items() if f"{architecture.experts}(" in block[0]]
 
 
 def layers_of(architecture: Architecture) -> OneLayer:
