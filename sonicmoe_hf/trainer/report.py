@@ -42,18 +42,28 @@ def _dtype(weight: torch.Tensor) -> torch.dtype:
     return computing_dtype(weight.dtype, state.AcceleratorState().mixed_precision if is_mixed else "no")
 
 
-def _expanded(every: set[Any]) -> str:
+class _Modules:
+    """The modules of a model, listed once. named: by their names. experts: `every_experts`, in the model's order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named: dict[str, Any] = dict(model.named_modules())
+        self.experts: dict[Any, None] = dict.fromkeys(every_experts(model))
+
+
+def _expanded(modules: _Modules) -> str:
     """Say in how many layers packed experts lie expanded too."""
-    layers = [[weight for weight in experts.parameters() if isinstance(weight, PackedWeight)] for experts in every]
+    layers = [
+        [weight for weight in experts.parameters() if isinstance(weight, PackedWeight)] for experts in modules.experts
+    ]
     count = sum(any(weight.expanded is not None for weight in weights) for weights in layers)
     return f" and in {count} of {len(layers)} layers expanded" if count else ""
 
 
-def _ranks(modules: list[Any], every: set[Any]) -> str:
+def _ranks(modules: _Modules) -> str:
     """Write the ranks of the experts' adapters, which PEFT may choose apart for each weight; "" without any."""
     of_weight: dict[str, set[int]] = {}
-    for module in modules:
-        if type(module).__name__ == "ParamWrapper" and module.get_base_layer() in every:
+    for module in modules.named.values():
+        if type(module).__name__ == "ParamWrapper" and module.get_base_layer() in modules.experts:
             of_weight.setdefault(module.parameter_name, set()).update(module.r.values())
     written = {name: " and ".join(map(str, sorted(ranks))) for name, ranks in of_weight.items()}
     if len(set(written.values())) < 2:
@@ -61,26 +71,23 @@ def _ranks(modules: list[Any], every: set[Any]) -> str:
     return " and ".join(f"rank {ranks} on {name}" for name, ranks in sorted(written.items()))
 
 
-def _beside(model: nn.Module) -> list[str]:
+def _beside(modules: _Modules) -> list[str]:
     """Say which modules beside the experts have adapters, by the last part of their names."""
-    every: set[Any] = set(every_experts(model))
     adapted = {
         name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if len(getattr(module, "lora_A", ())) and module.get_base_layer() not in every
+        for name, module in modules.named.items()
+        if len(getattr(module, "lora_A", ())) and module.get_base_layer() not in modules.experts
     }
     return [f"  LoRA beside the experts: on {', '.join(sorted(adapted))}"] if adapted else []
 
 
-def _training(model: nn.Module, remedies: Remedies) -> str:
+def _training(model: nn.Module, modules: _Modules, remedies: Remedies) -> str:
     """Say which of the experts' weights are trained, and what would change it."""
-    modules: list[Any] = list(model.modules())
-    every: set[Any] = set(every_experts(model))
-    ranks = _ranks(modules, every)
-    weights: list[Any] = [weight for experts in every for weight in experts.parameters()]
+    ranks = _ranks(modules)
+    weights: list[Any] = [weight for experts in modules.experts for weight in experts.parameters()]
     formats = (weight.format for weight in weights if isinstance(weight, PackedWeight))
     packed = next(filter(None, formats), None)  # dense weights on the host have the format ""
-    held = "frozen" if packed is None else f"frozen, packed as {packed}{_expanded(every)}"
+    held = "frozen" if packed is None else f"frozen, packed as {packed}{_expanded(modules)}"
     dense = dense_beside_bitsandbytes(model)
     if dense is not None:
         held = f"frozen, in {dense} beside bitsandbytes' linear layers ({remedies.pack} packs them)"
@@ -88,7 +95,7 @@ def _training(model: nn.Module, remedies: Remedies) -> str:
         return f"{held}, with LoRA of {ranks}"
     if any(weight.requires_grad for weight in weights):
         return "trained"
-    has_lora = any(len(getattr(module, "lora_A", ())) for module in modules)
+    has_lora = any(len(getattr(module, "lora_A", ())) for module in modules.named.values())
     return f"{held}, beside LoRA that leaves them out; {remedies.adapt} adapts them too" if has_lora else held
 
 
@@ -116,13 +123,14 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     if reason is not None:
         return f"{name} is not patched: {reason}"
     report = PatchReport(with_rounding(supports(model), model), routing_policy(model))
-    weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
+    modules = _Modules(model)
+    weight = next(weight for experts in modules.experts for weight in experts.parameters())
     dtype = _dtype(weight)
     choice = backends.choose(weight.device, dtype)
-    compiled = ", layers compiled" if has_compiled_modules(list(model.modules())) else ""
+    compiled = ", layers compiled" if has_compiled_modules(list(modules.named.values())) else ""
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}{compiled}"]
     if trains:
-        lines += [f"  experts: {_training(model, remedies)}", *_beside(model), *_balancing(model, args)]
+        lines += [f"  experts: {_training(model, modules, remedies)}", *_beside(modules), *_balancing(model, args)]
     return "\n".join(lines)
 
 
