@@ -28,10 +28,10 @@ from transformers import PreTrainedModel
 from ..checkpoints.reading.files import check_float, refuse_model_beside_adapter
 from ..checkpoints.writing.output import finite_bounds
 from ..errors import CheckpointError
-from ..formats.tensor_files import opened
+from ..formats.tensor_files import open_tensors
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names
-from ..lora.factors import Factors, fused_gate_up, interchanged, stacked
+from ..lora.factors import Factors, fused_gate_up, reorder_gate_up, stack_experts
 from ..lora.names import PREFIX
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from ..patching.experts import experts_facts
@@ -133,7 +133,7 @@ class _Reader:
         factors = Factors(a, b, scale, is_transposed)
         is_first = adapted.module in self.trained.experts and adapted.parameter == weight_names(module)[0]
         if is_first and is_native(module) != self.trained.is_native and not self.hub_is_interleaved:
-            return interchanged(factors, interleaved=self.trained.is_native)
+            return reorder_gate_up(factors, interleaved=self.trained.is_native)
         return factors
 
     def _single_experts(self, module: nn.Module, num_experts: int, parts: list[AdaptedWeight], handle: Any) -> Factors:
@@ -141,7 +141,7 @@ class _Reader:
         for part in dict.fromkeys(adapted.part for adapted in parts):
             own = {adapted.expert: self._pair(adapted, handle) for adapted in parts if adapted.part == part}
             zero = next(iter(own.values())).unchanging()
-            factors[part] = stacked([own.get(expert, zero) for expert in range(num_experts)])
+            factors[part] = stack_experts([own.get(expert, zero) for expert in range(num_experts)])
         one = next(iter(factors.values()))
         if "down" in factors or not has_gate(module):
             return one
@@ -167,7 +167,7 @@ class _Reader:
     def _read(self, read: Callable[[Any], Any]) -> Any:
         """Read a weight's tensors of the file, which is open meanwhile only: its mapped pages count as memory. Opening it
         for each tensor would take time as the square of their number."""
-        with opened(self.path) as handle:
+        with open_tensors(self.path) as handle:
             return read(handle)
 
 

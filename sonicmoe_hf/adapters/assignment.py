@@ -64,12 +64,12 @@ class Assignment:
         match = KEY.match(key)
         if match is None:
             self._assign_replacement(name, without_base_layer(key))
-        elif (adapted := self._adapted(match["module"], match["depth"].count("base_layer."))) is None:
+        elif (adapted := self._find_weight(match["module"], match["depth"].count("base_layer."))) is None:
             raise self._unknown(name, match["module"])
         else:
             self.sides.setdefault(adapted, {})[match["side"]] = name
 
-    def _adapted(self, trained: str, depth: int) -> AdaptedWeight | None:
+    def _find_weight(self, trained: str, depth: int) -> AdaptedWeight | None:
         """Find the weight that the wrapper at this depth around a module of the trained model adapts, or None."""
         module, single = self.trained.in_model(trained), EXPERT.match(trained)
         if module in self.trained.modules:
@@ -79,10 +79,10 @@ class Assignment:
             if module not in self.trained.experts and not depth and f"{module}.weight" in self.trained.state:
                 return AdaptedWeight(f"{module}.weight", f"{self.trained.as_trained(module)}.weight")
         elif single and (experts := self.trained.in_model(single["experts"])) in self.trained.experts and not depth:
-            return self._adapted_expert(experts, single["projection"], int(single["expert"]), trained)
+            return self._find_expert_weight(experts, single["projection"], int(single["expert"]), trained)
         return None
 
-    def _adapted_expert(self, name: str, projection: str, expert: int, trained: str) -> AdaptedWeight | None:
+    def _find_expert_weight(self, name: str, projection: str, expert: int, trained: str) -> AdaptedWeight | None:
         module, part = self.trained.modules[name], PARTS_BY_NAME.get(projection)
         if part is None or (part == "gate" and not has_gate(module)):
             return None

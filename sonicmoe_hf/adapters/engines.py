@@ -128,7 +128,7 @@ def engine_form(
     check_for_engine(adapter, model, engine)
     is_3d = engine == "vllm" and name in VLLM_FUSED
     hub, pairs = HubNames(model), dict[str, Factors]()
-    for weight, factors in _completed(adapter, model, engine).items():
+    for weight, factors in _complete_factors(adapter, model, engine).items():
         templates = _matrices(model, hub, weight) if factors.a.dim() == 3 and not is_3d else []
         if len(templates) == 2:
             interleaved = is_interleaved(model.get_submodule(weight.rpartition(".")[0]))
@@ -167,7 +167,7 @@ def vllm_takes_pefts_form(folder: Path, adapter: Adapter, model: PreTrainedModel
     return type(model).__name__ in VLLM_MIXED and is_even and is_whole and is_in_pefts_form(folder, model)
 
 
-def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:
+def _complete_factors(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:
     """Complete the factors by weight: zeros for those that an engine wants because it fuses them with adapted ones."""
     weights = dict(adapter.factors)
     for weight, given in tuple(weights.items()):

@@ -127,7 +127,7 @@ def one_by_one(original: Callable) -> Callable:
             return original(self, **given)
         given = {name: value for name, value in given.items() if name not in LENGTHS}
         pieces = [original(self, **_cut_to_sequence(given, each))[0] for each in sequences]
-        return _joined(pieces, sequences, given), None
+        return _join(pieces, sequences, given), None
 
     return forward
 
@@ -215,7 +215,7 @@ def _cut_to_sequence(given: dict[str, Any], sequence: Sequence) -> dict[str, Any
     return piece
 
 
-def _joined(pieces: list[torch.Tensor], sequences: list[Sequence], given: dict[str, Any]) -> torch.Tensor:
+def _join(pieces: list[torch.Tensor], sequences: list[Sequence], given: dict[str, Any]) -> torch.Tensor:
     """Join the sequences' results [1, S of a sequence, .] to [B, S, .], with zeros for tokens of none."""
     size, length, _ = given["hidden_states"].shape
     joined, end = [], 0

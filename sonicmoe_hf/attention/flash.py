@@ -54,7 +54,7 @@ def forward(q, k, v, visible: Visible, scale: float) -> tuple[torch.Tensor, torc
     """Compute o, with q's shape, and l: fp32, or fp64 for fp64. A query without keys has o = 0 and any l but a finite
     one that is large: -inf or +inf, or on a CPU 0."""
     size = v.shape[-1]
-    q, k, v = (_padded(x, _kernel_head(q, v)) for x in (q, k, v))
+    q, k, v = (_pad_heads(x, _kernel_head(q, v)) for x in (q, k, v))
     run = _cuda_forward if uses_cuda_kernels(q.device) else _cpu_forward
     o, l = run(q, k, v, visible, scale)
     return o[..., :size], l
@@ -63,7 +63,7 @@ def forward(q, k, v, visible: Visible, scale: float) -> tuple[torch.Tensor, torc
 def backward(do, q, k, v, o, l, visible: Visible, scale: float) -> list[torch.Tensor]:
     """Compute the gradients of q, k and v for the gradient `do` of o."""
     shapes = [x.shape[-1] for x in (q, k, v)]
-    do, q, k, v, o = (_padded(x, _kernel_head(q, v)) for x in (do, q, k, v, o))
+    do, q, k, v, o = (_pad_heads(x, _kernel_head(q, v)) for x in (do, q, k, v, o))
     run = _cuda_backward if uses_cuda_kernels(q.device) else _cpu_backward
     gradients = run(do, q, k, v, o, l, visible, scale)
     return [gradient[..., :size] for gradient, size in zip(gradients, shapes)]
@@ -75,7 +75,7 @@ def _kernel_head(q, v) -> int:
     return -(-size // 8) * 8 if uses_cuda_kernels(q.device) else size
 
 
-def _padded(x, size: int):
+def _pad_heads(x, size: int):
     """Pad x [..., D] with zeros, which change no product, to heads of `size`; a head is contiguous."""
     if x.shape[-1] != size:
         return pad(x, (0, size - x.shape[-1]))

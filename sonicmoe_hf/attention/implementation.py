@@ -64,7 +64,7 @@ def sinks_attention_forward(
     options = AttentionOptions(scale, is_causal, NO_WINDOW if sliding_window is None else sliding_window)
     if cu_seq_lens_q is not None:
         starts = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        return _packed(
+        return _attend_packed(
             AttentionInputs(q, k, v, s_aux), attention_mask, starts, options, max_length_q, max_length_k
         ), None
     if attention_mask is not None or not _tells_sequences(position_ids, q, k):
@@ -127,7 +127,9 @@ def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
     )
 
 
-def _packed(inputs: AttentionInputs, attention_mask, starts, options: AttentionOptions, max_q, max_k) -> torch.Tensor:
+def _attend_packed(
+    inputs: AttentionInputs, attention_mask, starts, options: AttentionOptions, max_q, max_k
+) -> torch.Tensor:
     """Compute all rows of the batch as one, with the packed sequences that begin at `starts`, of queries and of keys."""
     if attention_mask is not None and attention_mask.dim() == 2:
         raise ValueError("cu_seq_lens_q and an attention_mask with padding contradict each other: pass one of them")

@@ -56,7 +56,7 @@ def use_whole(model: nn.Module) -> None:
 def _classes() -> Iterator[tuple[type, Callable]]:
     """Yield the classes of indexers whose modules were imported, and the function that wraps their forward."""
     every = [(module, name, _picking) for module, name in PICKING.items()]
-    every += [(V4, "DeepseekV4Indexer", _untrained), (V4, "DeepseekV4IndexerScorer", _scoring)]
+    every += [(V4, "DeepseekV4Indexer", _without_gradients), (V4, "DeepseekV4IndexerScorer", _scoring)]
     every += [(V4, "DeepseekV4Attention", lambda original: one_by_one(attention_of(original)))]
     every += [(M3, "MiniMaxM3VLAttention", one_by_one)]
     every += [(QWEN4, "Qwen4ExpTextQSAIndexer", without_loop), (M3, "MiniMaxM3VLIndexer", _picking_blocks)]
@@ -123,7 +123,7 @@ def _in_pieces(
     size, num_queries = given["hidden_states"].shape[:2]
     spans = [Span(row, first, first + step) for row in range(size) for first in range(0, num_queries, step)]
 
-    def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    def join(pieces: list[torch.Tensor]) -> torch.Tensor:
         per_row = len(spans) // size
         return torch.cat([torch.cat(pieces[first : first + per_row], dim) for first in range(0, len(spans), per_row)])
 
@@ -135,14 +135,14 @@ def _in_pieces(
         else:  # positions of blocks, which a piece's own keys may not reach
             piece["position_ids"] = torch.zeros_like(piece["position_ids"])
         original(self, **{**piece, cache: _KeyCache(made.append)})
-    keys = joined(made)
+    keys = join(made)
     if update is not None:
         keys = update(keys)
     picked = []
     for span in spans:
         key_cache = _KeyCache(None, keys[span.row : span.row + 1])
         picked.append(original(self, **{**cut(given, span), cache: key_cache}))
-    return joined(picked)
+    return join(picked)
 
 
 class _KeyCache:
@@ -195,7 +195,7 @@ def _scored(self, original: Callable, q, keys, hidden_states, step: int) -> torc
 
 
 @in_patched_models
-def _untrained(original: Callable) -> Callable:
+def _without_gradients(original: Callable) -> Callable:
     """Wrap a forward that returns indices alone, through which nothing trains."""
 
     @functools.wraps(original)

@@ -30,7 +30,7 @@ def without_loop(original: Callable) -> Callable:
         valid, counts = visible.any(1), visible.sum(-1)
         if not _are_prefixes(visible, valid, counts):
             return original(self, **given)
-        return _selected(self, given["hidden_states"], given["position_embeddings"], given[cache], valid, counts)
+        return _select_keys(self, given["hidden_states"], given["position_embeddings"], given[cache], valid, counts)
 
     return forward
 
@@ -45,7 +45,7 @@ def _are_prefixes(visible: torch.Tensor, valid: torch.Tensor, counts: torch.Tens
 
 @torch.compiler.disable
 @torch.no_grad()
-def _selected(self: Any, hidden_states, position_embeddings, cache, valid, counts) -> torch.Tensor:
+def _select_keys(self: Any, hidden_states, position_embeddings, cache, valid, counts) -> torch.Tensor:
     """Select the blocks of keys with the highest scores for each query, and the keys behind its last whole block."""
     size, num_queries, _ = hidden_states.shape
     ratio, dim, num_keys = self.compress_ratio, self.index_head_dim, valid.shape[1]
@@ -73,12 +73,12 @@ def _selected(self: Any, hidden_states, position_embeddings, cache, valid, count
     for row in range(size):
         for first in range(0, num_queries, step):
             piece = slice(first, first + step)
-            own = _selected_piece(self, q[row, piece], blocks[row], counts[row, piece], ranks[row])
+            own = _select_keys_of_piece(self, q[row, piece], blocks[row], counts[row, piece], ranks[row])
             selected[row, 0, piece] = own & valid[row]
     return selected
 
 
-def _selected_piece(self: Any, q: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, ranks: torch.Tensor):
+def _select_keys_of_piece(self: Any, q: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor, ranks: torch.Tensor):
     """Select keys for some queries q [C, heads, D] of a sequence, by its blocks [P, D]: [C, T]."""
     ratio, num_blocks = self.compress_ratio, len(blocks)
     complete = (counts // ratio).unsqueeze(1)

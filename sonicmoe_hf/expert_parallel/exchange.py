@@ -37,7 +37,8 @@ def pairs_of(routing: Routing, num_tokens: int) -> tuple[torch.Tensor, torch.Ten
     return expert_P, token_P, weight_P
 
 
-def _padded(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor:
+def _pad(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor:
+    """Pad the first dimension at its end to this length."""
     missing = length - len(tensor)
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing), value=value) if missing else tensor
 
@@ -116,18 +117,18 @@ def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, holding: Holding)
     return MaxSizes(*maxima)
 
 
-def _padded_pairs(routing: Routing, num_tokens: int, holding: Holding, sizes: MaxSizes):
+def _pad_pairs(routing: Routing, num_tokens: int, holding: Holding, sizes: MaxSizes):
     """Pad the pairs and weights of a rank to the length of all ranks': experts and weights [T, K]; or, where a rank lists
     its pairs, (expert, token of all ranks' tokens) [P, 2] and weights [P]."""
     if not sizes.is_list:
-        expert_TK = _padded(routing.expert_index.to(torch.int32), sizes.num_tokens, NOBODY)
-        return expert_TK, _padded(routing.weights, sizes.num_tokens)
+        expert_TK = _pad(routing.expert_index.to(torch.int32), sizes.num_tokens, NOBODY)
+        return expert_TK, _pad(routing.weights, sizes.num_tokens)
     expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
     is_pair_P = (expert_P >= 0) & (expert_P < holding.num_experts)
     token_P = token_P + holding.rank * sizes.num_tokens
     expert_P, token_P = (torch.where(is_pair_P, ids.to(torch.int32), NOBODY) for ids in (expert_P, token_P))
     pairs_P2 = torch.stack((expert_P, token_P), dim=1)
-    return _padded(pairs_P2, sizes.num_pairs, NOBODY), _padded(weight_P, sizes.num_pairs)
+    return _pad(pairs_P2, sizes.num_pairs, NOBODY), _pad(weight_P, sizes.num_pairs)
 
 
 def by_gathering(
@@ -140,8 +141,8 @@ def by_gathering(
     if not sizes.num_tokens:
         local = holding.routing(holding.local(routing.expert_index), routing.weights, routing.token_index, 0)
         return experts(x_TH, local, routing.weights)
-    pairs, weights = (gather(tensor, group) for tensor in _padded_pairs(routing, num_tokens, holding, sizes))
-    x_TH = _padded(x_TH, sizes.num_tokens)
+    pairs, weights = (gather(tensor, group) for tensor in _pad_pairs(routing, num_tokens, holding, sizes))
+    x_TH = _pad(x_TH, sizes.num_tokens)
     are_many = x_TH.nbytes * holding.size >= MANY_BYTES
     gathering = Gathering(x_TH, group, are_many)
     expert, token = pairs.unbind(1) if sizes.is_list else (pairs, None)
@@ -160,8 +161,8 @@ def _own_pairs(expert: torch.Tensor, weights: torch.Tensor, token: torch.Tensor 
     step = max(is_own.numel() // (LENGTHS * holding.size), 1)
     length = -(-len(pair) // step) * step
     token = pair // is_own.shape[1] if token is None else token[pair]
-    weights = _padded(weights.flatten().index_select(0, pair), length)
-    return _padded(expert.flatten()[pair], length, NOBODY), weights, _padded(token.to(torch.int32), length)
+    weights = _pad(weights.flatten().index_select(0, pair), length)
+    return _pad(expert.flatten()[pair], length, NOBODY), weights, _pad(token.to(torch.int32), length)
 
 
 def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:

@@ -91,7 +91,7 @@ class LoadedParameter(NamedTuple):
 
 
 @contextmanager
-def _named(weight: str, separator: str = ": ") -> Iterator[None]:
+def _naming_weight(weight: str, separator: str = ": ") -> Iterator[None]:
     """Name the weight in errors of the formats, inside `with`."""
     try:
         yield
@@ -190,7 +190,7 @@ class TakePacked(_ParameterConversion):
             )
         if target.holding.group is not None:
             tensors = dict(zip(names, stored_share(format, [tensors[name] for name in names], target.holding)))
-        with _named(target.full_name.rpartition(".")[0], ", "):
+        with _naming_weight(target.full_name.rpartition(".")[0], ", "):
             packed = format.read(target.name, tensors, target.holding.experts.start)
         weight = PackedWeight.of(packed, format.name, target.dense.dtype, is_transposed(target.module))
         check_shape(target.full_name, weight.shape, target.dense)
@@ -209,7 +209,7 @@ class TakeExperts(_ParameterConversion):
         """See _ParameterConversion."""
         wanted, dtype, is_plain = self.format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
-            packed = self._joined(self._projections(stored, target), target, target.holding.experts.start)
+            packed = self._join_experts(self._projections(stored, target), target, target.holding.experts.start)
             return PackedWeight.of(packed, wanted, dtype)
         order = "concatenated" if len(self.sources) > 1 else "whole"
         device = next(tensor.device for tensors in stored.values() for tensor in tensors)
@@ -238,12 +238,12 @@ class TakeExperts(_ParameterConversion):
         if self.stored_format.name not in FORMATS:
             tensors = [self._tensors(stored, source, target) for source in self.sources]
             for number, expert in enumerate(zip(*tensors), first):
-                with _named(f"{target.full_name}, expert {number}"):
+                with _naming_weight(f"{target.full_name}, expert {number}"):
                     values = torch.cat([self.stored_format.dense(*projection) for projection in expert])
                 yield values
             return
         for number, expert in enumerate(zip(*self._projections(stored, target)), first):
-            joined = self._joined([[projection] for projection in expert], target, number)
+            joined = self._join_experts([[projection] for projection in expert], target, number)
             yield FORMATS[self.stored_format.name].expert(joined, 0)
 
     def _projections(self, stored: Streamed, target: LoadedParameter) -> list[list[Quantized]]:
@@ -259,7 +259,7 @@ class TakeExperts(_ParameterConversion):
                     )
         return projections
 
-    def _joined(self, projections: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
+    def _join_experts(self, projections: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
         """Join experts from the `first` on, all or some of those of the weight."""
         packed, format = self.stored_format.join(projections), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, first)
@@ -285,7 +285,7 @@ class TakeExperts(_ParameterConversion):
     def _projection(self, stored: Streamed, source: str, target: LoadedParameter) -> list[Quantized]:
         packed = []
         for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
-            with _named(f"{target.full_name}, {source} of expert {expert}"):
+            with _naming_weight(f"{target.full_name}, {source} of expert {expert}"):
                 packed.append(self.stored_format.pack(*tensors))
         return packed
 
@@ -313,7 +313,7 @@ class TakeDense(_ParameterConversion):
             raise CheckpointError(
                 f"{layer} is {weight.dtype} with {scales} of {len(needed) - 1} scales; the checkpoint is incomplete"
             )
-        with _named(layer):
+        with _naming_weight(layer):
             dense = self._dense(weight, others, parameter) if is_packed else weight
         if is_packed and not bool(torch.isfinite(dense).all()):
             raise CheckpointError(f"{layer} or its scales have NaN or infinite values")

@@ -16,7 +16,7 @@ from ..layer.config import check_choice
 from . import declared_integers
 from .hub import HUB, HubFormat, HubFP4, HubFP8
 from .json_files import check_type, read_json
-from .tensor_files import opened
+from .tensor_files import open_tensors
 
 TEXT_CONFIGS = ("decoder", "generator", "text_config", "thinker_config")  # where get_text_config looks for them
 QUANT_METHOD = "sonicmoe_hf"
@@ -192,7 +192,7 @@ def check_undeclared(files: Iterable[Path]) -> None:
     in integers or a plain one under the name of a packed one: Transformers would take codes for values, or the weights
     for missing; and where a file is not whole."""
     for file in files:
-        with opened(file) as tensors:
+        with open_tensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
                 if name.endswith(PLAIN_BLOCKS) and tensors.get_slice(name).get_dtype() in PLAIN_DTYPES:
                     raise CheckpointError(f"{name} and others in {file} {TO_PLAIN_NAMES}")
@@ -210,7 +210,7 @@ def check_stored(files: Iterable[Path], format: HubFormat) -> None:
     """Raise CheckpointError where no tensor of safetensors files is a weight in the format that config.json declares."""
     first = format.names(".weight")[0]
     for file in files:
-        with opened(file) as tensors:
+        with open_tensors(file) as tensors:
             if any(name.endswith(first) for name in tensors.keys()):  # noqa: SIM118
                 return
     raise CheckpointError(

@@ -1,4 +1,4 @@
-"""JSON files of checkpoints and adapters, whose entries are what they should be or named with the file."""
+"""JSON files of checkpoints and adapters. An entry of another type than expected is named in the error with its file."""
 
 from __future__ import annotations
 

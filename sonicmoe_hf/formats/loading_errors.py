@@ -1,4 +1,4 @@
-"""Errors of a checkpoint's packed weights, and of a folder that is none, named by the one that from_pretrained raises."""
+"""Errors of from_pretrained that name the weight or the folder, in the place of Transformers', which name neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from .tensor_files import opened
+from .tensor_files import open_tensors
 
 _errors: ContextVar[list[Exception] | None] = ContextVar("errors of conversions while a model is loaded", default=None)
 
@@ -41,7 +41,7 @@ def named_source(source) -> Iterator[None]:
         yield
     except SafetensorError:  # names no file
         for file in sorted(Path(source).glob("*.safetensors")):
-            opened(file)
+            open_tensors(file)
         raise
     except (OSError, ValueError) as error:
         is_config_there = not Path(source).is_dir() or (Path(source) / "config.json").is_file()

@@ -1,4 +1,5 @@
-"""Ways to distribute a model that packed experts do not go with: refused where they begin, with the way that works."""
+"""Errors for ways to distribute a model that packed experts do not go with, raised where these begin; each names one
+that works."""
 
 from __future__ import annotations
 

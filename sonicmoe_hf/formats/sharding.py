@@ -64,7 +64,7 @@ def _by_expert(weight: PackedWeight) -> tuple[torch.Tensor, ...]:
     return weight.packed[:2] if is_tied else weight.packed  # type: ignore[return-value]
 
 
-def _made(kind: type[PackedWeight], weight: PackedWeight, tensors: Sequence[torch.Tensor]) -> Any:
+def _make_like(kind: type[PackedWeight], weight: PackedWeight, tensors: Sequence[torch.Tensor]) -> Any:
     """Make a weight or a shard like `weight` of other experts' tensors."""
     return kind(_with_state(tensors, weight.state), weight.format, weight.dtype, weight.is_transposed)
 
@@ -75,7 +75,7 @@ def _with_state(tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> 
 
 
 def _shard(weight: PackedWeight, tensors: Sequence[torch.Tensor]) -> PackedShard:
-    return _made(PackedShard, weight, tensors)
+    return _make_like(PackedShard, weight, tensors)
 
 
 def _split(weight, size, dim=0):
@@ -120,7 +120,7 @@ def _gather(weight, group_size, group_name):
     if not isinstance(weight, PackedShard):
         return NotImplemented
     tensors = [wait_tensor(all_gather(tensor, group_size, group_name)) for tensor in _by_expert(weight)]
-    return _made(PackedWeight, weight, tensors)
+    return _make_like(PackedWeight, weight, tensors)
 
 
 PackedWeight.operations.update(

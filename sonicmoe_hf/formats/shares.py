@@ -147,7 +147,7 @@ def is_split(model: nn.Module) -> bool:
     )
 
 
-def _gathered(tensor: torch.Tensor, holding: Holding) -> list[torch.Tensor] | None:
+def _gather_on_first(tensor: torch.Tensor, holding: Holding) -> list[torch.Tensor] | None:
     """Gather the ranks' shares of a tensor in host memory on the first rank of the group; None on the others."""
     sent = tensor.contiguous().view(torch.uint8)  # a byte is a byte, whatever dtypes the backend knows
     received = [torch.empty_like(sent) for _ in range(holding.size)] if holding.rank == 0 else None
@@ -171,7 +171,7 @@ def gathered_for_saving(
     for name, tensor in state_dict.items():
         if name in shared:
             format, suffix, holding = shared[name]
-            of_ranks = _gathered(tensor, holding)
+            of_ranks = _gather_on_first(tensor, holding)
             tensor = None if of_ranks is None else format.join(suffix, of_ranks)
         elif isinstance(tensor, torch.Tensor):
             tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()

@@ -1,4 +1,4 @@
-"""Safetensors files, which are whole or named."""
+"""Safetensors files: one that is missing, damaged or cut short is named in the error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import CheckpointError
 
 
-def opened(path: Path):
+def open_tensors(path: Path):
     """Open the safetensors file at `path`, whose tensors are mapped when they are asked for.
 
     Raises:

@@ -137,11 +137,13 @@ def _experts_backward(dout: torch.Tensor, call: LayerCall, needs: str) -> list[t
 
 
 def _run_backward(
-    given: list[LayerCall], dout: torch.Tensor, needs: tuple[str, ...], exchange: Exchange | None
+    calls: list[LayerCall], dout: torch.Tensor, needs: tuple[str, ...], exchange: Exchange | None
 ) -> list[torch.Tensor]:
-    """Compute the gradients of the leaves of LayerCall that `needs` names, in that order. The call is taken out of the
-    list, so that what forward saved is freed when it has been used."""
-    call = given.pop()
+    """Compute the gradients of the leaves of LayerCall that `needs` names, in that order.
+
+    calls: one, which is taken out of the list, so that what forward saved is freed when it has been used.
+    """
+    call = calls.pop()
     options, saved, dtype, dout = call.options, call.saved, dout.dtype, dout.contiguous()
     weights = expanded.take_kept(options.saves.choose(saved)) if options.keeps_expanded else {}
     compute = products.backward if options.backend == "eager" else _BACKWARD_TAPES
@@ -149,26 +151,26 @@ def _run_backward(
         if options.keeps_expanded and saved.h is None:  # for h gate_up is used too
             names = ("gate_up", "down") if options.piece else ("gate_up",)
             weights = weights or expanded.expand(call, dtype, names)
-        given.append(expanded.use(weights, call)._replace(saved=saved))
+        calls.append(expanded.use(weights, call)._replace(saved=saved))
         del saved
         if exchange is not None:
-            return _exchanged_backward(compute, given, dout, needs, exchange)
-        return pieces.backward(compute, given.pop(), dout, needs) if options.piece else compute(given, dout, needs)
+            return _exchanged_backward(compute, calls, dout, needs, exchange)
+        return pieces.backward(compute, calls.pop(), dout, needs) if options.piece else compute(calls, dout, needs)
 
 
 def _exchanged_backward(
-    compute: Callable, given: list[LayerCall], dout: torch.Tensor, needs: tuple[str, ...], exchange: Exchange
+    compute: Callable, calls: list[LayerCall], dout: torch.Tensor, needs: tuple[str, ...], exchange: Exchange
 ) -> list[torch.Tensor]:
     """Run backward for all ranks' tokens, of a call with this rank's. compute: runs it."""
-    x = given[0].x
+    x = calls[0].x
     arriving_dout = exchange.gather(dout)
     arriving_x = None if x is None else exchange.gather(x)
     dout = arriving_dout.wait()
     if exchange.is_long:
-        return products.backward(given, dout, needs, arriving_x, exchange.scatter_sum)
+        return products.backward(calls, dout, needs, arriving_x, exchange.scatter_sum)
     if arriving_x is not None:
-        given.append(given.pop()._replace(x=arriving_x.wait()))
-    gradients = dict(zip(needs, compute(given, dout, needs), strict=True))
+        calls.append(calls.pop()._replace(x=arriving_x.wait()))
+    gradients = dict(zip(needs, compute(calls, dout, needs), strict=True))
     if "x" in gradients:
         gradients["x"] = exchange.scatter_sum(gradients["x"]).wait()
     return list(gradients.values())
@@ -206,14 +208,14 @@ def _backward(ctx, dout):
     needed = torch_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
     needs = tuple(compress(CALL.leaves, needed))
     leaves = zip(ctx.saved_tensors, ctx.constants, strict=True)
-    call = CALL.nest([tensor if constant is None else constant for tensor, constant in leaves])
+    calls = CALL.nest([tensor if constant is None else constant for tensor, constant in leaves])  # one, in a list
     del leaves
     if ctx.exchange is None and (torch.is_grad_enabled() or torch_op.traced(WHAT, dout)):
-        gradients = _BACKWARD.gradients(dout, call.pop(), " ".join(needs))
+        gradients = _BACKWARD.gradients(dout, calls.pop(), " ".join(needs))
     else:
         # unless the graph is retained; undocumented, what torch.compile's backward calls
         ctx.maybe_clear_saved_tensors()
-        gradients = _run_backward(call, dout, needs, ctx.exchange)
+        gradients = _run_backward(calls, dout, needs, ctx.exchange)
     computed = dict(zip(needs, gradients, strict=True))
     return tuple(map(computed.get, CALL.leaves))
 

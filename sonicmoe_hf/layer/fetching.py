@@ -64,39 +64,42 @@ def with_device_weights(call: LayerCall, dtype: torch.dtype) -> AbstractContextM
     layer = STREAMED.get(gate_up.weight.data_ptr())
     if layer is None or not layer.holds(gate_up.weight, down.weight):
         # copy what no layer holds: one weight of two was replaced, or a hook copied what autograd saved
-        copies = {"gate_up": _copied(gate_up, call.weight.device), "down": _copied(down, call.weight.device)}
-        return contextlib.nullcontext(_with_stored(call, copies, dtype))
+        copies = {
+            "gate_up": _copy_to_device(gate_up, call.weight.device),
+            "down": _copy_to_device(down, call.weight.device),
+        }
+        return contextlib.nullcontext(_replace_weights(call, copies, dtype))
     # Dense weights, and packed ones of FP8 products, go through TMA, which has not been tried over the bus.
     is_packed = gate_up.format and down.format and not call.options.fp8
     rows = call.rows
     has_few_rows = rows.token.numel() <= ROWS_OVER_THE_BUS * (rows.offsets.numel() - 1)
     if is_packed and has_few_rows and (mapped := layer.mapped()) is not None:
-        return contextlib.nullcontext(_with_stored(call, mapped, dtype))
-    return _replaced(call, layer.fetched(), dtype)
+        return contextlib.nullcontext(_replace_weights(call, mapped, dtype))
+    return _with_weights(call, layer.fetched(), dtype)
 
 
-def _copied(projection: Projection, device: torch.device) -> Quantized:
+def _copy_to_device(projection: Projection, device: torch.device) -> Quantized:
     """Copy the weight to the device where it is not there."""
     stored = projection.stored()
     return Quantized(*(tensor if tensor is None else tensor.to(device) for tensor in stored))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
-def _replaced(
+def _with_weights(
     call: LayerCall, weights: AbstractContextManager[Mapping[str, Quantized]], dtype: torch.dtype
 ) -> Iterator[LayerCall]:
+    """Make the call with these weights inside `with`, which is as long as they are there."""
     with weights as on_device:
-        yield _with_stored(call, on_device, dtype)
+        yield _replace_weights(call, on_device, dtype)
 
 
-def _with_stored(call: LayerCall, weights: Mapping[str, Quantized], dtype: torch.dtype) -> LayerCall:
-    """Exchange the stored tensors of the projections, and cast dense ones, as autocast casts those on the device before
-    the op."""
+def _replace_weights(call: LayerCall, weights: Mapping[str, Quantized], dtype: torch.dtype) -> LayerCall:
+    """Replace the weights of both projections; cast dense ones, as autocast casts those on the device."""
 
-    def exchanged(projection: Projection, stored: Quantized) -> Projection:
+    def replace_weight(projection: Projection, stored: Quantized) -> Projection:
         codes = stored.codes if projection.format else stored.codes.to(dtype)
         return projection._replace(weight=codes, scales=stored.scales, state=stored.state)
 
     return call._replace(
-        gate_up=exchanged(call.gate_up, weights["gate_up"]), down=exchanged(call.down, weights["down"])
+        gate_up=replace_weight(call.gate_up, weights["gate_up"]), down=replace_weight(call.down, weights["down"])
     )

@@ -252,7 +252,8 @@ def _empty_like(weight, *, dtype=None, layout=None, device=None, pin_memory=None
     return weight._ordinary(map_stored(weight.packed, lambda tensor: torch.empty_like(tensor, device=device)))
 
 
-def _stored(weight):
+def _stored_tensors(weight):
+    """List the tensors that store a weight: of a dense one itself."""
     return weight.packed if isinstance(weight, PackedWeight) else (weight,)
 
 
@@ -261,7 +262,7 @@ def _copy(weight, source, non_blocking=False):
         return NotImplemented
     if isinstance(weight, PackedWeight):
         weight._before_write(source)
-    for tensor, value in zip(_stored(weight), _stored(source)):
+    for tensor, value in zip(_stored_tensors(weight), _stored_tensors(source)):
         if tensor is not None:
             tensor.copy_(value, non_blocking=non_blocking)
     if isinstance(weight, PackedWeight):

@@ -157,10 +157,11 @@ def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: t
 def padded_rank(a: torch.Tensor, num_experts: int) -> int:
     """Compute J of a factor A."""
     rank = a.shape[1] if a.dim() == 3 else a.shape[0] // num_experts
-    return _padded(rank)
+    return _round_up(rank)
 
 
-def _padded(rank: int) -> int:
+def _round_up(rank: int) -> int:
+    """Round a rank up to the multiple that kernels take."""
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
@@ -216,7 +217,7 @@ def _packing(num_experts: int, dtype: torch.dtype, described: tuple) -> _Packing
         of_a, of_b = (a_dtype, *a_EKr, not in_last), (b_dtype, *b_ENr, in_last)
         for source_dtype, shape, source_strides, rank_last in (of_a, of_b):
             _, size, rank = shape
-            padded = _padded(rank)
+            padded = _round_up(rank)
             packed, strides = (num_experts, size, padded), (size * padded, *((padded, 1) if rank_last else (1, size)))
             is_copied = (rank, source_dtype, source_strides) != (padded, dtype, strides)
             views.append((is_copied, packed, strides, *((elements,) if is_copied else ())))

@@ -145,7 +145,7 @@ class Op:
     def _with_autograd(self, keyset, leaves):
         """Run the op above the kernels of devices and tracers."""
         if are_functorch_transforms_active():
-            raise NotImplementedError(_unsupported(self.what))
+            raise NotImplementedError(_unsupported_message(self.what))
         run = below_autograd(self._overload, keyset)
         if self._backward and self._has_gradient(leaves):
             nested, compute = self.nest(leaves), lambda *_: run(*leaves)
@@ -201,14 +201,14 @@ def autograd_function(what: str, setup_context, backward):
         @staticmethod
         def backward(ctx, *gradients):
             if gradients[0] is not None and is_legacy_batchedtensor(gradients[0]):
-                raise NotImplementedError(_unsupported(what))
+                raise NotImplementedError(_unsupported_message(what))
             inputs = backward(ctx, gradients[0])
             return *inputs, *(None,) * (len(ctx.needs_input_grad) - len(inputs))
 
     return Differentiable
 
 
-def _unsupported(what: str) -> str:
+def _unsupported_message(what: str) -> str:
     return (
         f"{what} works neither with torch.func (grad, vmap, jvp, ...) nor with forward-mode derivatives, gradients in a "
         "batch (is_grads_batched=True, vectorize=True) or torch.jit.trace; use backward() or torch.autograd.grad, one "
@@ -242,5 +242,5 @@ def traced(what: str, *leaves) -> bool:
     if torch.compiler.is_compiling():
         return True
     if are_functorch_transforms_active() or torch.jit.is_tracing() or forward_mode_level() >= 0:
-        raise NotImplementedError(_unsupported(what))
+        raise NotImplementedError(_unsupported_message(what))
     return num_dispatch_modes() > 0 or is_in_pre_dispatch_mode() or not _PLAIN.issuperset(map(type, leaves))

@@ -107,13 +107,13 @@ def fused_gate_up(gate: Factors, up: Factors, interleaved: bool) -> Factors:
     return gate._replace(a=a, b=b)
 
 
-def interchanged(factors: Factors, interleaved: bool) -> Factors:
+def reorder_gate_up(factors: Factors, interleaved: bool) -> Factors:
     """Put gate's and up's rows of B, which alternate if `interleaved`, one half after the other, or the reverse."""
     shape = (-1, 2) if interleaved else (2, -1)
     return factors._replace(b=factors.b.unflatten(1, shape).transpose(1, 2).flatten(1, 2))
 
 
-def stacked(experts: list[Factors]) -> Factors:
+def stack_experts(experts: list[Factors]) -> Factors:
     """Join each expert's own factors to [E, ...] of all experts: they get the largest rank, and one scale."""
     rank, scales = max(factors.rank for factors in experts), {factors.scale for factors in experts}
     scale = scales.pop() if len(scales) == 1 else 1.0

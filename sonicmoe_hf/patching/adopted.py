@@ -33,7 +33,8 @@ def is_adoptable(experts: nn.Module) -> bool:
 
 
 @functools.cache
-def _decorated(name: str) -> type[nn.Module]:
+def _decorate(name: str) -> type[nn.Module]:
+    """Make the class of CLASSES go through the experts interface."""
     cls = getattr(importlib.import_module(CLASSES[name]), name)
     return use_experts_implementation(type(cls.__name__, (cls,), {"__module__": __name__, "__doc__": cls.__doc__}))
 
@@ -41,7 +42,7 @@ def _decorated(name: str) -> type[nn.Module]:
 def __getattr__(name: str) -> type[nn.Module]:
     """Find a decorated class by name, as unpickling does."""
     if name in CLASSES:
-        return _decorated(name)
+        return _decorate(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -52,7 +53,7 @@ def adopt_experts(root: PreTrainedModel) -> None:
         if isinstance(model, PreTrainedModel):
             configs.update(dict.fromkeys(filter(is_adoptable, model.modules()), model.config.get_text_config()))
     for experts, config in configs.items():
-        experts.__class__ = _decorated(type(experts).__name__)
+        experts.__class__ = _decorate(type(experts).__name__)
         vars(experts).update(FLAGS, config=config)
 
 

@@ -95,7 +95,7 @@ def _called_copy(wrapper: Any, copies: nn.ModuleDict) -> nn.Module:
     return copies[adapters[0]]
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     """Find the module that is called inside the wrappers of PEFT, FSDP, checkpointing and torch.compile."""
     while True:
         copies = _saved_copies(module)
@@ -109,10 +109,10 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def every_copy(module: Any) -> list[nn.Module]:
-    """List `_unwrapped(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
+    """List `_unwrap(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
     copies = _saved_copies(module)
     if copies is None:
-        return [_unwrapped(module)]
+        return [_unwrap(module)]
     return [bare for copy in (module.original_module, *copies.values()) for bare in every_copy(copy)]
 
 
@@ -167,7 +167,7 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[MoELayer]
             continue
         family = next((family for cls, family in blocks.items() if isinstance(module, cls)), None)
         if family is not None:
-            router, experts = _unwrapped(getattr(module, family.router_attribute)), _unwrapped(module.experts)
+            router, experts = _unwrap(getattr(module, family.router_attribute)), _unwrap(module.experts)
             skipped.update(every_copy(module.experts))
             yield MoELayer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
         elif _is_or_was_experts(module):
@@ -291,9 +291,7 @@ def supports(model: nn.Module) -> list[LayerSupport]:
     check_module(model)
     layers = []
     bound_by_liger = {
-        _unwrapped(module): why_not_reached(module)
-        for module in experts_and_wrappers(model)
-        if is_bound_by_liger(module)
+        _unwrap(module): why_not_reached(module) for module in experts_and_wrappers(model) if is_bound_by_liger(module)
     }
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name

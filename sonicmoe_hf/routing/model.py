@@ -25,17 +25,19 @@ def routing_state(model: nn.Module) -> RoutingState:
     Raises:
         ValueError: the model is not patched.
     """
-    return find_state(model) or _hooked(_patched(model))
+    return find_state(model) or _hook(_patched_root(model))
 
 
-def _patched(model: nn.Module) -> nn.Module:
+def _patched_root(model: nn.Module) -> nn.Module:
+    """Find Transformers' model inside; raise ValueError where it is not patched."""
     root = transformers_model(model)
     if not is_patched(root):
         raise ValueError(f"{type(root).__name__} is not patched; call sonicmoe_hf.patch_model(model) first")
     return root
 
 
-def _hooked(root: nn.Module) -> RoutingState:
+def _hook(root: nn.Module) -> RoutingState:
+    """Install the hooks of routing, if they are not there, and return their state."""
     state = find_state(root) or RoutingState()
     install_hooks(root, state)
     return state
@@ -46,7 +48,7 @@ def set_policy(root: nn.Module, policy: TokenRounding | None) -> None:
     ranks share the experts: they exchange their numbers of tokens once for each call of the model."""
     is_shared = any(expert_parallelism(experts) is not None for experts in every_experts(root))
     if policy is not None or is_shared or find_state(root) is not None:
-        state = _hooked(root)
+        state = _hook(root)
         state.policy = policy
         state.before_step.pop("policy", None)
 
@@ -57,7 +59,7 @@ def set_routing(model: nn.Module, routing) -> None:
     Raises:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
     """
-    root, policy = _patched(model), as_routing_policy(routing)
+    root, policy = _patched_root(model), as_routing_policy(routing)
     check_routing(root, policy)
     set_policy(root, policy)
 
@@ -78,9 +80,9 @@ def use_routers(
     Raises:
         UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
     """
-    root = _patched(model)
+    root = _patched_root(model)
     check_routing(root, policy, remedy)
-    return _hooked(root)
+    return _hook(root)
 
 
 def router_hooks(model: nn.Module) -> list[RouterHook]:

@@ -36,7 +36,7 @@ def _layers(model: nn.Module) -> dict[str, int]:
     return {hook.layer_name: layer.router.num_experts for hook, layer in zip(router_hooks(model), find_layers(model))}
 
 
-def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def _move(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Move the indices to the device. From the host's memory to a GPU they go over pinned memory: otherwise the host
     waits until the GPU has done all that was asked of it before."""
     if device is not None and device.type == "cuda" and index_LTK.device.type == "cpu":
@@ -76,12 +76,12 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
         for (name, num_experts), highest in zip(layers.items(), highest_L):
             if highest >= num_experts:
                 raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {highest}")
-        calls.append({name: [index_TK] for name, index_TK in zip(layers, _moved(index_LTK, device))})
+        calls.append({name: [index_TK] for name, index_TK in zip(layers, _move(index_LTK, device))})
     return calls
 
 
 @contextlib.contextmanager
-def _followed(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[None]:
+def _following(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[None]:
     """Make this thread's calls of the model follow `routing`.
 
     Raises:
@@ -115,7 +115,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
             new = model(**batch).logits
     """
     routing = RecordedRouting(_layers(model))
-    with _followed(model, routing):
+    with _following(model, routing):
         yield routing
 
 
@@ -142,5 +142,5 @@ def replay_routing(
             compiled, or rounds tokens.
     """
     calls = map(ReplayedCall, checked_calls(model, routing))
-    with _followed(model, deque(calls)):
+    with _following(model, deque(calls)):
         yield

@@ -55,7 +55,7 @@ class ExpandedWeights:
 def check_expanded_memory(model: nn.Module, expanded_memory: str | int) -> tuple[list[list[PackedWeight]], int]:
     """Find (the packed weights of each layer, the bytes for them). Raises as `ExpandedWeights` does."""
     nbytes = as_bytes(expanded_memory, EXPANDED_MEMORY)
-    layers = [weights for _, experts in expert_layers(model) if (weights := _packed(experts))]
+    layers = [weights for _, experts in expert_layers(model) if (weights := _packed_weights(experts))]
     if not layers:
         raise UnsupportedExpertsError(
             "expanded_memory is for packed experts on the GPU, and this model has none: load it with "
@@ -64,7 +64,8 @@ def check_expanded_memory(model: nn.Module, expanded_memory: str | int) -> tuple
     return layers, nbytes
 
 
-def _packed(experts: nn.Module) -> list[PackedWeight]:
+def _packed_weights(experts: nn.Module) -> list[PackedWeight]:
+    """List the packed weights that products expand."""
     if vars(experts).get(attributes.COMPUTE):  # FP8 products, which expand nothing
         return []
     weights: list[Any] = [experts._parameters.get(name) for name in weight_names(experts)]

@@ -61,8 +61,8 @@ def on_the_card(device: torch.device, others: int, largest: int) -> int:
 
 def free_on_host() -> int | None:
     """Count the bytes of host memory that are free, inside a container too; None where the system does not say."""
-    free = [_available(), _left(CGROUP, "memory.max", "memory.current", "memory.stat")]
-    free.append(_left(CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"))
+    free = [_available(), _bytes_left(CGROUP, "memory.max", "memory.current", "memory.stat")]
+    free.append(_bytes_left(CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"))
     known = [nbytes for nbytes in free if nbytes is not None]
     return min(known) if known else None
 
@@ -72,7 +72,7 @@ def _available() -> int | None:
     return None if match is None else int(match[1]) * 1024
 
 
-def _left(folder: Path, limit: str, used: str, statistics: str) -> int | None:
+def _bytes_left(folder: Path, limit: str, used: str, statistics: str) -> int | None:
     """Count the bytes that a control group may still take; file caches are given up for it."""
     try:
         maximum, now = (folder / limit).read_text().strip(), int((folder / used).read_text())

@@ -103,7 +103,7 @@ def random_model(name: str, layers: int | None = None, **options) -> PreTrainedM
         options: of an Auto class's `from_config`, such as dtype.
     """
     with torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu"):
-        model = _made(config_of(name, layers), options)
+        model = _build(config_of(name, layers), options)
     fill_tables(model)
     return model
 
@@ -141,7 +141,7 @@ def random_packed_model(
     """
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     with torch.device("meta"):
-        model = _made(config, options)
+        model = _build(config, options)
     if distributed_config is not None:
         device = _distribute(model, distributed_config, experts)
     placement = None if experts_memory is None else Placement(model, experts_memory, experts, device)
@@ -169,7 +169,7 @@ def random_packed_model(
     return model
 
 
-def _made(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
+def _build(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
     """Build the model of a config, with the attention that from_pretrained would choose unless the options name one."""
     model = (auto_class_of(config) or AutoModelForCausalLM).from_config(config, **options)
     if options.get("attn_implementation") is None:

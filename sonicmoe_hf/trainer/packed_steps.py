@@ -99,7 +99,7 @@ class PackedSteps(TrainerCallback):
         self.largest = max(self.largest, *(batch["input_ids"].numel() for batch in batches))
         if self.is_automatic:
             max_tokens = min(aligned_length(self.largest), AUTOMATIC_TOKENS)
-        groups = _grouped(batches, counts, max_tokens)
+        groups = _group(batches, counts, max_tokens)
         has_padding = any(count < batch["input_ids"].numel() for batch, count in zip(batches, counts))
         is_less = has_padding or len(groups) < len(batches)
         if (self.has_rows or is_less) and all(self._passes(*check) for check in checks):
@@ -208,7 +208,7 @@ def _counts(batches: list) -> tuple[list[int], str | None]:
     return [count for count, _ in facts], None
 
 
-def _grouped(batches: list, counts: list[int], max_tokens: int) -> list[list]:
+def _group(batches: list, counts: list[int], max_tokens: int) -> list[list]:
     """Group micro-batches that follow one another and together have at most so many tokens."""
     groups: list[list] = []
     tokens = 0

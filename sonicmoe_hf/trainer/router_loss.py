@@ -1,4 +1,4 @@
-"""The router loss that is Transformers' or TRL's own: which of them adds it to the loss, and times what."""
+"""The router loss that Transformers' models or TRL's trainers have of their own: whether one is added, and its weight."""
 
 from __future__ import annotations
 

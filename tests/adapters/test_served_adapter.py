@@ -7,20 +7,20 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, save_with_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
-from helpers.marks import rest_pinned
-from helpers.models import ORDER_OF_SUMS, assert_all_close, build
-from helpers.native import save_both
-from helpers.served import (
+from helpers.engine_adapters import (
     FAMILIES_IN_SGLANG,
     FAMILIES_IN_VLLM,
     OTHERS,
     UNEVEN,
-    base,
+    adapter_config,
     config_for_vllm,
-    config_of,
-    merged_by_peft,
+    merge_by_peft,
+    save_base,
     split_experts,
 )
+from helpers.marks import rest_pinned
+from helpers.models import ORDER_OF_SUMS, assert_all_close, build
+from helpers.native import save_both
 from helpers.small_families import small_model
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
@@ -38,7 +38,7 @@ THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as o
 def products_of(adapter, family):
     """Compute alpha / r * B A by the matrix's name in the hub's checkpoint, written apart from the package; also of the
     form in which vLLM holds fused experts: [r*E, in], the expert slowest; [out, r*E], the expert fastest."""
-    config, factors = config_of(adapter), tensors_in(adapter)
+    config, factors = adapter_config(adapter), tensors_in(adapter)
     scale, split = config["lora_alpha"] / config["r"], {}
     assert not config["use_rslora"] and not config["rank_pattern"] and not config["alpha_pattern"]
     assert isinstance(config["lora_alpha"], int), "whatever the scale: rsLoRA's of rank 2 is no whole number over 2"
@@ -88,16 +88,16 @@ def there_and_back(folder, engine="vllm", **options):
 )
 def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, tmp_path):
     """Bits stay the same where scales are equal, and products where they are not."""
-    model = base(name, tmp_path / "base")
+    model = save_base(name, tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", **options)
     back, keys = there_and_back(tmp_path, verify=True), tensors_in(tmp_path / "vllm").keys()
     assert any("experts.base_layer.lora_A" in key for key in keys) == (name in THREE_DIMENSIONAL)
-    weights, expected = tensors_in(tmp_path / "base"), merged_by_peft(adapted, tmp_path / "by peft")
+    weights, expected = tensors_in(tmp_path / "base"), merge_by_peft(adapted, tmp_path / "by peft")
     assert_served_is(expected, tmp_path / "base", tmp_path / "vllm", name)
     assert any(not torch.equal(weights[key], expected[key]) for key in weights if ".experts." in key)
     if options:
         again = PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "base"), tmp_path / "vllm back")
-        assert_all_close(merged_by_peft(again, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
+        assert_all_close(merge_by_peft(again, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
         return
     there = tensors_in(tmp_path / "adapter")
     assert same_bits(back, there) and same_bits(there_and_back(tmp_path, "sglang"), there)
@@ -107,12 +107,12 @@ def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_what_the_config_of_an_adapter_says_comes_back(name, engine, tmp_path):
     """Engines' files have one rank, padded with zeros, which stand for no rank of the adapter."""
-    model = base(name, tmp_path / "base")
+    model = save_base(name, tmp_path / "base")
     options = {"target_modules": ["q_proj", "o_proj"], "experts_r": 2}
     adapted = get_peft_model(model, sonicmoe_hf.lora_config(model, 4, **options))
     save_with_factors(adapted, tmp_path / "adapter")
     assert same_bits(there_and_back(tmp_path, engine), tensors_in(tmp_path / "adapter"))
-    before, after = (config_of(tmp_path / folder) for folder in ("adapter", f"{engine} back"))
+    before, after = (adapter_config(tmp_path / folder) for folder in ("adapter", f"{engine} back"))
     for entry in ("target_modules", "target_parameters"):  # sets, which PEFT writes in any order
         assert sorted(before.pop(entry)) == sorted(after.pop(entry))
     assert after == {**before, "base_model_name_or_path": str(tmp_path / "base")} and list(after) == list(before)
@@ -129,7 +129,7 @@ def test_every_family_that_was_read_in_an_engine_is_served_as_pefts_merge(family
     adapted = save_with_factors(get_peft_model(model, config_for_vllm(model)), tmp_path / "adapter")
     back = there_and_back(tmp_path, engine)
     assert any(".experts." in name for name in products_of(tmp_path / engine, family))
-    assert_served_is(merged_by_peft(adapted, tmp_path / "by peft"), tmp_path / "base", tmp_path / engine, family)
+    assert_served_is(merge_by_peft(adapted, tmp_path / "by peft"), tmp_path / "base", tmp_path / engine, family)
     assert engine == "sglang" or same_bits(back, tensors_in(tmp_path / "adapter"))
 
 
@@ -159,7 +159,7 @@ def test_an_adapter_of_the_text_model_alone_is_served_under_the_whole_models_nam
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:], []], ids=["gate and up", "down", "attention only"])
 def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, parameters, tmp_path):
-    model = base(name, tmp_path / "base")
+    model = save_base(name, tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", parameters)
     back = there_and_back(tmp_path)
     of_experts = {key: tensor for key, tensor in tensors_in(tmp_path / "vllm").items() if ".experts." in key}
@@ -167,7 +167,7 @@ def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, paramet
     if name == "qwen3_moe" and parameters:  # vLLM asserts that all three projections of every expert are there
         without = 2 if parameters == EXPERTS[1:] else 1
         assert len(of_experts) == 2 * 8 * 3 * 2 and len(zero) == len(of_experts) // 3 * without
-    assert_served_is(merged_by_peft(adapted, tmp_path / "by peft"), tmp_path / "base", tmp_path / "vllm", name)
+    assert_served_is(merge_by_peft(adapted, tmp_path / "by peft"), tmp_path / "base", tmp_path / "vllm", name)
     assert same_bits(back, tensors_in(tmp_path / "adapter")), "zeros are left out again"
 
 
@@ -198,22 +198,22 @@ def test_experts_of_several_ranks_and_scales_become_one_weight_with_the_same_pro
 def test_an_adapter_as_it_begins_training_comes_back_whole(tmp_path):
     """B is zero then, and A is not: what is trained on must not be left out."""
     config = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], target_parameters=EXPERTS)
-    get_peft_model(base("qwen3_moe", tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
+    get_peft_model(save_base("qwen3_moe", tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
     assert same_bits(there_and_back(tmp_path), tensors_in(tmp_path / "adapter"))
 
 
 def test_a_file_with_factors_of_single_experts_is_opened_once_a_weight(tmp_path):
     """Each opening reads the names of all experts of all layers: for each tensor, Qwen3-30B-A3B's would take hours."""
-    model = adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter").unload()
+    model = adapt(save_base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter").unload()
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
-    with mock.patch.object(adapter, "opened", wraps=adapter.opened) as opened:
+    with mock.patch.object(adapter, "open_tensors", wraps=adapter.open_tensors) as opened:
         weights = list(adapter.Adapter.read(tmp_path / "served", model).factors.values())
     assert opened.call_count == len(weights) == 2 * 4, "of two layers: experts' two weights, q_proj and o_proj"
 
 
 @pytest.mark.parametrize("rank", [8, 512])
 def test_ranks_that_vllm_has_are_taken_as_they_are(rank, tmp_path, capsys):
-    adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter", rank_pattern={"o_proj": rank})
+    adapt(save_base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter", rank_pattern={"o_proj": rank})
     assert main(["convert", str(tmp_path / "adapter"), str(tmp_path / "served"), "--layout", "vllm"]) == 0
     assert f"--max-lora-rank {rank} " in " ".join(capsys.readouterr().out.split())
 
@@ -250,14 +250,14 @@ def with_linear_experts(folder):
 
 
 def test_peft_loads_the_file_into_a_model_whose_experts_are_linear_layers(tmp_path):
-    model = base("qwen3_moe", tmp_path / "base")
+    model = save_base("qwen3_moe", tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", **UNEVEN)
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
-    config = config_of(tmp_path / "served")
+    config = adapter_config(tmp_path / "served")
     assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "o_proj", "q_proj", "up_proj"]
     assert config["target_parameters"] is None
     linear = PeftModel.from_pretrained(with_linear_experts(tmp_path / "base"), tmp_path / "served").merge_and_unload()
-    expected = merged_by_peft(adapted, tmp_path / "by peft")
+    expected = merge_by_peft(adapted, tmp_path / "by peft")
     merged = {name: tensor for name, tensor in linear.state_dict().items() if "proj" in name}
     assert_all_close(merged, {name: expected[name] for name in merged}, 1e-5, ORDER_OF_SUMS)
 
@@ -267,7 +267,7 @@ def test_peft_loads_the_file_into_a_model_whose_experts_are_linear_layers(tmp_pa
 )
 def test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter(target_modules, tmp_path):
     """Gate and up have A of their own there, so that the fused rank is the sum of theirs; some experts may have none."""
-    base("qwen3_moe", tmp_path / "base")
+    save_base("qwen3_moe", tmp_path / "base")
     model = get_peft_model(
         with_linear_experts(tmp_path / "base"),
         LoraConfig(r=2, lora_alpha=5, target_modules=target_modules, alpha_pattern={"experts.3.down_proj": 9}),
@@ -281,18 +281,18 @@ def test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter
     linear = model.merge_and_unload().state_dict()
     expected = {**weights, **{name: tensor for name, tensor in linear.items() if "proj" in name}}
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm", trained_on=tmp_path / "base")
-    assert config_of(tmp_path / "served")["r"] == 2
+    assert adapter_config(tmp_path / "served")["r"] == 2
     assert_served_is(expected, tmp_path / "base", tmp_path / "served", "qwen3_moe")
     convert_adapter(tmp_path / "adapter", tmp_path / "fused", "hub", trained_on=tmp_path / "base")
     fused = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "fused")
-    assert_all_close(merged_by_peft(fused, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
+    assert_all_close(merge_by_peft(fused, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
 
 
 def test_sglang_gets_a_pair_for_each_expert_and_all_layers_that_it_fuses(tmp_path):
     """SGLang's loader looks q_proj, k_proj and v_proj up together, and the scale is alpha / r whatever the config
     says."""
     for name, modules in (("gpt_oss", ["q_proj"]), ("deepseek_v3", ["kv_a_proj_with_mqa"])):
-        model = base(name, tmp_path / name)
+        model = save_base(name, tmp_path / name)
         adapted = adapt(model, tmp_path / f"{name} adapter", target_modules=modules, **UNEVEN)
         served = tmp_path / f"{name} served"
         convert_adapter(tmp_path / f"{name} adapter", served, "sglang")
@@ -307,13 +307,13 @@ def test_sglang_gets_a_pair_for_each_expert_and_all_layers_that_it_fuses(tmp_pat
                     present = next(member for member in group if f".{member}." in key)
                     assert all(key.replace(f".{present}.", f".{other}.") in factors for other in group)
         assert not any("base_layer" in key or key.endswith(".experts.lora_A.weight") for key in factors)
-        assert_served_is(merged_by_peft(adapted, tmp_path / f"{name} by peft"), tmp_path / name, served, name)
+        assert_served_is(merge_by_peft(adapted, tmp_path / f"{name} by peft"), tmp_path / name, served, name)
 
 
 def test_an_adapter_on_some_layers_names_them_in_full(tmp_path):
-    adapt(base("deepseek_v3", tmp_path / "base"), tmp_path / "adapter", layers_to_transform=[1])
+    adapt(save_base("deepseek_v3", tmp_path / "base"), tmp_path / "adapter", layers_to_transform=[1])
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
-    config = config_of(tmp_path / "served")
+    config = adapter_config(tmp_path / "served")
     assert "model.layers.1.self_attn.o_proj" in config["target_modules"] and config["layers_to_transform"] is None
     assert "experts.0.gate_proj" in config["target_modules"], "gate_proj alone is the shared expert's too"
     factors = tensors_in(tmp_path / "served")

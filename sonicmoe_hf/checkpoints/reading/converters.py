@@ -160,9 +160,9 @@ class WeightGroup:
             CheckpointError: there is no way, or none back; with `remedy` at its end.
         """
         if self._is_inverted:
-            return self._inverted(parameters, expert)
+            return self._invert(parameters, expert)
         try:
-            weights = self._inverted(parameters, expert)
+            weights = self._invert(parameters, expert)
             back = self.parameters(weights, expert)
             has_values = not any(parameter.is_meta for parameter in parameters.values())
             if has_values and not all(same_bytes(back[name], own) for name, own in parameters.items()):
@@ -176,7 +176,8 @@ class WeightGroup:
         self._is_inverted = has_values
         return weights
 
-    def _inverted(self, parameters: Tensors, expert: int | None) -> Tensors:
+    def _invert(self, parameters: Tensors, expert: int | None) -> Tensors:
+        """Make the checkpoint's weights of parameters, of one expert or of all."""
         names = self._names(expert)
         first = next(name for own in names.values() for name in own)
         if self._converter is None:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
 from ...formats.loading_errors import not_there
-from ...formats.tensor_files import opened
+from ...formats.tensor_files import open_tensors
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -95,7 +95,7 @@ def headers_of(path: Path) -> dict[str, Header]:
         CheckpointError: as `opened`, or torch has no tensors of a tensor's dtype.
     """
     headers = {}
-    with opened(path) as handle:
+    with open_tensors(path) as handle:
         for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
             try:
                 tensor = handle.get_tensor(name)  # mapped, and not read
@@ -183,7 +183,7 @@ class TensorFiles:
         file = self.tensors[name].file
         if self._open is None or self._open[0] != file:
             self.close()
-            self._open = (file, opened(self.folder / file))
+            self._open = (file, open_tensors(self.folder / file))
         return self._open[1]
 
     def map(self, name: str, expert: int | None = None) -> torch.Tensor:

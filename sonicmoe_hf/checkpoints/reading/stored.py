@@ -112,14 +112,14 @@ class StoredWeights(TensorFiles):
                     f"{name} is float8, but config.json declares no fp8 quantization; add quantization_config as the "
                     "original has it"
                 )
-            found = Weight(self, name) if weight is None else self._quantized(weight, format)
+            found = Weight(self, name) if weight is None else self._quantized_weight(weight, format)
             if missing := [tensor for tensor in found.tensor_names if tensor not in self.tensors]:
                 raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")
             weights[found.name] = found
             beside.update(found.tensor_names[1:])
         return {name: weight for name, weight in weights.items() if name not in beside}
 
-    def _quantized(self, name: str, format: Any) -> Weight:
+    def _quantized_weight(self, name: str, format: Any) -> Weight:
         if isinstance(format, HubFormat):
             return HubMatrix(self, name, format)
         return PackedExperts(self, name, format, self.dense_dtype, self.config.get("model_type") in TRANSPOSED)

@@ -50,16 +50,16 @@ class GroupChange:
     def __init__(self, weights: Mapping[str, Weight], group: WeightGroup):
         self._weights, self.group = weights, group
         self._expert: int | None = None
-        self._made: Tensors = {}
+        self._converted: Tensors = {}
 
     def apply(self, weight: Weight, values: torch.Tensor, expert: int | None) -> torch.Tensor:
         """Compute the new values of a weight, or of an expert's [1, ...] of it, whose old ones are `values`."""
         owner = self.group.owners[weight.name]
         expert = expert if owner is None else owner
-        if expert != self._expert or weight.name not in self._made:
+        if expert != self._expert or weight.name not in self._converted:
             parameters = self.new_parameters(weight.dtype, expert)
-            self._expert, self._made = expert, self.group.weights(parameters, expert, self.remedy)
-        return self._made.pop(weight.name)
+            self._expert, self._converted = expert, self.group.weights(parameters, expert, self.remedy)
+        return self._converted.pop(weight.name)
 
     def new_parameters(self, dtype: torch.dtype, expert: int | None) -> Tensors:
         """Make the new parameters, or one expert's [1, ...] of them, for weights of this dtype."""
@@ -195,7 +195,7 @@ class PackedExperts(Weight):
         super().__init__(files, name, format)
         self._dense_dtype, self.is_transposed = dense_dtype, is_transposed
 
-    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _transpose_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Turn a dense weight's shape into the packed one's, and back."""
         return (shape[0], *shape[:0:-1]) if self.is_transposed else shape
 
@@ -209,11 +209,11 @@ class PackedExperts(Weight):
         """See Weight."""
         shapes = (self._files.tensors[tensor].shape for tensor in self.tensor_names)
         stored = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
-        return self._turned(self.format.shape(stored))
+        return self._transpose_shape(self.format.shape(stored))
 
     def stored_as(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight. Of how many values share a scale the files alone know."""
-        turned, scales = self._turned(shape), self._files.tensors[self.tensor_names[1]].shape
+        turned, scales = self._transpose_shape(shape), self._files.tensors[self.tensor_names[1]].shape
         return self.format.stored(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
 
     def rounded(self, expert: int | None = None) -> RoundedMatrix:
@@ -223,11 +223,11 @@ class PackedExperts(Weight):
             (values[0].T if self.is_transposed else values[0]).contiguous()
             for values in self._before_and_after(expert)
         )
-        packed, number = (self._packed(None), expert) if self.format.is_whole else (self._packed(expert), 0)
+        packed, number = (self._read_packed(None), expert) if self.format.is_whole else (self._read_packed(expert), 0)
         rounded = self.format.round_expert(packed, number, exact, self._uniform(exact.shape, expert))
         return RoundedMatrix(before, exact, rounded)
 
-    def _packed(self, expert: int | None) -> Quantized:
+    def _read_packed(self, expert: int | None) -> Quantized:
         packed = Quantized(*self.raw(expert))
         self.format.check(self.name, packed)
         return packed
@@ -236,14 +236,14 @@ class PackedExperts(Weight):
         """See Weight."""
         dtype = dtype or self.dtype
         if expert is not None and self.format.is_whole:
-            weight = self.format.dequantize_expert(self._packed(None), dtype, expert)[None]
+            weight = self.format.dequantize_expert(self._read_packed(None), dtype, expert)[None]
         else:
-            weight = self.format.dequantize(self._packed(expert), dtype)
+            weight = self.format.dequantize(self._read_packed(expert), dtype)
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """See Weight."""
-        packed = self._packed(expert)
+        packed = self._read_packed(expert)
         if rounded is not None:
             packed = packed._replace(codes=rounded.codes[None], scales=rounded.scales[None])
         return self.format.rows(packed)

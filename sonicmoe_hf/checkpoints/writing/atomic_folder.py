@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 
 from ...errors import CheckpointError
-from ...formats.tensor_files import opened
+from ...formats.tensor_files import open_tensors
 from ...kernels.packed.format import is_sound
 from ..reading.files import expanded, same_bytes
 
@@ -107,7 +107,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], verify: bool) -> 
     save_file(tensors, path, metadata={"format": "pt"})
     sync(path)
     if verify:
-        with opened(path) as handle:
+        with open_tensors(path) as handle:
             for name, tensor in tensors.items():
                 if not same_bytes(handle.get_tensor(name), tensor):
                     raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")

@@ -52,7 +52,7 @@ def companions(folder: Path, own: set[str], adapter: Path | None = None) -> Comp
     Raises:
         CheckpointError: one is a link to outside its folder.
     """
-    files, skipped = _listed(folder, own)
+    files, skipped = _list_files(folder, own)
     sources = {file: folder / file for file in files}
     notices = [f"not carried over: {', '.join(skipped)}"] if skipped else []
     if adapter is not None:
@@ -68,7 +68,7 @@ def companions(folder: Path, own: set[str], adapter: Path | None = None) -> Comp
 
 def _with_adapters(sources: dict[Path, Path], adapter: Path) -> dict[Path, Path]:
     """Put an adapter's tokenizer in the place of the base's, and its chat template."""
-    files, _ = _listed(adapter, set())
+    files, _ = _list_files(adapter, set())
     has_template = any(TEMPLATE.fullmatch(file.as_posix()) for file in files) or (
         (adapter / TOKENIZER_CONFIG).is_file() and bool(read_json(adapter / TOKENIZER_CONFIG).get("chat_template"))
     )
@@ -91,7 +91,7 @@ def _differs(file: Path, one: dict[Path, Path], other: dict[Path, Path]) -> bool
     return paths[0] != paths[1] and paths[0].read_bytes() != paths[1].read_bytes()
 
 
-def _listed(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
+def _list_files(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
     """List files of a folder to copy, and names of those that are left: other weights, unknown folders."""
     files, skipped = [], []
     for path in sorted(folder.iterdir()):

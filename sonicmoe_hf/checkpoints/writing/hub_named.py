@@ -42,9 +42,11 @@ class HubNamed(Output):
         if weight.name != group.parameter_names[0]:  # the first stands for all
             return []
         is_whole = group.num_experts is None or None in group.owners.values()
-        return [self._converted(group, expert) for expert in ([None] if is_whole else range(group.num_experts or 0))]
+        return [
+            self._describe_group(group, expert) for expert in ([None] if is_whole else range(group.num_experts or 0))
+        ]
 
-    def _converted(self, group: WeightGroup, expert: int | None) -> OutputTensors:
+    def _describe_group(self, group: WeightGroup, expert: int | None) -> OutputTensors:
         """Describe what the parameters of a group become, or one expert of them."""
         weights = [self.stored.weights[name] for name in group.parameter_names]
         likes = {

@@ -67,11 +67,11 @@ def add_card(folder: Path, name: str, origin: Origin, format: str, notices: list
     """
     path = folder / CARD
     text = path.read_text("utf-8", AS_IT_IS) if path.is_file() else f"# {name}\n"
-    text = _titled(_with_metadata(text, origin), name, origin)
+    text = _rename_title(_with_metadata(text, origin), name, origin)
     path.write_text(text.rstrip("\n") + "\n" + _section(name, origin, format, notices), "utf-8", AS_IT_IS)
 
 
-def _titled(text: str, name: str, origin: Origin) -> str:
+def _rename_title(text: str, name: str, origin: Origin) -> str:
     """Put the new folder's name in its title, where a card that was written here has its source's."""
     if HEADING not in text:
         return text

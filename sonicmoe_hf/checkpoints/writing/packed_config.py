@@ -81,7 +81,7 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
         if name.endswith(".weight") and len(weight.shape) == 2 and name not in source.parameter_of
     }
     if format in INTEGERS:
-        return _compressed(hub_format(source, format), sorted(dense | {"lm_head"}))
+        return _compressed_tensors_entry(hub_format(source, format), sorted(dense | {"lm_head"}))
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -91,7 +91,7 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
     }
 
 
-def _compressed(format: HubFormat, dense: list[str]) -> dict:
+def _compressed_tensors_entry(format: HubFormat, dense: list[str]) -> dict:
     """Make the entry of compressed-tensors' pack-quantized, as Kimi K2 has it."""
     assert isinstance(format, CompressedInt4)
     weights = {"num_bits": 4, "type": "int", "symmetric": not format.has_zeros, "strategy": "group"}

@@ -142,7 +142,7 @@ class _Relaid:
         for tensors in zip(*stored):
             rows = here.split([tensor if here.is_per_expert else tensor[0] for tensor in tensors])
             moved.append(self.there.join(rows))
-        return self._stored([Quantized(*own) for own in zip(*moved)], shells)
+        return self._store([Quantized(*own) for own in zip(*moved)], shells)
 
     def _rows(self, weight: Weight, expert: int | None) -> list[torch.Tensor]:
         if not weight.change:
@@ -169,9 +169,9 @@ class _Relaid:
                 before = self._read_rows(dtype, experts[0], adapter=False)[number] if is_changed else exact
                 rounded = format.dequantize_expert(packed, torch.float32, 0)
                 self._output.roundings.add(name, before, exact, rounded, experts[0])
-        return self._stored(made, shells)
+        return self._store(made, shells)
 
-    def _stored(self, packed: list[Quantized], shells: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _store(self, packed: list[Quantized], shells: list[torch.Tensor]) -> list[torch.Tensor]:
         """Make the tensors that store weights, like `shells`."""
         stored: Iterable[Iterable[torch.Tensor | None]] = packed
         if self.there.is_per_expert:

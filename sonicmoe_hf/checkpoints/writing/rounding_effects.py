@@ -73,7 +73,7 @@ class Roundings:
         for layer, matrices in by_layer.items():
             error, change, both, _ = map(sum, zip(*matrices))
             if change:
-                shares = [_survived(sums) for sums in matrices if sums[1]]
+                shares = [_surviving_share(sums) for sums in matrices if sums[1]]
                 survived = 1 + both / change
                 layers.append(
                     LayerRounding(
@@ -87,7 +87,7 @@ class Roundings:
         layers = self.layers()
         if not layers:
             return [self._loss()] if self._sums else []
-        shares = {matrix: _survived(sums) for matrix, sums in self._sums.items() if sums[1]}
+        shares = {matrix: _surviving_share(sums) for matrix, sums in self._sums.items() if sums[1]}
         (worst, expert), median = min(shares, key=shares.__getitem__), statistics.median(shares.values())
         matrix = worst if expert is None else f"expert {expert} of {worst}"
         lost = [layer for layer in layers if layer.survived < 0.5]
@@ -119,6 +119,7 @@ def _range(ratios: list[float]) -> str:
     return " to ".join(dict.fromkeys(f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])))
 
 
-def _survived(sums: list[float]) -> float:
+def _surviving_share(sums: list[float]) -> float:
+    """Compute the share of the adapter's change that is in the rounded weight: 1 less what rounding takes back of it."""
     _, change, both, _ = sums
     return 1 + both / change

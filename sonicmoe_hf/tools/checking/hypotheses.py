@@ -231,20 +231,20 @@ def scaled_by(is_in: Callable[[AdaptedLayer], bool], factor: float) -> Callable[
 
 def _as_by_rank(layer: AdaptedLayer) -> torch.Tensor | None:
     """Read columns that were written expert by expert as PEFT's, which stand rank by rank."""
-    return None if layer.experts is None else _turned(layer.b.data, 1, (layer.rank, -1))
+    return None if layer.experts is None else _transpose_blocks(layer.b.data, 1, (layer.rank, -1))
 
 
 def _as_by_expert(layer: AdaptedLayer) -> torch.Tensor | None:
     """Invert `_as_by_rank`."""
-    return None if layer.experts is None else _turned(layer.b.data, 1, (-1, layer.rank))
+    return None if layer.experts is None else _transpose_blocks(layer.b.data, 1, (-1, layer.rank))
 
 
 def _in_other_rows(layer: AdaptedLayer) -> torch.Tensor | None:
     """Read gate's and up's rows in the other order: as two halves where they alternate, or the reverse."""
     if not layer.is_gate_up:
         return None
-    return _turned(layer.b.data, 0, (2, -1) if is_interleaved(layer.experts) else (-1, 2))
+    return _transpose_blocks(layer.b.data, 0, (2, -1) if is_interleaved(layer.experts) else (-1, 2))
 
 
-def _turned(b: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
+def _transpose_blocks(b: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
     return b.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)

@@ -91,17 +91,17 @@ class TrainedAdapter:
         observed = torch.zeros_like(base[0]) if observation.log_p is None else observation.log_p
         noise = self._noise(observation)
 
-        def judged() -> Verdict:
+        def judge_now() -> Verdict:
             return judge(observed, reference, observation.own_base, noise, observation.if_lost)
 
-        verdict = judged()
+        verdict = judge_now()
         measured, noise_beside = beside_base(observed, reference, observation.own_base, noise)
         if verdict.kind in (IN_PART, OTHER) and not observation.is_base:
             alternatives += self._targets_of_nearest_layer(observation, measured, alternatives)
-            verdict = judged()
+            verdict = judge_now()
         if verdict.may_be_scaled and not observation.is_base:
             alternatives += self._nearest_scaled(observation, measured, reference, noise_beside)
-            verdict = judged()
+            verdict = judge_now()
         return JudgedPlace(observation.place, verdict, observation.is_base)
 
     def _targets_of_nearest_layer(

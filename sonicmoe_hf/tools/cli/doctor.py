@@ -104,7 +104,7 @@ def examine(
     """
     model = build_on_meta(name)
     support = with_rounding(supports(model), model)
-    quantization, support = _quantized(declared_quantization(model.config), support)
+    quantization, support = _describe_quantization(declared_quantization(model.config), support)
     not_rounding = why_not_rounded(model)
     rounding = []
     if batch_size is not None and sequence_length is not None:
@@ -129,7 +129,7 @@ def examine(
     }
 
 
-def _quantized(
+def _describe_quantization(
     declared: DeclaredQuantization | None, support: list[LayerSupport]
 ) -> tuple[str | None, list[LayerSupport]]:
     """Name the checkpoint's quantization, None for plain weights, and find what works with it."""

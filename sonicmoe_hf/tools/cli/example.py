@@ -31,7 +31,7 @@ def _summary(name: str, path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
-def _printed(path: Path) -> str:
+def _example_text(path: Path) -> str:
     """Make an example's text, with a line that finds what examples share before its first import of that."""
     return SHARED.sub(lambda match: f"{FIND_SHARED}\n{match[0]}", path.read_text(encoding="utf-8"), count=1)
 
@@ -47,5 +47,5 @@ def example(name: str | None) -> int:
     chosen = files.get(name.removesuffix(".py"))
     if chosen is None:
         raise ValueError(f"there is no example {name!r}; there are {', '.join(files)}")
-    sys.stdout.write(_printed(chosen))
+    sys.stdout.write(_example_text(chosen))
     return 0

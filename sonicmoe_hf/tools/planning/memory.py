@@ -53,7 +53,7 @@ class Memory:
 def memory(step: Step) -> Memory:
     """Compute the peak: the largest of the loss, a layer's backward at either end of the model, the optimiser's step."""
     sizes, training = step
-    fixed, tokens, checkpointing = _fixed(step), training.tokens, training.checkpointing
+    fixed, tokens, checkpointing = _fixed_memory(step), training.tokens, training.checkpointing
     layer, stream = tokens * step.layer_bytes, tokens * step.stream_bytes
     between = RESIDENT_STATES if training.offloading else sizes.layers
     kept = (between * stream if checkpointing else sizes.layers * layer) + _casts(step)
@@ -116,7 +116,7 @@ def expanded_bytes(sizes: ModelSizes, layers: int) -> float:
     return 2.0 * sizes.experts / sizes.moe_layers * layers
 
 
-def _fixed(step: Step) -> Memory:
+def _fixed_memory(step: Step) -> Memory:
     """Compute the memory that is taken all the time: weights, the optimiser's state and adapters."""
     sizes, training = step
     width = training.width if training.full else 2

@@ -254,10 +254,10 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
     if left_out(sizes) is None:
         full = Training(method="full", **of_all)
         for parallel in ["one GPU"] if one else ["FSDP2"]:
-            yield from _kept(full, weights="fp32", parallel=parallel)
-            yield from _kept(full, parallel=parallel)
+            yield from _with_each_kept(full, weights="fp32", parallel=parallel)
+            yield from _with_each_kept(full, parallel=parallel)
         if not one:
-            yield from _kept(full, weights="fp32", parallel="ZeRO-3")
+            yield from _with_each_kept(full, weights="fp32", parallel="ZeRO-3")
         if sizes.quantization is None:  # these two examples load no quantized checkpoints
             yield replace(full, optimizer="adam8bit")
             if not one and divides:
@@ -265,7 +265,7 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
                     full, parallel="expert parallelism", checkpointing=False, liger=False, extra_rows=TILE // 2
                 )
         for parallel in ["one GPU"] if one else ["DDP", "FSDP2"]:
-            yield from _kept(Training(method="lora", **of_all), parallel=parallel)
+            yield from _with_each_kept(Training(method="lora", **of_all), parallel=parallel)
     for format in _formats(sizes):
         packed = Training(method="qlora", experts=format, **of_all)
         if one:
@@ -274,12 +274,12 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
             yield from (replace(small, **kept) for kept in _kinds_kept(small) if kept["checkpointing"])
         if sizes.quantization in (None, format):
             for parallel in ["one GPU"] if one else ["DDP", "FSDP2"] if divides else ["DDP"]:
-                yield from _kept(packed, parallel=parallel)
+                yield from _with_each_kept(packed, parallel=parallel)
         if not one and divides:
             yield replace(packed, parallel="expert parallelism", r=8, experts_r=8)
 
 
-def _kept(training: Training, **settings: Any) -> Iterator[Training]:
+def _with_each_kept(training: Training, **settings: Any) -> Iterator[Training]:
     for kept in _kinds_kept(training):
         yield replace(training, **settings, **kept)
 
