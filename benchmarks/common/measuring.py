@@ -44,7 +44,7 @@ class LayerStep:
         return {"out": out, **{f"d{name}": gradient for name, gradient in zip(self.wanted, gradients)}}
 
 
-def memory(step: LayerStep) -> dict[str, float]:
+def measure_memory(step: LayerStep) -> dict[str, float]:
     """Measure MB that forward leaves for backward (its output not counted), and the most a step takes beyond its
     inputs."""
     release()
@@ -60,7 +60,7 @@ def memory(step: LayerStep) -> dict[str, float]:
     return {"held_MB": held / 1e6, "peak_MB": peak / 1e6}
 
 
-def first_step(step: LayerStep) -> dict[str, float]:
+def measure_first_step(step: LayerStep) -> dict[str, float]:
     """Measure seconds of a contender's first forward and backward at this size, what it compiles, loads and tunes
     included, and the most memory that took beyond its inputs, in MB."""
     torch.cuda.synchronize()

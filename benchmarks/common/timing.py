@@ -25,7 +25,7 @@ def release() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def recorded(call):
+def record_graph(call):
     """Record (a CUDA graph of `call`, what it returns), after a warm-up on a side stream, as capturing wants it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -38,18 +38,18 @@ def recorded(call):
     return graph, results
 
 
-def graph_of(call):
+def make_replay(call):
     """Make a function that replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
-    graph, _ = recorded(call)
+    graph, _ = record_graph(call)
     return graph.replay
 
 
-def captured(calls: dict) -> dict:
+def make_replays(calls: dict) -> dict:
     """Capture each call by its name with `graph_of`; leave out those that cannot be captured (they synchronise)."""
     graphs = {}
     for name, call in calls.items():
         try:
-            graphs[name] = graph_of(call)
+            graphs[name] = make_replay(call)
         except (RuntimeError, torch.AcceleratorError) as error:
             print(f"    no CUDA graph of {name}: {str(error).splitlines()[0][:100]}", flush=True)
             torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def waited_times(call, count: int, warmup: int) -> tuple[list[float], list]:
     return times[warmup:], results
 
 
-class Times(NamedTuple):
+class CallTimes(NamedTuple):
     """Milliseconds of a call in each round: on the device, until the host had issued it, and until it was done."""
 
     on_device: list[float]
@@ -98,10 +98,10 @@ class Times(NamedTuple):
     waited: list[float]
 
 
-def interleaved_times(calls: dict, rounds: int) -> dict[Any, Times]:
+def interleaved_times(calls: dict, rounds: int) -> dict[Any, CallTimes]:
     """Run every call once in every round, in an order of its own, since the clock that a GPU at its power cap gives a
     call depends on what ran before."""
-    times, order, generator = {name: Times([], [], []) for name in calls}, list(calls), random.Random(0)
+    times, order, generator = {name: CallTimes([], [], []) for name in calls}, list(calls), random.Random(0)
     for call in calls.values():
         call()
     for _ in range(rounds):
@@ -133,7 +133,7 @@ def hot_times(calls: dict, rounds: int, warmup: int) -> dict[Any, list[float]]:
     return {name: [clock.milliseconds()[0] for clock in each[warmup:]] for name, each in clocks.items()}
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
     """Compute the length of the union of spans of time (start, end): in which at least one thing ran."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):

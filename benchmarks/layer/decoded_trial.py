@@ -19,7 +19,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.measuring import LayerStep, relative_errors
 from benchmarks.common.shapes import SHAPES, problem
 from benchmarks.common.table import Table, quantile
-from benchmarks.common.timing import captured, interleaved_times, release
+from benchmarks.common.timing import interleaved_times, make_replays, release
 from benchmarks.layer.lora_contenders import through_peft
 from benchmarks.layer.lora_layer import step_of
 from benchmarks.layer.quantized_layer import packed_pair
@@ -93,7 +93,7 @@ def measure(table, format, tokens, rounds):
     for name, errors in errors_of(steps, inputs, dense).items():
         table.add(SHAPE, shape, f"{format} {name}", mode, "eager", {f"error_{key}": e for key, e in errors.items()})
     del dense
-    times = {name: on_device for name, (on_device, *_) in interleaved_times(captured(steps), rounds).items()}
+    times = {name: on_device for name, (on_device, *_) in interleaved_times(make_replays(steps), rounds).items()}
     for name, ms in times.items():
         label = name if name == "bf16" else f"{format} {name}"
         table.add(SHAPE, shape, label, mode, "graph", {"us": [1e3 * each for each in ms]})

@@ -22,6 +22,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
 from benchmarks.common.timing import release, synchronize, waited_times
 from sonicmoe_hf.attention import deepseek_v4, indexers
+from sonicmoe_hf.tools.comparing import relative_error
 
 SLIDING, HEAVY, SPARSE = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 EAGER, MASKED, GATHERED = "eager", "pieces, keys masked", "pieces, keys gathered"
@@ -82,12 +83,6 @@ def reference(kind: str, length: int, device: str) -> tuple[torch.Tensor, torch.
     return out.cpu(), gradient.cpu()
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Compute ||found - expected|| / ||expected||, in fp32."""
-    found, expected = found.cpu().float(), expected.float()
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 def measure(table: Rows, attention: str, kind: str, length: int, compared: bool, device: str) -> None:
     """Add a row. compared: with eager, which takes no more tokens."""
     deepseek_v4.GATHERED_FROM = ALWAYS if attention == GATHERED else NEVER
@@ -96,14 +91,18 @@ def measure(table: Rows, attention: str, kind: str, length: int, compared: bool,
     step = make_step(attention, kind, length, device)
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     try:
-        found = step()
+        results = step()
     except torch.OutOfMemoryError:
         print(f"{attention}  {kind}  {length}  out of memory", flush=True)
         return
     synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
-    errors = ["", ""] if expected is None else [f"{relative_error(*pair):.1e}" for pair in zip(found, expected)]
-    del found
+    errors = (
+        ["", ""]
+        if expected is None
+        else [f"{relative_error(result.cpu(), exact):.1e}" for result, exact in zip(results, expected)]
+    )
+    del results
     times, _ = waited_times(lambda: (step(), None)[1], 3, 1)
     table.add(
         attention=attention,

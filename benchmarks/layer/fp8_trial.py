@@ -16,7 +16,7 @@ import torch
 from benchmarks.common.command import Command
 from benchmarks.common.shapes import activated, shape_of  # noqa: F401 - shape_of for its tests
 from benchmarks.common.table import Table
-from benchmarks.common.timing import graph_of, hot_times, interleaved_times, release
+from benchmarks.common.timing import hot_times, interleaved_times, make_replay, release
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
@@ -128,7 +128,7 @@ def add_times(table, config, shape, mode, calls, rounds):
     flop = 6 * shape.T * shape.K * shape.H * shape.I * (2 if mode == "layer" else 1)
     alone = "graph" if mode == "forward" or shape.E * shape.I * shape.H < MAX_CAPTURED else "eager"
     if alone == "graph":
-        calls = {name: graph_of(call) for name, call in calls.items()}
+        calls = {name: make_replay(call) for name, call in calls.items()}
     one_at_a_time = {name: on_device for name, (on_device, *_) in interleaved_times(calls, rounds).items()}
     for launch, times in (("hot", hot_times(calls, HOT_ROUNDS, HOT_ROUNDS)), (alone, one_at_a_time)):
         for name, ms in times.items():

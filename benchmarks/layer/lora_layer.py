@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
-from benchmarks.common.measuring import LayerStep, first_step, memory, relative_errors
+from benchmarks.common.measuring import LayerStep, measure_first_step, measure_memory, relative_errors
 from benchmarks.common.shapes import SHAPES, problem
 from benchmarks.common.table import Table
-from benchmarks.common.timing import captured, interleaved_times, release
+from benchmarks.common.timing import interleaved_times, make_replays, release
 from benchmarks.layer.lora_contenders import AXOLOTL, PEERS, UPSTREAM, Experts, experts_module, through_peft
 from sonicmoe_hf.layer import backends
 
@@ -60,7 +60,7 @@ def started(makers, inputs, add, on_gpu):
         try:
             step = step_of(make(), inputs)
             if on_gpu:
-                add((contender, mode), "eager", first_step(step))
+                add((contender, mode), "eager", measure_first_step(step))
             step()
             step.gradients = ()
         except Unavailable as reason:
@@ -85,8 +85,8 @@ def measure(table, config, shape, options):
     steps = started(makers, inputs, add, on_gpu)
     for name, step in steps.items():
         errors = {f"error_{tensor}": error for tensor, error in relative_errors(step, inputs).items()}
-        add(name, "eager", errors | (memory(step) if on_gpu else {}))
-    for launch, calls in (("eager", steps), ("graph", captured(steps) if on_gpu else {})):
+        add(name, "eager", errors | (measure_memory(step) if on_gpu else {}))
+    for launch, calls in (("eager", steps), ("graph", make_replays(steps) if on_gpu else {})):
         times = {name: on_device for name, (on_device, *_) in interleaved_times(calls, options.rounds).items()}
         for name, ms in times.items():
             ratios = [value / frozen for value, frozen in zip(ms, times.get(FROZEN, ()))]

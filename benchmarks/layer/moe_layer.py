@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, TUNED, available
-from benchmarks.common.measuring import LayerStep, first_step, memory, relative_errors
+from benchmarks.common.measuring import LayerStep, measure_first_step, measure_memory, relative_errors
 from benchmarks.common.shapes import LARGE, SHAPES, Shape, problem
 from benchmarks.common.table import Table
-from benchmarks.common.timing import captured, interleaved_times, release
+from benchmarks.common.timing import interleaved_times, make_replays, release
 
 NAMES = ("x", "gate_up", "down", "weight")
 DEPTH = 4  # of a stack of layers
@@ -54,7 +54,7 @@ def measure(table: Table, config: str, shape: Shape, names, rounds: int, device:
     layers = available(names, shape)
     if on_gpu:
         for name, layer in layers.items():
-            first = first_step(step_of(layer, inputs, "forward+backward"))
+            first = measure_first_step(step_of(layer, inputs, "forward+backward"))
             table.add(config, shape, name, "forward+backward", "eager", first)
     for mode in WANTED:
         steps = {name: step_of(layer, inputs, mode) for name, layer in layers.items()}
@@ -64,9 +64,9 @@ def measure(table: Table, config: str, shape: Shape, names, rounds: int, device:
             if name != BOUND:
                 errors = relative_errors(step, inputs, shape.activation) if mode == "forward+backward" else {}
                 metrics = {f"error_{tensor}": error for tensor, error in errors.items()}
-                table.add(config, shape, name, mode, "eager", metrics | (memory(step) if on_gpu else {}))
+                table.add(config, shape, name, mode, "eager", metrics | (measure_memory(step) if on_gpu else {}))
         is_large = shape in LARGE.values()
-        graphs = captured(steps) if on_gpu and not is_large else {}
+        graphs = make_replays(steps) if on_gpu and not is_large else {}
         for launch, calls in (("eager", steps), ("graph", graphs)):
             for name, (on_device, host, _) in interleaved_times(calls, rounds).items():
                 table.add(config, shape, name, mode, launch, {"ms": on_device, "host_ms": host})

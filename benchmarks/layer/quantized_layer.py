@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import EAGER, available
-from benchmarks.common.measuring import memory, relative_errors
+from benchmarks.common.measuring import measure_memory, relative_errors
 from benchmarks.common.shapes import SHAPES, Shape, problem
 from benchmarks.common.table import Table
-from benchmarks.common.timing import captured, interleaved_times, release
+from benchmarks.common.timing import interleaved_times, make_replays, release
 from benchmarks.layer.lora_contenders import through_peft
 from benchmarks.layer.lora_layer import step_of
 from sonicmoe_hf import PackedWeight
@@ -67,7 +67,7 @@ def random_tokens(shape: Shape, device):
 def measured(calls, calls_each, options):
     """Measure the microseconds of one of the `calls_each` calls that each function makes, by name, by CUDA graph where
     there is a GPU."""
-    times = interleaved_times(captured(calls) if options.device == "cuda" else calls, options.rounds)
+    times = interleaved_times(make_replays(calls) if options.device == "cuda" else calls, options.rounds)
     return {name: [1e3 * ms / calls_each for ms in on_device] for name, (on_device, *_) in times.items()}
 
 
@@ -137,7 +137,7 @@ def train_on(shape, prefix: str, options, add):
         add(prefix + name, mode, "graph", {"us": us, "ratio_to_bf16": ratios})
     if options.device == "cuda":
         for name, step in steps.items():
-            add(prefix + name, mode, "eager", memory(step))
+            add(prefix + name, mode, "eager", measure_memory(step))
 
 
 PARTS = {"generate": generate, "train": train}

@@ -25,7 +25,7 @@ from benchmarks.common.shapes import SHAPES, Shape, problem, shape_of
 from benchmarks.common.table import Rows
 
 
-def first_step(shape: Shape, backend: str) -> float:
+def time_first_step(shape: Shape, backend: str) -> float:
     """Measure the seconds of this process's first step."""
     from sonicmoe_hf.layer.moe_experts import moe_experts
 
@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = shape_of(options.shape)
     if options.step:
-        print(first_step(shape, options.backend))
+        print(time_first_step(shape, options.backend))
         return
     table = Rows(options.csv)
     for full, seconds in in_new_processes(shape, options.backend):

@@ -18,7 +18,7 @@ from benchmarks.common.command import Command
 from benchmarks.common.measuring import LayerStep
 from benchmarks.common.shapes import Shape
 from benchmarks.common.table import Table
-from benchmarks.common.timing import captured, interleaved_times, release
+from benchmarks.common.timing import interleaved_times, make_replays, release
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.dispatch import dispatch
@@ -84,7 +84,7 @@ def measure(table: Table, shape: Shape, rounds: int, backend: str) -> None:
             (name, "forward+backward"): step.results,  # which lets go of the gradients
             (name, "routing"): lambda name=name: layer.sort(name),
         }
-    for launch, launched in (("eager", calls), ("graph", captured(calls))):
+    for launch, launched in (("eager", calls), ("graph", make_replays(calls))):
         for (name, part), times in interleaved_times(launched, rounds).items():
             table.add("routing included", shape, name, part, launch, {"ms": times.on_device})
     release()

@@ -40,9 +40,10 @@ LESS = (0.3, 0.05, 0.03, 0.02)  # of adapters whose change is more or less than 
 
 
 class Defect(NamedTuple):
-    """A kind of defect, drawn: the share of lora_B [out, r * experts] that is kept, or None where a layer is whole.
+    """A defect of an adapter, drawn at random.
 
-    whole: what was trained whole and is missing."""
+    kept: of a layer's lora_B [out, r * experts], by which factor it is multiplied; None where the layer has no defect.
+    whole: the module that was trained whole and is missing."""
 
     kind: str
     size: float
@@ -218,7 +219,7 @@ def write_text(path: Path, num_words: int, draws: random.Random, last: int = VOC
     return str(path)
 
 
-def damaged(folder: Path, text: str, dtype: str, num_draws: int, draws: random.Random) -> list[dict[str, Any]]:
+def judge_damaged(folder: Path, text: str, dtype: str, num_draws: int, draws: random.Random) -> list[dict[str, Any]]:
     """Judge an adapter with defects, and one that has weights trained whole without those."""
     parts = [NONE, *(draw(kind, size, draws) for kind in KINDS for size in SIZES for _ in range(num_draws))]
     rows = []
@@ -227,7 +228,7 @@ def damaged(folder: Path, text: str, dtype: str, num_draws: int, draws: random.R
     return rows
 
 
-def right(folder: Path, text: str) -> list[dict[str, Any]]:
+def judge_right(folder: Path, text: str) -> list[dict[str, Any]]:
     """Judge adapters of several sizes as they are, in bf16."""
     rows = []
     for factors in LESS:
@@ -249,7 +250,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder, draws = Path(temporary), random.Random(f"{arguments.seed} {part}")
             text = write_text(folder / "text", 4096, draws)
-            rows += right(folder, text) if part == "right" else damaged(folder, text, part, arguments.draws, draws)
+            if part == "right":
+                rows += judge_right(folder, text)
+            else:
+                rows += judge_damaged(folder, text, part, arguments.draws, draws)
     with arguments.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

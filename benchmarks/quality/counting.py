@@ -32,13 +32,13 @@ class RowCounter:
         self.starved[layer] += rows_E == 0
         self.busiest[layer] += rows_E.max()
 
-    def counted(self) -> list[torch.Tensor]:
-        """Copy rows, starved and busiest to the CPU."""
+    def read_counts(self) -> list[torch.Tensor]:
+        """Copy (rows, starved, busiest) to the CPU."""
         return [tensor.cpu().clone() for tensor in (self.rows, self.starved, self.busiest)]
 
 
-def count_rows(model, num_experts: int, device: torch.device) -> RowCounter:
-    """Make a counter of the model's layers with experts."""
+def attach_counter(model, num_experts: int, device: torch.device) -> RowCounter:
+    """Make a counter, and count the rows of the model's layers with experts in it from now on."""
     layers = list(find_layers(model))
     counter = RowCounter(len(layers), num_experts, device)
     for number, layer in enumerate(layers):

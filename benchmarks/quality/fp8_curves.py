@@ -12,15 +12,15 @@ from __future__ import annotations
 import statistics
 
 import sonicmoe_hf
-from benchmarks.quality.qlora_curves import RANK, curves_of, parser_of, with_adapters
+from benchmarks.quality.qlora_curves import RANK, copy_with_adapters, curves_of, parser_of
 
 PRODUCTS = ("bf16", "fp8")
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 256}
 
 
-def adapted(base, products, seed):
+def build_adapted(base, products, seed):
     """Build the base with FP8 experts, the seed's adapters, and these products."""
-    model = with_adapters(base, seed, RANK, experts="fp8")
+    model = copy_with_adapters(base, seed, RANK, experts="fp8")
     sonicmoe_hf.patch_model(model, experts_compute="fp8" if products == "fp8" else None)
     return model, {}
 
@@ -28,7 +28,7 @@ def adapted(base, products, seed):
 def main():
     options = parser_of(__doc__, "fp8_curves.csv", start_steps=400, steps=400, seeds=3, held_out=128).parse_args()
     ends = {products: [] for products in PRODUCTS}
-    for products, _, curve in curves_of(PRODUCTS, options, adapted, **SIZES):
+    for products, _, curve in curves_of(PRODUCTS, options, build_adapted, **SIZES):
         ends[products].append(list(curve.values())[-1])
     for products, losses in ends.items():
         spread = statistics.pstdev(losses)

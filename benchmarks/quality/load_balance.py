@@ -30,7 +30,7 @@ from transformers import Dots1Config
 
 import sonicmoe_hf
 from benchmarks.quality import quality_corpus
-from benchmarks.quality.counting import count_rows
+from benchmarks.quality.counting import attach_counter
 from benchmarks.quality.runs import do_missing, parser_of
 from benchmarks.quality.training import (
     COUNTED_STEPS,
@@ -122,7 +122,7 @@ def build(preset: Preset, case: Case, seed: int, device: torch.device):
                 balancing.bias_update = case.rate * steps_left / preset.steps
             balancing.step(model)
 
-    return model, count_rows(model, preset.experts, device), after
+    return model, attach_counter(model, preset.experts, device), after
 
 
 def over_mean(rows: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def measure(preset: Preset, run: SeededCase, corpus: quality_corpus.Corpus, devi
     model, counter, after = build(preset, case, seed, device)
     train(model, counter, preset, corpus.train.to(device), seed, graph, after)
     seconds = time.perf_counter() - began
-    rows, _, busiest = counter.counted()
+    rows, _, busiest = counter.read_counts()
     steps = min(COUNTED_STEPS, preset.steps)
     loss, held_out = evaluate(model, counter, preset, corpus.held_out.to(device))
     load, load_held_out = over_mean(rows), over_mean(held_out)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.quality.qlora_curves import curves_of, parser_of, with_adapters
+from benchmarks.quality.qlora_curves import copy_with_adapters, curves_of, parser_of
 from sonicmoe_hf.tools.demo.model import TOP_K
 
 RANK = 16
@@ -22,15 +22,15 @@ CONTENDERS: dict[str, dict] = {
 }
 
 
-def adapted(base, contender: str, seed: int):
-    model = with_adapters(base, seed, RANK, **CONTENDERS[contender])
+def build_adapted(base, contender: str, seed: int):
+    model = copy_with_adapters(base, seed, RANK, **CONTENDERS[contender])
     return model, {"adapter_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad)}
 
 
 def main():
     options = parser_of(__doc__, "lora_rank.csv", start_steps=150, steps=72, seeds=2, held_out=32).parse_args()
     dtype = torch.float32 if torch.device(options.device).type == "cpu" else torch.bfloat16
-    for _ in curves_of(CONTENDERS, options, adapted, dtype):
+    for _ in curves_of(CONTENDERS, options, build_adapted, dtype):
         pass
 
 

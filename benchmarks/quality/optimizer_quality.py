@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, set_seed
 import sonicmoe_hf
 from benchmarks.common.command import ROOT, Command
 from benchmarks.common.table import Rows
-from benchmarks.quality.qlora_curves import LENGTH, held_out_loss, patched_and_balanced, train
+from benchmarks.quality.qlora_curves import LENGTH, held_out_loss, patch_and_balance, train
 from sonicmoe_hf.tools.demo.corpus import blocks, standard_library, train_tokenizer
 from sonicmoe_hf.tools.demo.model import VOCAB_SIZE, small_config
 
@@ -35,30 +35,30 @@ HELD_OUT_WINDOWS = 256
 PHASES = {"from scratch": 2e-3, "trained further": 1e-4}  # their learning rates
 
 
-def plain(model, learning_rate: float):
+def as_plain(model, learning_rate: float):
     return model, torch.optim.AdamW(model.parameters(), learning_rate)
 
 
-def one_gpu(model, learning_rate: float):
+def as_one_gpu(model, learning_rate: float):
     model = model.bfloat16()
     optimizer = AdamW8bit(model.parameters(), learning_rate, bf16_stochastic_round=True)
     step_in_backward(model, optimizer)
     return model, optimizer
 
 
-def nearest(model, learning_rate: float):
+def as_nearest(model, learning_rate: float):
     model = model.bfloat16()
     return model, torch.optim.AdamW(model.parameters(), learning_rate)
 
 
-METHODS: dict[str, Callable] = {"plain": plain, "one GPU": one_gpu, "nearest": nearest}
+METHODS: dict[str, Callable] = {"plain": as_plain, "one GPU": as_one_gpu, "nearest": as_nearest}
 
 
-def trained(base, method: str, learning_rate: float, rows, steps: int, seed: int):
+def train_copy(base, method: str, learning_rate: float, rows, steps: int, seed: int):
     """Train a copy of `base` by `method`, on batches that depend on the seed alone; in fp32."""
     model, optimizer = METHODS[method](copy.deepcopy(base), learning_rate)
     dtype = torch.bfloat16 if method == "plain" else torch.float32  # of autocast, which the others do without
-    with patched_and_balanced(model):
+    with patch_and_balance(model):
         train(model, rows, steps, learning_rate, seed, dtype=dtype, optimizer=optimizer, max_norm=math.inf)
     sonicmoe_hf.unpatch_model(model)
     return model.float()
@@ -84,7 +84,7 @@ def main():
             for method in METHODS:
                 set_seed(seed)
                 batches = 2 * seed + (phase != "from scratch")
-                models[method] = trained(base, method, learning_rate, rows, options.steps, batches)
+                models[method] = train_copy(base, method, learning_rate, rows, options.steps, batches)
                 loss = held_out_loss(models[method], held_out[:HELD_OUT_WINDOWS], torch.float32)
                 run = {"phase": phase, "seed": seed, "method": method, "steps": options.steps}
                 table.add(**run, held_out_loss=f"{loss:.5f}")

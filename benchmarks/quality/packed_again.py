@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows, read_rows
-from benchmarks.quality.qlora_curves import patched_and_balanced, train
+from benchmarks.quality.qlora_curves import patch_and_balance, train
 from sonicmoe_hf.kernels.packed import FORMATS, Format, Quantized
 from sonicmoe_hf.kernels.packed.dither import Dither
 from sonicmoe_hf.layer.experts_module import is_transposed, matrix_shape, packable, row_order
@@ -64,8 +64,8 @@ class Weight(NamedTuple):
     order: str
     is_transposed: bool
 
-    def stored(self, weight: torch.Tensor) -> torch.Tensor:
-        """Read a weight [E, N, K] as the model has it."""
+    def in_model_order(self, weight: torch.Tensor) -> torch.Tensor:
+        """View a weight [E, N, K] as the model's parameter has it."""
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     def uniform(self, seed: int) -> torch.Tensor:
@@ -73,13 +73,13 @@ class Weight(NamedTuple):
         dither, (num_experts, *shape) = Dither(self.name, seed, self.order), self.values.shape
         return torch.cat([dither.uniform(expert, shape, self.values.device) for expert in range(num_experts)])
 
-    def rounded(self, exact: torch.Tensor, uniform: torch.Tensor | None) -> torch.Tensor:
+    def round(self, exact: torch.Tensor, uniform: torch.Tensor | None) -> torch.Tensor:
         """Round a changed weight [E, N, K] as merging does; to nearest without numbers."""
-        rounded = self.format.round_expert(self.packed, 0, exact.flatten(0, 1), uniform)
-        return rounded.values.view_as(exact)
+        matrix = self.format.round_expert(self.packed, 0, exact.flatten(0, 1), uniform)
+        return matrix.values.view_as(exact)
 
-    def anew(self, change: torch.Tensor) -> torch.Tensor:
-        """Pack the changed original, and return its values."""
+    def pack_again(self, change: torch.Tensor) -> torch.Tensor:
+        """Pack the changed original with scales of its own, and return its values."""
         packed = self.format.quantize((self.original + change).flatten(0, 1)[None])
         return self.format.dequantize(packed, torch.float32).view_as(change)
 
@@ -96,7 +96,7 @@ class StraightThrough(torch.autograd.Function):
         return gradient, None
 
 
-class Adapted(nn.Module):
+class AdaptedModel(nn.Module):
     """A frozen model with adapters of its experts' weights; the forward has W + scale B A, or that rounded.
 
     seed: of A, as PEFT initialises it, and of the dither where rounds.
@@ -123,32 +123,32 @@ class Adapted(nn.Module):
         """Compute scale B A [E, N, K] of each weight."""
         return [SCALE * (b @ a) for a, b in zip(self.a, self.b, strict=True)]
 
-    def merged(self, way: Callable) -> list[torch.Tensor]:
-        """Merge each weight with its change, as `way` does, with its numbers."""
+    def merge(self, way: Callable) -> list[torch.Tensor]:
+        """Merge each weight with its change as a way of WAYS does, with the numbers of its dither."""
         with torch.no_grad():
             return [way(*each) for each in zip(self.weights, self.changes(), self.uniform, strict=True)]
 
     def forward(self, **inputs):
-        """Call the model with the weights of `fixed`, or else with those that are trained."""
+        """Call the model with the weights of `fixed`, merged ones, or else with those that are trained."""
         values = self.fixed
         if values is None:
             values = [weight.values + change for weight, change in zip(self.weights, self.changes(), strict=True)]
             if self.rounds:
-                dithered = [(lambda exact, w=w, u=u: w.rounded(exact, u)) for w, u in zip(self.weights, self.uniform)]
+                dithered = [(lambda exact, w=w, u=u: w.round(exact, u)) for w, u in zip(self.weights, self.uniform)]
                 values = [StraightThrough.apply(*each) for each in zip(values, dithered, strict=True)]
-        own = {weight.name: weight.stored(value) for weight, value in zip(self.weights, values, strict=True)}
+        own = {weight.name: weight.in_model_order(value) for weight, value in zip(self.weights, values, strict=True)}
         return functional_call(self.model, own, kwargs=inputs)
 
 
 WAYS = {  # of merging an adapter that was trained as ever
-    "nearest": lambda weight, change, uniform: weight.rounded(weight.values + change, None),
-    "dithered": lambda weight, change, uniform: weight.rounded(weight.values + change, uniform),
-    "original": lambda weight, change, uniform: weight.anew(change),
+    "nearest": lambda weight, change, uniform: weight.round(weight.values + change, None),
+    "dithered": lambda weight, change, uniform: weight.round(weight.values + change, uniform),
+    "original": lambda weight, change, uniform: weight.pack_again(change),
 }
 
 
 @cache
-def corpora(vocab_size: int = VOCAB_SIZE):
+def read_corpora(vocab_size: int = VOCAB_SIZE):
     """Read the standard library, to train on, and the C++ headers that PyTorch installs; returns their texts, and a
     tokenizer of both."""
     root = Path(torch.__file__).parent / "include"
@@ -184,28 +184,28 @@ def config_of(architecture: str, num_experts: int, sizes: dict, tokenizer):
     )
 
 
-def trained_base(name: str, options):
+def train_base(name: str, options):
     """Train a base in full, as "gpt_oss:8" names it; returns it and its tokenizer."""
     architecture, num_experts = name.split(":")
     sizes, batch, steps, _ = SIZES[options.device]
     batch = options.rows or batch
-    texts, _, tokenizer = corpora()
+    texts, _, tokenizer = read_corpora()
     set_seed(0)
     config = config_of(architecture, int(num_experts), sizes, tokenizer)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(options.device)
-    with patched_and_balanced(model):
+    with patch_and_balance(model):
         rows = blocks(texts, tokenizer, LENGTH)
         train(model, rows, options.start_steps or steps, 3e-3, 0, dtype=torch.float32, batch=batch)
     return model, tokenizer
 
 
-def pretrained_base(folder: Path, options):
+def load_base(folder: Path, options):
     """Load a checkpoint and its tokenizer."""
     model = sonicmoe_hf.from_pretrained(folder, dtype=torch.float32).to(options.device)
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def packed_weights(model, format: Format) -> list[Weight]:
+def pack_weights(model, format: Format) -> list[Weight]:
     """Pack the weights of all experts."""
     weights = []
     for place, module in model.named_modules():
@@ -226,11 +226,11 @@ def evaluate(model, rows, batch: int) -> tuple[float, torch.Tensor]:
     model.eval()
     ids = torch.stack([row["input_ids"] for row in rows]).to(model.device)
     parts = [model(input_ids=some).logits[:, :-1].float().log_softmax(-1).flatten(0, 1) for some in ids.split(batch)]
-    found = torch.cat(parts)
-    return -found.gather(1, ids[:, 1:].reshape(-1, 1)).mean().item(), found
+    predictions = torch.cat(parts)
+    return -predictions.gather(1, ids[:, 1:].reshape(-1, 1)).mean().item(), predictions
 
 
-def kl(reference: torch.Tensor, other: torch.Tensor) -> float:
+def mean_kl(reference: torch.Tensor, other: torch.Tensor) -> float:
     """Compute the mean KL divergence of a token's predictions from those of the reference."""
     parts = zip(reference.split(1024), other.split(1024), strict=True)
     return sum((one.exp() * (one - two)).sum().item() for one, two in parts) / len(reference)
@@ -241,10 +241,10 @@ class Trial:
 
     def __init__(self, name: str, options):
         self.name, self.options, self.batch = name, options, options.rows or SIZES[options.device][1]
-        model, tokenizer = pretrained_base(options.model, options) if options.model else trained_base(name, options)
+        model, tokenizer = load_base(options.model, options) if options.model else train_base(name, options)
         self.model = model.requires_grad_(False)
         sonicmoe_hf.patch_model(self.model)
-        texts, held_out = held_out_apart(corpora()[1])
+        texts, held_out = held_out_apart(read_corpora()[1])
         self.rows, held_out = (blocks(part, tokenizer, LENGTH) for part in (texts, held_out))
         self.held_out = held_out[:: max(1, len(held_out) // (options.held_out or SIZES[options.device][3]))]
         self.table = Rows(options.csv, CELL)
@@ -253,8 +253,8 @@ class Trial:
 
     def run(self, name: str, rate: float, seed: int) -> None:
         """Train adapters over a format, plain and merge-aware, and add what each way of merging keeps."""
-        weights = packed_weights(self.model, FORMATS[name])
-        plain = Adapted(self.model, weights, seed, rounds=False)
+        weights = pack_weights(self.model, FORMATS[name])
+        plain = AdaptedModel(self.model, weights, seed, rounds=False)
         base, _ = evaluate(plain, self.held_out, self.batch)
         self._train(plain, rate, seed)
         unmerged, reference = evaluate(plain, self.held_out, self.batch)
@@ -272,20 +272,20 @@ class Trial:
         add("base", base, 0.0)
         add("unmerged", unmerged, 0.0)
         for way, make in WAYS.items():
-            plain.fixed = plain.merged(make)
-            loss, found = evaluate(plain, self.held_out, self.batch)
-            add(way, loss, kl(reference, found))
-        aware = Adapted(self.model, weights, seed, rounds=True)
+            plain.fixed = plain.merge(make)
+            loss, predictions = evaluate(plain, self.held_out, self.batch)
+            add(way, loss, mean_kl(reference, predictions))
+        aware = AdaptedModel(self.model, weights, seed, rounds=True)
         self._train(aware, rate, seed)
-        aware.fixed = aware.merged(WAYS["dithered"])  # what forward computed with
-        merged, found = evaluate(aware, self.held_out, self.batch)
+        aware.fixed = aware.merge(WAYS["dithered"])  # what forward computed with
+        merged, predictions = evaluate(aware, self.held_out, self.batch)
         aware.rounds, aware.fixed = False, None
         loss, latent = evaluate(aware, self.held_out, self.batch)
-        add(MERGE_AWARE, merged, kl(latent, found))
+        add(MERGE_AWARE, merged, mean_kl(latent, predictions))
         add(f"{MERGE_AWARE}, unmerged", loss, 0.0)
         self.table.write()
 
-    def _train(self, adapted: Adapted, rate: float, seed: int) -> None:
+    def _train(self, adapted: AdaptedModel, rate: float, seed: int) -> None:
         train(adapted, self.rows, self.options.steps, rate, seed, dtype=torch.float32, batch=self.batch)
 
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, set_seed
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
-from benchmarks.quality.qlora_curves import held_out_loss, patched_and_balanced, train, with_adapters
+from benchmarks.quality.qlora_curves import copy_with_adapters, held_out_loss, patch_and_balance, train
 from sonicmoe_hf.tools.demo.corpus import blocks, standard_library
 
 FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4", "fp8")
@@ -50,7 +50,7 @@ class Trial:
         self.table.write()
 
 
-def packed(trial: Trial) -> None:
+def measure_packing(trial: Trial) -> None:
     for name in FORMATS:
         model = trial.load()
         if name != "bf16":
@@ -60,14 +60,14 @@ def packed(trial: Trial) -> None:
     trial.add("packed", "fp8, FP8 products", 0, model)
 
 
-def adapters(trial: Trial) -> None:
+def measure_adapters(trial: Trial) -> None:
     base = trial.load()
     for seed in range(1, 1 + trial.options.seeds):
         for experts in ("bf16", "nf4"):
-            model = with_adapters(base, seed, RANK, experts=experts)
+            model = copy_with_adapters(base, seed, RANK, experts=experts)
             train(model, trial.rows, trial.options.steps, 3e-4, seed, batch=trial.options.batch)
             trial.add("adapters", experts, seed, model)
-            whole = with_adapters(base, seed, RANK)
+            whole = copy_with_adapters(base, seed, RANK)
             whole.load_state_dict({n: p for n, p in model.named_parameters() if p.requires_grad}, strict=False)
             merged = whole.merge_and_unload()
             trial.add("adapters", f"{experts}, merged in bf16", seed, merged)
@@ -75,7 +75,7 @@ def adapters(trial: Trial) -> None:
             trial.add("adapters", f"{experts}, merged, packed in NF4", seed, merged)
 
 
-def rounding(trial: Trial) -> None:
+def measure_rounding(trial: Trial) -> None:
     tile = trial.options.tile
     for tiles in (4, 2):
         for seed in range(1, 1 + trial.options.seeds):
@@ -84,13 +84,13 @@ def rounding(trial: Trial) -> None:
                 model = trial.load(torch.float32)
                 config = model.config
                 tokens = tiles * tile * config.num_local_experts // config.num_experts_per_tok
-                with patched_and_balanced(model):
+                with patch_and_balance(model):
                     sonicmoe_hf.set_routing(model, policy)
                     train(model, trial.rows, trial.options.steps, 5e-5, seed, batch=tokens // LENGTH)
                 trial.add("rounding", f"{name}, {tiles} tiles an expert", seed, model)
 
 
-PARTS = {"packed": packed, "adapters": adapters, "rounding": rounding}
+PARTS = {"packed": measure_packing, "adapters": measure_adapters, "rounding": measure_rounding}
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def train(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
     )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    found = {} if evaluate is None else {0: evaluate(model)}
+    losses = {} if evaluate is None else {0: evaluate(model)}
     for step in range(steps):
         chosen = [rows[order[(step * batch + i) % len(rows)]]["input_ids"] for i in range(batch)]
         ids = torch.stack(chosen).to(device)
@@ -71,13 +71,13 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         if evaluate is not None and (step + 1) % max(1, steps // EVALUATIONS) == 0:
-            found[step + 1] = evaluate(model)
-    return found
+            losses[step + 1] = evaluate(model)
+    return losses
 
 
 @contextlib.contextmanager
-def patched_and_balanced(model):
-    """Patch our experts in, with a balancing loss of every layer."""
+def patch_and_balance(model):
+    """Patch our experts in, and add a balancing loss of every layer inside `with`."""
     sonicmoe_hf.patch_model(model)
     balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
     balancing.start(model)
@@ -87,6 +87,7 @@ def patched_and_balanced(model):
 
 @torch.no_grad()
 def held_out_loss(model, rows, dtype=torch.bfloat16):
+    """Compute the mean loss of the rows."""
     losses = []
     for first in range(0, len(rows), BATCH):
         ids = torch.stack([row["input_ids"] for row in rows[first : first + BATCH]]).to(model.device)
@@ -105,7 +106,7 @@ def texts_of(files: list[Path] | None) -> tuple[list[str], list[str], str]:
     return *held_out_apart(pieces), name
 
 
-def start(options, dtype=torch.bfloat16, **sizes):
+def train_base(options, dtype=torch.bfloat16, **sizes):
     """Train a model in full, of other sizes where given. Returns it in that dtype; the rows for adapters; held-out
     rows; of which text."""
     texts, held_out, name = texts_of(options.text)
@@ -114,14 +115,14 @@ def start(options, dtype=torch.bfloat16, **sizes):
     config = small_config(tokenizer)
     config.update(sizes)
     model = AutoModelForCausalLM.from_config(config).to(options.device)
-    with patched_and_balanced(model):
+    with patch_and_balance(model):
         train(model, blocks(texts[0::2], tokenizer, LENGTH), options.start_steps, 3e-3, 0, dtype=dtype)
     rows = blocks(held_out, tokenizer, LENGTH)
     held_out = rows[:: max(1, len(rows) // options.held_out)]
     return model.to(dtype), blocks(texts[1::2], tokenizer, LENGTH), held_out, name
 
 
-def with_adapters(base, seed, rank, experts="bf16", **options):
+def copy_with_adapters(base, seed, rank, experts="bf16", **options):
     """Copy the base, with its experts in this format and the seed's adapters in fp32; options: of lora_config."""
     model = copy.deepcopy(base).requires_grad_(False)
     if experts != "bf16":
@@ -146,14 +147,14 @@ def parser_of(description: str | None, csv: str, start_steps: int, steps: int, s
     return parser
 
 
-def curves_of(contenders, options, adapted: Callable, dtype=torch.bfloat16, **sizes) -> Iterator[tuple]:
-    """Yield (contender, seed, {step: held-out loss}) of each run; the CSV has them all. adapted: (base, contender,
+def curves_of(contenders, options, build_adapted: Callable, dtype=torch.bfloat16, **sizes) -> Iterator[tuple]:
+    """Yield (contender, seed, {step: held-out loss}) of each run; the CSV has them all. build_adapted: (base, contender,
     seed) -> the model to train, and its further columns."""
-    base, rows, held_out, text = start(options, dtype, **sizes)
+    base, rows, held_out, text = train_base(options, dtype, **sizes)
     table = Rows(options.csv, ("text",))
     for seed in range(1, 1 + options.seeds):
         for contender in contenders:
-            model, further = adapted(base, contender, seed)
+            model, further = build_adapted(base, contender, seed)
             evaluate = lambda model: held_out_loss(model, held_out, dtype)  # noqa: E731
             curve = train(model, rows, options.steps, options.learning_rate, seed, evaluate, dtype)
             del model
@@ -164,7 +165,7 @@ def curves_of(contenders, options, adapted: Callable, dtype=torch.bfloat16, **si
 
 
 def draw(curves, path):
-    """Draw the mean of the seeds, and every seed's curve behind it."""
+    """Draw a chart: the mean of the seeds, and every seed's curve behind it."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -189,11 +190,11 @@ def draw(curves, path):
 def main():
     options = parser_of(__doc__, "qlora_curves.csv", start_steps=600, steps=300, seeds=3, held_out=128).parse_args()
 
-    def adapted(base, contender, seed):
-        return with_adapters(base, seed, RANK, experts=contender), {}
+    def build_adapted(base, contender, seed):
+        return copy_with_adapters(base, seed, RANK, experts=contender), {}
 
-    found = curves_of(CONTENDERS, options, adapted)
-    curves = {(contender, seed): curve for contender, seed, curve in found}
+    runs = curves_of(CONTENDERS, options, build_adapted)
+    curves = {(contender, seed): curve for contender, seed, curve in runs}
     draw(curves, options.csv.with_suffix(".png"))
     for contender in CONTENDERS:
         every = [curve for (name, _), curve in curves.items() if name == contender]

@@ -96,7 +96,7 @@ def package_files(distributions: Iterable[importlib.metadata.Distribution]):
             yield package.metadata["Name"], package.version, licence, files
 
 
-def without_near_duplicates(files: list[tuple]) -> list[tuple]:
+def drop_near_duplicates(files: list[tuple]) -> list[tuple]:
     """List the files (their text is the last entry), in order, less those whose longer lines were mostly seen before."""
     seen: set[int] = set()
     kept = []
@@ -123,7 +123,7 @@ def build(packages: list[tuple], file: Path, table: Path) -> None:
         for name, _, _, texts in packages
         for path, text in texts
     ]
-    files = without_near_duplicates(sorted(files))
+    files = drop_near_duplicates(sorted(files))
     held_out, train = (
         [entry for entry in files if (entry[0][-1] < 256 * HELD_OUT_SHARE) == held] for held in (True, False)
     )
@@ -135,10 +135,10 @@ def build(packages: list[tuple], file: Path, table: Path) -> None:
     tokenizer = train_tokenizer([text for *_, text in train[::8]], VOCAB_SIZE)
     used: dict[str, list[int]] = {}
 
-    def stream(entries, most: int) -> tuple[list[int], int, str]:
+    def stream(entries, max_tokens: int) -> tuple[list[int], int, str]:
         ids, num_bytes, digest = [], 0, hashlib.sha256()
         for _, name, text in entries:
-            if len(ids) >= most:
+            if len(ids) >= max_tokens:
                 break
             ids += [*tokenizer.backend_tokenizer.encode(text).ids, tokenizer.eos_token_id]
             data = text.encode()
@@ -173,14 +173,14 @@ def build(packages: list[tuple], file: Path, table: Path) -> None:
 def load(file: Path = FILE) -> Corpus:
     """Read the corpus that `build` wrote, or build it from the packages installed here."""
     if not file.exists():
-        build(installed(), file, file.with_suffix(".csv"))
+        build(installed_files(), file, file.with_suffix(".csv"))
     with numpy.load(file) as arrays:
         train, held_out = (torch.from_numpy(arrays[name].astype(numpy.int32)) for name in ("train", "held_out"))
         return Corpus(train, held_out, int(arrays["held_out_bytes"]), str(arrays["description"]))
 
 
-def installed() -> list[tuple]:
-    """List `package_files` of all packages beside the running Python."""
+def installed_files() -> list[tuple]:
+    """List the `package_files` of all packages that are installed beside the running Python."""
     return list(package_files(importlib.metadata.distributions()))
 
 
@@ -189,4 +189,4 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--table", type=Path, default=RESULTS / "quality_corpus.csv")
     options = parser.parse_args()
-    build(installed(), options.out, options.table)
+    build(installed_files(), options.out, options.table)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3MoeConfi
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import sonicmoe_hf
-from benchmarks.quality.counting import RowCounter, count_rows
+from benchmarks.quality.counting import RowCounter, attach_counter
 from benchmarks.quality.quality_corpus import VOCAB_SIZE, Corpus
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.routing import Routing
@@ -190,7 +190,7 @@ def build_model(preset: Preset, run: TrainingRun, device: torch.device):
             layer.router.register_forward_hook(CapacityRouting(1.0, only_top_k=False))
         elif run.method == "token_drop":
             layer.router.register_forward_hook(CapacityRouting(DROP_CAPACITY_FACTOR, only_top_k=True))
-    counter = count_rows(model, preset.experts, device)
+    counter = attach_counter(model, preset.experts, device)
     torch.manual_seed(run.seed)  # stochastic rounding draws from here
     return model, counter
 
@@ -318,7 +318,7 @@ def evaluate(model, counter: RowCounter, preset: Preset, tokens: torch.Tensor):
         with autocast(tokens.device):
             out = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False)
         total = total + out.loss.double() * len(ids)
-    rows, *_ = counter.counted()
+    rows, *_ = counter.read_counts()
     per_layer = rows.sum(1)
     if not (per_layer == windows.numel() * preset.top_k).all():
         raise RuntimeError(f"evaluation routed {per_layer.tolist()} rows per layer, not {preset.top_k} a token")
@@ -331,7 +331,7 @@ def measure(preset: Preset, run: TrainingRun, corpus: Corpus, device: torch.devi
     model, counter = build_model(preset, run, device)
     cross_entropies = train(model, counter, preset, corpus.train.to(device), run.seed, graph)
     trained = time.perf_counter() - began
-    rows, starved, _ = counter.counted()
+    rows, starved, _ = counter.read_counts()
     steps = min(COUNTED_STEPS, preset.steps)
     loss, held_out_rows = evaluate(model, counter, preset, corpus.held_out.to(device))
     tokens_per_byte = len(corpus.held_out) / corpus.held_out_bytes

@@ -33,7 +33,7 @@ MODEL = "Qwen3-30B-A3B"
 FORMS = {"PEFT's own": True, "a pair for each expert": False}
 
 
-def adapted(config, device: str) -> nn.Module:
+def build_adapted(config, device: str) -> nn.Module:
     """Build the model of `config` on the meta device, with factors on `device`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -55,7 +55,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     options = parser.parse_args(arguments)
     config = models.config_of(MODEL, 2 if options.tiny else models.MODELS[MODEL].layers, options.tiny)
-    model = adapted(config, options.device)
+    model = build_adapted(config, options.device)
     accelerator = SimpleNamespace(
         device=torch.device(options.device), is_main_process=True, wait_for_everyone=Accelerator().wait_for_everyone,
         unwrap_model=lambda model: model,

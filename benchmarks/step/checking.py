@@ -32,10 +32,10 @@ def check(model: PreTrainedModel, finish: Callable, others: dict[str, Callable],
     """
     device = model.device.type
     tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(3)).to(device)
-    exact = _plain(copy.deepcopy(model))
+    exact = _make_plain(copy.deepcopy(model))
     modeling = sys.modules[type(model).__module__]
-    of_torch = {name: function.__wrapped__ for name, function in kernel_functions(modeling).items()}
-    with mock.patch.dict(vars(modeling), of_torch):
+    torch_functions = {name: function.__wrapped__ for name, function in kernel_functions(modeling).items()}
+    with mock.patch.dict(vars(modeling), torch_functions):
         expected = _gradients(finish(exact), tokens, autocast=False)
     for contender, make in others.items():
         actual = _gradients(make(copy.deepcopy(model)), tokens, autocast)
@@ -46,8 +46,8 @@ def check(model: PreTrainedModel, finish: Callable, others: dict[str, Callable],
             raise SystemExit(f"{contender} computes another gradient of {worst} than Transformers in fp32")
 
 
-def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    """Load the model in fp32, nothing packed, with Transformers' eager experts and attention."""
+def _make_plain(model: PreTrainedModel) -> PreTrainedModel:
+    """Make the model plain: in fp32, nothing packed, with Transformers' eager experts and attention."""
     for module in model.modules():
         for name, weight in list(module._parameters.items()):
             if isinstance(weight, PackedWeight):

@@ -28,14 +28,14 @@ import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
 from benchmarks.step import models
-from benchmarks.step.switches import STEPS, Times, arguments_of, padded, rows_of, trained
+from benchmarks.step.switches import STEPS, StepIntervals, arguments_of, collate_padded, rows_of, train
 from sonicmoe_hf.tools.random_models import random_packed_model
 
 RUNS = ("nf4", "bf16", "full", "field", "packing", "dpo", "evaluation", "generation")
 EVERY = 8  # steps
 
 
-def packed_rows(rows: list[dict]) -> dict:
+def collate_packed(rows: list[dict]) -> dict:
     """Collate rows as one sequence after another."""
     ids = torch.cat([row["input_ids"] for row in rows])
     firsts = torch.cat([torch.arange(len(row["input_ids"]), device="cpu") == 0 for row in rows])
@@ -78,8 +78,8 @@ class Generation(TrainerCallback):
             model.train()
 
 
-def model_of(run: str, options):
-    """Build the model as it is trained."""
+def build(run: str, options):
+    """Build the model of a run, with its adapters."""
     layers = 2 if run == "full" or options.tiny else options.layers
     config = models.config_of("Qwen3-30B-A3B", layers, options.tiny)
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def model_of(run: str, options):
 
 
 def measure(model, run: str, options) -> dict[str, float]:
-    """Train; return the metrics."""
+    """Train one run, and return its metrics."""
     on_gpu = options.device == "cuda"
     steps = STEPS if on_gpu else EVERY
     vocabulary, case = model.config.vocab_size, "liger+torch_compile" if options.compile else "liger"
@@ -103,17 +103,17 @@ def measure(model, run: str, options) -> dict[str, float]:
     count = {"packing": 8, "dpo": 4}.get(run, 1)  # sequences of a micro-batch
     rows, batch, accumulation = rows_of(setting, steps * count, vocabulary, options.tiny)
     others = [row for length in ("1024", "1536") for row in rows_of(length, 2, vocabulary, options.tiny)[0]]
-    times, kind = Times(), PreferenceTrainer if run == "dpo" else Trainer
-    trainer = kind(
+    times, trainer_class = StepIntervals(), PreferenceTrainer if run == "dpo" else Trainer
+    trainer = trainer_class(
         model,
         arguments_of(case, batch * count, accumulation, steps, on_gpu, **settings),
         train_dataset=rows,
         eval_dataset=others if run == "evaluation" else None,
-        data_collator=packed_rows if run == "packing" else padded,
+        data_collator=collate_packed if run == "packing" else collate_padded,
         callbacks=[times, *([Generation()] if run == "generation" else [])],
     )
     sonicmoe_hf.attach(trainer)
-    return trained(trainer, times, steps // 2)
+    return train(trainer, times, steps // 2)
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     options = parser.parse_args()
-    model = model_of(options.run, options)
+    model = build(options.run, options)
     table = Rows(options.csv, ("run", "compiled", "metric"))
     for metric, value in measure(model, options.run, options).items():
         table.add(run=options.run, compiled="yes" if options.compile else "no", metric=metric, median=value)

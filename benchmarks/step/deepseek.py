@@ -29,7 +29,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release, synchronize, waited_times
 from benchmarks.step.models import MODELS
 from benchmarks.step.run import Run, build_base, join_ranks, prepare
-from benchmarks.step.training import GIB, SEQUENCE, WARMUP, learned, one_step, optimizer_of, sequences
+from benchmarks.step.training import GIB, SEQUENCE, WARMUP, check_learning, one_step, optimizer_of, sequences
 from sonicmoe_hf.streaming.memory import free_on_host
 
 MODELS_HERE, RANK = ("DeepSeek-V3", "Kimi-K2.5", "DeepSeek-V4-Flash", "GLM-5"), 8
@@ -40,7 +40,7 @@ def run_of(model: str, layers: int, linear: str | None) -> Run:
     return run._replace(rank=RANK, targets=None)
 
 
-def parallel(model, world: int):
+def wrap_in_ddp(model, world: int):
     """Wrap the model in DDP where there are several ranks."""
     return model if world == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -52,7 +52,7 @@ def loss_of(model, tokens):
 
 def check(options, rank: int, world: int) -> None:
     """Raise AssertionError unless experts in host memory give the loss and gradients of experts on the GPU."""
-    tiny, found = argparse.Namespace(**{**vars(options), "tiny": True, "spread_load": False}), []
+    tiny, results = argparse.Namespace(**{**vars(options), "tiny": True, "spread_load": False}), []
     for experts_memory in (None, 0):
         run = run_of(options.model, 3, None)
         model = prepare(build_base(run, tiny, experts_memory=experts_memory), run)
@@ -60,18 +60,18 @@ def check(options, rank: int, world: int) -> None:
             if "lora_B" in name:  # which begins as zeros
                 torch.nn.init.normal_(parameter, std=0.05)
         tokens = sequences(256, 64, options.device, seed=rank)
-        loss = loss_of(parallel(model, world), tokens)
+        loss = loss_of(wrap_in_ddp(model, world), tokens)
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found.append({"loss": loss.detach(), **gradients})
-    resident, host = found
+        results.append({"loss": loss.detach(), **gradients})
+    resident, host = results
     assert resident.keys() == host.keys() and len(resident) > 3 * 2 * 5  # factors of the attention, in three layers
     different = [name for name in resident if not torch.equal(resident[name], host[name])]
     assert not different, f"{len(different)} of {len(resident)} differ: {different[:3]}"
     print(f"checked: the loss and {len(resident) - 1} gradients of {world} ranks are equal to the bit", flush=True)
 
 
-def optimizer_from(options, model) -> torch.optim.Optimizer:
+def make_optimizer(options, model) -> torch.optim.Optimizer:
     if options.optimizer == "adamw":
         return optimizer_of(model)
     from bitsandbytes.optim import AdamW8bit
@@ -84,8 +84,8 @@ def batch_of(model, options, seed: int) -> torch.Tensor:
     return sequences(options.tokens, model.config.vocab_size, options.device, seed=seed, length=options.sequence)
 
 
-def losses_before(model, options, rank: int, world: int) -> dict[str, float]:
-    """Compute the losses of the first batches: a rank its own, and one alone as many as `--losses`."""
+def first_losses(model, options, rank: int, world: int) -> dict[str, float]:
+    """Compute losses before training: of one batch a rank, or of the first `--losses` batches where there is one rank."""
     seeds = range(options.losses) if world == 1 else [rank]
     with torch.no_grad():
         own = [loss_of(model, batch_of(model, options, seed)).item() for seed in seeds]
@@ -105,17 +105,17 @@ def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
     dist.barrier()
     seconds, taken = time.perf_counter() - began, free - (free_on_host() or 0)
     model = prepare(base, run)
-    metrics = {"built_s": seconds, "host_GiB": taken / GIB, **losses_before(model, options, rank, world)}
+    metrics = {"built_s": seconds, "host_GiB": taken / GIB, **first_losses(model, options, rank, world)}
     shape = f"{layers} layers, {options.tokens} tokens a GPU, {world} {'GPUs' if world > 1 else 'GPU'}"
     place = "on the GPU" if options.resident else "in host memory"
     format, linear = MODELS[options.model].packed.upper(), ", NF4 linear" if options.linear else ""
     contender = f"{format} experts {place}{linear}, {options.optimizer}"
-    called, optimizer = parallel(model, world), optimizer_from(options, model)
+    called, optimizer = wrap_in_ddp(model, world), make_optimizer(options, model)
     tokens = batch_of(model, options, rank)
     release()
     dist.barrier()
     ms, losses = waited_times(lambda: one_step(called, optimizer, tokens), options.steps, WARMUP)
-    learned(losses)
+    check_learning(losses)
     metrics |= {"ms": ms, "tokens_per_s": [1e3 * tokens.numel() / each for each in ms]}
     if tokens.is_cuda:
         metrics |= {

@@ -34,7 +34,7 @@ from transformers import TrainerState
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Table
-from benchmarks.common.timing import Clock, covered, release, synchronize
+from benchmarks.common.timing import Clock, release, synchronize, union_length
 from benchmarks.step import models
 from benchmarks.step.models import OURS, SpreadLoad
 from benchmarks.step.run import Run, build_base, prepare
@@ -65,10 +65,10 @@ def steps_of(setting: str, count: int, vocabulary: int, device: str, tiny: bool)
     random = torch.Generator().manual_seed(7)
     lengths = (torch.randn(count, MICRO_BATCHES, ROWS, generator=random) * 0.6 + 5.07).exp().round().clamp(24, 2048)
     lengths = (lengths / 16).clamp(min=8) if tiny else lengths
-    return [[_padded(pair, vocabulary, device) for pair in step] for step in lengths.int().tolist()]
+    return [[_draw_padded(pair, vocabulary, device) for pair in step] for step in lengths.int().tolist()]
 
 
-def _padded(lengths: list[int], vocabulary: int, device: str) -> dict:
+def _draw_padded(lengths: list[int], vocabulary: int, device: str) -> dict:
     width = max(lengths)
     ids = sequences(ROWS * width, vocabulary, device).view(ROWS, width)
     is_token = torch.arange(width, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
@@ -80,7 +80,8 @@ def _padded(lengths: list[int], vocabulary: int, device: str) -> dict:
 
 
 def take_step(model, optimizer, batches: list[dict], device: str, lengths: VaryingLengths) -> torch.Tensor:
-    """Compute the mean loss of the micro-batches, on the device. lengths: what `attach` adds to a Trainer."""
+    """Take a step of several micro-batches, and return their mean loss, on the device. lengths: what `attach` adds to a
+    Trainer."""
     losses, hidden = [], model.config.hidden_size
     for batch in batches:
         lengths.note(batch)
@@ -94,7 +95,8 @@ def take_step(model, optimizer, batches: list[dict], device: str, lengths: Varyi
     return torch.stack(losses).sum()
 
 
-def kernels_of(step) -> Kernels:
+def profile_kernels(step) -> Kernels:
+    """Trace the kernels of one step."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
@@ -104,11 +106,11 @@ def kernels_of(step) -> Kernels:
             spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
             ms[event.name()[:72]] += event.duration_ns() / 1e6
             launches[event.name()[:72]] += 1
-    return Kernels(covered(spans) / 1e6, ms, launches)
+    return Kernels(union_length(spans) / 1e6, ms, launches)
 
 
 def build(contender: str, experts: str, checkpointing: bool, options):
-    """Build the model as it is trained."""
+    """Build the model of a contender, with its adapters."""
     run = Run(MODEL, options.layers, 0, "LoRA", GROUPED if contender == GROUPED else OURS)._replace(
         experts=None if experts == "bf16" else experts,
         checkpointing=checkpointing,
@@ -126,8 +128,8 @@ def build(contender: str, experts: str, checkpointing: bool, options):
         layer.router.register_forward_pre_hook(hook)
     model = prepare(model, run)
     if contender in (COMPILED, CAPTURED):
-        how = {"mode": "reduce-overhead"} if contender == CAPTURED else {}
-        sonicmoe_hf.compile_layers(model, **({"backend": "aot_eager"} if options.device == "cpu" else how))
+        on_gpu = {"mode": "reduce-overhead"} if contender == CAPTURED else {}
+        sonicmoe_hf.compile_layers(model, **({"backend": "aot_eager"} if options.device == "cpu" else on_gpu))
     return model
 
 
@@ -161,7 +163,7 @@ def measure(model, setting: str, options) -> dict:
     if options.device == "cuda":
         values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
         step = partial(take_step, model, optimizer, steps[-1], options.device, lengths)
-        kernels = kernels_of(step)
+        kernels = profile_kernels(step)
         values |= {"busy_ms": kernels.busy_ms, "kernels": sum(kernels.launches.values())}
         values["ms_over_busy"] = statistics.median(ms) / kernels.busy_ms
         if setting in options.detail:

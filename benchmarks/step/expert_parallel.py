@@ -35,7 +35,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import RANGE, Table
-from benchmarks.common.timing import covered, release, waited_times
+from benchmarks.common.timing import release, union_length, waited_times
 from benchmarks.step.models import add_settings, apply_settings, config_of, settings_of
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import GIB, one_step, sequences
@@ -50,8 +50,11 @@ TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of expe
 
 
 class Case(NamedTuple):
-    """Case: the implementation that brings experts their tokens (None: FSDP2 gathers the weights instead), the
-    routing, and the exchange of ours (None: the one that it chooses)."""
+    """A way to train on several GPUs.
+
+    ep_implementation: brings experts their tokens; None: FSDP2 gathers the weights instead. exchange: of ours, None for
+    the one that it chooses.
+    """
 
     ep_implementation: str | None
     routing: str | None
@@ -70,7 +73,7 @@ OTHERS = ("all_to_all of Transformers, top-k", "FSDP2, top-k")
 
 
 class BytesSent(TorchDispatchMode):
-    """BytesSent counts what collectives on this rank's device send to other ranks: by the implementations of expert
+    """Counts the bytes that collectives on this rank's device send to other ranks: by the implementations of expert
     parallelism (`exchange`: the all-to-alls, and what our module calls) and by others."""
 
     def __init__(self, device_type: str):
@@ -96,18 +99,20 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, func, args, kwargs) -> None:
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
-        tensors = [value for key, value in given.items() if key in INPUTS]
-        if not tensors or not {"process_group", "group_name"} & set(given):
+        arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
+        tensors = [value for key, value in arguments.items() if key in INPUTS]
+        if not tensors or not {"process_group", "group_name"} & set(arguments):
             return  # a barrier, or waiting
         inputs = tree_leaves(tensors)
         if inputs[0].device.type != self.device_type:
             return
-        group = given.get("process_group")
-        group = dist.ProcessGroup.unbox(group) if group is not None else _resolve_process_group(given["group_name"])
+        group = arguments.get("process_group")
+        group = (
+            dist.ProcessGroup.unbox(group) if group is not None else _resolve_process_group(arguments["group_name"])
+        )
         size, num_bytes = group.size(), sum(tensor.numel() * tensor.itemsize for tensor in inputs)
         if "all_to_all" in name or "alltoall" in name:
-            splits = given.get("input_split_sizes")
+            splits = arguments.get("input_split_sizes")
             splits = splits or [len(inputs[0]) // size] * size
             sent = num_bytes * (1 - splits[group.rank()] / max(sum(splits), 1))
         elif "reduce_scatter" in name:
@@ -156,8 +161,8 @@ def optimizer_of(model):
     return torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=0.0, fused=True)
 
 
-def loss_of(model, tokens) -> torch.Tensor:
-    """Compute the loss and run backward."""
+def forward_and_backward(model, tokens) -> torch.Tensor:
+    """Run forward and backward, and return the loss."""
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     return loss
@@ -177,13 +182,14 @@ def gradient_norm(model) -> float:
 
 
 def bytes_of_step(model, tokens, options) -> dict[str, float]:
+    """Count the bytes that one forward and backward send."""
     counting = BytesSent(options.device)
     ours = {
         name: counting.as_ours(getattr(collectives, name))
         for name in ("_begin_gather", "_begin_scatter_sum", "_exchange")
     }
     with counting, mock.patch.multiple(collectives, **ours):
-        loss_of(model, tokens)
+        forward_and_backward(model, tokens)
     model.zero_grad(set_to_none=True)
     return {"exchange_bytes": counting.exchange, "other_bytes": counting.other}
 
@@ -196,15 +202,15 @@ def device_times(step) -> dict[str, float]:
     of_nccl = [event for event in kernels if "nccl" in event.name.lower()]
     chosen = {"nccl_ms": of_nccl, "compute_ms": [e for e in kernels if e not in of_nccl], "busy_ms": kernels}
     spans = {name: [(e.time_range.start, e.time_range.end) for e in events] for name, events in chosen.items()}
-    return {name: covered(each) / 2e3 for name, each in spans.items()}
+    return {name: union_length(each) / 2e3 for name, each in spans.items()}
 
 
 def measure(model, case: Case, tokens, options) -> dict:
     """Measure a case: metric -> values."""
     sonicmoe_hf.set_routing(model, case.routing)
-    found = {"loss": mean_over_ranks(loss_of(model, tokens)), "gradient_norm": gradient_norm(model)}
+    metrics = {"loss": mean_over_ranks(forward_and_backward(model, tokens)), "gradient_norm": gradient_norm(model)}
     model.zero_grad(set_to_none=True)
-    found |= bytes_of_step(model, tokens, options)
+    metrics |= bytes_of_step(model, tokens, options)
     optimizer = optimizer_of(model)
     step = lambda: one_step(model, optimizer, tokens, autocast=False)  # noqa: E731
     step()
@@ -213,8 +219,8 @@ def measure(model, case: Case, tokens, options) -> dict:
     peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else float("nan")
     speeds = [1e3 * options.tokens / each for each in ms]
     if options.device == "cuda":
-        found |= device_times(step)
-    return found | {"ms": ms, "peak_GiB": peak, "tokens_per_second_per_gpu": speeds}
+        metrics |= device_times(step)
+    return metrics | {"ms": ms, "peak_GiB": peak, "tokens_per_second_per_gpu": speeds}
 
 
 def results_of(options, table: Table, shape: str) -> dict[str, dict]:
@@ -237,12 +243,12 @@ def results_of(options, table: Table, shape: str) -> dict[str, dict]:
 
 def check(results: dict[str, dict]) -> None:
     """Raise AssertionError where losses or gradients of the top-k cases differ."""
-    top_k = {name: found for name, found in results.items() if (CASES | BY_EXCHANGE)[name].routing is None}
+    top_k = {name: metrics for name, metrics in results.items() if (CASES | BY_EXCHANGE)[name].routing is None}
     first = next(iter(top_k.values()), None)
-    for name, found in top_k.items():
+    for name, metrics in top_k.items():
         for metric, tolerance in TOLERANCES.items():
-            error = abs(found[metric] / first[metric] - 1)
-            assert error <= tolerance, f"{name}: {metric} {found[metric]} is {error:.1e} off {first[metric]}"
+            error = abs(metrics[metric] / first[metric] - 1)
+            assert error <= tolerance, f"{name}: {metric} {metrics[metric]} is {error:.1e} off {first[metric]}"
 
 
 def main() -> None:

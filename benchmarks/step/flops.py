@@ -30,7 +30,7 @@ TOKENS = ("tokens_per_s", "tokens_per_second")
 METRIC = "tflops"
 
 
-def weights_met(model: nn.Module) -> int:
+def count_weights(model: nn.Module) -> int:
     """Count the weights that a token is multiplied with: linear layers', routers' and those of its top-K experts."""
     layers = list(find_layers(model))
     experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
@@ -101,19 +101,20 @@ def flops_of_token(
     config = models.config_of(name, layers, tiny=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    met, attention = weights_met(model), attention_flops(config, sequence)
+    met, attention = count_weights(model), attention_flops(config, sequence)
     if mode == "full":
         return 6 * met + 3 * attention
     return 4 * met + 6 * adapter_weights(model, rank, whole_attention) + 3 * attention
 
 
-def with_flops(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Add a row of the metric `tflops` behind each row of tokens a second, of a GPU, which it replaces."""
-    kept = []
+def add_flops(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Put a row of the metric `tflops` behind each row of tokens a second of a GPU, in place of such rows that there
+    are."""
+    with_flops = []
     for row in rows:
         if row["metric"] == METRIC:
             continue
-        kept.append(row)
+        with_flops.append(row)
         mode = row["mode"].split(",")[0]
         if row["metric"] not in TOKENS or mode not in ("full", "LoRA", "QLoRA") or row["config"] not in models.MODELS:
             continue
@@ -126,15 +127,15 @@ def with_flops(rows: list[dict[str, str]]) -> list[dict[str, str]]:
         whole = is_one_sequence or "whole attention" in row["launch"]
         flops = flops_of_token(row["config"], layers, sequence, mode, rank, whole)
         figures = {name: f"{1e-12 * flops * float(row[name]):.6g}" for name in ("median", "p20", "p80")}
-        kept.append(row | {"metric": METRIC} | figures)
-    return kept
+        with_flops.append(row | {"metric": METRIC} | figures)
+    return with_flops
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path, nargs="+")
     for path in parser.parse_args().csv:
-        rows = with_flops(read_rows(path))
+        rows = add_flops(read_rows(path))
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()

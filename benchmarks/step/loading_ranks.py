@@ -39,7 +39,7 @@ HELD_AS = {"fp8": "fp8", "bf16": "nf4"}  # how a checkpoint stores experts: how 
 
 
 def load(rank: int, ranks: int, folder: Path, held_as: str) -> dict[str, float]:
-    """Load on one rank; return seconds, GB held, and the peaks of loading."""
+    """Load on one rank: seconds, GB held, and the peaks of loading."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
@@ -65,8 +65,8 @@ def load(rank: int, ranks: int, folder: Path, held_as: str) -> dict[str, float]:
     }
 
 
-def on_ranks(ranks: int, folder: Path, held_as: str) -> list[dict[str, float]]:
-    """Call `load` on each rank and return its results."""
+def load_on_ranks(ranks: int, folder: Path, held_as: str) -> list[dict[str, float]]:
+    """Load on all ranks together: the results of `load` on each."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(partial(load, ranks=ranks, folder=folder, held_as=held_as), range(ranks)))
@@ -91,9 +91,9 @@ def main() -> None:
         held_as, folder = HELD_AS[stored], arguments.folder / stored
         for ranks in arguments.ranks:
             forget(folder)
-            for rank, found in enumerate(on_ranks(ranks, folder, held_as)):
+            for rank, loading in enumerate(load_on_ranks(ranks, folder, held_as)):
                 names = {"stored": stored, "held_as": held_as, "ranks": ranks, "rank": rank}
-                figures = {"checkpoint_gb": sum(gigabytes(folder)), "file_gb": max(gigabytes(folder)), **found}
+                figures = {"checkpoint_gb": sum(gigabytes(folder)), "file_gb": max(gigabytes(folder)), **loading}
                 table.add(**names, **{name: f"{value:.3f}" for name, value in figures.items()}, machine=machine)
     table.write()
     shutil.rmtree(arguments.folder)

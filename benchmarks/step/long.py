@@ -43,7 +43,7 @@ SMALL = 256  # tokens of a checked sequence; rows of a piece there
 MAX_DIFFERENCE = 0.05  # of a gradient, relative to its norm: the same model in bf16, with sums in another order
 
 
-class Steps(TrainerCallback):
+class StepTimes(TrainerCallback):
     """Times each step of a Trainer; peak_GiB: of the last."""
 
     def __init__(self):
@@ -68,7 +68,7 @@ class Steps(TrainerCallback):
 def train(
     model, sequences: list[torch.Tensor], ranks: int, checkpointing: bool = True, offloading: bool = False, **settings
 ):
-    """Train on one sequence a step; return (its Steps, the Trainer, the losses). settings: of its arguments."""
+    """Train on one sequence a step, and return (its StepTimes, the Trainer, the losses). settings: of its arguments."""
     on_gpu = torch.cuda.is_available()
     if ranks > 1:
         fsdp = {"version": 2, "cpu_ram_efficient_loading": False, "reshard_after_forward": True}
@@ -91,14 +91,14 @@ def train(
         dataloader_pin_memory=on_gpu,
         **settings,
     )
-    times, rows = Steps(), [{"input_ids": tokens, "labels": tokens} for tokens in sequences]
+    times, rows = StepTimes(), [{"input_ids": tokens, "labels": tokens} for tokens in sequences]
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[times])
     sonicmoe_hf.attach(trainer)
     trainer.train()
     return times, trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def sequence(length: int, vocabulary: int) -> torch.Tensor:
+def draw_sequence(length: int, vocabulary: int) -> torch.Tensor:
     return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(1))
 
 
@@ -121,7 +121,7 @@ def check_ranks(run: Run, options: argparse.Namespace, ranks: int) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    tokens = sequence(SMALL, model.config.vocab_size)
+    tokens = draw_sequence(SMALL, model.config.vocab_size)
     batch = tokens.unsqueeze(0).to(options.device)
     with torch.autocast(options.device, torch.bfloat16):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -130,8 +130,8 @@ def check_ranks(run: Run, options: argparse.Namespace, ranks: int) -> None:
     expected = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     _, trainer, (parallel_loss,) = train(model, [tokens], ranks, optim="sgd", learning_rate=1.0)
-    found = {name: before[name] - value for name, value in values_of(trainer.model).items()}
-    errors = {name: ((found[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
+    gradients = {name: before[name] - value for name, value in values_of(trainer.model).items()}
+    errors = {name: ((gradients[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
     worst = max(errors, key=errors.__getitem__)
     print(f"  {ranks} ranks: loss {parallel_loss}, one: {loss.item()}; worst gradient {errors[worst]:.4f} ({worst})")
     if abs(parallel_loss - loss.item()) > 0.01 * loss.item() or not errors[worst] < MAX_DIFFERENCE:
@@ -143,7 +143,7 @@ def measure(run: Run, kept: str, options: argparse.Namespace, ranks: int) -> dic
     model = prepare(build_base(run, options), run)
     if kept != CHECKPOINTS:
         sonicmoe_hf.patch_model(model, save=kept)
-    tokens = sequence(run.tokens, model.config.vocab_size)
+    tokens = draw_sequence(run.tokens, model.config.vocab_size)
     settings = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused"}
     times, _, (_, *losses) = train(
         model,
@@ -198,9 +198,9 @@ def main():
     launch += ["flash attention"] * options.no_cudnn + [f"{ranks} GPUs", "context parallelism"] * (ranks > 1)
     for length, kept in itertools.product(options.lengths, options.kept):
         run = run._replace(tokens=length, checkpointing=kept == CHECKPOINTS)
-        how = "checkpointing" if run.checkpointing else f"save={kept}"
+        settings = ", ".join([*launch, "checkpointing" if run.checkpointing else f"save={kept}"])
         columns = options.model, f"{layers},{length}", run.contender, f"{mode}, experts in {options.experts}"
-        record(table, (*columns, ", ".join([*launch, how])), functools.partial(measure, run, kept, options, ranks))
+        record(table, (*columns, settings), functools.partial(measure, run, kept, options, ranks))
         if int(os.environ.get("RANK", 0)) == 0:
             table.write()
 

@@ -26,7 +26,7 @@ from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import OURS
 from benchmarks.step.run import Run, build_base, check, prepare
-from benchmarks.step.training import WARMUP, sequences, timed_in_turn
+from benchmarks.step.training import WARMUP, sequences, time_in_turn
 
 MODEL = "Qwen3-30B-A3B"
 FORMS = ("plain", "checkpointing")
@@ -55,13 +55,13 @@ def run_of(name: str, row: str) -> Run:
     return Run(MODEL, int(layers), int(tokens), mode, contender, checkpointing=form == "checkpointing")
 
 
-def groups(names: list[str]) -> list[list[str]]:
-    """List the cases whose steps are taken in turn."""
+def group_cases(names: list[str]) -> list[list[str]]:
+    """Group the cases whose steps are taken in turn."""
     in_turn = [name for name in names if CASES[name] in ((OURS, "LoRA"), (OURS, "frozen"))]
     return [group for group in (in_turn, *([name] for name in names if name not in in_turn)) if group]
 
 
-def sharing_weights(base):
+def copy_sharing_weights(base):
     """Copy the modules, with the same parameters and buffers."""
     return copy.deepcopy(base, {id(tensor): tensor for tensor in itertools.chain(base.parameters(), base.buffers())})
 
@@ -69,10 +69,10 @@ def sharing_weights(base):
 def measure(table: Table, base, row: str, names: list[str], options) -> None:
     """Measure cases in turn in one row. The base is bare again afterwards."""
     runs = [run_of(name, row) for name in names]
-    adapted = [prepare(each, run) for each, run in zip([base, *(sharing_weights(base) for _ in runs[1:])], runs)]
+    adapted = [prepare(each, run) for each, run in zip([base, *(copy_sharing_weights(base) for _ in runs[1:])], runs)]
     try:
         batch = sequences(runs[0].tokens, base.config.vocab_size, options.device)
-        steps = timed_in_turn(adapted, [batch] * (WARMUP + options.steps))
+        steps = time_in_turn(adapted, [batch] * (WARMUP + options.steps))
     except torch.OutOfMemoryError:  # which is a result
         metrics = [{"out_of_memory": 1} for _ in names]
     else:
@@ -110,7 +110,7 @@ def main() -> None:
     for layers, rows in itertools.groupby(asked, lambda row: int(row.split(",")[0])):
         model = build_base(Run(MODEL, layers, 0, "LoRA"), options)
         fitting = [name for name in names if CASES[name][1] != "full" or layers <= FULL_LAYERS]
-        for row, group in itertools.product(rows, groups(fitting)):
+        for row, group in itertools.product(rows, group_cases(fitting)):
             measure(table, model, row, group, options)
             table.write()
         del model

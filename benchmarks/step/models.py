@@ -222,11 +222,11 @@ def kernels_of(name: str) -> list[str]:
     """Name the kernels of the model's linear attention or Mamba layers: packages, or torch for those that are not
     installed."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(MODELS[name].model_type))]
-    found = {}
+    is_installed = {}
     for function in kernel_functions(sys.modules[model.__module__]).values():
         names = inspect.getclosurevars(function).nonlocals
-        found[names["package"]] = names["is_new_implementation"]
-    return [package if is_here else f"torch for {package}" for package, is_here in found.items()]
+        is_installed[names["package"]] = names["is_new_implementation"]
+    return [package if is_here else f"torch for {package}" for package, is_here in is_installed.items()]
 
 
 class SpreadLoad:

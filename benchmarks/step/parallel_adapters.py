@@ -27,6 +27,7 @@ from benchmarks.step.models import config_of, spread_load
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import WHOLE_ATTENTION, sequences
 from sonicmoe_hf.lora.shared_experts import _sharded_factors, whole_factor
+from sonicmoe_hf.tools.comparing import relative_error
 
 MODEL, RANK = "Qwen3-30B-A3B", 8
 
@@ -75,11 +76,6 @@ def gradients_of(model, batches) -> tuple[list[torch.Tensor], dict[str, torch.Te
     return losses, gradients
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Compute |actual - expected| / |expected|."""
-    return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-
-
 def compare(folder: str, experts: str, options, rank: int, world: int) -> dict[str, float]:
     """Compute the largest relative errors, which the first rank knows."""
     whole = SimpleNamespace(losses=[], gradients={})
@@ -96,11 +92,11 @@ def compare(folder: str, experts: str, options, rank: int, world: int) -> dict[s
         return {}
     errors = {name: relative_error(gradient, whole.gradients[name]) for name, gradient in gradients.items()}
     assert len(errors) == len(whole.gradients)
-    found = {"error_loss": max(relative_error(*pair) for pair in zip(losses, whole.losses))}
+    metrics = {"error_loss": max(relative_error(*pair) for pair in zip(losses, whole.losses))}
     for kind, is_of in (("experts", True), ("attention", False)):
         of_kind = [error for name, error in errors.items() if (".experts." in name) == is_of]
-        found |= {f"error_{kind}_max": max(of_kind), f"error_{kind}_median": torch.tensor(of_kind).median().item()}
-    return found
+        metrics |= {f"error_{kind}_max": max(of_kind), f"error_{kind}_median": torch.tensor(of_kind).median().item()}
+    return metrics
 
 
 def main() -> None:
@@ -119,10 +115,10 @@ def main() -> None:
         save(folders[0], options)
     dist.barrier()
     for experts in options.experts:
-        found = compare(folders[0], experts, options, rank, world)
+        metrics = compare(folders[0], experts, options, rank, world)
         if rank == 0:
             shape = f"{options.layers} layers, {options.tokens} tokens a rank, {world} ranks"
-            table.add(shape, f"LoRA, experts in {experts}", found)
+            table.add(shape, f"LoRA, experts in {experts}", metrics)
             table.write()
     dist.destroy_process_group()
 

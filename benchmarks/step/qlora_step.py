@@ -24,7 +24,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release, waited_times
 from benchmarks.step.models import MODELS
 from benchmarks.step.run import Run, build_prepared, check
-from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, learned, one_step, optimizer_of, sequences
+from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, check_learning, one_step, optimizer_of, sequences
 from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 
 CARD_GIB = 24
@@ -64,7 +64,7 @@ def train(run: Run, options) -> dict:
     optimizer = optimizer_of(model)
     assert {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]} == {torch.float32}
     ms, losses = waited_times(lambda: one_step(model, optimizer, tokens), options.steps, WARMUP)
-    first, last = learned(losses)
+    first, last = check_learning(losses)
     return {"ms": ms, "loss_first": first, "loss_last": last}
 
 

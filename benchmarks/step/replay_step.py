@@ -33,7 +33,7 @@ from sonicmoe_hf.patching.support import find_layers
 MODEL = "Qwen3-30B-A3B"
 
 
-def record_of(model, tokens: torch.Tensor, **options):
+def record_call(model, tokens: torch.Tensor, **options):
     """Record the routing of one call without gradients, and its last logits."""
     with torch.no_grad(), sonicmoe_hf.record_routing(model) as routing:
         logits = model(input_ids=tokens, logits_to_keep=8, **options).logits
@@ -46,14 +46,14 @@ def check(model, tokens: torch.Tensor) -> None:
     Raises:
         SystemExit: it does not.
     """
-    routing, logits = record_of(model, tokens)
-    given = routing.tensors()[0].long().cpu()
-    for source in (routing, given):
+    routing, logits = record_call(model, tokens)
+    indices = routing.tensors()[0].long().cpu()
+    for source in (routing, indices):
         with torch.no_grad(), sonicmoe_hf.replay_routing(model, source):
             again = model(input_ids=tokens, logits_to_keep=8).logits
         if not torch.equal(again, logits):
             raise SystemExit("replay: the same model does not give the same bits")
-    other = given.roll(1, dims=1)  # each token with its neighbour's experts
+    other = indices.roll(1, dims=1)  # each token with its neighbour's experts
     with torch.no_grad(), sonicmoe_hf.replay_routing(model, other), sonicmoe_hf.record_routing(model) as used:
         changed = model(input_ids=tokens, logits_to_keep=8).logits
     if not torch.equal(used.tensors()[0].cpu().long(), other) or torch.equal(changed, logits):
@@ -64,21 +64,21 @@ def check(model, tokens: torch.Tensor) -> None:
 def measure(model, tokens: torch.Tensor, rounds: int, steps: int) -> dict[str, tuple[list[float], list[float]]]:
     """Measure each case: (GPU, wall) milliseconds a step of each round."""
     optimizer = optimizer_of(model)
-    routing, _ = record_of(model, tokens)
-    given = routing.tensors()[0].long().cpu()
+    routing, _ = record_call(model, tokens)
+    indices = routing.tensors()[0].long().cpu()
     contexts = {
         "plain": contextlib.nullcontext,
         "recording": lambda: sonicmoe_hf.record_routing(model),
         "replaying": lambda: sonicmoe_hf.replay_routing(model, routing),
-        "a host's tensor": lambda: sonicmoe_hf.replay_routing(model, given),
+        "a host's tensor": lambda: sonicmoe_hf.replay_routing(model, indices),
     }
 
-    def several(context):
+    def take_steps(context):
         for _ in range(steps):
             with context():
                 one_step(model, optimizer, tokens, autocast=False)
 
-    calls = {case: functools.partial(several, context) for case, context in contexts.items()}
+    calls = {case: functools.partial(take_steps, context) for case, context in contexts.items()}
     times = interleaved_times(calls, rounds)
     return {
         case: tuple([ms / steps for ms in each] for each in (of.on_device, of.waited)) for case, of in times.items()
@@ -101,12 +101,12 @@ def main(arguments=None) -> None:
     model = prepare(model, run)
     tokens = sequences(options.tokens, model.config.vocab_size, options.device)
     check(model, tokens)
-    found = measure(model, tokens, options.rounds, options.steps)
+    times = measure(model, tokens, options.rounds, options.steps)
     table = Table(options.csv, ("shape", "case", "metric"), RANGE | {"rounds": len})
     shape = f"{len(list(find_layers(model)))} layers, {options.tokens} tokens"
-    for case, rounds in found.items():
+    for case, rounds in times.items():
         metrics = {}
-        for clock, values, plain in zip(("GPU", "wall"), rounds, found["plain"]):
+        for clock, values, plain in zip(("GPU", "wall"), rounds, times["plain"]):
             ratios = [value / base for value, base in zip(values, plain)]
             metrics |= {f"{clock} ms": values, f"{clock}, over plain": ratios}
         table.add(shape, case, metrics)

@@ -18,7 +18,7 @@ import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable
 from benchmarks.step import checking, models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.training import ATTENTION, RANK, adapted
+from benchmarks.step.training import ATTENTION, RANK, adapt
 from sonicmoe_hf.tools.random_models import random_packed_model
 
 
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """A benchmark's training of one model, by one mode and contender.
 
     model, layers: one of MODELS, and how many of its layers. tokens: of a step and GPU. mode: the weights that are
-    trained, as `adapted` takes it. contender: the one who computes the experts. attention: its implementation, None for
+    trained, as `adapt` takes it. contender: the one who computes the experts. attention: its implementation, None for
     the model's own. experts, linear: formats of packed experts and linear layers, None where they are in bf16 as all
     others. rank, targets: of adapters, None for the whole attention.
     """
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 def build_base(run: Run, options: argparse.Namespace, **packed):
-    """Build the model of `run` with random weights, in training mode, before it is patched and adapted.
+    """Build the model of `run` with random weights, in training mode, before `prepare`.
 
     Args:
         options: the script's: device, tiny, and where it has them the settings of `models.add_settings`; sizes: in
@@ -78,20 +78,20 @@ def build_base(run: Run, options: argparse.Namespace, **packed):
 
 
 def prepare(model, run: Run):
-    """Prepare a bare model as `run` trains it."""
+    """Patch and adapt the model of `build_base` as `run` trains it."""
     contender = CONTENDERS[run.contender]
     if run.attention is not None:
         model.set_attn_implementation(run.attention)
     if run.is_ours:
         sonicmoe_hf.patch_model(model, contender.routing, experts_compute=contender.compute)
-    model = adapted(model, run.mode, run.rank, run.targets)
+    model = adapt(model, run.mode, run.rank, run.targets)
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
 def build_prepared(run: Run, options: argparse.Namespace):
-    """Build the model as `run` trains it.
+    """Build the model of `run`, and prepare it.
 
     Raises:
         Unavailable: the contender's package is not here, or it does not compute this model's experts.
@@ -102,9 +102,16 @@ def build_prepared(run: Run, options: argparse.Namespace):
     return prepare(build_base(run, options), run)
 
 
-def compiled(model, execution: str | None, **options):
-    """Compile the model as a step calls it: as it is (None or "eager"); with each decoder layer compiled
-    ("layers"); or compiled as a whole, in a mode of torch.compile. options: of torch.compile."""
+def compile_as(model, execution: str | None, **options):
+    """Compile the model for an execution.
+
+    Args:
+        execution: None or "eager", for nothing; "layers", for each decoder layer by itself; or a mode of torch.compile,
+            for the whole model.
+        options: of torch.compile.
+    Returns:
+        what a step is to call.
+    """
     if execution == "layers" and torch.distributed.is_initialized():  # ranks may share experts
         sonicmoe_hf.compile_layers(model, **options)
         return model
@@ -133,7 +140,7 @@ def check(runs: Sequence[Run], options: argparse.Namespace, autocast: bool) -> N
             others[name] = functools.partial(prepare, run=run._replace(contender=OURS) if run.is_ours else run)
     run = runs[0]._replace(layers=checking.LAYERS, contender=OURS, linear=None)
     checking.check(
-        build_base(run, tiny), lambda model: adapted(model, run.mode, run.rank, run.targets), others, autocast
+        build_base(run, tiny), lambda model: adapt(model, run.mode, run.rank, run.targets), others, autocast
     )
 
 

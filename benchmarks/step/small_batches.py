@@ -32,9 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.table import Table
-from benchmarks.common.timing import Clock, covered, interleaved_times, release, synchronize
+from benchmarks.common.timing import Clock, interleaved_times, release, synchronize, union_length
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.run import Run, build_prepared, compiled
+from benchmarks.step.run import Run, build_prepared, compile_as
 from benchmarks.step.training import GIB, one_step, optimizer_of, record, sequences
 
 TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -44,12 +44,12 @@ PROFILED = 3
 ATTENTION = {"gpt-oss-20b": "torch_sinks"}
 
 
-def masked(call, run: Run, tokens: torch.Tensor):
+def add_mask(call, run: Run, tokens: torch.Tensor):
     """Wrap `call` with a mask of ones for attention that cannot be captured without one (docs/attention.md)."""
     return call if run.attention is None else partial(call, attention_mask=torch.ones_like(tokens))
 
 
-def uncaptured() -> tuple[int, int]:
+def count_uncaptured() -> tuple[int, int]:
     """Count (graphs that Inductor compiled and did not capture, breaks of graphs) since `forget`."""
     return counters["inductor"]["cudagraph_skips"], sum(counters["graph_break"].values())
 
@@ -61,18 +61,20 @@ def forget() -> None:
     release()
 
 
-def stepping(model, run: Run, execution: str, device: str):
-    """Make a function that takes a step and returns its loss, of a model as `run` has it, after a forward in which the
-    noise that spreads the load is made: before anything is compiled."""
+def make_step(model, run: Run, execution: str, device: str):
+    """Make a function that takes a step of the prepared model of `run`, and returns its loss.
+
+    A forward comes first, in which the noise that spreads the load is made: compiled code makes none.
+    """
     tokens = sequences(run.tokens, model.config.vocab_size, device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        compiled(model, "eager")(input_ids=tokens, use_cache=False)
-    call = masked(compiled(model, execution, dynamic=False), run, tokens)
+        compile_as(model, "eager")(input_ids=tokens, use_cache=False)
+    call = add_mask(compile_as(model, execution, dynamic=False), run, tokens)
     return partial(one_step, call, optimizer_of(model), tokens, run.mode != "full")
 
 
-def busy_milliseconds(step) -> float:
-    """Measure the time in which kernels and copies ran, of a step."""
+def measure_busy(step) -> float:
+    """Measure the milliseconds of a step in which kernels and copies ran."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(PROFILED):
             step()
@@ -82,14 +84,14 @@ def busy_milliseconds(step) -> float:
         for event in trace.profiler.kineto_results.events()
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
     ]
-    return 1e-6 * covered(spans) / PROFILED
+    return 1e-6 * union_length(spans) / PROFILED
 
 
 def measure(model, run: Run, execution: str, options) -> dict:
     """Measure one run: metric -> values."""
     forget()
     on_gpu = options.device == "cuda"
-    step = stepping(model, run, execution, options.device)
+    step = make_step(model, run, execution, options.device)
     clock = Clock(1 + options.steps)
     try:
         began = time.perf_counter()
@@ -105,11 +107,11 @@ def measure(model, run: Run, execution: str, options) -> dict:
             loss = step()
             clock.note()
         values = {"ms": clock.milliseconds(), "first_step_s": first_step_s, "loss": loss.item()}
-        skips, breaks = uncaptured()
+        skips, breaks = count_uncaptured()
         values |= {"graphs_not_captured": skips, "graph_breaks": breaks}
         if on_gpu:
             values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
-            busy = busy_milliseconds(step)
+            busy = measure_busy(step)
             values |= {"busy_ms": busy, "ms_over_busy": statistics.median(values["ms"]) / busy}
     finally:
         model.zero_grad(set_to_none=True)
@@ -133,7 +135,7 @@ def run_in_turn(options, table: Table) -> None:
         forget()
         steps = {}
         for name, run in runs.items():
-            steps[name] = stepping(models_of[name], run._replace(tokens=tokens), execution, options.device)
+            steps[name] = make_step(models_of[name], run._replace(tokens=tokens), execution, options.device)
             for _ in range(WARMUP):
                 steps[name]()
         for name, times in interleaved_times(steps, options.steps).items():

@@ -149,11 +149,11 @@ def attribute(events: list[dict], steps: int) -> Parts:
             forward.setdefault(event["tid"], []).append(Mark(event["ts"], event["ts"] + event["dur"], part))
     threads = {tid: _Thread(marks) for tid, marks in forward.items()}
     operations = [event for event in complete if event.get("cat") == "cpu_op"]
-    made_by = _makers(operations, threads)
+    part_of_node = _parts_of_nodes(operations, threads)
     marks = {tid: list(own) for tid, own in forward.items()}
     for event in operations:
         if _is_backward(event):
-            part = made_by.get(event["args"].get("Sequence number"), REST)
+            part = part_of_node.get(event["args"].get("Sequence number"), REST)
             marks.setdefault(event["tid"], []).append(Mark(event["ts"], event["ts"] + event["dur"], part))
     threads = {tid: _Thread(own) for tid, own in marks.items()}
     host: dict[str, float] = {}
@@ -169,17 +169,17 @@ def _is_backward(event: dict) -> bool:
     return event["name"].startswith("autograd::engine::evaluate_function")
 
 
-def _makers(operations: list[dict], threads: dict[int, _Thread]) -> dict[int, str]:
-    """Map each sequence number to the part that made this autograd node: of operations with that number, the last to
-    start."""
-    found: dict[int, tuple[float, str]] = {}
+def _parts_of_nodes(operations: list[dict], threads: dict[int, _Thread]) -> dict[int, str]:
+    """Map the sequence number of each autograd node to the part whose forward made it: that of the last operation which
+    started with the number."""
+    latest: dict[int, tuple[float, str]] = {}
     for event in operations:
         number = event.get("args", {}).get("Sequence number", -1)
         if number < 0 or event["args"].get("Fwd thread id", 0) or _is_backward(event) or event["tid"] not in threads:
             continue
-        if number not in found or event["ts"] >= found[number][0]:
-            found[number] = event["ts"], threads[event["tid"]].innermost(event["ts"])
-    return {number: part for number, (_, part) in found.items()}
+        if number not in latest or event["ts"] >= latest[number][0]:
+            latest[number] = event["ts"], threads[event["tid"]].innermost(event["ts"])
+    return {number: part for number, (_, part) in latest.items()}
 
 
 def _kernel_times(complete: list[dict], threads: dict[int, _Thread], steps: int):
@@ -214,7 +214,7 @@ def _part_of_experts(kernel: str) -> str:
     return PRODUCTS if any(name in kernel for name in PRODUCT_NAMES) else EXPERTS
 
 
-def profiled(model, tokens, autocast: bool, steps: int) -> Parts:
+def profile_parts(model, tokens, autocast: bool, steps: int) -> Parts:
     """Train `steps` steps after the warm-up, under the profiler."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (tokens.device.type == "cuda")
     optimizer = optimizer_of(model)

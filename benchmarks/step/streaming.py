@@ -26,7 +26,7 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release, synchronize, waited_times
 from benchmarks.step.models import MODELS
 from benchmarks.step.run import Run, build_base, prepare
-from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, learned, one_step, optimizer_of, sequences
+from benchmarks.step.training import GIB, WARMUP, WHOLE_ATTENTION, check_learning, one_step, optimizer_of, sequences
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.streaming.copies import copies_to, page_aligned
 
@@ -45,7 +45,7 @@ def run_of(name: str, options) -> Run:
     return run._replace(rank=8, targets=WHOLE_ATTENTION)
 
 
-def tokens_of(model, count: int, device) -> torch.Tensor:
+def draw_tokens(model, count: int, device) -> torch.Tensor:
     """Draw random tokens of the model's vocabulary."""
     return sequences(count, model.config.vocab_size, device)
 
@@ -54,7 +54,7 @@ def add_steps(table: Table, name: str, contender: str, model, optimizer, tokens,
     """Add rows of training steps."""
     release()
     ms, losses = waited_times(lambda: one_step(model, optimizer, tokens), count, WARMUP)
-    learned(losses)
+    check_learning(losses)
     metrics = {"ms": ms, "tokens_per_s": [1e3 * tokens.numel() / each for each in ms]}
     if tokens.is_cuda:
         metrics |= {
@@ -65,7 +65,7 @@ def add_steps(table: Table, name: str, contender: str, model, optimizer, tokens,
     table.add(name, f"{tokens.numel()} tokens a step", contender, "", "eager", metrics)
 
 
-def bandwidth(table: Table, options) -> None:
+def measure_copies(table: Table, options) -> None:
     """Measure the time of a copy to the GPU, and that of pinning its memory."""
     nbytes = 2**31 if options.device == "cuda" else 2**24
     copies, host = copies_to(torch.device(options.device)), page_aligned(nbytes)
@@ -87,18 +87,18 @@ def bandwidth(table: Table, options) -> None:
     copies.unpin(host)
 
 
-def qwen3(table: Table, options) -> None:
+def measure_qwen3(table: Table, options) -> None:
     train_qwen3(table, options, 16384, SETTINGS)
 
 
-def few(table: Table, options) -> None:
+def measure_few_tokens(table: Table, options) -> None:
     """Measure steps and forwards of few tokens."""
     names = ("all on the GPU", "none on the GPU")
     model = train_qwen3(table, options, 2048, names).eval()
     for name in reversed(names):
         sonicmoe_hf.patch_model(model, experts_memory=SETTINGS[name])
         for count in FEW:
-            tokens = tokens_of(model, count, options.device)
+            tokens = draw_tokens(model, count, options.device)
             with torch.no_grad(), torch.autocast(options.device, torch.bfloat16):
                 call = lambda tokens=tokens: model(input_ids=tokens, use_cache=False).logits  # noqa: E731
                 ms, _ = waited_times(call, 5, WARMUP)
@@ -110,7 +110,7 @@ def train_qwen3(table: Table, options, count: int, names):
     run = run_of(QWEN3, options)
     base = build_base(run, options)
     model = prepare(base, run)
-    tokens = tokens_of(model, 64 if options.tiny else count, options.device)
+    tokens = draw_tokens(model, 64 if options.tiny else count, options.device)
     optimizer = optimizer_of(model)
     for name in names:
         sonicmoe_hf.patch_model(base, experts_memory=SETTINGS[name])
@@ -118,7 +118,7 @@ def train_qwen3(table: Table, options, count: int, names):
     return model
 
 
-def gpt_oss(table: Table, options) -> None:
+def measure_gpt_oss(table: Table, options) -> None:
     """Measure a model whose experts are all in host memory from the start."""
     if options.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
@@ -133,7 +133,7 @@ def gpt_oss(table: Table, options) -> None:
     table.add(GPT_OSS, shape, "built", "", "eager", {"s": seconds})
     table.add(GPT_OSS, shape, "experts in host memory", "", "eager", {"GiB": host / GIB})
     model, contender = prepare(base, run), "LoRA on experts and attention"
-    tokens = tokens_of(model, 64 if options.tiny else options.tokens, options.device)
+    tokens = draw_tokens(model, 64 if options.tiny else options.tokens, options.device)
     try:
         add_steps(table, GPT_OSS, contender, model, optimizer_of(model), tokens, min(3, options.steps))
     except torch.OutOfMemoryError:  # which is a result
@@ -142,7 +142,12 @@ def gpt_oss(table: Table, options) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-PARTS = {part.__name__: part for part in (bandwidth, qwen3, few, gpt_oss)}
+PARTS = {
+    "bandwidth": measure_copies,
+    "qwen3": measure_qwen3,
+    "few": measure_few_tokens,
+    "gpt_oss": measure_gpt_oss,
+}
 
 
 def main() -> None:

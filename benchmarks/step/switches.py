@@ -52,7 +52,7 @@ UNFUSED = "aot_eager"  # compiles in seconds: a run on a CPU checks the script
 LOSS_ALONE = {"swiglu": False, "rms_norm": False, "rope": False}
 
 
-class Times(TrainerCallback):
+class StepIntervals(TrainerCallback):
     """Times each step of a Trainer, in ms, the fetching of its batches included.
 
     It waits for the GPU after the first half of the steps and after the last.
@@ -97,13 +97,13 @@ def show(profiler: cProfile.Profile, name: str) -> None:
         pstats.Stats(profiler).sort_stats(order).print_stats(count)
 
 
-def compiled() -> dict[str, int]:
+def count_graphs() -> dict[str, int]:
     """Count the graphs that torch compiled in this process, and those of them that its cache on disk had."""
     return {"graphs": counters["stats"]["unique_graphs"], "cached": counters["inductor"]["fxgraph_cache_hit"]}
 
 
 def rows_of(setting: str, steps: int, vocabulary: int, tiny: bool) -> tuple[list[dict], int, int]:
-    """Gather the rows of all steps, how many a micro-batch has, and micro-batches a step."""
+    """Draw the rows of all steps: (rows, how many a micro-batch has, micro-batches a step)."""
     generator = torch.Generator().manual_seed(1)
     if setting != FIELD:
         lengths, batch, accumulation = [int(setting) // (32 if tiny else 1)] * steps, 1, 1
@@ -116,7 +116,7 @@ def rows_of(setting: str, steps: int, vocabulary: int, tiny: bool) -> tuple[list
     return [{"input_ids": torch.randint(vocabulary, (length,), **draw)} for length in lengths], batch, accumulation
 
 
-def padded(rows: list[dict]) -> dict:
+def collate_padded(rows: list[dict]) -> dict:
     """Collate rows; a batch without padding has no mask."""
     width = max(len(row["input_ids"]) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64, device="cpu")
@@ -130,7 +130,7 @@ def padded(rows: list[dict]) -> dict:
 
 
 def arguments_of(case: str, batch: int, accumulation: int, steps: int, on_gpu: bool, **settings) -> TrainingArguments:
-    """List the arguments that a user sets in this case."""
+    """Make the arguments that a user sets in this case."""
     switches = case.split("+")
     if "loss" in switches and on_gpu:
         settings |= {"use_liger_kernel": True, "liger_kernel_config": LOSS_ALONE}
@@ -157,9 +157,9 @@ def arguments_of(case: str, batch: int, accumulation: int, steps: int, on_gpu: b
     )
 
 
-def trained(trainer: Trainer, times: Times, counted: int) -> dict[str, float]:
-    """Train; return the metrics, of which the last `counted` steps give ms."""
-    before, began = compiled(), time.perf_counter()
+def train(trainer: Trainer, times: StepIntervals, counted: int) -> dict[str, float]:
+    """Train, and return the metrics: those in ms are of the last `counted` steps."""
+    before, began = count_graphs(), time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - began
     ms = times.ms[-counted:]
@@ -170,7 +170,7 @@ def trained(trainer: Trainer, times: Times, counted: int) -> dict[str, float]:
         "least_ms": min(ms),
         "first_step_s": times.ms[0] / 1e3,
         "all_s": seconds,
-        **{name: float(count - before[name]) for name, count in compiled().items()},
+        **{name: float(count - before[name]) for name, count in count_graphs().items()},
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan"),
     }
 
@@ -187,32 +187,35 @@ def attach(trainer: Trainer, case: str) -> None:
 
 
 def measure(model, case: str, setting: str, options) -> dict[str, float]:
-    """Train one setting; return its metrics."""
+    """Train with one setting, and return its metrics."""
     on_gpu = options.device == "cuda"
     steps = STEPS if on_gpu else 2
     extra = PROFILED if options.profile else 0
     rows, batch, accumulation = rows_of(setting, steps + extra, model.config.vocab_size, options.tiny)
     arguments = arguments_of(case, batch, accumulation, steps, on_gpu)
-    times = Times()
-    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded, callbacks=[times])
+    times = StepIntervals()
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate_padded, callbacks=[times])
     attach(trainer, case)
-    metrics = trained(trainer, times, steps // 2)
+    metrics = train(trainer, times, steps // 2)
     if options.profile:
         arguments = arguments_of(case, batch, accumulation, steps + extra, on_gpu)
-        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded, callbacks=[Profile(steps)])
+        trainer = Trainer(
+            model, arguments, train_dataset=rows, data_collator=collate_padded, callbacks=[Profile(steps)]
+        )
         attach(trainer, case)
         trainer.train()
-        metrics["bare_ms"] = loop_without_trainer(model, rows, batch, accumulation, steps, options.device)
+        metrics["bare_ms"] = train_without_trainer(model, rows, batch, accumulation, steps, options.device)
     return metrics
 
 
-def loop_without_trainer(model, rows: list[dict], batch: int, accumulation: int, steps: int, device: str) -> float:
+def train_without_trainer(model, rows: list[dict], batch: int, accumulation: int, steps: int, device: str) -> float:
     """Train in a plain loop, and print its Python's profile; return ms of a step."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     starts = range(0, len(rows), batch)
     micro_batches = [
-        {name: value.to(device) for name, value in padded(rows[start : start + batch]).items()} for start in starts
+        {name: value.to(device) for name, value in collate_padded(rows[start : start + batch]).items()}
+        for start in starts
     ]
 
     def step(number: int) -> None:

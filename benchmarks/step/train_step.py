@@ -31,8 +31,17 @@ from benchmarks.common.table import Table
 from benchmarks.common.timing import release
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.run import Run, build_prepared, check, compiled, join_ranks, shard
-from benchmarks.step.training import RANK, SEQUENCE, WARMUP, Measured, record, sequences, timed_steps, varying
+from benchmarks.step.run import Run, build_prepared, check, compile_as, join_ranks, shard
+from benchmarks.step.training import (
+    RANK,
+    SEQUENCE,
+    WARMUP,
+    StepMeasurements,
+    record,
+    sequences,
+    time_steps,
+    vary_lengths,
+)
 from sonicmoe_hf.kernels.packed import FORMATS
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
@@ -42,7 +51,7 @@ DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
 
 def runs_of(options) -> list[Run]:
     """List every combination of what was asked for."""
-    found = []
+    runs = []
     modes, contenders = options.mode or ["full"], options.contender or DEFAULT_CONTENDERS
     names = options.model or ["Qwen3-30B-A3B"]
     for name, mode, contender, attention in product(names, modes, contenders, options.attention or [None]):
@@ -52,12 +61,12 @@ def runs_of(options) -> list[Run]:
         run = Run(name, layers, options.tokens or model.tokens, mode, contender, attention)
         packed = options.packed or model.packed if mode == "QLoRA" else None
         run = run._replace(experts=packed, checkpointing=options.checkpointing, rank=options.rank)
-        found.append(run._replace(targets=None) if options.whole_attention else run)
-    return found
+        runs.append(run._replace(targets=None) if options.whole_attention else run)
+    return runs
 
 
-def settings(run: Run, options, world: int) -> str:
-    """Write the column `launch` of a run: everything that is not as by default, and whose kernels compute
+def launch_of(run: Run, options, world: int) -> str:
+    """Write the column `launch` of a run: settings that differ from the defaults, and the packages whose kernels compute
     linear attention or Mamba layers."""
     gpus = f"{world} GPU{'s' * (world > 1)}"
     parts = {
@@ -81,59 +90,59 @@ def settings(run: Run, options, world: int) -> str:
     return ", ".join(chosen) or "plain"
 
 
-def prepared(run: Run, options):
-    """Build the model as `run` trains it, sharded and compiled as the options say. Raises Unavailable."""
+def build_compiled(run: Run, options):
+    """Build and prepare the model of `run`, sharded and compiled as the options say. Raises Unavailable."""
     model = build_prepared(run, options)
     if options.fsdp:
         shard(model)
-    return compiled(model, options.compile)
+    return compile_as(model, options.compile)
 
 
-def steps_of(run: Run, options) -> Measured:
-    """Make the steps of one run. Raises Unavailable."""
-    model = prepared(run, options)
+def time_run(run: Run, options) -> StepMeasurements:
+    """Train one run anew, and time its steps. Raises Unavailable."""
+    model = build_compiled(run, options)
     seed = 1 + torch.distributed.get_rank() if options.expert_parallel else 1
     tokens = sequences(run.tokens, model.config.vocab_size, options.device, seed, options.sequence_length)
     steps = WARMUP + options.steps
-    batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
-    return timed_steps(model, batches, run.mode != "full")
+    batches = vary_lengths(tokens, steps) if options.varying_lengths else [tokens] * steps
+    return time_steps(model, batches, run.mode != "full")
 
 
-def profile_of(run: Run, options) -> dict[str, float]:
+def profile_run(run: Run, options) -> dict[str, float]:
     """Time each part of a step. Raises Unavailable."""
-    from benchmarks.step.step_parts import profiled
+    from benchmarks.step.step_parts import profile_parts
 
-    model = prepared(run, options)
+    model = build_compiled(run, options)
     tokens = sequences(run.tokens, model.config.vocab_size, options.device)
-    return dict(profiled(model, tokens, run.mode != "full", options.steps).metrics())
+    return dict(profile_parts(model, tokens, run.mode != "full", options.steps).metrics())
 
 
 def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
     """List the columns of a row before its metric."""
-    return run.model, f"{run.layers},{run.tokens}", run.contender, run.mode, settings(run, options, world)
+    return run.model, f"{run.layers},{run.tokens}", run.contender, run.mode, launch_of(run, options, world)
 
 
 def measure(table: Table, runs: list[Run], options, world: int) -> None:
     """Measure the rows of runs that take turns: each round trains every one of them anew, and begins with another."""
     if not (options.fsdp or options.expert_parallel):
         check(runs, options, autocast=runs[0].mode != "full")
-    found: dict[Run, list[Measured] | Exception] = {run: [] for run in runs}
+    results: dict[Run, list[StepMeasurements] | Exception] = {run: [] for run in runs}
     for number in range(options.rounds):
         first = number % len(runs)
         for run in runs[first:] + runs[:first]:
-            rounds = found[run]
+            rounds = results[run]
             if isinstance(rounds, list):
                 try:
-                    rounds.append(steps_of(run, options))
+                    rounds.append(time_run(run, options))
                 except (Unavailable, torch.OutOfMemoryError) as error:
-                    found[run] = error.with_traceback(None)  # whose frames would hold the model
+                    results[run] = error.with_traceback(None)  # whose frames would hold the model
                 release()
                 torch.compiler.reset()
-    for run, rounds in found.items():
+    for run, rounds in results.items():
         record(table, columns_of(run, options, world), functools.partial(metrics_of, rounds))
 
 
-def metrics_of(rounds: list[Measured] | Exception) -> dict[str, list[float]]:
+def metrics_of(rounds: list[StepMeasurements] | Exception) -> dict[str, list[float]]:
     """Compute the values of each metric, or the error that there was. What the first step took is the first round's:
     later rounds find kernels compiled."""
     if isinstance(rounds, Exception):
@@ -149,8 +158,8 @@ def metrics_of(rounds: list[Measured] | Exception) -> dict[str, list[float]]:
     }
 
 
-def in_turns(runs: list[Run]) -> list[list[Run]]:
-    """List the runs of one model and mode, which take turns."""
+def group_by_turns(runs: list[Run]) -> list[list[Run]]:
+    """Group the runs that take turns: those of one model and mode."""
     cases: dict[Run, list[Run]] = {}
     for run in runs:
         cases.setdefault(run._replace(contender="", attention=None), []).append(run)
@@ -218,10 +227,10 @@ def main():
     if options.varying_lengths and options.device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     table = Table(options.csv)
-    for runs in in_turns(runs_of(options)):
+    for runs in group_by_turns(runs_of(options)):
         if options.profile:
             for run in runs:
-                record(table, columns_of(run, options, world), functools.partial(profile_of, run, options))
+                record(table, columns_of(run, options, world), functools.partial(profile_run, run, options))
         else:
             measure(table, runs, options, world)
         if rank == 0:

@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-4
 GIB = 2**30
 
 
-class Measured(NamedTuple):
+class StepMeasurements(NamedTuple):
     """Milliseconds and tokens of each step after the warm-up, seconds of the very first one, GiB at the peak (what the
     first step compiles is left out, the optimiser's state is in), and the loss of the last step."""
 
@@ -33,12 +33,12 @@ class Measured(NamedTuple):
     loss: float
 
 
-def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] | None = ATTENTION):
-    """Make the model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the
+def adapt(model, mode: str, rank: int = RANK, targets: Sequence[str] | None = ATTENTION):
+    """Give the model what a mode trains. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the
     experts and on `targets` (None: the whole attention), in fp32. "frozen": on the targets alone."""
-    if trained == "full":
+    if mode == "full":
         return model.requires_grad_(True)
-    chosen = {"target_parameters": []} if trained == "frozen" else {}
+    chosen = {"target_parameters": []} if mode == "frozen" else {}
     if targets is not None:
         chosen["target_modules"] = list(targets)
     adapters = sonicmoe_hf.lora_config(model, rank, **chosen)
@@ -53,8 +53,9 @@ def sequences(num_tokens: int, vocabulary: int, device: str, seed: int = 1, leng
     return torch.randint(vocabulary, (num_tokens // length, length), generator=generator, device=device)
 
 
-def varying(tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Draw another number of tokens for every step: the first has all, later ones between three quarters and all."""
+def vary_lengths(tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
+    """Cut the sequences to another length for every step: the first has all, later ones between three quarters and
+    all."""
     length = tokens.shape[1]
     lengths = [length, *(length - 1 - number * 61 % (length // 4) for number in range(steps - 1))]
     return [tokens[:, :length] for length in lengths]
@@ -77,11 +78,11 @@ def one_step(model, optimizer, tokens, autocast: bool = True):
     return loss.detach()
 
 
-def learned(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Train on one batch. Returns the first and the last loss.
+def check_learning(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Check that the loss of steps on one batch fell, and return the first and the last.
 
     Raises:
-        SystemExit: it did not fall.
+        SystemExit: it did not.
     """
     first, *_, last = torch.stack(list(losses)).tolist()
     if not last < first:
@@ -90,8 +91,8 @@ def learned(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
 
 
 def record(table: Table, columns: Sequence, measure: Callable[[], dict]) -> None:
-    """Record the rows of what `measure` returns, metric -> values: running out of memory is a result, and who is not
-    here has none."""
+    """Add the rows of what `measure` returns, metric -> values: running out of memory is a result, and a contender that
+    is not installed has none."""
     try:
         table.add(*columns, measure())
     except Unavailable as reason:
@@ -101,15 +102,15 @@ def record(table: Table, columns: Sequence, measure: Callable[[], dict]) -> None
     release()
 
 
-def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
-    """Train one step a batch, the first WARMUP of them not timed. As in training, the host does not wait between the
-    others."""
-    return timed_in_turn([model], batches, autocast)[0]
+def time_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> StepMeasurements:
+    """Train one step a batch, and time those after the first WARMUP. As in training, the host does not wait between
+    them."""
+    return time_in_turn([model], batches, autocast)[0]
 
 
-def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: bool = True) -> list[Measured]:
-    """Run `timed_steps` of several models, a step of each in turn, so that what slows the host down slows all of them.
-    The others' adapters and optimisers are no part of a model's peak."""
+def time_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: bool = True) -> list[StepMeasurements]:
+    """Time the steps of several models as `time_steps` does, a step of each in turn, so that what slows the host down
+    slows all of them. The others' adapters and optimisers are no part of a model's peak."""
     on_gpu = batches[0].device.type == "cuda"
     optimizers, clock = [optimizer_of(model) for model in models], Clock(1 + len(models) * len(batches))
     losses, first_step_s = [torch.tensor(float("nan"))] * len(models), [float("nan")] * len(models)
@@ -117,34 +118,34 @@ def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: b
     for number, tokens in enumerate(batches):
         if number == WARMUP:
             clock.note()
-        for which, (model, optimizer) in enumerate(zip(models, optimizers)):
+        for index, (model, optimizer) in enumerate(zip(models, optimizers)):
             began = time.perf_counter()
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            losses[which] = one_step(model, optimizer, tokens, autocast)
+            losses[index] = one_step(model, optimizer, tokens, autocast)
             if number >= WARMUP:
                 clock.note()
             elif on_gpu:
                 torch.cuda.synchronize()
             if number == 0:
-                first_step_s[which] = time.perf_counter() - began
+                first_step_s[index] = time.perf_counter() - began
             elif on_gpu:  # the allocator's count, for which nobody waits
-                peaks[which] = max(torch.cuda.max_memory_allocated(), peaks[which])
-    milliseconds, held = clock.milliseconds(), [_held(optimizer) for optimizer in optimizers]
+                peaks[index] = max(torch.cuda.max_memory_allocated(), peaks[index])
+    milliseconds, held = clock.milliseconds(), [_count_held_bytes(optimizer) for optimizer in optimizers]
     return [
-        Measured(
-            milliseconds[which :: len(models)],
+        StepMeasurements(
+            milliseconds[index :: len(models)],
             [tokens.numel() for tokens in batches[WARMUP:]],
-            first_step_s[which],
-            (peaks[which] - (sum(held) - held[which])) / GIB,
-            losses[which].item(),
+            first_step_s[index],
+            (peaks[index] - (sum(held) - held[index])) / GIB,
+            losses[index].item(),
         )
-        for which in range(len(models))
+        for index in range(len(models))
     ]
 
 
-def _held(optimizer) -> int:
-    """Count bytes of what is trained and of the optimiser's state."""
+def _count_held_bytes(optimizer) -> int:
+    """Count the bytes of an optimiser's parameters and of its state."""
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [tensor for parameter in trained for tensor in optimizer.state[parameter].values()]
     return sum(tensor.nbytes for tensor in trained + states)

@@ -14,7 +14,7 @@ from triton.runtime import JITFunction
 from benchmarks.common.measuring import largest_error
 from benchmarks.common.shapes import Shape
 from benchmarks.common.table import Rows, quantile
-from benchmarks.common.timing import graph_of, hot_times
+from benchmarks.common.timing import hot_times, make_replay
 from sonicmoe_hf.kernels import triton
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import launch as launching
@@ -99,7 +99,7 @@ def timed(candidates: Iterable[tuple[str, Callable, Callable]]) -> Iterator[tupl
             results = call()
             results = [t for t in (results if isinstance(results, tuple) else (results,)) if t is not None]
             first = first or results
-            ran.append((name, largest_error(results, first), graph_of(call)))
+            ran.append((name, largest_error(results, first), make_replay(call)))
         except Exception as error:  # as in compile_share
             print("failed", name, str(error)[:80])
     times = hot_times({name: replay for name, _, replay in ran}, ROUNDS, WARMUP)

@@ -70,7 +70,7 @@ def test_load_is_counted_by_layer_and_by_step():
     counter = RowCounter(2, 4, CPU)
     for rows in ([0, 0, 1], [2, 2, 1]):
         counter.count(1, None, (None, torch.tensor([rows])))
-    rows, starved, busiest = counter.counted()
+    rows, starved, busiest = counter.read_counts()
     assert rows.tolist() == [[0] * 4, [2, 2, 2, 0]] and starved.tolist() == [[0] * 4, [1, 0, 1, 2]]
     assert busiest.tolist() == [0, 4], "2 rows in each call, of another expert"
 

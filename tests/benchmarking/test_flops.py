@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.common.command import RESULTS
 from benchmarks.common.table import read_rows
-from benchmarks.step.flops import flops_of_token, with_flops
+from benchmarks.step.flops import add_flops, flops_of_token
 
 pytestmark = pytest.mark.pinned
 
@@ -26,4 +26,4 @@ def test_the_flops_of_a_token_are_those_counted_by_hand():
 def test_the_rows_of_flops_follow_from_those_of_tokens(name):
     rows = read_rows(RESULTS / name)
     assert [row for row in rows if row["metric"] == "tflops"]
-    assert with_flops(rows) == rows
+    assert add_flops(rows) == rows

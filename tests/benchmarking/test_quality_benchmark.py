@@ -51,7 +51,7 @@ def measured(preset, corpus, *run):
 def test_copies_and_near_copies_of_a_file_are_left_out():
     text = "\n".join(f"    first_variable_{i} = some_function({i})" for i in range(20))
     changed, other = text.replace("variable_2", "value_2"), text.replace("some_function", "another_function")
-    kept = texts.without_near_duplicates([("a", text), ("b", text), ("c", changed), ("d", other)])
+    kept = texts.drop_near_duplicates([("a", text), ("b", text), ("c", changed), ("d", other)])
     assert [name for name, _ in kept] == ["a", "d"]
 
 

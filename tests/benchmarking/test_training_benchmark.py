@@ -40,15 +40,15 @@ def test_every_contender_trains_the_same_model_on_the_same_tokens(tmp_path, caps
 
 
 def test_each_round_begins_with_another_contender_and_all_rounds_are_in_the_rows(tmp_path, monkeypatch):
-    order, timed_steps = [], train_step.timed_steps
+    order, time_steps = [], train_step.time_steps
     monkeypatch.setattr(
         train_step,
-        "prepared",
-        lambda run, options, prepare=train_step.prepared: order.append(run) or prepare(run, options),
+        "build_compiled",
+        lambda run, options, build=train_step.build_compiled: order.append(run) or build(run, options),
     )
     milliseconds = iter([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]])
     monkeypatch.setattr(
-        train_step, "timed_steps", lambda *given: timed_steps(*given)._replace(milliseconds=next(milliseconds))
+        train_step, "time_steps", lambda *given: time_steps(*given)._replace(milliseconds=next(milliseconds))
     )
     chosen = ("--contender", "grouped_mm", "--contender", "sonicmoe-hf", "--rounds", "3")
     found = measured(tmp_path / "a.csv", *chosen)

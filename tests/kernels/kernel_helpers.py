@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from benchmarks.common.timing import recorded
+from benchmarks.common.timing import record_graph
 from sonicmoe_hf.tools.comparing import relative_error
 
 
@@ -45,7 +45,7 @@ def check_replay(step):
     """Check that a captured `step` gives the bits of others, by name, when it is replayed."""
     expected = step()
     assert same_bits(step(), expected)
-    graph, results = recorded(step)
+    graph, results = record_graph(step)
     for result in results.values():
         result.zero_()
     graph.replay()

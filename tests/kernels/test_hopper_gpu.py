@@ -8,7 +8,7 @@ from kernel_products import Operands, products
 from moe_problems import layer, routing_ids, run, upcast
 from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
-from benchmarks.common.timing import recorded
+from benchmarks.common.timing import record_graph
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.layer import backends
@@ -202,7 +202,7 @@ def test_a_cuda_graph_replayed_with_different_routing(hopper):
         beside = step()
     torch.cuda.current_stream().wait_stream(stream)
     assert same_bits(beside, step()), "a side stream gives other bits"
-    graph, results = recorded(step)
+    graph, results = record_graph(step)
     for seed in range(3):
         torch.manual_seed(seed)
         expert.copy_(routing_ids(3000, 16, 4, "top_k", "cuda", empty=(seed,))[0])

@@ -8,7 +8,7 @@ from kernel_helpers import check_nothing_synchronises, errors, num_launches, sam
 from moe_problems import layer
 from rounding_problems import KINDS, check_against_definition, matrix
 
-from benchmarks.common.timing import recorded
+from benchmarks.common.timing import record_graph
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.triton.config import max_row_tiles
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
@@ -124,7 +124,7 @@ def test_a_cuda_graph_replays_with_other_scores():
     def run():
         return step(tensors, dout, logits, index, TokenRounding(), valid, None)
 
-    graph, results = recorded(run)
+    graph, results = record_graph(run)
     for seed in (1, 2):
         other_logits, other_index = decision(4096, 16, seed)
         logits.copy_(other_logits)

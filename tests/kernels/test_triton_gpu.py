@@ -13,7 +13,7 @@ from kernel_helpers import check_nothing_synchronises, errors, num_launches, sam
 from moe_problems import layer, poisoned, rounded_once, routing_ids, run, upcast
 from triton import JITFunction
 
-from benchmarks.common.timing import recorded
+from benchmarks.common.timing import record_graph
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import GATED, UNGATED
 from sonicmoe_hf.kernels.triton import bias_gradient, gemm_down, gemm_down_backward, gemm_up, gemm_wgrad
@@ -232,7 +232,7 @@ def test_two_cuda_graphs_replayed_with_different_routing():
         def step():
             return run(tensors, dout, ids, "concatenated", "swiglu", "triton", sentinels=False)
 
-        return step, ids[0], *recorded(step)
+        return step, ids[0], *record_graph(step)
 
     cases = [captured_step(T) for T in (2000, 777)]
     for seed in range(3):
