@@ -73,14 +73,14 @@ def run_in_an_environment_of_its_own() -> int:
 def read_every_model() -> None:
     from helpers.adapters import adapt
     from helpers.checkpoints import FAMILIES
-    from helpers.served import FAMILIES_IN_VLLM, OTHERS, UNEVEN, base, config_for_vllm
+    from helpers.engine_adapters import FAMILIES_IN_VLLM, OTHERS, UNEVEN, config_for_vllm, save_base
     from helpers.small_families import small_model
     from peft import get_peft_model
 
     for name in (*FAMILIES, *OTHERS):
         for title, options in (("one rank", {}), ("patterns and rsLoRA", UNEVEN)):
             with tempfile.TemporaryDirectory() as folder:
-                adapted = adapt(base(name, Path(folder) / "base"), Path(folder) / "adapter", **options)
+                adapted = adapt(save_base(name, Path(folder) / "base"), Path(folder) / "adapter", **options)
                 read(f"{name}, {title}", adapted, Path(folder))
     for name in FAMILIES_IN_VLLM:
         with tempfile.TemporaryDirectory() as folder:
@@ -93,8 +93,8 @@ def read(title: str, adapted, folder: Path) -> None:
     """Convert the adapter and have vLLM read it; compare with PEFT's merge, both under the names that vLLM's class has."""
     from helpers.adapters import save_with_factors
     from helpers.checkpoints import tensors_in
+    from helpers.engine_adapters import merge_by_peft, split_experts
     from helpers.models import ORDER_OF_SUMS, assert_all_close
-    from helpers.served import merged_by_peft, split_experts
 
     from sonicmoe_hf import convert_adapter
 
@@ -103,7 +103,7 @@ def read(title: str, adapted, folder: Path) -> None:
     if not (folder / "adapter").exists():
         save_with_factors(adapted, folder / "adapter")
     convert_adapter(folder / "adapter", folder / "served", "vllm", trained_on=folder / "base")
-    weights, expected = tensors_in(folder / "base"), merged_by_peft(adapted, folder / "by peft")
+    weights, expected = tensors_in(folder / "base"), merge_by_peft(adapted, folder / "by peft")
     for tensors in (weights, expected):
         for name in tensors if "GptOss" in type(adapted.get_base_model()).__name__ else ():
             if tensors[name].dim() == 3:  # [E, in, out]
@@ -225,7 +225,7 @@ def _stack(manager_class, model, module: str, num_experts: int) -> None:
 
 def merged_by_vllm(weights: dict, loras: dict) -> dict:
     """Compute the hub's matrices with B A added, each where the module's name in vLLM says."""
-    from helpers.served import split_experts
+    from helpers.engine_adapters import split_experts
 
     products = {}
     for module, lora in loras.items():

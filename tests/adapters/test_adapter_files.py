@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, adapt, save_with_factors
 from helpers.checkpoints import edit_tensors, make, rewrite, same_bits, tensors_in
-from helpers.served import base, config_of, edit
+from helpers.engine_adapters import adapter_config, edit_adapter_config, save_base
 from helpers.small_families import small_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification
@@ -20,7 +20,7 @@ PREFIX = "base_model.model."
 @pytest.fixture
 def adapter(tmp_path):
     """Write an adapter of all experts and two linear layers, beside its base."""
-    adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter")
+    adapt(save_base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
@@ -69,19 +69,19 @@ MARKED = {"lora_B_layout": "grouped_by_expert"}
 )
 def test_columns_are_read_in_the_order_that_unsloth_writes_down(family, grouped, entries, tmp_path):
     adapter = tmp_path / "adapter"
-    adapt(base(family, tmp_path / "base"), adapter)
+    adapt(save_base(family, tmp_path / "base"), adapter)
     expected, before = merged(adapter, "expected"), tensors_in(adapter)
     if grouped:
         group_by_expert(adapter)
-    edit(adapter, **entries)
+    edit_adapter_config(adapter, **entries)
     assert_read_as(expected, adapter)
     assert same_bits(tensors_in(tmp_path / "converted"), before), "in PEFT's own order"
-    assert not [text for text in ("lora_B_layout", "unsloth") if text in str(config_of(tmp_path / "converted"))]
+    assert not [text for text in ("lora_B_layout", "unsloth") if text in str(adapter_config(tmp_path / "converted"))]
 
 
 def test_an_order_that_is_not_known_is_refused(adapter):
     parameters = {**DETAIL, "down_proj": {"lora_B_layout": "mixed"}}
-    edit(adapter, unsloth_fused_expert_lora={"parameters": parameters})
+    edit_adapter_config(adapter, unsloth_fused_expert_lora={"parameters": parameters})
     with pytest.raises(CheckpointError, match="lora_B_layout of down_proj is 'mixed'"):
         merged(adapter, "merged")
 
@@ -103,9 +103,9 @@ def test_an_order_that_is_not_known_is_refused(adapter):
 )
 def test_what_wrappers_add_to_names_is_left_out(rename, adapter):
     targets = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in EXPERTS]
-    edit(adapter, target_parameters=targets)
+    edit_adapter_config(adapter, target_parameters=targets)
     expected = merged(adapter, "expected")
-    edit(adapter, target_parameters=[rename(PREFIX + target).replace(PREFIX, "") for target in targets])
+    edit_adapter_config(adapter, target_parameters=[rename(PREFIX + target).replace(PREFIX, "") for target in targets])
     rewrite(adapter, {rename(name): tensor for name, tensor in tensors_in(adapter).items()})
     assert_read_as(expected, adapter)
 
@@ -120,7 +120,7 @@ def test_one_name_twice_is_refused(adapter):
 @pytest.mark.parametrize("name", ["w1", "gate_up_projs.3", "0.w9"])
 def test_names_that_nobody_knows_raise_with_names_that_would_do(name, adapter):
     """PEFT does not know them either, and would merge the base."""
-    edit(adapter, target_parameters=None, target_modules=[])
+    edit_adapter_config(adapter, target_parameters=None, target_modules=[])
     stem = f"{PREFIX}model.layers.0.mlp.experts.{name}"
     rewrite(adapter, {f"{stem}.lora_A.weight": torch.ones(2, 32), f"{stem}.lora_B.weight": torch.ones(16, 2)})
     with pytest.raises(CheckpointError, match=r"experts\.0\.up_proj\.lora_A|gate_proj, w1, up_proj, w3") as raised:
@@ -173,17 +173,20 @@ def test_factors_that_are_missing_are_named(form, pattern, match, adapter):
 
 
 def test_whole_modules_that_are_missing_are_named(tmp_path):
-    model = base("qwen3_moe", tmp_path / "base")
+    model = save_base("qwen3_moe", tmp_path / "base")
     adapt(model, tmp_path / "adapter", modules_to_save=["lm_head"])
     remove(tmp_path / "adapter", "lm_head")
-    for write in (merge_adapter, lambda base, adapter, to: convert_adapter(adapter, to, "hub", trained_on=base)):
+    for write in (
+        merge_adapter,
+        lambda base, adapter, to: convert_adapter(adapter, to, "hub", trained_on=base),
+    ):
         with pytest.raises(CheckpointError, match=r"has no lm_head.weight, though"):
             write(tmp_path / "base", tmp_path / "adapter", tmp_path / "refused")
 
 
 def test_whole_experts_that_were_trained_are_left_to_peft(tmp_path):
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp"])
-    save_with_factors(get_peft_model(base("qwen3_moe", tmp_path / "base"), config), tmp_path / "adapter")
+    save_with_factors(get_peft_model(save_base("qwen3_moe", tmp_path / "base"), config), tmp_path / "adapter")
     assert_lacking(
         tmp_path / "adapter", r"experts.* nor the weight of a single layer.*merge_and_unload|modules_to_save is"
     )
@@ -230,7 +233,7 @@ def test_a_subset_that_the_config_describes_is_merged(kept, entries, adapter):
     convert_adapter(adapter, adapter.parent / "served", "vllm", base_model=str(adapter.parent / "base"))
     before, whole = tensors_in(adapter.parent / "base"), merged(adapter.parent / "served", "whole")
     remove(adapter.parent / "served", f"^(?!.*{kept})")
-    edit(adapter.parent / "served", **entries)
+    edit_adapter_config(adapter.parent / "served", **entries)
     some = merged(adapter.parent / "served", "some")
     for name in before:
         expected = (whole if re.search(kept, name) else before)[name]

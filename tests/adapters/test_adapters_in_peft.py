@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.adapters import save_with_factors
 from helpers.checkpoints import same_bits
+from helpers.engine_adapters import edit_adapter_config
 from helpers.models import assert_all_close
-from helpers.served import edit
 from helpers.small_families import small_model
 from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -36,7 +36,9 @@ def test_peft_loads_what_convert_writes_of_layers_beside_the_experts(family, tmp
     )
     before = model.get_parameter(f"{linear[0]}.weight").detach().clone()
     adapted = save_with_factors(get_peft_model(model, config), tmp_path / "adapter")
-    edit(tmp_path / "adapter", target_parameters=list(experts), target_modules=["o_proj", *linear], lora_dropout=0.1)
+    edit_adapter_config(
+        tmp_path / "adapter", target_parameters=list(experts), target_modules=["o_proj", *linear], lora_dropout=0.1
+    )
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", "hub", trained_on=tmp_path / "base")
     expected = adapted.merge_and_unload().state_dict()
     fresh = type(model).from_pretrained(tmp_path / "base")

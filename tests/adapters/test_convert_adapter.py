@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import served
+from helpers import engine_adapters
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, lora, random_factors
 from helpers.checkpoints import FAMILIES, edit_tensors, same_bits, tensors_in
+from helpers.engine_adapters import adapter_config, edit_adapter_config
 from helpers.marks import crossed, rest_pinned
 from helpers.models import assert_all_close, batch, build, logits_of, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
-from helpers.served import config_of, edit
 from helpers.training import POLICY, Watch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -21,7 +21,7 @@ import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter
 from sonicmoe_hf.tools.cli.main import main
 
-assert_refused = partial(served.assert_refused, layout="native")
+assert_refused = partial(engine_adapters.assert_refused, layout="native")
 every_family = pytest.mark.parametrize("family", rest_pinned(FAMILIES))
 PARAMETERS = {"hub": EXPERTS, "native": NATIVE_EXPERTS}
 SUMS = "fp32: Transformers sums in another order"
@@ -69,8 +69,8 @@ def test_an_adapter_trained_on_the_native_layout_serves_the_hub_layout(family, t
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", "hub")
     model = PeftModel.from_pretrained(load(tmp_path / "hub"), tmp_path / "converted")
     assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, SUMS
-    theirs = served.merged_by_peft(model, tmp_path / "merged hub")
-    served.merged_by_peft(adapted, tmp_path / "merged native")
+    theirs = engine_adapters.merge_by_peft(model, tmp_path / "merged hub")
+    engine_adapters.merge_by_peft(adapted, tmp_path / "merged native")
     sonicmoe_hf.convert_checkpoint(tmp_path / "merged native", tmp_path / "merged back", "hub")
     assert_all_close(tensors_in(tmp_path / "merged back"), theirs, 1e-6, "fp32: the product of A and B in two orders")
 
@@ -141,7 +141,7 @@ def adapter(tmp_path):
 
 def test_ranks_and_alphas_named_for_a_parameter_follow_it(adapter, tmp_path):
     convert_adapter(adapter, tmp_path / "converted")
-    config = config_of(tmp_path / "converted")
+    config = adapter_config(tmp_path / "converted")
     assert config["rank_pattern"] == {"experts.c_fc": 4} and config["alpha_pattern"] == {"experts.c_fc": 8}
     assert config["target_parameters"] == ["experts.c_fc", "experts.c_proj"]
     assert config["base_model_name_or_path"] is None
@@ -175,10 +175,10 @@ def test_the_experts_own_rank_goes_through_conversion_and_merging_and_comes_back
     adapted = random_factors(get_peft_model(model, sonicmoe_hf.lora_config(model, 4, experts_r=2))).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
-    assert config_of(tmp_path / "converted")["rank_pattern"] == {"experts.c_fc": 2, "experts.c_proj": 2}
+    assert adapter_config(tmp_path / "converted")["rank_pattern"] == {"experts.c_fc": 2, "experts.c_proj": 2}
     assert_serves_and_merges(adapted, tmp_path)
     assert same_bits(tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "back"))
-    assert config_of(tmp_path / "back")["alpha_pattern"] == config_of(tmp_path / "adapter")["alpha_pattern"]
+    assert adapter_config(tmp_path / "back")["alpha_pattern"] == adapter_config(tmp_path / "adapter")["alpha_pattern"]
 
 
 @every_family
@@ -214,7 +214,7 @@ def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
 @pytest.mark.pinned
 def test_the_model_that_it_was_trained_on_must_be_read(adapter):
     assert_refused(adapter, "trained on cannot be read; say trained_on=", trained_on="nobody/nothing")
-    edit(adapter, base_model_name_or_path=None)
+    edit_adapter_config(adapter, base_model_name_or_path=None)
     assert_refused(adapter, "names no base model")
 
 
@@ -222,14 +222,14 @@ def test_the_model_that_it_was_trained_on_must_be_read(adapter):
 def test_the_base_models_name_stays_where_its_layout_does_and_another_can_be_given(adapter, tmp_path):
     def named(source, folder, *options):
         assert main(["convert", str(source), str(tmp_path / folder), *options]) == 0
-        return config_of(tmp_path / folder)["base_model_name_or_path"]
+        return adapter_config(tmp_path / folder)["base_model_name_or_path"]
 
-    own = config_of(adapter)["base_model_name_or_path"]
+    own = adapter_config(adapter)["base_model_name_or_path"]
     assert own and named(adapter, "vllm", "--layout", "vllm") == own
     assert named(tmp_path / "vllm", "back", "--layout", "hub") == own, "without --trained-on"
     assert named(adapter, "published", "--layout", "hub", "--base-model", "org/name") == "org/name"
     assert named(adapter, "to native", "--layout", "native") is None, "whose experts have other names"
-    edit(adapter, base_model_name_or_path=None)
+    edit_adapter_config(adapter, base_model_name_or_path=None)
     assert named(adapter, "unnamed", "--layout", "hub", "--trained-on", own) == own
 
 

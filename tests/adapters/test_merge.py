@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt
 from helpers.checkpoints import FAMILIES, SHARDS, config_in, edit_tensors, load_whole, make, same_bits, tensors_in
+from helpers.engine_adapters import edit_adapter_config, merge_by_peft
 from helpers.marks import rest_pinned
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
-from helpers.served import edit, merged_by_peft
 from helpers.small_families import adapted_names, small_model
 from helpers.trl_trainers import word_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -47,7 +47,7 @@ def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path)
     assert done.shards > 1 and done.target_layout == done.source_layout
     assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
     assert relative_error(logits_of(load_whole(tmp_path / "base")), expected) > 0.05, "the adapter does something"
-    merged, by_peft = tensors_in(tmp_path / "merged"), merged_by_peft(adapted, tmp_path / "by peft")
+    merged, by_peft = tensors_in(tmp_path / "merged"), merge_by_peft(adapted, tmp_path / "by peft")
     assert_all_close(merged, by_peft, 1e-6, ORDER_OF_SUMS)
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
 
@@ -58,7 +58,7 @@ def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
     folders, adapted = base_and_adapter(tmp_path, parameters=parameters)
     merge_adapter(*folders)
     base, merged = tensors_in(tmp_path / "base"), tensors_in(tmp_path / "merged")
-    assert_all_close(merged, merged_by_peft(adapted, tmp_path / "by peft"), 1e-6, ORDER_OF_SUMS)
+    assert_all_close(merged, merge_by_peft(adapted, tmp_path / "by peft"), 1e-6, ORDER_OF_SUMS)
     changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
     experts = {"gate_up_proj": {"gate_proj", "up_proj"}, "down_proj": {"down_proj"}}
     assert changed == {"q_proj", "o_proj"}.union(*(experts[name.rpartition(".")[2]] for name in parameters))
@@ -101,7 +101,7 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
 def test_a_bf16_base_is_rounded_once(tmp_path):
     folders, adapted = base_and_adapter(tmp_path, dtype=torch.bfloat16)
     merge_adapter(*folders)
-    exact = merged_by_peft(adapted, tmp_path / "by peft")
+    exact = merge_by_peft(adapted, tmp_path / "by peft")
     merged = tensors_in(tmp_path / "merged")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
     for name, tensor in merged.items():
@@ -219,7 +219,7 @@ def assert_refused(folders, match):
     ids=str,
 )
 def test_what_is_not_plain_lora_is_refused_with_its_name(folders, changes, match):
-    edit(folders[1], **changes)
+    edit_adapter_config(folders[1], **changes)
     assert_refused(folders, match)
 
 
@@ -252,7 +252,7 @@ def test_weights_that_do_not_fit_are_refused_with_their_names(folders, changes, 
 
 def test_factors_in_the_order_of_an_older_peft_are_named_with_its_version(folders):
     edit_tensors(folders[1], {DOWN_B: torch.zeros(16, 16), DOWN_B.replace("lora_B", "lora_A"): torch.zeros(16, 32)})
-    edit(folders[1], peft_version="0.18.1")
+    edit_adapter_config(folders[1], peft_version="0.18.1")
     assert_refused(
         folders, r"PEFT up to 0.19.0 took out for in, and peft_version is '0.18.1': train the adapter with a"
     )
@@ -269,13 +269,13 @@ def test_a_sum_beyond_the_range_of_its_own_weights_dtype_is_refused(folders):
 def test_square_weights_are_merged_of_a_peft_that_takes_in_for_in_as_older_ones_may_not(tmp_path):
     folders, adapted = base_and_adapter(tmp_path, "olmoe", EXPERTS[:1])  # where 2I is H, as in OLMoE itself
     for version in ("0.19.0", None):
-        edit(tmp_path / "adapter", peft_version=version)
+        edit_adapter_config(tmp_path / "adapter", peft_version=version)
         assert_refused(
             folders, "which do not show which side is the input's and which the output's; PEFT up to 0.19.0"
         )
     expected = logits_of(adapted)
     for version in ("0.19.1", "0.20.0", "1.0.dev0"):
-        edit(tmp_path / "adapter", peft_version=version)
+        edit_adapter_config(tmp_path / "adapter", peft_version=version)
         merge_adapter(*folders[:2], tmp_path / version)
         assert relative_error(logits_of(load_whole(tmp_path / version)), expected) < 1e-5, ORDER_OF_SUMS
 
@@ -318,7 +318,7 @@ def test_a_damaged_adapter_and_one_of_another_model_are_refused(folders, tmp_pat
         ({"hidden_size": 48}, "32 input features", "48 input features"),
         ({experts: 4, "moe_intermediate_size": 24}, "8 experts and 32 output features", "4 experts and 48 output"),
     ):
-        edit(folders[1], peft_version="0.21.2")
+        edit_adapter_config(folders[1], peft_version="0.21.2")
         make(tmp_path / of_model, "qwen3_moe", **changes)
         with pytest.raises(CheckpointError) as error:
             merge_adapter(tmp_path / of_model, *folders[1:])

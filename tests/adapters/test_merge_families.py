@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.adapters import save_with_factors
 from helpers.checkpoints import config_in, edit_tensors, rewrite, same_bits, tensors_in, to_fp8
+from helpers.engine_adapters import edit_adapter_config
 from helpers.marks import rest_pinned
 from helpers.models import build, relative_error
-from helpers.served import edit
 from helpers.small_families import families_here, slow_beyond_kinds, small_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -233,7 +233,7 @@ def test_factors_of_a_single_expert_change_it_alone(nemotron, tmp_path):
     stem = f"base_model.model.{weight.replace('backbone.', 'model.')}".removesuffix(".weight")
     factors = {f"{stem}.lora_A.weight": torch.ones(2, size_in), f"{stem}.lora_B.weight": torch.ones(size_out, 2)}
     rewrite(adapter, factors)
-    edit(adapter, target_modules=r".*\.experts\.0\.up_proj", target_parameters=None)
+    edit_adapter_config(adapter, target_modules=r".*\.experts\.0\.up_proj", target_parameters=None)
     merge_adapter(base, adapter, tmp_path / "merged")
     after = tensors_in(tmp_path / "merged")
     assert [name for name in before if not torch.equal(before[name], after[name])] == [weight]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, adapt
 from helpers.checkpoints import edit_config, edit_tensors, load_whole, make, tensors_in, to_fp8
+from helpers.engine_adapters import edit_adapter_config
 from helpers.models import ORDER_OF_SUMS, logits_of, relative_error
-from helpers.served import edit
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import Concatenate, ConversionOps
@@ -287,14 +287,15 @@ OTHERS = {
     "an older PEFT": Case(
         "train the adapter with a newer PEFT",
         trained("olmoe", EXPERTS[:1]),
-        raising(lambda folder: edit(folder.adapter, peft_version="0.18.0")),
+        raising(lambda folder: edit_adapter_config(folder.adapter, peft_version="0.18.0")),
         [train_again],
     ),
     "no base": Case(
         r"names no base model; say trained_on= \(--trained-on\)",
         trained(),
         raising(
-            lambda folder: edit(folder.adapter, base_model_name_or_path=None), lambda folder: folder.convert("hub")
+            lambda folder: edit_adapter_config(folder.adapter, base_model_name_or_path=None),
+            lambda folder: folder.convert("hub"),
         ),
         [name_the_base],
     ),

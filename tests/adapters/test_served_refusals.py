@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, adapt
 from helpers.checkpoints import edit_config, edit_tensors, rewrite, tensors_in
-from helpers.served import assert_refused, base, edit
+from helpers.engine_adapters import assert_refused, edit_adapter_config, save_base
 from helpers.small_families import small_model
 
 from sonicmoe_hf import convert_adapter, lora_config
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.pinned
 
 @pytest.fixture
 def adapter(tmp_path):
-    adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter")
+    adapt(save_base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_path):
-    model = base("gpt_oss", tmp_path / "gpt_oss")
+    model = save_base("gpt_oss", tmp_path / "gpt_oss")
     adapt(model, tmp_path / "biases", [*EXPERTS, "mlp.experts.down_proj_bias"])
     assert_refused(tmp_path / "biases", "experts.down_proj_bias, and engines take .* sonicmoe-hf merge")
     merged = "which not all models of engines adapt; merge it, and serve the result"
@@ -31,13 +31,13 @@ def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_pat
         (f"the embeddings or the head, {merged}", EXPERTS, ["lm_head"]),
     ):
         folder = tmp_path / f"{modules[-1]} {len(modules)}"
-        adapt(base("qwen3_moe", tmp_path / "base"), folder, parameters, target_modules=modules)
+        adapt(save_base("qwen3_moe", tmp_path / "base"), folder, parameters, target_modules=modules)
         assert_refused(folder, match)
-    edit(folder, modules_to_save=["lm_head"])
+    edit_adapter_config(folder, modules_to_save=["lm_head"])
     for engine in ("vllm", "sglang"):
         match = r"modules_to_save is \['lm_head'\].*sonicmoe-hf merge BASE ADAPTER DST"
         assert_refused(folder, match, engine)
-    adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "large", rank_pattern={"q_proj": 513})
+    adapt(save_base("qwen3_moe", tmp_path / "base"), tmp_path / "large", rank_pattern={"q_proj": 513})
     assert_refused(tmp_path / "large", "largest rank is 513, and vLLM's is 512; merge it")
 
 
@@ -45,7 +45,7 @@ def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path
     """VLLM's MLA makes W_UK and W_UV of the base's kv_b_proj as it loads, and no adapter reaches them; SGLang
     corrects."""
     modules = ["kv_b_proj", "o_proj"]
-    adapt(base("deepseek_v3", tmp_path / "base"), tmp_path / "adapter", target_modules=modules)
+    adapt(save_base("deepseek_v3", tmp_path / "base"), tmp_path / "adapter", target_modules=modules)
     match = (
         "adapts kv_b_proj, and vLLM decodes without .* sonicmoe-hf merge BASE ADAPTER DST.*; or leave kv_b_proj out"
     )
@@ -87,7 +87,7 @@ def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
         for layout in ("vllm", "hub", "native"):
             assert_refused(tmp_path / "served", match, layout, trained_on=tmp_path / "base")
         rewrite(tmp_path / "served", weights)
-    edit(tmp_path / "served", r=4)
+    edit_adapter_config(tmp_path / "served", r=4)
     expected = r"where \(4, 16\) and \(32, 4\) are expected for r = 4"
     assert_refused(tmp_path / "served", expected, trained_on=tmp_path / "base")
 
@@ -137,7 +137,7 @@ def test_the_command_says_how_to_serve_the_adapter(adapter, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "vllm serve BASE --enable-lora --max-lora-rank 8 --lora-modules NAME=ADAPTER" in printed
     assert '"model": "NAME"' in printed and "--enable-expert-parallel" in printed
-    edit(adapter, target_parameters=None)
+    edit_adapter_config(adapter, target_parameters=None)
     edit_tensors(adapter, dict.fromkeys(name for name in tensors_in(adapter) if ".experts." in name))
     assert main(["convert", str(adapter), str(tmp_path / "attention"), "--layout", "vllm"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
-from helpers.attention import CHANGES, apart, build, inputs, packed, results
+from helpers.attention import CHANGES, build, packed_batch, padded_batch, results, split_packed
 from helpers.flash_kernels import as_on_cuda
 from helpers.marks import rest_pinned, rest_slow
 from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of
@@ -28,12 +28,12 @@ TOLERANCE = 1e-5
 HERE = [name for name in CHANGES if name in transformers.CONFIG_MAPPING]
 CAUSAL = [name for name in HERE if name != "openai_privacy_filter"]
 BATCHES = {
-    "whole": lambda **options: inputs(**options),
-    "left": lambda **options: inputs("left", **options),
-    "right": lambda **options: inputs("right", **options),
-    "both": lambda **options: inputs("both", **options),
-    "packed": packed,
-    "packed_with_starts": lambda **options: packed(with_starts=True, **options),
+    "whole": lambda **options: padded_batch(**options),
+    "left": lambda **options: padded_batch("left", **options),
+    "right": lambda **options: padded_batch("right", **options),
+    "both": lambda **options: padded_batch("both", **options),
+    "packed": packed_batch,
+    "packed_with_starts": lambda **options: packed_batch(with_starts=True, **options),
 }
 
 
@@ -49,7 +49,7 @@ def both(model, batch):
 def results_apart(model):
     """Compute the results of each packed sequence alone, which they should give together. (GptOssModel hides
     position_ids from eager's mask.)"""
-    parts, logits = apart(), []
+    parts, logits = split_packed(), []
     num_labels = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
     model.zero_grad(set_to_none=True)
     losses = []
@@ -98,7 +98,7 @@ def test_gpt_oss_in_training(kernels, case):
 
 
 def test_the_sinks_matter():
-    model, batch = build(), inputs()
+    model, batch = build(), padded_batch()
     before = model(**batch).loss
     with torch.no_grad():
         model.model.layers[0].self_attn.sinks.add_(2.0)
@@ -107,7 +107,7 @@ def test_the_sinks_matter():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(kernels, use_reentrant):
-    model, batch = build(), inputs("both")
+    model, batch = build(), padded_batch("both")
     expected = results(model, batch)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
@@ -121,7 +121,7 @@ def test_gradient_checkpointing(kernels, use_reentrant):
 )
 def test_layers_compiled_under_gradient_checkpointing(kernels, use_reentrant):
     torch._dynamo.reset()
-    model, batch = with_lora(build(experts="sonicmoe_hf"), target_modules=["q_proj"]), inputs("both")
+    model, batch = with_lora(build(experts="sonicmoe_hf"), target_modules=["q_proj"]), padded_batch("both")
     expected = results(model, batch)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
@@ -133,7 +133,7 @@ def test_layers_compiled_under_gradient_checkpointing(kernels, use_reentrant):
 
 def test_a_checkpointing_policy_can_keep_the_attention(kernels, monkeypatch):
     """Attention's forward runs once then, because a policy sees it as one op."""
-    model, batch = build(), inputs("left")
+    model, batch = build(), padded_batch("left")
     layers, forward, runs, kept = len(model.model.layers), flash.forward, [], set()
     monkeypatch.setattr(flash, "forward", lambda *args: runs.append(args) or forward(*args))
 
@@ -168,7 +168,7 @@ def test_compiled_without_graph_breaks(kernels, case):
 def test_compiled_once_for_batches_of_several_lengths(kernels):
     torch._dynamo.reset()
     model = build(experts="sonicmoe_hf")
-    batches = [inputs("both", length=length) for length in (9, 12, 17, 21)]
+    batches = [padded_batch("both", length=length) for length in (9, 12, 17, 21)]
     expected = [results(model, batch) for batch in batches]
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model.model.forward = torch.compile(model.model.forward, fullgraph=True, backend=counter, dynamic=True)
@@ -179,7 +179,7 @@ def test_compiled_once_for_batches_of_several_lengths(kernels):
 
 def test_under_autocast(kernels):
     """bf16's 2**-8, through two layers; eager's own error is as large."""
-    model, batch = build(), inputs("both")
+    model, batch = build(), padded_batch("both")
     exact = results(model, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, theirs = both(model, batch)
@@ -198,7 +198,7 @@ def one_rank(tmp_path):
 @pytest.mark.usefixtures("one_rank")
 def test_under_fsdp2_with_mixed_precision(kernels):
     """Parameters reach the layers in bf16, the sinks too; gradients come back in fp32."""
-    model, batch = build(), inputs("both")
+    model, batch = build(), padded_batch("both")
     half = results(build(dtype=torch.bfloat16), batch)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
@@ -217,7 +217,7 @@ def test_under_fsdp2_with_mixed_precision(kernels):
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
 @pytest.mark.parametrize("padding", rest_pinned(["left", None]))
 def test_generation_token_for_token(kernels, cache, padding):
-    model, batch = build().eval(), inputs(padding)
+    model, batch = build().eval(), padded_batch(padding)
     given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     options = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9}
     options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
@@ -228,7 +228,7 @@ def test_generation_token_for_token(kernels, cache, padding):
 
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_under_inference_mode(kernels, padding):
-    model, batch = build().eval(), inputs(padding)
+    model, batch = build().eval(), padded_batch(padding)
     given = {"input_ids": batch["input_ids"]} if padding is None else {**batch, "position_ids": None}
     with torch.no_grad():
         expected = model(**given).logits
@@ -239,7 +239,7 @@ def test_under_inference_mode(kernels, padding):
 def test_position_ids_that_change_in_place_under_inference_mode(kernels):
     model = build().eval()
     with torch.inference_mode():
-        batch = {name: packed()[name].clone() for name in ("input_ids", "position_ids")}
+        batch = {name: packed_batch()[name].clone() for name in ("input_ids", "position_ids")}
         model(**batch)
         batch["position_ids"].copy_(torch.arange(15))
         assert torch.equal(model(**batch).logits, model(input_ids=batch["input_ids"]).logits)
@@ -248,7 +248,7 @@ def test_position_ids_that_change_in_place_under_inference_mode(kernels):
 @pytest.mark.parametrize("padding", rest_pinned(["right", None]))
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_a_causal_model_that_is_told_to_see_both_ways(kernels, model_type, padding):
-    model, batch = build(model_type), inputs(padding)
+    model, batch = build(model_type), padded_batch(padding)
     assert_all_close(*both(model, {**batch, "is_causal": False}), TOLERANCE, ORDER_OF_SUMS)
 
 
@@ -256,7 +256,7 @@ def test_a_causal_model_that_is_told_to_see_both_ways(kernels, model_type, paddi
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_logits_with_a_cache_that_is_filled_in_pieces(kernels, model_type, kind):
     """Three tokens, then two, then one by one past the window, are the logits of the whole."""
-    model, batch = build(model_type).eval(), inputs("left")
+    model, batch = build(model_type).eval(), padded_batch("left")
     ids, mask, positions = batch["input_ids"], batch["attention_mask"], batch["position_ids"]
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -281,7 +281,7 @@ def test_logits_with_a_cache_that_is_filled_in_pieces(kernels, model_type, kind)
 
 def test_a_static_cache_without_a_mask(kernels):
     """Empty places of the cache are no keys."""
-    model, ids = build().eval(), inputs()["input_ids"]
+    model, ids = build().eval(), padded_batch()["input_ids"]
     with torch.no_grad():
         whole = model(input_ids=ids).logits
         cache = StaticCache(model.config, max_cache_len=20)
@@ -291,14 +291,14 @@ def test_a_static_cache_without_a_mask(kernels):
 
 
 def test_dropout_is_refused_in_training_alone(kernels):
-    model, batch = build(attention_dropout=0.1), inputs()
+    model, batch = build(attention_dropout=0.1), padded_batch()
     with pytest.raises(ValueError, match=r"attention_dropout=0\.0"):
         model(**batch)
     assert model.eval()(**batch).loss.isfinite()
 
 
 def test_on_cuda_padding_in_the_middle_under_a_window_is_refused(monkeypatch):
-    batch = inputs()
+    batch = padded_batch()
     batch["attention_mask"][1, 5:7] = 0
     with as_on_cuda(monkeypatch), pytest.raises(ValueError, match=r"zeros between ones.*pad on one side only"):
         build()(**batch)

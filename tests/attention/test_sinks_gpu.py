@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.attention import build, inputs, packed, results
+from helpers.attention import build, packed_batch, padded_batch, results
 from helpers.sinks import Attention, causal, compare, compute, gradients, needs_flash, tensors
 from transformers import DynamicCache, StaticCache
 
@@ -72,9 +72,9 @@ def test_the_same_bits_on_a_second_run():
 
 
 BATCHES = {
-    "whole": lambda: inputs(length=150, device="cuda"),
-    "both": lambda: inputs("both", length=150, device="cuda"),
-    "packed": lambda: packed((71, 1, 80), device="cuda"),
+    "whole": lambda: padded_batch(length=150, device="cuda"),
+    "both": lambda: padded_batch("both", length=150, device="cuda"),
+    "packed": lambda: packed_batch((71, 1, 80), device="cuda"),
 }
 
 
@@ -131,7 +131,7 @@ def test_decoding_in_pieces_past_the_window(kind):
     options = {**NO_ROUTING, "sliding_window": 16, "max_position_embeddings": 256}
     model = build(device="cuda", dtype=torch.bfloat16, **options).eval()
     exact = build(implementation="eager", device="cuda", **options).eval()
-    batch = inputs("left", length=60, device="cuda")
+    batch = padded_batch("left", length=60, device="cuda")
     ids, mask, positions = batch["input_ids"], batch["attention_mask"], batch["position_ids"]
     cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=64)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_generated_tokens_are_the_best_by_eager_in_fp32(cache):
     options = {**NO_ROUTING, "sliding_window": 16, "max_position_embeddings": 256}
     model = build(device="cuda", dtype=torch.bfloat16, **options).eval()
     exact = build(implementation="eager", device="cuda", **options).eval()
-    batch = inputs("left", length=30, device="cuda")
+    batch = padded_batch("left", length=30, device="cuda")
     given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     ids = model.generate(**given, do_sample=False, max_new_tokens=30, min_new_tokens=30, cache_implementation=cache)
     mask = torch.cat([given["attention_mask"], torch.ones(3, 30, dtype=torch.long, device="cuda")], 1)

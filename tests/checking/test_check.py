@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import edit_config, edit_tensors, make, tensors_in
-from helpers.completions import ADAPTER, Served, serving
+from helpers.completions import ADAPTER, FakeServer, serve
+from helpers.engine_adapters import edit_adapter_config
 from helpers.marks import rest_pinned, rest_slow
-from helpers.served import edit
 from helpers.trl_trainers import word_tokenizer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -67,7 +67,7 @@ def test_shares_that_rounding_moves_from_100_percent_are_explained(capsys):
 
 
 def check_server(place, capsys, served):
-    with serving(served) as url:
+    with serve(served) as url:
         return check(place, capsys, "--server", url, "--model", ADAPTER)
 
 
@@ -143,7 +143,7 @@ CASES += [(lie, 0.0) for lie in LIES if lie not in FURTHER]
 def test_servers_that_lie(lie, noise, place, capsys):
     """Noise leaves a token's log-probability as far off as in bf16, of the base as of the adapter."""
     change, kind, words = LIES[lie]
-    served = Served(base_of(place), tuned(place, change), word_tokenizer(WORD), noise=noise)
+    served = FakeServer(base_of(place), tuned(place, change), word_tokenizer(WORD), noise=noise)
     code, (base, adapter) = check_server(place, capsys, served)
     assert (base["kind"], base["is_base"]) == ("not applied", True)
     assert adapter["kind"] == kind and words in adapter["reason"] and code == (kind != "applied")
@@ -157,7 +157,7 @@ def test_servers_that_lie(lie, noise, place, capsys):
 def test_servers_that_tell_what_they_generate_alone(form, lie, place, capsys):
     """vLLM on a CPU gives no log-probabilities of a prompt under an adapter, `transformers serve` none at all."""
     change, kind, words = LIES[lie]
-    served = Served(base_of(place), tuned(place, change), word_tokenizer(WORD), form)
+    served = FakeServer(base_of(place), tuned(place, change), word_tokenizer(WORD), form)
     code, (base, adapter) = check_server(place, capsys, served)
     assert base["kind"] == "not applied"
     assert adapter["kind"] == kind and words in adapter["reason"] and code == (kind != "applied")
@@ -165,15 +165,15 @@ def test_servers_that_tell_what_they_generate_alone(form, lie, place, capsys):
 
 @pytest.mark.pinned
 def test_a_server_whose_base_has_the_adapter_too(place, capsys):
-    code, (base, adapter) = check_server(place, capsys, Served(tuned(place), tuned(place), word_tokenizer(WORD)))
+    code, (base, adapter) = check_server(place, capsys, FakeServer(tuned(place), tuned(place), word_tokenizer(WORD)))
     assert (base["kind"], adapter["kind"], code) == ("applied", "applied", 1)
 
 
 @pytest.mark.parametrize(("model", "listed"), [(ADAPTER, "base"), ("", "base, tuned")])
 def test_a_server_without_the_adapter_names_those_that_it_has_and_the_limit_of_ranks(model, listed, place, capsys):
-    served = Served(base_of(place), tuned(place), word_tokenizer(WORD), listed=not model)
+    served = FakeServer(base_of(place), tuned(place), word_tokenizer(WORD), listed=not model)
     command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--model", model]
-    with serving(served) as url:
+    with serve(served) as url:
         assert main([*command, "--server", url]) == 2
     said = capsys.readouterr().err
     assert f"does not list {model!r}, only: {listed}." in said and "--max-lora-rank" in said
@@ -186,14 +186,14 @@ def test_a_server_without_the_adapter_names_those_that_it_has_and_the_limit_of_r
 def test_a_server_of_texts_whose_tokens_are_not_known_and_one_that_is_not_told_which_model(
     form, model, said, place, capsys
 ):
-    served = Served(base_of(place), tuned(place), word_tokenizer(WORD), form, listed=None, hidden_tokens=5)
+    served = FakeServer(base_of(place), tuned(place), word_tokenizer(WORD), form, listed=None, hidden_tokens=5)
     command = ["check", str(place.base), str(place.adapter), "--text", str(place.text), "--server"]
-    with serving(served) as url:
+    with serve(served) as url:
         assert main([*command, url, "--model", model]) == 2
         assert said in capsys.readouterr().err
         assert model or main([*command, url, "--model", ADAPTER]) == 0
     if model:
-        with serving(Served(base_of(place), tuned(place), word_tokenizer(WORD), "prompts", listed=None)) as url:
+        with serve(FakeServer(base_of(place), tuned(place), word_tokenizer(WORD), "prompts", listed=None)) as url:
             assert main([*command, url, "--model", ADAPTER]) == 0
 
 
@@ -201,7 +201,7 @@ def test_a_server_of_texts_whose_tokens_are_not_known_and_one_that_is_not_told_w
 def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, capsys, tmp_path):
     """PEFT, and a server that takes the file as PEFT's, load it without a word and compute another adapter."""
     adapter = shutil.copytree(place.adapter, tmp_path / "unsloth")
-    edit(adapter, auto_mapping={"unsloth_fixed": True})
+    edit_adapter_config(adapter, auto_mapping={"unsloth_fixed": True})
     merge_adapter(place.base, adapter, tmp_path / "merged")
     merge_adapter(place.base, place.adapter, tmp_path / "by peft")
     code, (merged, by_peft) = check(place, capsys, tmp_path / "merged", tmp_path / "by peft", adapter=adapter)
@@ -212,9 +212,9 @@ def test_an_adapter_in_unsloths_older_order_is_checked_in_that_order(place, caps
 @pytest.mark.pinned
 def test_a_place_that_scales_by_rank_is_told_of_rslora_and_alpha_pattern(place, capsys, tmp_path):
     adapter = shutil.copytree(place.adapter, tmp_path / "adapter")
-    edit(adapter, use_rslora=True, alpha_pattern={"o_proj": 9})
+    edit_adapter_config(adapter, use_rslora=True, alpha_pattern={"o_proj": 9})
     plain = shutil.copytree(adapter, tmp_path / "plain")
-    edit(plain, use_rslora=False, alpha_pattern={})
+    edit_adapter_config(plain, use_rslora=False, alpha_pattern={})
     for each in (adapter, plain):
         merge_adapter(place.base, each, tmp_path / f"merged {each.name}")
     code, (right, wrong) = check(
@@ -266,7 +266,7 @@ def test_what_cannot_be_told_is_said(place, capsys, tmp_path, caplog):
     adapter = shutil.copytree(place.adapter, tmp_path / "untrained")
     tensors = tensors_in(adapter)
     edit_tensors(adapter, {name: 0 * tensor for name, tensor in tensors.items() if "lora_B" in name})
-    edit(adapter, auto_mapping={ENTRY: {"format": "nf4", "codes": [1, 2]}}, task_type="CAUSAL_LM")
+    edit_adapter_config(adapter, auto_mapping={ENTRY: {"format": "nf4", "codes": [1, 2]}}, task_type="CAUSAL_LM")
     code, (merged,) = check(place, capsys, place.base, adapter=adapter)
     assert (merged["kind"], code) == ("cannot tell", 2) and "the adapter itself changes nothing" in merged["reason"]
     assert "trained on experts in nf4, and those of" in caplog.text, "whatever implementation the base has"
@@ -313,7 +313,7 @@ def test_a_server_that_answers_otherwise_is_refused_in_a_sentence(models, comple
                 return 200, {"data": [{"id": ADAPTER}]} if models is None else models
             return 200, {"choices": [{}]} if completion is None else completion
 
-    with serving(Other()) as url:
+    with serve(Other()) as url:
         server = Server(url, word_tokenizer(WORD))
         assert server.base_of(ADAPTER) is None
         with pytest.raises(NoAnswer, match=url):

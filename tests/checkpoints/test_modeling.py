@@ -19,7 +19,7 @@ from helpers.models import (
     twin,
 )
 from helpers.native import in_native_names, native_twin, save_both
-from helpers.training import CHECKPOINTING, POLICY, Examples, Watch, arguments, checkpointed
+from helpers.training import CHECKPOINTING, POLICY, Examples, Watch, arguments, checkpoint_layers
 from helpers.trl_trainers import trl_trainer, word_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, pipeline
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -74,7 +74,7 @@ def test_token_rounding_trains_as_on_the_patched_hub_model(family, kind, tmp_pat
     native = native_twin(model, tmp_path)
     for each in (model, native):
         assert {layer.reason for layer in sonicmoe_hf.patch_model(each, POLICY).layers} == {"fully supported"}
-        checkpointed(each, kind)
+        checkpoint_layers(each, kind)
     watch = Watch(native)
     expected = in_native_names(loss_and_gradients(model, batch()), family)
     assert_all_close(loss_and_gradients(native, batch()), expected, 1e-5, ORDER_OF_SUMS)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import batch, loss_and_gradients, patched
+from helpers.models import batch, build_patched, loss_and_gradients
 from helpers.programs import make_model
 from helpers.training import CHECKPOINTED_TRAINING, trainer_for
 from peft import get_peft_model
@@ -24,7 +24,7 @@ def kept_graphs():
 def test_a_second_start_takes_compiled_layers_from_torchs_cache(tmp_path, monkeypatch):
     """No version of torch keeps graphs with a function that it does not know, but in a checkpoint since 2.13."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model = patched("qwen3_moe", use_cache=False, num_hidden_layers=1)
+    model = build_patched("qwen3_moe", use_cache=False, num_hidden_layers=1)
     sonicmoe_hf.compile_layers(model)
     found = []
     for _ in range(2):

@@ -14,12 +14,12 @@ from helpers.models import (
     assert_all_close,
     batch,
     build,
+    build_patched,
     loss_and_gradients,
-    patched,
     relative_error,
     twin,
 )
-from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpointed, start_counting, trained
+from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpoint_layers, run_trainer, start_counting
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -41,19 +41,19 @@ CASES += [("deepseek_v3", POLICY, None), ("deepseek_v3", None, None)]
 def test_a_compiled_model_without_graph_breaks_computes_and_counts_the_same(family, routing, kind):
     torch._dynamo.reset()
     # Transformers warns of the cache and checkpointing together, which no graph can hold
-    model = patched(family, routing, use_cache=kind is None, **({} if family == "deepseek_v3" else ONE_LAYER))
+    model = build_patched(family, routing, use_cache=kind is None, **({} if family == "deepseek_v3" else ONE_LAYER))
     start_counting(model)
     inputs = batch(padding=True)
     expected = loss_and_gradients(model, inputs)
     counts = [hook.load.take() for hook in router_hooks(model)]
-    compiled = torch.compile(checkpointed(model, kind), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(checkpoint_layers(model, kind), fullgraph=True, backend="aot_eager")
     assert_all_close(loss_and_gradients(compiled, inputs), expected, 1e-5, ORDER_OF_SUMS)
     assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
 
 
 def test_a_block_whose_experts_have_no_gate_compiles_without_graph_breaks():
     torch._dynamo.reset()
-    block = next(find_layers(patched("nemotron_h"))).block
+    block = next(find_layers(build_patched("nemotron_h"))).block
     x = torch.randn(2, 16, 32)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert relative_error(compiled(x), block(x)) < 1e-5, ORDER_OF_SUMS
@@ -90,10 +90,10 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
     counters.clear()
     # NF4 takes blocks of 64 columns
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64} if trained == "QLoRA" else {}
-    model, inputs = TRAINED[trained](patched(family, routing, use_cache=False, **sizes)), batch()
+    model, inputs = TRAINED[trained](build_patched(family, routing, use_cache=False, **sizes)), batch()
     if trained != "all weights":
         model.enable_input_require_grads()
-    expected = loss_and_gradients(checkpointed(model, kind), inputs)
+    expected = loss_and_gradients(checkpoint_layers(model, kind), inputs)
     compiled = CompileCounter()
     with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
         assert sonicmoe_hf.compile_layers(model, backend=compiled) == 2
@@ -113,13 +113,13 @@ def test_compiled_layers_record_router_logits_for_the_auxiliary_loss(kind):
     compared with it."""
     torch._dynamo.reset()
     counters.clear()
-    model = with_lora(patched("qwen3_moe", use_cache=False, router_aux_loss_coef=0.5, **ONE_LAYER))
+    model = with_lora(build_patched("qwen3_moe", use_cache=False, router_aux_loss_coef=0.5, **ONE_LAYER))
     model.enable_input_require_grads()
     recorded = {**batch(), "output_router_logits": True}
-    expected = loss_and_gradients(checkpointed(model, "non_reentrant"), recorded)
+    expected = loss_and_gradients(checkpoint_layers(model, "non_reentrant"), recorded)
     without = loss_and_gradients(model, batch())
     assert relative_error(expected["loss"], without["loss"]) > 1e-2
-    sonicmoe_hf.compile_layers(checkpointed(model, kind), backend="aot_eager")
+    sonicmoe_hf.compile_layers(checkpoint_layers(model, kind), backend="aot_eager")
     for step, (inputs, values) in enumerate(((recorded, expected), (batch(), without), (recorded, expected))):
         with nullcontext() if layers.RECORDS or step else pytest.warns(UserWarning, match="torch 2.13"):
             assert_all_close(loss_and_gradients(model, inputs), values, 1e-5, ORDER_OF_SUMS)
@@ -162,7 +162,7 @@ CHANGES = {
 @pytest.mark.slow
 def test_compiled_layers_follow_what_becomes_of_a_model_and_so_does_a_second_one_of_its_kind():
     torch._dynamo.reset()
-    models, inputs = [with_lora(patched("qwen3_moe", use_cache=False, **ONE_LAYER)) for _ in range(3)], batch()
+    models, inputs = [with_lora(build_patched("qwen3_moe", use_cache=False, **ONE_LAYER)) for _ in range(3)], batch()
     for model in models:
         model.enable_input_require_grads()
     for model in models[1:]:
@@ -198,7 +198,7 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
     """Adapters come after compile_layers, and the second ones after training."""
     torch._dynamo.reset()
     counters.clear()
-    base = patched("qwen3_moe", **ONE_LAYER)
+    base = build_patched("qwen3_moe", **ONE_LAYER)
     plain = with_lora(twin(base))
     options = {"mode": "reduce-overhead", "options": {"shape_padding": False}}
     sonicmoe_hf.compile_layers(base, **options, backend=in_memory_of_a_graph)
@@ -216,7 +216,7 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
     expected = accumulated(plain)
     prompt = {"input_ids": batches[0]["input_ids"][:, :4], "max_new_tokens": 3, "do_sample": False}
     tokens = plain.eval().generate(**prompt)
-    checkpointed(model, kind)
+    checkpoint_layers(model, kind)
     for _ in range(2):
         assert_all_close(accumulated(model), expected, 1e-5, ORDER_OF_SUMS)
     assert counters["stats"]["unique_graphs"] == 1  # generation compiles nothing
@@ -231,7 +231,7 @@ def test_layers_captured_as_graphs_accumulate_gradients_and_generate(kind):
 def test_compile_layers_says_what_torch_leaves_to_python(mode):
     """CUDA graphs say it also after a call without gradients, which is not compiled."""
     torch._dynamo.reset()
-    model = patched("qwen3_moe", use_cache=False, **ONE_LAYER)
+    model = build_patched("qwen3_moe", use_cache=False, **ONE_LAYER)
     model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: torch._dynamo.graph_break("of a test"))
     sonicmoe_hf.compile_layers(model, mode=mode, backend=lambda graph, inputs, **options: graph)
     if mode is not None:
@@ -246,7 +246,7 @@ def test_compile_layers_says_what_torch_leaves_to_python(mode):
 @pytest.mark.slow
 def test_a_compiled_model_follows_the_policy_and_the_mode():
     torch._dynamo.reset()
-    model = patched("qwen3_moe", **ONE_LAYER)
+    model = build_patched("qwen3_moe", **ONE_LAYER)
     inputs = batch()
     expected = loss_and_gradients(model, inputs)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -314,7 +314,7 @@ def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_of
 @pytest.mark.pinned
 def test_what_does_not_work_in_compiled_models_is_an_error_there():
     torch._dynamo.reset()
-    model, inputs = patched("qwen3_moe", use_cache=False, **ONE_LAYER), batch()
+    model, inputs = build_patched("qwen3_moe", use_cache=False, **ONE_LAYER), batch()
     with sonicmoe_hf.record_routing(model) as routing:
         model(**inputs)
     with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="neither in a compiled model"):
@@ -347,8 +347,8 @@ CHECKPOINTED += [("non_reentrant", compile_blocks), ("reentrant", compile_with_g
 @pytest.mark.parametrize(("kind", "compiled"), rest_slow(CHECKPOINTED))
 def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forward(kind, compiled):
     torch._dynamo.reset()
-    model = patched("qwen3_moe", use_cache=False, **ONE_LAYER)
-    again, inputs = checkpointed(twin(model), kind), batch(padding=True)
+    model = build_patched("qwen3_moe", use_cache=False, **ONE_LAYER)
+    again, inputs = checkpoint_layers(twin(model), kind), batch(padding=True)
     compiled_again = compiled(again)
     for routing in (POLICY, None):  # the second without rounding, after some with
         sonicmoe_hf.set_routing(model, routing)
@@ -360,7 +360,7 @@ def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forwa
 @pytest.mark.slow
 def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few():
     torch._dynamo.reset()
-    model = patched("qwen3_moe", POLICY, **ONE_LAYER)
+    model = build_patched("qwen3_moe", POLICY, **ONE_LAYER)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for length in (24, 32, 12):  # the second compiles for any length, the third is too short for rounding
         expected, actual = (loss_and_gradients(m, batch(length=length))["logits"] for m in (model, compiled))
@@ -387,7 +387,7 @@ def test_the_trainers_torch_compile_follows_the_schedule(kind, tmp_path):
         if kind != "none":
             sonicmoe_hf.patch_model(model)
             model = with_lora(model, target_modules=["q_proj"])
-        trainer = trained(model, tmp_path, callbacks, **options)
+        trainer = run_trainer(model, tmp_path, callbacks, **options)
         kept = ("loss", "eval_loss", "moe/load_cv", "moe/rows_added", "moe/padded_rows_avoided")
         logs.append([log[key] for log in trainer.state.log_history for key in kept if key in log])
     assert len(logs[0]) == 4 * 2 + 2 * 2 + 2, "four steps, of which two round, and two evaluations"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.marks import rest_slow
-from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, loss_and_gradients, patched, twin
-from helpers.training import checkpointed
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build_patched, loss_and_gradients, twin
+from helpers.training import checkpoint_layers
 from torch._dynamo.utils import counters
 
 import sonicmoe_hf
@@ -65,11 +65,11 @@ def uncompiled(monkeypatch):
 def test_compiled_layers_compute_as_transformers_and_the_rest_as_liger(family, uncompiled):
     torch._dynamo.reset()
     counters.clear()
-    plain = with_lora(patched(family, use_cache=False))
+    plain = with_lora(build_patched(family, use_cache=False))
     model = twin(plain)
     for each in (plain, model):
         each.enable_input_require_grads()
-        checkpointed(each, "non_reentrant")
+        checkpoint_layers(each, "non_reentrant")
     expected = loss_and_gradients(plain, batch(padding=True))
     liger._apply_liger_kernel_to_instance(model=model.base_model.model, **WITHOUT_LOSS)
     sonicmoe_hf.compile_layers(model, backend="aot_eager")

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import training
-from helpers.attention import packed
+from helpers.attention import packed_batch
 from helpers.marks import rest_slow
-from helpers.models import batch, build, patched
-from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpointed, start_counting
+from helpers.models import batch, build, build_patched
+from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpoint_layers, start_counting
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
@@ -73,7 +73,7 @@ def traced(monkeypatch, model, padding=False, inputs=None):
 def full(routing=None, family="qwen3_moe"):
     """Build a model with one layer of each kind: compiling is what takes the time here."""
     sizes = {**SIZES, "num_hidden_layers": 1} if family == "qwen3_moe" else {"use_cache": False}
-    return patched(family, routing, **sizes)
+    return build_patched(family, routing, **sizes)
 
 
 def with_adapters(format=None):
@@ -110,14 +110,14 @@ def test_nothing_in_a_compiled_step_keeps_it_from_being_captured(monkeypatch, na
 @pytest.mark.pinned
 @pytest.mark.parametrize("kind", rest_slow(["non_reentrant", "reentrant"]))
 def test_nor_does_checkpointing(monkeypatch, kind):
-    assert list(traced(monkeypatch, checkpointed(full().to("meta"), kind)).obstacles()) == []
+    assert list(traced(monkeypatch, checkpoint_layers(full().to("meta"), kind)).obstacles()) == []
 
 
-PACKED = packed(lengths=(5, 1, 10))
+PACKED = packed_batch(lengths=(5, 1, 10))
 WITH_SINKS = {
     "packed, with position_ids alone": (PACKED, False),
     "padded": (batch(padding=True), True),
-    "packed, with starts and lengths": (packed(lengths=(5, 1, 10), with_starts=True), True),
+    "packed, with starts and lengths": (packed_batch(lengths=(5, 1, 10), with_starts=True), True),
     "whole": (batch(), True),
     "neither mask nor positions": ({name: PACKED[name] for name in ("input_ids", "labels")}, False),
 }
@@ -189,7 +189,7 @@ def trained(case, folder, compiled):
         callbacks.append(TokenRoundingCallback(tile=TILE))
     options = {"torch_compile": True, "torch_compile_mode": "reduce-overhead"} if compiled else {}
     options = {"padding": True, "count": 48, **ON_GPU, **CASES[case], **options}
-    trainer = training.trained(model, folder, callbacks, **options)
+    trainer = training.run_trainer(model, folder, callbacks, **options)
     kept = ("loss", "eval_loss", "moe/load_cv")
     return [log[key] for log in trainer.state.log_history for key in kept if key in log]
 

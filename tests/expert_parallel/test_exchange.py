@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.models import assert_all_close, batch
-from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gathered, mean_of_ranks
+from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gather, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY
 from test_expert_parallel import APART, load, pairs, saved_and_patched, step
@@ -55,7 +55,7 @@ def experts_step(experts, num_tokens, is_list):
     out = experts(x, Routing(expert, weights, token) if is_list else expert, weights)
     out.square().sum().backward()
     own = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    experts_own = {name: gathered(parameter.grad) for name, parameter in experts.named_parameters()}
+    experts_own = {name: gather(parameter.grad) for name, parameter in experts.named_parameters()}
     experts.zero_grad()
     return own, experts_own
 

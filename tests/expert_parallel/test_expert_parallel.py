@@ -5,14 +5,14 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.adapters import fused, with_lora
+from helpers.adapters import forbid_merging, with_lora
 from helpers.examples import load as load_example
 from helpers.marks import rest_pinned
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
-from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gathered, gradients, mean_of_ranks
+from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gather, mean_of_ranks, whole_gradients
 from helpers.ranks import WORLD
-from helpers.training import POLICY, TILE, Watch, counting
+from helpers.training import POLICY, TILE, Watch, callback_in_first_step
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -54,7 +54,7 @@ def step(model, inputs):
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
     loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return {"loss": loss.detach(), **whole_gradients(model)}
 
 
 # ranks that share a batch
@@ -67,7 +67,7 @@ def shared_steps(rank, folder):
     for routing in (None, POLICY, STOCHASTIC):
         sonicmoe_hf.set_routing(model, routing)
         torch.manual_seed(rank)  # rank 0's draw is to count
-        found.append({name: gathered(t) for name, t in loss_and_gradients(model, batch(padding=True)).items()})
+        found.append({name: gather(t) for name, t in loss_and_gradients(model, batch(padding=True)).items()})
     with torch.no_grad():
         found.append({"inference": model.eval()(**batch(padding=True)).logits})
     return found
@@ -155,7 +155,7 @@ def autocast_steps(rank, folder, sizes):
         loss = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).loss
     loss.backward()
     dtypes = {call.args[0].dtype for call in sent.call_args_list if call.args[0].shape[-1:] == (32,)}
-    return {"loss": loss.detach(), **gradients(model)}, dtypes
+    return {"loss": loss.detach(), **whole_gradients(model)}, dtypes
 
 
 def test_under_autocast_tokens_travel_in_its_dtype(ranks, tmp_path):
@@ -175,7 +175,7 @@ def adapted_steps(rank, folder, sizes):
     found = []
     for routing in (None, POLICY):
         sonicmoe_hf.set_routing(model, routing)
-        with fused():
+        with forbid_merging():
             found.append(step(model, batch(**OWN_BATCH[rank if sizes == APART else 0])))
     return found
 
@@ -199,7 +199,7 @@ def test_adapted_experts_get_one_ranks_gradients(ranks, family, sizes, tmp_path)
 
 def balanced_steps(rank, folder, sizes):
     model = load(folder, sizes, POLICY)
-    callback = counting(model)
+    callback = callback_in_first_step(model)
     LoadBalancing(0.5).start(model)
     found = step(model, batch(**OWN_BATCH[rank if sizes == APART else 0]))
     callback.collect(model, step=1)
@@ -209,7 +209,7 @@ def balanced_steps(rank, folder, sizes):
 @pytest.mark.parametrize("sizes", [SHARED, APART], ids=["shared batch", "own batches"])
 def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
     model = saved_and_patched(tmp_path, routing=POLICY)
-    callback = counting(model)
+    callback = callback_in_first_step(model)
     LoadBalancing(0.5).start(model)
     losses, expected = mean_of_ranks(model, OWN_BATCH if sizes == APART else OWN_BATCH[:1])
     callback.collect(model, step=1)

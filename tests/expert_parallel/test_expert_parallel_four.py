@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.adapters import fused, with_lora
+from helpers.adapters import forbid_merging, with_lora
 from helpers.checkpoints import same_bits
 from helpers.models import assert_all_close, build
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
@@ -37,7 +37,7 @@ def steps(rank, folder):
             sonicmoe_hf.set_routing(model, routing)
             with use_exchange(kind):
                 found.append(step(model, batch(**own)))
-    with fused():
+    with forbid_merging():
         found.append(step(with_lora(load(folder, IN_PAIRS, POLICY)), batch(**BATCHES_OF_PAIRS[rank // 2])))
     return found
 

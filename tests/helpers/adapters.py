@@ -62,29 +62,31 @@ def save_with_factors(adapted, folder, size=0.3):
 
 
 @contextmanager
-def fused():
-    """Forbid to form W + BA inside, as PEFT does."""
+def forbid_merging():
+    """Raise AssertionError where W + BA is formed inside, as PEFT forms it."""
     with mock.patch.object(nn.utils.parametrize, "register_parametrization", side_effect=AssertionError("W + BA")):
         yield
 
 
-def small(family):
+def build_one_layer(family):
     """Build a model with one layer that has experts."""
     layers = {"deepseek_v3": {}, "nemotron_h": {"layers_block_type": ["full_attention", "moe"]}}
     return build(family, **layers.get(family, ONE_LAYER))
 
 
-def patched(model, **options):
+def patch(model, **options):
+    """Patch the model, and return it."""
     sonicmoe_hf.patch_model(model, **options)
     return model
 
 
-def fused_gradients(model, inputs=None):
-    with fused():
+def gradients_without_merging(model, inputs=None):
+    """Compute `loss_and_gradients` where W + BA may not be formed."""
+    with forbid_merging():
         return loss_and_gradients(model, batch() if inputs is None else inputs)
 
 
-def learning_besides(model):
+def train_router_and_embedding(model):
     """Train the router and the embedding too: their gradients pass through every product of the experts."""
     for name, parameter in model.named_parameters():
         if name.endswith((".gate.weight", "router.weight", "embed_tokens.weight", "embeddings.weight")):

@@ -55,7 +55,7 @@ def build(model_type="gpt_oss", implementation=TORCH_SINKS, dtype=None, device="
     return model.to(device=device, dtype=dtype).train()
 
 
-def inputs(padding=None, rows=3, length=13, num_labels=VOCABULARY, device="cpu"):
+def padded_batch(padding=None, rows=3, length=13, num_labels=VOCABULARY, device="cpu"):
     """Draw tokens, a mask and labels, with -100 for padding: None (a mask of ones), "left", "right" or "both" in one
     batch."""
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ def inputs(padding=None, rows=3, length=13, num_labels=VOCABULARY, device="cpu")
     return {name: tensor.to(device) for name, tensor in made.items()}
 
 
-def packed(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="cpu"):
+def packed_batch(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="cpu"):
     """Make one row of packed sequences, told by position_ids, and as data collators do by cu_seq_lens too."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=generator)
@@ -90,9 +90,9 @@ def packed(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, device="
     return {**made, **longest}
 
 
-def apart(lengths=(5, 1, 9)):
+def split_packed(lengths=(5, 1, 9)):
     """Split the sequences of `packed` into batches of their own."""
-    parts = {name: tensor.split(lengths, 1) for name, tensor in packed(lengths).items()}
+    parts = {name: tensor.split(lengths, 1) for name, tensor in packed_batch(lengths).items()}
     return [dict(zip(parts, each)) for each in zip(*parts.values())]
 
 

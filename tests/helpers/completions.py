@@ -11,11 +11,12 @@ FORMS = ("prompts", "generated", "text")  # the most telling that it has, under 
 ADAPTER = "tuned"
 
 
-class Served:
-    """A server's models. base, tuned: answer requests for them; form: of FORMS. noise: of every log-probability.
+class FakeServer:
+    """A server of two models, base and tuned.
 
-    listed: whether the adapter is in the list of models; None: there is no list. hidden_tokens: it says that it generated
-    so many more than it did."""
+    form: of FORMS. noise: standard deviation of that in every log-probability. listed: whether the adapter is in the list
+    of models; None: there is no list. hidden_tokens: how many more it says that it generated than it did.
+    """
 
     def __init__(self, base, tuned, words, form="prompts", noise=0.0, listed=True, hidden_tokens=0):
         self.models, self.words, self.form, self.noise = {"base": base, ADAPTER: tuned}, words, form, noise
@@ -56,8 +57,8 @@ class Served:
 
 
 @contextmanager
-def serving(served):
-    """Serve inside the block; gives the URL."""
+def serve(fake):
+    """Serve inside the block, on a free port; yields the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -67,7 +68,7 @@ def serving(served):
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _reply(self, body):
-            status, reply = served.answer(self.path, body)
+            status, reply = fake.answer(self.path, body)
             data = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -25,7 +25,7 @@ def _check(q, k, v, cum_q, cum_k, max_q, max_k, *others):
 
 
 def _sequences(q, k, cum_q, cum_k):
-    """Find the places of each sequence's queries and keys: slices of tensors [B, T, H, D] or [N, H, D]."""
+    """List the spans of each sequence's queries and keys: indices of tensors [B, T, H, D], or slices of [N, H, D]."""
     if cum_q is None:
         return [(index, index) for index in range(q.shape[0])]
     return [(slice(cum_q[i], cum_q[i + 1]), slice(cum_k[i], cum_k[i + 1])) for i in range(cum_q.shape[0] - 1)]
@@ -74,14 +74,16 @@ def forward(
     lse = torch.full((query.shape[-2], shape), math.nan, dtype=dtype)
     if cum_seq_q is None:
         lse = lse.view(query.shape[2], query.shape[0], query.shape[1]).transpose(0, 1).contiguous()
-    for of_q, of_k in _sequences(query, key, cum_seq_q, cum_seq_k):
-        q, k, v = query[of_q].to(dtype), key[of_k].to(dtype), value[of_k].to(dtype)
+    for span_q, span_k in _sequences(query, key, cum_seq_q, cum_seq_k):
+        q, k, v = query[span_q].to(dtype), key[span_k].to(dtype), value[span_k].to(dtype)
         scores = _scores(q, k, is_causal, scale, window_size_left, window_size_right)
-        of_lse = scores.logsumexp(-1)
-        p = torch.exp(scores - of_lse.masked_fill(of_lse == -torch.inf, 0)[..., None])
+        own_lse = scores.logsumexp(-1)
+        p = torch.exp(scores - own_lse.masked_fill(own_lse == -torch.inf, 0)[..., None])
         result = torch.einsum("hts,shd->thd", p, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
-        out[of_q] = result.to(out.dtype)
-        lse[of_q if cum_seq_q is None else (slice(None), of_q)] = of_lse.masked_fill(of_lse == -torch.inf, torch.inf)
+        out[span_q] = result.to(out.dtype)
+        lse[span_q if cum_seq_q is None else (slice(None), span_q)] = own_lse.masked_fill(
+            own_lse == -torch.inf, torch.inf
+        )
     unused = torch.empty(0)
     return out, lse, torch.empty(2, dtype=torch.uint64), unused, unused
 
@@ -111,16 +113,18 @@ def backward(
     assert logsumexp.dtype in (torch.float32, torch.float64) and logsumexp.is_contiguous() and dropout_p == 0
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (query, key, value))
     dtype, groups = logsumexp.dtype, query.shape[-2] // key.shape[-2]
-    for of_q, of_k in _sequences(query, key, cum_seq_q, cum_seq_k):
-        q, k, v, o, do = (x.to(dtype) for x in (query[of_q], key[of_k], value[of_k], out[of_q], grad_out[of_q]))
-        of_lse = logsumexp[of_q if cum_seq_q is None else (slice(None), of_q)]
-        p = torch.exp(_scores(q, k, is_causal, scale, window_size_left, window_size_right) - of_lse[..., None])
+    for span_q, span_k in _sequences(query, key, cum_seq_q, cum_seq_k):
+        q, k, v, o, do = (
+            x.to(dtype) for x in (query[span_q], key[span_k], value[span_k], out[span_q], grad_out[span_q])
+        )
+        own_lse = logsumexp[span_q if cum_seq_q is None else (slice(None), span_q)]
+        p = torch.exp(_scores(q, k, is_causal, scale, window_size_left, window_size_right) - own_lse[..., None])
         delta = (do * o).sum(-1).T[..., None]
         dp = torch.einsum("thd,shd->hts", do, v.repeat_interleave(groups, dim=1))
         ds = p * (dp - delta) * scale
-        dq[of_q] = torch.einsum("hts,shd->thd", ds, k.repeat_interleave(groups, dim=1)).to(dq.dtype)
+        dq[span_q] = torch.einsum("hts,shd->thd", ds, k.repeat_interleave(groups, dim=1)).to(dq.dtype)
         for gradient, full in ((dk, torch.einsum("hts,thd->shd", ds, q)), (dv, torch.einsum("hts,thd->shd", p, do))):
-            gradient[of_k] = full.unflatten(1, (-1, groups)).sum(2).to(gradient.dtype)
+            gradient[span_k] = full.unflatten(1, (-1, groups)).sum(2).to(gradient.dtype)
     return dq, dk, dv
 
 

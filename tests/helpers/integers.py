@@ -17,7 +17,7 @@ EXPERTS = r"\.experts\.\d+\.\w+_proj\.weight$"
 LINEAR = r"(_proj|kv_a_proj_with_mqa)\.weight$"
 
 
-def compressed(format="pack-quantized", **weights):
+def compressed_config(format="pack-quantized", **weights):
     """Write the quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | weights
@@ -41,9 +41,9 @@ GPTQ = {
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 DECLARED = {  # by kind: what config.json says
-    "ct-32": compressed(),
-    "ct-128": compressed(group_size=128),
-    "ct-asym": {**compressed(symmetric=False), "ignore": ["lm_head", "re:.*mlp.gate$"]},
+    "ct-32": compressed_config(),
+    "ct-128": compressed_config(group_size=128),
+    "ct-asym": {**compressed_config(symmetric=False), "ignore": ["lm_head", "re:.*mlp.gate$"]},
     "gptq": {**GPTQ, "group_size": 128},
     "gptq-asym": {**GPTQ, "sym": False, "group_size": 128},
     "gptq-v2": {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2", "group_size": 64},
@@ -51,9 +51,9 @@ DECLARED = {  # by kind: what config.json says
     "auto-round-v2": {**AUTO_ROUND, "sym": False, "packing_format": "auto_round:gptqmodel"},
     "awq": {**AWQ, "group_size": 128},
     "auto-round-awq": {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"},
-    "ct-8": compressed(num_bits=8),
-    "mxfp4": compressed("mxfp4-pack-quantized", type="float"),
-    "nvfp4": compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
+    "ct-8": compressed_config(num_bits=8),
+    "mxfp4": compressed_config("mxfp4-pack-quantized", type="float"),
+    "nvfp4": compressed_config("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
 }
 
 

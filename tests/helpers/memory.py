@@ -16,11 +16,11 @@ reads_peaks = pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), re
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors alive at once, as seen after every operation."""
+    """Watches the bytes of all tensors that operations touch. peak: of those alive at once, after any operation."""
 
     def __init__(self):
         super().__init__()
-        self.live, self.most = {}, 0
+        self.live, self.peak = {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        self.most = max(self.most, sum(nbytes for _, nbytes in self.live.values()))
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
         return result
 
 

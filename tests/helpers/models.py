@@ -122,7 +122,7 @@ def with_realistic_weights(model):
     return model.train()
 
 
-def patched(family: str, routing=None, save: str = "preactivation", **changes):
+def build_patched(family: str, routing=None, save: str = "preactivation", **changes):
     """Call `build`, and patch the model with this routing."""
     model = build(family, **changes)
     sonicmoe_hf.patch_model(model, routing, save=save)

@@ -18,7 +18,7 @@ def native_twin(model, folder, **options):
     return AutoModelForCausalLM.from_pretrained(save_both(model, folder)[1], dtype="auto", **options).train()
 
 
-def interleaved(concatenated):
+def interleave(concatenated):
     """Reorder [E, 2I, ...]: all gate rows, then all up rows -> gate and up rows alternating."""
     gate, up = concatenated.chunk(2, dim=1)
     return torch.stack([gate, up], dim=2).flatten(1, 2)
@@ -36,6 +36,6 @@ def in_native_names(tensors, family):
         if family == "gpt_oss":
             tensor = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
         elif native == "c_fc":
-            tensor = interleaved(tensor)
+            tensor = interleave(tensor)
         renamed[f"{block}.{native}"] = tensor
     return renamed

@@ -19,7 +19,8 @@ HAS_EP_SIZE = "ep_size" in OPTIONS  # 5.17: enable_expert_parallel
 HAS_PP_SIZE = "pp_size" in OPTIONS
 
 
-def gathered(gradient):
+def gather(gradient):
+    """Gather the whole of a tensor that may be sharded."""
     if not hasattr(gradient, "full_tensor"):
         return gradient.detach()
     (placement, *others) = gradient.placements
@@ -31,17 +32,18 @@ def gathered(gradient):
     return gradient.full_tensor()
 
 
-def trained_and_evaluated(model, inputs):
+def train_and_evaluate(model, inputs):
     """Compute `loss_and_gradients`, and "inference": the logits in evaluation; whole tensors."""
-    found = loss_and_gradients(model, inputs)
+    results = loss_and_gradients(model, inputs)
     with torch.no_grad():
-        found["inference"] = model.eval()(**inputs).logits
-    return {name: gathered(tensor) for name, tensor in found.items()}
+        results["inference"] = model.eval()(**inputs).logits
+    return {name: gather(tensor) for name, tensor in results.items()}
 
 
-def gradients(model):
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-    return {name: gathered(gradient).float() for name, gradient in found.items() if gradient is not None}
+def whole_gradients(model):
+    """Gather every gradient that there is, by its parameter's name, in fp32."""
+    local = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: gather(gradient).float() for name, gradient in local.items() if gradient is not None}
 
 
 def mean_of_ranks(model, batches=OWN_BATCH):
@@ -77,9 +79,9 @@ PARALLELISM = {  # entries of a DistributedConfig, of which not every version of
 }
 
 
-def parallelism(kind):
+def parallel_config(kind):
     return DistributedConfig(**PARALLELISM[kind])
 
 
 def load_parallel(folder, kind, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=parallelism(kind), **options).train()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=parallel_config(kind), **options).train()

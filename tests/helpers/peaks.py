@@ -8,13 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Peak(TorchDispatchMode):
+class NewBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations make, from when they are made until they are freed; what was there
-    before does not count. most: the largest sum."""
+    before does not count. now: the sum; peak: the largest that it was."""
 
     def __init__(self):
         super().__init__()
-        self.now = self.most = 0
+        self.now = self.peak = 0
         self._seen = weakref.WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -27,7 +27,7 @@ class Peak(TorchDispatchMode):
                 self._seen.add(storage)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-                self.most = max(self.most, self.now)
+                self.peak = max(self.peak, self.now)
         return out
 
     def _free(self, nbytes):
@@ -42,6 +42,6 @@ def peak_bytes(make_inputs, forward) -> int:
     """Count the bytes that `forward(*inputs)` takes at most, beside its inputs, made on FakeTensors by `make_inputs()`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = make_inputs()
-        with Peak() as peak:
+        with NewBytes() as new:
             forward(*inputs)
-    return peak.most
+    return new.peak

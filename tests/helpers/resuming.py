@@ -1,7 +1,7 @@
 """Helpers of the tests of resumed and best models: training with checkpoints, and comparing weights bit for bit."""
 
 import torch
-from helpers.training import TILE, trained
+from helpers.training import TILE, run_trainer
 from transformers import TrainerCallback
 
 from sonicmoe_hf import TokenRoundingCallback
@@ -32,11 +32,11 @@ def rounding():
     return TokenRoundingCallback(tile=TILE)
 
 
-def train(model, folder, checkpoint=None, callbacks=None, attach=True, **options):
-    """Train four steps, saving at 2 and 4, or resume; returns the Trainer."""
+def train_and_save(model, folder, checkpoint=None, callbacks=None, attach=True, **options):
+    """Train four steps, saving at 2 and 4, or go on from a checkpoint; returns the Trainer."""
     callbacks = [rounding()] if callbacks is None else callbacks
     options = {"learning_rate": 0.02, "optim": "adamw_torch", "weight_decay": 0.1, **SAVING, **options}
-    return trained(model, folder, [*callbacks, Earliness()], attach, checkpoint, count=24, **options)
+    return run_trainer(model, folder, [*callbacks, Earliness()], attach, checkpoint, count=24, **options)
 
 
 def shard_checkpoints(model):
@@ -63,6 +63,6 @@ class Snapshots(TrainerCallback):
         self.at[state.global_step] = weights(model)
 
 
-def restored(model, folder):
+def restore_model(model, folder):
     restore(model, folder)
     return model

@@ -15,7 +15,7 @@ def lengths(completions, **kwargs):
     return [len(set(str(text))) / (1 + len(str(text))) for text in completions]
 
 
-def loaded(base, **options):
+def load(base, **options):
     return sonicmoe_hf.from_pretrained(base, **{"dtype": torch.float32, **options})
 
 
@@ -24,7 +24,7 @@ def make(
     **options,
 ):  # fmt: skip
     """Make a trainer whose engine serves `base`."""
-    model = model or loaded(base)
+    model = model or load(base)
     adapter = sonicmoe_hf.lora_config(model, **{"r": 4, "experts_r": 4, **(lora or {})})
     return trl_trainer(
         trainer_class, config_class, model, rows, folder, words or sentence_tokenizer(), config={**SETTINGS, **(config or {})},
@@ -32,12 +32,12 @@ def make(
     )  # fmt: skip
 
 
-def logged(trainer, name="serving/largest_gap"):
+def logged_values(trainer, name="serving/largest_gap"):
     """List the values that the trainer logged under a name, one a step."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def synced_once(trainer):
+def sync_once(trainer):
     """Have the engine keep the first version of the adapter."""
     sync, done = trainer.vllm_generation.sync_weights, []
     trainer.vllm_generation.sync_weights = lambda: done or done.append(sync() or 1)

@@ -51,10 +51,11 @@ def causal(num_queries, num_keys, window=None, is_causal=True):
 def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torch.float64, device="cpu"):
     """Draw q, k, v as models hand them over [B, heads, T, D], and sinks; these in fp32 beside 16 bits."""
     torch.manual_seed(0)
-    of_q, of_k = (batch, heads, queries, size), (batch, key_heads, keys, size)
-    made = [torch.randn(shape, device=device) for shape in (of_q, of_k, (*of_k[:3], value_size), (heads,))]
+    shape_q, shape_k = (batch, heads, queries, size), (batch, key_heads, keys, size)
+    shapes = shape_q, shape_k, (*shape_k[:3], value_size), (heads,)
+    drawn = [torch.randn(shape, device=device) for shape in shapes]
     dtypes = dtype, dtype, dtype, torch.promote_types(dtype, torch.float32)
-    return [x.to(each).requires_grad_() for x, each in zip(made, dtypes)]
+    return [x.to(each).requires_grad_() for x, each in zip(drawn, dtypes)]
 
 
 def scale_of(q):

@@ -138,8 +138,9 @@ DEEPSEEK_V4 = {  # a layer of each kind of attention
     "o_groups": 2, "o_lora_rank": 8, "compress_rates": {KINDS[1]: 6, KINDS[2]: 2},
 }  # fmt: skip
 LATER = {"aria", "glm5_next", "qwen4_exp"}  # in 5.17 their experts have no interface, their layers other kinds
-PARTS = {folder: f"{folder}_text" for folder in ("dots3_note", "inkling", "inkling2", "qwen4_exp")}
-PARTS["qwen3_omni_moe"] = "qwen3_omni_moe_thinker"  # built alone, of a model that has more
+# of folders in which the language model has a type of its own, and is built alone, without the rest of the whole model
+MODEL_TYPES = {folder: f"{folder}_text" for folder in ("dots3_note", "inkling", "inkling2", "qwen4_exp")}
+MODEL_TYPES["qwen3_omni_moe"] = "qwen3_omni_moe_thinker"
 
 
 # Families whose checkpoints are converted as no other's are, or whose modules stand elsewhere, and one of those that are
@@ -151,15 +152,16 @@ OF_EACH_KIND = (
 )  # fmt: skip
 
 
-def _model_type(folder: str) -> str:
-    return PARTS.get(folder, folder)
+def model_type_of(folder: str) -> str:
+    """Find the model type of a folder's language model."""
+    return MODEL_TYPES.get(folder, folder)
 
 
 def families_here() -> list[str]:
     """List the families that the installed Transformers has, as CHANGES builds them."""
     without = set() if Version(transformers.__version__) >= Version("5.23") else LATER
     folders = {architecture.folder for architecture in architectures() if architecture.experts not in NOT_MERGED}
-    return [folder for folder in sorted(folders - without) if _model_type(folder) in CONFIG_MAPPING]
+    return [folder for folder in sorted(folders - without) if model_type_of(folder) in CONFIG_MAPPING]
 
 
 def slow_beyond_kinds(cases):
@@ -173,7 +175,7 @@ def small_model(folder: str, **sizes) -> nn.Module:
     """Build the family's causal or conditional language model, with hidden pre-activations of O(1). sizes: other than
     those of SIZES."""
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    config = small_config(CONFIG_MAPPING[_model_type(folder)], CHANGES.get(folder), {**SIZES, **sizes})
+    config = small_config(CONFIG_MAPPING[model_type_of(folder)], CHANGES.get(folder), {**SIZES, **sizes})
     classes = [
         cls
         for name, cls in inspect.getmembers(module, inspect.isclass)

@@ -15,13 +15,13 @@ from sonicmoe_hf.streaming.placement import bytes_of, expert_layers
 from sonicmoe_hf.streaming.weight import HostWeight
 
 
-def small(family="qwen3_moe", layers=4, **changes):
+def build_small(family="qwen3_moe", layers=4, **changes):
     return build(family, **{**OF_64[family], "num_hidden_layers": layers, **changes})
 
 
-def streamed(experts_memory=0, format=None, family="qwen3_moe", **changes):
-    """Make a patched model with its experts where they are to be. "half": half of their bytes."""
-    model = small(family, **changes)
+def build_streamed(experts_memory=0, format=None, family="qwen3_moe", **changes):
+    """Build a patched model whose experts are in host memory but for `experts_memory` bytes; "half": of their bytes."""
+    model = build_small(family, **changes)
     if experts_memory == "half":
         experts_memory = sum(bytes_of(experts, format) for _, experts in expert_layers(model)) // 2
     if format is not None:
@@ -32,8 +32,8 @@ def streamed(experts_memory=0, format=None, family="qwen3_moe", **changes):
     return model
 
 
-def adapted(model, checkpointing=None):
-    """Make the model with an adapter, recomputed in backward by reentrant checkpointing or not, or kept."""
+def add_adapter(model, checkpointing=None):
+    """Give the model an adapter. checkpointing: whether it is reentrant; None: layers are not recomputed."""
     model = with_lora(model, target_modules=["q_proj"])
     if checkpointing is not None:
         model.enable_input_require_grads()
@@ -45,18 +45,18 @@ def host_weights(model):
     return [weight for weight in model.parameters() if isinstance(weight, HostWeight)]
 
 
-def layers_of(model):
+def streamed_layers(model):
     """List the layers that are copied, in the order of the model."""
     return list(dict.fromkeys(weight.layer for weight in host_weights(model)))
 
 
-def engine_of(model):
+def copies_of(model):
     return host_weights(model)[0].layer.stream.copies
 
 
 def save_shards(folder):
     """Save a model of six layers, each in a shard of its own."""
-    model = small(hidden_size=512, moe_intermediate_size=512, layers=6).bfloat16()
+    model = build_small(hidden_size=512, moe_intermediate_size=512, layers=6).bfloat16()
     model.save_pretrained(folder, max_shard_size="14MB")
     assert len(list(Path(folder).glob("*.safetensors"))) == 6
 

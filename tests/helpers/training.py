@@ -49,10 +49,10 @@ class Watch:
 
     def rounded_by_note(self) -> dict:
         """Map each note to whether its calls were rounded (all agree)."""
-        found = {}
+        is_rounded = {}
         for note, routing in self.calls:
-            assert found.setdefault(note, routing is not None) == (routing is not None), note
-        return found
+            assert is_rounded.setdefault(note, routing is not None) == (routing is not None), note
+        return is_rounded
 
 
 def rounded_rows(logits_TE, top_k, tile, valid_T):
@@ -105,8 +105,8 @@ def arguments(folder, kind=TrainingArguments, **options) -> TrainingArguments:
     return kind(str(folder), **{**defaults, **options})
 
 
-def checkpointed(model, kind):
-    """Make the model, its layers recomputed in backward by this kind of checkpointing, or as they are: None or "none"."""
+def checkpoint_layers(model, kind):
+    """Have the model's layers recomputed in backward by this kind of checkpointing; None or "none": leave it as it is."""
     if kind not in (None, "none"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
     return model
@@ -124,8 +124,8 @@ def trainer_for(model, folder, callbacks=(), padding=False, count=16, optimizers
     )
 
 
-def trained(model, folder, callbacks=(), attach=True, checkpoint=None, **options) -> Trainer:
-    """Train by that Trainer, from the beginning or from a checkpoint."""
+def run_trainer(model, folder, callbacks=(), attach=True, checkpoint=None, **options) -> Trainer:
+    """Train by the Trainer of `trainer_for`, from the beginning or from a checkpoint, and return it."""
     trainer = trainer_for(model, folder, callbacks, **options)
     if attach:
         sonicmoe_hf.attach(trainer)
@@ -180,8 +180,8 @@ def fail_in(module, error):
     return module.register_forward_hook(fail)
 
 
-def counting(model):
-    """Make an ExpertLoadCallback in the first step of a training loop."""
+def callback_in_first_step(model):
+    """Make an ExpertLoadCallback that is in the first step of a training loop."""
     arguments = SimpleNamespace(load_best_model_at_end=False, torch_compile=False)
     callback = sonicmoe_hf.ExpertLoadCallback()
     for event in (callback.on_train_begin, callback.on_step_begin):

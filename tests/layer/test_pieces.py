@@ -17,8 +17,8 @@ from helpers.one_layer import (
     run_adapted,
     with_factors,
 )
-from helpers.streamed import streamed
-from helpers.training import checkpointed
+from helpers.streamed import build_streamed
+from helpers.training import checkpoint_layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonicmoe_hf
@@ -77,12 +77,12 @@ def test_models_with_layers_in_pieces_train_as_with_whole_ones(
     family, format, memory, compute, kind, autocast, monkeypatch
 ):
     """Frozen experts with adapters, packed, in host memory, multiplied in FP8, where a sum may round to another code."""
-    model = streamed(memory, format, family, layers=2)
+    model = build_streamed(memory, format, family, layers=2)
     if compute is not None:
         sonicmoe_hf.patch_model(model, experts_compute=compute)
     model = with_lora(model, target_modules=["q_proj"])
     model.enable_input_require_grads()
-    checkpointed(model, kind)
+    checkpoint_layers(model, kind)
 
     def computed():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from helpers.adapters import fused_gradients, learning_besides, patched, small, with_lora
+from helpers.adapters import build_one_layer, gradients_without_merging, patch, train_router_and_embedding, with_lora
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, loss_and_gradients, relative_error
-from helpers.training import CHECKPOINTING, checkpointed
+from helpers.training import CHECKPOINTING, checkpoint_layers
 from peft.tuners.lora.layer import ParamWrapper
 
 from sonicmoe_hf.patching.support import find_layers
@@ -43,10 +43,10 @@ class Steering:
 @pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
 def test_hooks_of_experts_see_what_transformers_experts_get_and_what_they_change_counts(kind):
     results, steering = [], []
-    for prepare in (lambda model: model, patched):
-        model = learning_besides(with_lora(prepare(small("qwen3_moe"))))
+    for prepare in (lambda model: model, patch):
+        model = train_router_and_embedding(with_lora(prepare(build_one_layer("qwen3_moe"))))
         steering.append(Steering(model))
-        results.append(loss_and_gradients(checkpointed(model, kind), batch()))
+        results.append(loss_and_gradients(checkpoint_layers(model, kind), batch()))
     assert_all_close(results[1], results[0], 1e-5, ORDER_OF_SUMS)
     theirs, ours = (one.got for one in steering)
     assert min(len(ours), len(theirs)) >= (3 if kind is None else 5), "torch ends recomputation early"
@@ -57,15 +57,15 @@ def test_hooks_of_experts_see_what_transformers_experts_get_and_what_they_change
 @pytest.mark.slow
 def test_compiled_whole_it_gives_the_same_with_hooks_of_the_experts():
     torch._dynamo.reset()
-    model = with_lora(patched(small("qwen3_moe")))
+    model = with_lora(patch(build_one_layer("qwen3_moe")))
     Steering(model)
-    expected = fused_gradients(model)
+    expected = gradients_without_merging(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_all_close(fused_gradients(compiled), expected, 1e-5, ORDER_OF_SUMS)
+    assert_all_close(gradients_without_merging(compiled), expected, 1e-5, ORDER_OF_SUMS)
 
 
 def test_a_hook_that_takes_the_adapters_away_is_told_so():
-    model = with_lora(patched(small("qwen3_moe")))
+    model = with_lora(patch(build_one_layer("qwen3_moe")))
     experts = next(find_layers(model)).experts
     handle = experts.register_forward_pre_hook(lambda experts, args, kwargs: (args, {}), with_kwargs=True)
     with pytest.raises(RuntimeError, match="have it return the keyword arguments"):

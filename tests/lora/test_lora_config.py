@@ -8,10 +8,10 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.adapters import fused
+from helpers.adapters import forbid_merging
 from helpers.checkpoints import FAMILIES
 from helpers.marks import rest_pinned
-from helpers.models import batch, build, patched
+from helpers.models import batch, build, build_patched
 from helpers.native import native_twin
 from helpers.small_families import small_model
 from packaging.version import Version
@@ -80,7 +80,7 @@ def test_experts_and_attention_are_adapted_and_nothing_else(family, layout, tmp_
 
 
 def test_the_adapted_model_trains_and_its_experts_weights_do_not_change():
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=2))
     model(**batch()).loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -181,8 +181,8 @@ def test_dropout_stays_with_linear_layers_and_outlives_a_save_that_peft_loads_by
         }
 
     config = sonicmoe_hf.lora_config(build("qwen3_moe"), r=2, lora_dropout=0.0625)
-    model = get_peft_model(patched("qwen3_moe"), config)
-    get_peft_model(patched("qwen3_moe"), config)
+    model = get_peft_model(build_patched("qwen3_moe"), config)
+    get_peft_model(build_patched("qwen3_moe"), config)
     assert rates(model) == ({0.0625}, {nn.Identity}) and config.lora_dropout == 0.0625
     assert caplog.text.count("lora_dropout=0.0625 is of the linear layers alone: experts have none") == 1
     with pytest.raises(ValueError, match="does not work with lora_dropout"):
@@ -190,11 +190,11 @@ def test_dropout_stays_with_linear_layers_and_outlives_a_save_that_peft_loads_by
     model.save_pretrained(tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0
     PeftModel.from_pretrained(build("qwen3_moe"), tmp_path / "adapter")
-    served = PeftModel.from_pretrained(patched("qwen3_moe"), tmp_path / "adapter")
+    served = PeftModel.from_pretrained(build_patched("qwen3_moe"), tmp_path / "adapter")
     assert rates(served)[0] == {0}
     served.save_pretrained(tmp_path / "again")
     for folder in ("adapter", "again"):
-        again = PeftModel.from_pretrained(patched("qwen3_moe"), tmp_path / folder, is_trainable=True)
+        again = PeftModel.from_pretrained(build_patched("qwen3_moe"), tmp_path / folder, is_trainable=True)
         assert rates(again) == ({0.0625}, {nn.Identity})
 
 
@@ -237,7 +237,7 @@ def test_add_adapter_takes_the_config_where_peft_is_new_enough_and_else_says_wha
     config = sonicmoe_hf.lora_config(model, r=2)
     if Version(peft.__version__) >= Version(integration.MIN_PEFT_VERSION):
         model.add_adapter(config)
-        with fused():
+        with forbid_merging():
             model(**batch()).loss.backward()
         assert sum("experts" in name and p.grad is not None for name, p in model.named_parameters()) == 4
         monkeypatch.setattr(integration, "MIN_PEFT_VERSION", "99")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import make
+from helpers.engine_adapters import adapter_config
 from helpers.marks import rest_pinned, rest_slow
-from helpers.served import config_of
 from peft import PeftModel
 
 import sonicmoe_hf
@@ -40,11 +40,11 @@ def trained(tmp_path, format, **options):
 @pytest.mark.parametrize(("format", "task"), rest_pinned([("nf4", "CAUSAL_LM"), ("fp8", None), ("mxfp4", None)]))
 def test_an_adapter_warns_on_another_packing_and_not_on_its_own(format, task, tmp_path, caplog):
     trained(tmp_path, format, task_type=task)
-    assert config_of(tmp_path / "adapter")["auto_mapping"][ENTRY]["format"] == format
+    assert adapter_config(tmp_path / "adapter")["auto_mapping"][ENTRY]["format"] == format
     PeftModel.from_pretrained(load(tmp_path / "base", format), tmp_path / "adapter").save_pretrained(
         tmp_path / "again"
     )
-    assert not caplog.records and config_of(tmp_path / "again")["auto_mapping"][ENTRY]["format"] == format
+    assert not caplog.records and adapter_config(tmp_path / "again")["auto_mapping"][ENTRY]["format"] == format
     other = "mxfp4" if format == "nf4" else "nf4"
     for how, shown in ((None, "are not packed"), (other, f"are in {other} (checksums")):
         caplog.clear()
@@ -87,4 +87,4 @@ def test_an_adapter_that_is_trained_on_belongs_to_the_base_below_it(task, tmp_pa
         model = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter", is_trainable=True)
     assert len(caplog.records) == 1, "once"
     model.save_pretrained(tmp_path / "again")
-    assert ENTRY not in (config_of(tmp_path / "again")["auto_mapping"] or {})
+    assert ENTRY not in (adapter_config(tmp_path / "again")["auto_mapping"] or {})

@@ -11,12 +11,12 @@ from helpers.adapters import (
     EXPERTS,
     NATIVE_EXPERTS,
     ONE_LAYER,
-    fused,
-    fused_gradients,
-    learning_besides,
-    patched,
+    build_one_layer,
+    forbid_merging,
+    gradients_without_merging,
+    patch,
     random_factors,
-    small,
+    train_router_and_embedding,
     with_lora,
 )
 from helpers.models import (
@@ -32,7 +32,7 @@ from helpers.models import (
 )
 from helpers.native import native_twin
 from helpers.small_families import small_model
-from helpers.training import CHECKPOINTING, POLICY, Watch, checkpointed
+from helpers.training import CHECKPOINTING, POLICY, Watch, checkpoint_layers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import layer
 from peft.tuners.lora.layer import ParamWrapper
@@ -48,10 +48,10 @@ GATE_UP, DOWN = EXPERTS
 @pytest.mark.parametrize("order", ["patched, then PEFT", "PEFT, then patched"])
 @pytest.mark.parametrize("family", [*CONFIGS, "mixtral", "nemotron_h"])
 def test_gradients_of_factors_input_and_router_are_pefts_on_eager_experts(family, order):
-    expected = loss_and_gradients(learning_besides(with_lora(small(family))), batch())
-    first, then = (patched, with_lora) if order == "patched, then PEFT" else (with_lora, patched)
-    model = then(first(small(family)))
-    actual = fused_gradients(learning_besides(model))
+    expected = loss_and_gradients(train_router_and_embedding(with_lora(build_one_layer(family))), batch())
+    first, then = (patch, with_lora) if order == "patched, then PEFT" else (with_lora, patch)
+    model = then(first(build_one_layer(family)))
+    actual = gradients_without_merging(train_router_and_embedding(model))
     learned = [name for name in actual if "lora_" in name]
     assert len(learned) == 4 and all(actual[name].abs().max() > 0 for name in actual)
     assert not any("_proj" in name and "lora_" not in name for name in actual), "base weights get no gradient"
@@ -60,14 +60,14 @@ def test_gradients_of_factors_input_and_router_are_pefts_on_eager_experts(family
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_native_experts_compute_their_adapters_as_merged_weights(family, tmp_path):
-    model = patched(with_lora(native_twin(small(family), tmp_path), NATIVE_EXPERTS))
+    model = patch(with_lora(native_twin(build_one_layer(family), tmp_path), NATIVE_EXPERTS))
     merged = twin(model).merge_and_unload()
     inputs = batch()
-    with fused():
+    with forbid_merging():
         actual = model(**inputs).logits
     assert relative_error(actual, merged(**inputs).logits) < 1e-5, ORDER_OF_SUMS
     expected = loss_and_gradients(with_peft_alone(twin(model)), inputs)
-    assert_all_close(fused_gradients(model), expected, 1e-5, ORDER_OF_SUMS)
+    assert_all_close(gradients_without_merging(model), expected, 1e-5, ORDER_OF_SUMS)
 
 
 def with_peft_alone(model):
@@ -94,9 +94,11 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_that_peft_has_for_parameters_gives_pefts_gradients(options):
-    expected = loss_and_gradients(with_lora(small("qwen3_moe"), **options), batch())
-    model = with_lora(patched(small("qwen3_moe")), **options)
-    compute = loss_and_gradients if options is OPTIONS["router"] else fused_gradients  # PEFT computes the router's
+    expected = loss_and_gradients(with_lora(build_one_layer("qwen3_moe"), **options), batch())
+    model = with_lora(patch(build_one_layer("qwen3_moe")), **options)
+    compute = (
+        loss_and_gradients if options is OPTIONS["router"] else gradients_without_merging
+    )  # PEFT computes the router's
     actual = compute(model, batch())
     scales = {m.parameter_name: m.scaling["default"] for m in model.modules() if isinstance(m, ParamWrapper)}
     if "rank_pattern" in options:
@@ -108,11 +110,13 @@ def test_every_option_that_peft_has_for_parameters_gives_pefts_gradients(options
 @pytest.mark.parametrize("scheme", [True, "gaussian", False])
 def test_the_init_schemes_of_parameters_start_and_learn_as_with_peft(scheme):
     results = []
-    for prepare in (lambda model: model, patched):
+    for prepare in (lambda model: model, patch):
         torch.manual_seed(1)
         config = LoraConfig(r=2, target_parameters=EXPERTS, init_lora_weights=scheme)
-        results.append(get_peft_model(prepare(small("gpt_oss")), config))
-    assert_all_close(fused_gradients(results[1]), loss_and_gradients(results[0], batch()), 1e-5, ORDER_OF_SUMS)
+        results.append(get_peft_model(prepare(build_one_layer("gpt_oss")), config))
+    assert_all_close(
+        gradients_without_merging(results[1]), loss_and_gradients(results[0], batch()), 1e-5, ORDER_OF_SUMS
+    )
 
 
 def two_adapters(model):
@@ -121,7 +125,10 @@ def two_adapters(model):
 
 
 def test_adapters_are_switched_joined_disabled_merged_and_unmerged_as_with_peft():
-    theirs, ours = two_adapters(with_lora(small("qwen3_moe"))), two_adapters(with_lora(patched(small("qwen3_moe"))))
+    theirs, ours = (
+        two_adapters(with_lora(build_one_layer("qwen3_moe"))),
+        two_adapters(with_lora(patch(build_one_layer("qwen3_moe")))),
+    )
     logits = []
     for step in (
         lambda model: model.set_adapter("other"),
@@ -130,42 +137,42 @@ def test_adapters_are_switched_joined_disabled_merged_and_unmerged_as_with_peft(
         lambda model: [m.set_scale("default", 3.0) for m in model.modules() if isinstance(m, ParamWrapper)],
     ):
         step(theirs), step(ours)
-        actual = fused_gradients(ours)
+        actual = gradients_without_merging(ours)
         assert_all_close(actual, loss_and_gradients(theirs, batch()), 1e-5, ORDER_OF_SUMS)
         logits.append(actual["logits"])
     assert min(relative_error(one, other) for one in logits for other in logits if one is not other) > 1e-3
 
     inputs = batch()
-    with fused(), torch.no_grad():
+    with forbid_merging(), torch.no_grad():
         active = ours(**inputs).logits
         with ours.disable_adapter():
             alone = ours(**inputs).logits
-    assert relative_error(alone, small("qwen3_moe")(**inputs).logits) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(alone, build_one_layer("qwen3_moe")(**inputs).logits) < 1e-5, ORDER_OF_SUMS
     ours.merge_adapter()
-    with fused():
+    with forbid_merging():
         assert relative_error(ours(**inputs).logits, active) < 1e-5, ORDER_OF_SUMS
     ours.unmerge_adapter()
-    with fused():
+    with forbid_merging():
         assert relative_error(ours(**inputs).logits, active) < 1e-5, ORDER_OF_SUMS
         assert relative_error(ours.merge_and_unload()(**inputs).logits, active) < 1e-5, ORDER_OF_SUMS
 
 
 def test_an_adapter_is_saved_and_loaded_in_pefts_files(tmp_path):
-    model, inputs = with_lora(patched(small("qwen3_moe"))), batch()
+    model, inputs = with_lora(patch(build_one_layer("qwen3_moe"))), batch()
     expected = model(**inputs).logits
     model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(patched(small("qwen3_moe")), tmp_path)
-    by_transformers = patched(small("qwen3_moe"))
+    loaded = PeftModel.from_pretrained(patch(build_one_layer("qwen3_moe")), tmp_path)
+    by_transformers = patch(build_one_layer("qwen3_moe"))
     by_transformers.load_adapter(str(tmp_path))
-    for again in (loaded, by_transformers, patched(PeftModel.from_pretrained(small("qwen3_moe"), tmp_path))):
-        with fused():
+    for again in (loaded, by_transformers, patch(PeftModel.from_pretrained(build_one_layer("qwen3_moe"), tmp_path))):
+        with forbid_merging():
             assert torch.equal(again.train()(**inputs).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_factors_enter_the_function_as_they_are_stored(family):
     """Views of them would be six more nodes of autograd in every layer, and ZeRO-3 could not gather them for backward."""
-    model = with_lora(patched(small(family)))
+    model = with_lora(patch(build_one_layer(family)))
     nodes, waiting = set(), [model(**batch()).logits.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -183,15 +190,15 @@ def test_factors_enter_the_function_as_they_are_stored(family):
 
 
 def test_what_is_remembered_of_a_wrapper_is_looked_at_again_when_its_experts_change():
-    model = with_lora(patched(small("qwen3_moe")))
-    expected = fused_gradients(model)
+    model = with_lora(patch(build_one_layer("qwen3_moe")))
+    expected = gradients_without_merging(model)
     experts = next(find_layers(model)).experts
     experts._is_expert_parallel = True
     words = "adapters of experts do not work under Transformers' own"
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
-        fused_gradients(model)
+        gradients_without_merging(model)
     del experts._is_expert_parallel
-    assert_all_close(fused_gradients(model), expected, 0.0, "the same model")
+    assert_all_close(gradients_without_merging(model), expected, 0.0, "the same model")
     wrapper = next(m for m in model.modules() if getattr(m, "parameter_name", None) == "gate_up_proj")
     assert len(peft_adapters._adapters(wrapper, experts)) == 1
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
@@ -204,20 +211,20 @@ def test_what_is_remembered_of_a_wrapper_is_looked_at_again_when_its_experts_cha
 @pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
 @pytest.mark.parametrize("family, save", [("gpt_oss", "preactivation"), ("gpt_oss", "input"), ("qwen3_moe", "input")])
 def test_tokens_are_rounded_and_layers_recomputed_as_with_weights_that_peft_forms(family, save, kind):
-    model = with_lora(patched(small(family), routing=POLICY, save=save), target_modules=["q_proj"])
+    model = with_lora(patch(build_one_layer(family), routing=POLICY, save=save), target_modules=["q_proj"])
     inputs = batch(padding=True)
     expected = loss_and_gradients(with_peft_alone(twin(model)), inputs)
     model.enable_input_require_grads()
-    watch = Watch(checkpointed(model, kind))
-    assert_all_close(fused_gradients(model, inputs), expected, 1e-5, ORDER_OF_SUMS)
+    watch = Watch(checkpoint_layers(model, kind))
+    assert_all_close(gradients_without_merging(model, inputs), expected, 1e-5, ORDER_OF_SUMS)
     assert watch.rounded() == [True] * (1 if kind is None else 2)
 
 
 def test_fp32_adapters_of_bf16_experts_get_fp32_gradients_that_err_no_more_than_pefts():
-    exact = loss_and_gradients(with_lora(small("qwen3_moe")), batch())
+    exact = loss_and_gradients(with_lora(build_one_layer("qwen3_moe")), batch())
     results = []
-    for prepare in (lambda model: model, patched):
-        model = with_lora(prepare(small("qwen3_moe").bfloat16()))
+    for prepare in (lambda model: model, patch):
+        model = with_lora(prepare(build_one_layer("qwen3_moe").bfloat16()))
         assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
         with torch.autocast("cpu", torch.bfloat16):
             results.append(loss_and_gradients(model, batch()))
@@ -228,7 +235,7 @@ def test_fp32_adapters_of_bf16_experts_get_fp32_gradients_that_err_no_more_than_
 
 
 def test_under_autocast_inputs_of_adapters_are_not_cast_there_and_back(monkeypatch):
-    model = with_lora(patched(small("qwen3_moe").bfloat16()), target_modules=["q_proj", "o_proj"])
+    model = with_lora(patch(build_one_layer("qwen3_moe").bfloat16()), target_modules=["q_proj", "o_proj"])
     ours, casts = layer.Linear._cast_input_dtype, []
     results = []
     for cast in (ours, peft_adapters._PEFTS_CAST):
@@ -243,14 +250,14 @@ def test_under_autocast_inputs_of_adapters_are_not_cast_there_and_back(monkeypat
 
 
 def test_copies_and_pickles_of_an_adapted_model_compute_the_same():
-    model = with_lora(patched(small("qwen3_moe")))
-    expected = fused_gradients(model)
+    model = with_lora(patch(build_one_layer("qwen3_moe")))
+    expected = gradients_without_merging(model)
     for again in (twin(model), through_a_file(model)):
-        assert_all_close(fused_gradients(again), expected, 0.0, "the same model")
+        assert_all_close(gradients_without_merging(again), expected, 0.0, "the same model")
 
 
 def test_threads_that_share_a_model_each_have_their_adapters():
-    model = with_lora(patched(small("qwen3_moe"))).eval()
+    model = with_lora(patch(build_one_layer("qwen3_moe"))).eval()
     inputs = [batch(seed=seed) for seed in range(4)]
     expected = [model(**one).logits for one in inputs]
     ready = threading.Barrier(len(inputs))
@@ -260,7 +267,7 @@ def test_threads_that_share_a_model_each_have_their_adapters():
         with torch.no_grad():
             return [model(**one).logits for _ in range(5)]
 
-    with fused(), ThreadPoolExecutor(len(inputs)) as pool:
+    with forbid_merging(), ThreadPoolExecutor(len(inputs)) as pool:
         found = list(pool.map(work, inputs))
     assert all(torch.equal(logits, wanted) for each, wanted in zip(found, expected) for logits in each)
 
@@ -271,8 +278,8 @@ def test_after_a_gated_delta_rule_a_step_errs_as_far_from_fp64_as_pefts(family):
     """The layers' gated RMSNorm divides outputs of the delta rule whose root mean square is down to 1e-4 in single rows, so that
     another order of the experts' sums, 1e-6, comes back from it up to a hundred times as large: PEFT on eager experts is
     itself 2e-5 to 1e-4 from fp64, where other families are 1e-6."""
-    exact, theirs = (learning_besides(with_lora(small_model(family))) for _ in range(2))
-    ours, inputs = patched(twin(theirs)), batch()
+    exact, theirs = (train_router_and_embedding(with_lora(small_model(family))) for _ in range(2))
+    ours, inputs = patch(twin(theirs)), batch()
     exact = loss_and_gradients(exact.double(), inputs)
     errors = []
     for model in (theirs, ours):
@@ -287,8 +294,8 @@ def test_after_a_gated_delta_rule_a_step_errs_as_far_from_fp64_as_pefts(family):
 def test_an_adapter_of_another_parameter_is_left_to_peft_which_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(peft_adapters, "_said", set())
     targets = [*EXPERTS, "mlp.experts.down_proj_bias"]
-    expected = loss_and_gradients(with_lora(small("gpt_oss"), targets), batch())
-    model = with_lora(patched(small("gpt_oss")), targets)
+    expected = loss_and_gradients(with_lora(build_one_layer("gpt_oss"), targets), batch())
+    model = with_lora(patch(build_one_layer("gpt_oss")), targets)
     with caplog.at_level(logging.WARNING, "sonicmoe_hf"):
         actual = loss_and_gradients(model, batch())
         model(**batch())
@@ -299,7 +306,7 @@ def test_an_adapter_of_another_parameter_is_left_to_peft_which_is_said_once(capl
 
 def test_an_adapter_of_experts_with_another_forward_is_left_to_peft_which_is_said(caplog, monkeypatch):
     monkeypatch.setattr(peft_adapters, "_said", set())
-    expected = loss_and_gradients(with_lora(small("qwen3_moe")), batch())
+    expected = loss_and_gradients(with_lora(build_one_layer("qwen3_moe")), batch())
     model = with_lora(build("qwen3_moe", "sonicmoe_hf", **ONE_LAYER))
     experts = next(find_layers(model)).experts
     experts.forward = lambda *arguments: type(experts).forward(experts, *arguments)
@@ -314,19 +321,19 @@ def test_an_adapter_of_experts_with_another_forward_is_left_to_peft_which_is_sai
 def test_experts_that_are_not_ours_are_pefts(implementation):
     model = with_lora(build("qwen3_moe", implementation, **ONE_LAYER))
     with pytest.raises(AssertionError, match="W \\+ BA"):
-        fused_gradients(model)
+        gradients_without_merging(model)
     sonicmoe_hf.patch_model(model)
-    fused_gradients(model)
+    gradients_without_merging(model)
     sonicmoe_hf.unpatch_model(model)
     with pytest.raises(AssertionError, match="W \\+ BA"):
-        fused_gradients(model)
+        gradients_without_merging(model)
 
 
 def test_a_forward_put_in_the_place_of_the_experts_gets_pefts_weights():
-    model = with_lora(small("qwen3_moe"))
+    model = with_lora(build_one_layer("qwen3_moe"))
     experts = next(find_layers(model)).experts
     experts.config._experts_implementation = "sonicmoe_hf"
-    expected = fused_gradients(model)
+    expected = gradients_without_merging(model)
     saw, eager = set(), type(experts).forward.__wrapped__  # Transformers' own loop over the experts
     experts.forward = lambda *args: saw.add(type(experts).__name__) or eager(experts, *args)
     assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
@@ -335,7 +342,7 @@ def test_a_forward_put_in_the_place_of_the_experts_gets_pefts_weights():
 
 def test_a_declared_forward_around_the_experts_that_takes_no_keywords_gets_pefts_weights(caplog, monkeypatch):
     monkeypatch.setattr(peft_adapters, "_said", set())
-    model = with_lora(patched(small("qwen3_moe")))
+    model = with_lora(patch(build_one_layer("qwen3_moe")))
     expected = loss_and_gradients(model, batch())
     experts = next(find_layers(model)).experts
     forward = experts.forward

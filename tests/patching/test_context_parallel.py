@@ -14,8 +14,8 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset
 from helpers.adapters import with_lora
 from helpers.context_parallel import on_cpus, positions_of_rank
-from helpers.models import CONFIGS, OF_64, OTHERS, assert_all_close, batch, build, patched
-from helpers.parallel import SUMMATION, gathered, load_parallel, pretend_to_have_gpus
+from helpers.models import CONFIGS, OF_64, OTHERS, assert_all_close, batch, build, build_patched
+from helpers.parallel import SUMMATION, gather, load_parallel, pretend_to_have_gpus
 from helpers.ranks import WORLD
 from helpers.training import TILE, Examples, arguments, logs_of
 from helpers.trl_trainers import word_tokenizer
@@ -43,7 +43,7 @@ def shared_sequences():
 def model_of(kind):
     """Make a patched model: with adapters, of packed experts or not; or one of a family that trains whole."""
     if kind in CONFIGS | OTHERS:
-        return patched(kind, attn_implementation="sdpa")
+        return build_patched(kind, attn_implementation="sdpa")
     model = build("qwen3_moe", **OF_64["qwen3_moe"], attn_implementation="sdpa")
     if kind == "fused loss":
         model.forward = MethodType(fused_loss, model)
@@ -103,7 +103,7 @@ def trained(kind, folder, callbacks=(), rate=0.05, **options):
     )
     sonicmoe_hf.attach(trainer)
     trainer.train()
-    learned = {n: gathered(p.detach()) for n, p in trainer.model.named_parameters() if p.requires_grad}
+    learned = {n: gather(p.detach()) for n, p in trainer.model.named_parameters() if p.requires_grad}
     learned |= {n: b for n, b in trainer.model.named_buffers() if n.endswith("e_score_correction_bias")}
     losses = [log["loss"] for log in logs_of(trainer)]
     if is_padded:
@@ -202,7 +202,7 @@ def test_each_rank_rounds_the_tokens_of_its_part(ranks, train, tmp_path):
 
 def replayed_in_parts(rank):
     """Record and replay the part of this rank, and what the whole sequence's experts are for it."""
-    model, inputs = patched("qwen3_moe", attn_implementation="sdpa"), batch()
+    model, inputs = build_patched("qwen3_moe", attn_implementation="sdpa"), batch()
     positions = positions_of_rank(rank, WORLD, inputs["input_ids"].shape[1])
     with sonicmoe_hf.record_routing(model) as whole, torch.no_grad():
         model(**inputs)
@@ -282,7 +282,7 @@ def test_documents_are_told_from_a_sequence_that_is_one(option, rank, length):
 
 
 def test_torch_sinks_is_an_error_by_name_under_both(tmp_path):
-    model = patched("gpt_oss", attn_implementation="torch_sinks")
+    model = build_patched("gpt_oss", attn_implementation="torch_sinks")
     trainer = Trainer(model, arguments(str(tmp_path)), train_dataset=Examples(4))
     trainer.accelerator.state.parallelism_config = mock.Mock(cp_enabled=True, cp_backend="torch")
     with pytest.raises(ValueError, match="only with SDPA attention, you are using torch_sinks"):

@@ -12,8 +12,8 @@ from helpers.models import (
     assert_all_close,
     batch,
     build,
+    build_patched,
     loss_and_gradients,
-    patched,
     patching,
     through_a_file,
 )
@@ -21,10 +21,10 @@ from helpers.training import (
     POLICY,
     TILE,
     Watch,
-    checkpointed,
+    checkpoint_layers,
     logs_of,
+    run_trainer,
     start_counting,
-    trained,
 )
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -46,7 +46,7 @@ def saving(model, *modules):
 
 def patched_and_saving(order, modules, family="qwen3_moe"):
     if order == "patched, then PEFT":
-        return saving(patched(family, POLICY), *modules)
+        return saving(build_patched(family, POLICY), *modules)
     model = saving(build(family), *modules)
     sonicmoe_hf.patch_model(model, POLICY)
     return model
@@ -66,14 +66,14 @@ def computed(monkeypatch):
     crossed([["gate"], ["mlp"], ["experts"], ["gate", "experts"]], ORDERS, ["reentrant", None, "non_reentrant"]),
 )
 def test_what_peft_copies_rounds_counts_and_learns_as_the_original_and_is_unpatched_with_it(modules, order, kind):
-    plain = patched("qwen3_moe", POLICY)
+    plain = build_patched("qwen3_moe", POLICY)
     start_counting(plain)
     expected = loss_and_gradients(plain, batch(padding=True))
     counts = [hook.load.take() for hook in router_hooks(plain)]
     model = patched_and_saving(order, modules)
     if kind is not None:
         model.enable_input_require_grads()
-    start_counting(checkpointed(model, kind))
+    start_counting(checkpoint_layers(model, kind))
     watch = Watch(model)
     actual = {  # under the names that they have without PEFT, without those of its adapters
         name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): tensor
@@ -125,7 +125,7 @@ def test_a_trainer_counts_on_the_copies_of_a_model_from_pretrained(tmp_path):
         model = sonicmoe_hf.from_pretrained(tmp_path, dtype=torch.float32)
         model = saving(model, "gate") if peft else model
         watch = Watch(model)
-        (log,) = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1))
+        (log,) = logs_of(run_trainer(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1))
         assert watch.rounded() == [True, True]
         logs.append({name: value for name, value in log.items() if name.startswith("moe/")})
     assert logs[0] == logs[1] and logs[0]["moe/padded_rows_avoided"] > 0
@@ -133,7 +133,7 @@ def test_a_trainer_counts_on_the_copies_of_a_model_from_pretrained(tmp_path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_deep_copied_layer_put_back_rounds_and_follows_its_models_policy(family):
-    model = patched(family, POLICY)
+    model = build_patched(family, POLICY)
     expected = loss_and_gradients(model, batch(padding=True))
     model.model.layers[1] = copy.deepcopy(model.model.layers[1])
     watch = Watch(model)
@@ -145,17 +145,17 @@ def test_a_deep_copied_layer_put_back_rounds_and_follows_its_models_policy(famil
 
 
 def test_a_layer_copied_to_a_new_place_is_counted_under_its_own_name(tmp_path):
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     model.model.layers.append(copy.deepcopy(model.model.layers[1]))
     model.model.config.num_hidden_layers = 3
     callback = sonicmoe_hf.ExpertLoadCallback()
-    trained(model, tmp_path, [TokenRoundingCallback(tile=TILE), callback], max_steps=1)
+    run_trainer(model, tmp_path, [TokenRoundingCallback(tile=TILE), callback], max_steps=1)
     assert list(callback.history[0]["rows_per_expert"]) == [f"model.layers.{i}.mlp" for i in range(3)]
     assert all(sum(rows) > 0 for rows in callback.history[0]["rows_per_expert"].values())
 
 
 def test_a_deep_copied_inner_model_is_a_patched_model_of_its_own():
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
     inner = copy.deepcopy(model.model)
     sonicmoe_hf.set_routing(model, None)
     assert sonicmoe_hf.is_patched(inner) and routing_state(inner).policy == POLICY
@@ -167,7 +167,7 @@ def test_a_deep_copied_inner_model_is_a_patched_model_of_its_own():
 
 
 def test_a_router_put_in_after_patching_rounds_and_is_counted(tmp_path):
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
 
     def put_in():
         for layer in model.model.layers:
@@ -185,7 +185,7 @@ def test_a_router_put_in_after_patching_rounds_and_is_counted(tmp_path):
         model(**batch())
         assert watch.rounded() == [True, True] and all(hook.load.counted.any() for hook in router_hooks(model))
     watch, callback = put_in(), sonicmoe_hf.ExpertLoadCallback()
-    trained(model, tmp_path, [TokenRoundingCallback(tile=2), callback], max_steps=1)
+    run_trainer(model, tmp_path, [TokenRoundingCallback(tile=2), callback], max_steps=1)
     assert watch.rounded() == [True, True] and len(callback.history[0]["rows_per_expert"]) == 2
 
 
@@ -251,7 +251,7 @@ def test_a_copy_trains_as_the_original_and_on_its_own_and_unpatching_it_leaves_t
         copied(build(family))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         pytest.skip(f"Transformers' own model does not: {error}")
-    model = patched(family, POLICY)
+    model = build_patched(family, POLICY)
     start_counting(model)
     expected = loss_and_gradients(model, batch(padding=True))
     model.zero_grad()

@@ -5,20 +5,20 @@ import contextlib
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.adapters import EXPERTS, fused, with_lora
+from helpers.adapters import EXPERTS, forbid_merging, with_lora
 from helpers.marks import rest_pinned, rest_slow
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, patching
+from helpers.models import assert_all_close, batch, build, build_patched, loss_and_gradients, patching
 from helpers.parallel import (
     HAS_EP_SIZE,
     OWN_BATCH,
     PARTIAL_SUMS,
     assert_mean_of_ranks,
-    gradients,
     load_parallel,
-    trained_and_evaluated,
+    train_and_evaluate,
+    whole_gradients,
 )
 from helpers.ranks import WORLD
-from helpers.training import CHECKPOINTING, POLICY, Watch, checkpointed
+from helpers.training import CHECKPOINTING, POLICY, Watch, checkpoint_layers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sonicmoe_hf
@@ -34,7 +34,7 @@ ODD = {  # experts, their size and adapters' rank: none of them divides over two
 
 
 def made(family, routing=POLICY, is_odd=False, is_adapted=False):
-    model = patched(family, routing, **(ODD[family] if is_odd else {}))
+    model = build_patched(family, routing, **(ODD[family] if is_odd else {}))
     return with_lora(model, target_modules=["q_proj"], r=3) if is_adapted else model
 
 
@@ -43,7 +43,7 @@ def step(
 ):
     """Run one step on each rank's batch. own: the experts are a unit of their own."""
     model = build(family) if patch_last else made(family, routing, **changes)
-    checkpointed(model, checkpointing)
+    checkpoint_layers(model, checkpointing)
     if kind == "DDP":
         model = Accelerator(cpu=True).prepare(model)
     else:
@@ -57,13 +57,13 @@ def step(
     if patch_last:
         sonicmoe_hf.patch_model(model, routing)
     watch = Watch(model)
-    with fused() if changes.get("is_adapted") else contextlib.nullcontext():
+    with forbid_merging() if changes.get("is_adapted") else contextlib.nullcontext():
         loss = model(**batch(**OWN_BATCH[rank])).loss
         loss.backward()
     assert type(model).__name__.startswith({"DDP": "DistributedDataParallel", "FSDP2": "FSDP"}[kind])
     assert {type(layer.experts).__name__.startswith("FSDP") for layer in find_layers(model)} == {own}
     assert set(watch.rounded()) == {routing is not None}
-    return loss.detach(), gradients(model)
+    return loss.detach(), whole_gradients(model)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def step(
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_every_rank_routes_its_own_tokens_and_gradients_are_averaged(ranks, options):
-    expected = patched(options["family"], options.get("routing", POLICY))
+    expected = build_patched(options["family"], options.get("routing", POLICY))
     assert_mean_of_ranks(expected, ranks.run(step, **options))
 
 
 def compiled_step(rank, kind):
     """Run one step of compiled layers with adapters on each rank's batch, as two micro-batches alike."""
     torch._dynamo.reset()
-    model = checkpointed(made("qwen3_moe", is_adapted=True), kind)
+    model = checkpoint_layers(made("qwen3_moe", is_adapted=True), kind)
     model.enable_input_require_grads()
     sonicmoe_hf.compile_layers(model, backend="aot_eager")
     model = Accelerator(cpu=True).prepare(model)
@@ -94,7 +94,7 @@ def compiled_step(rank, kind):
             (loss / 2).backward()
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
-    return loss.detach(), gradients(model)
+    return loss.detach(), whole_gradients(model)
 
 
 @pytest.mark.parametrize("kind", rest_pinned(["non_reentrant", "reentrant"]))
@@ -116,13 +116,13 @@ def test_odd_sizes_and_adapted_experts_get_the_unsharded_models_gradients(ranks,
 
 
 def compiled_under_fsdp2(rank):
-    model = checkpointed(made("qwen3_moe", None, is_adapted=True), "non_reentrant")
+    model = checkpoint_layers(made("qwen3_moe", None, is_adapted=True), "non_reentrant")
     sonicmoe_hf.compile_layers(model, backend="aot_eager")
     for module in (*model.get_base_model().model.layers, model):
         fully_shard(module)
     loss = model(**batch(**OWN_BATCH[rank])).loss
     loss.backward()
-    return loss.detach(), gradients(model)
+    return loss.detach(), whole_gradients(model)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def in_precision(model, precision):
 def test_under_fsdp2_token_rounding_gives_the_unsharded_models_loss_and_gradients(
     ranks, family, checkpointing, patch_last, own, precision
 ):
-    model = in_precision(patched(family, POLICY), precision)
+    model = in_precision(build_patched(family, POLICY), precision)
     results = ranks.run(step, "FSDP2", family, POLICY, checkpointing, patch_last, own, precision)
     # in bf16, too: every rank computes the same bf16 numbers, and their sum over ranks is in fp32
     assert_mean_of_ranks(model, results)
@@ -168,7 +168,7 @@ def test_under_fsdp2_token_rounding_gives_the_unsharded_models_loss_and_gradient
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_gradients(ranks, family, tmp_path):
-    model = patched(family, POLICY)
+    model = build_patched(family, POLICY)
     model.save_pretrained(tmp_path)
     assert_mean_of_ranks(model, ranks.run(own_batch_step, str(tmp_path), "data", POLICY))
 
@@ -185,7 +185,7 @@ def parallel_step(rank, folder, kind, routing=None):
     if kind == "tensor" and type(model).__name__ == "GptOssForCausalLM":
         holder = Holder.ONE_DEVICE  # Transformers' plan splits its attention alone
     assert holding_of(experts).by is holder
-    return trained_and_evaluated(model, batch(padding=True))
+    return train_and_evaluate(model, batch(padding=True))
 
 
 @pytest.mark.parametrize("kind", ["expert", "tensor"])
@@ -193,13 +193,13 @@ def parallel_step(rank, folder, kind, routing=None):
 def test_under_parallelism_of_the_experts_top_k_equals_the_unsharded_model(ranks, family, kind, tmp_path):
     model = build(family)
     model.save_pretrained(tmp_path)
-    expected = trained_and_evaluated(model, batch(padding=True))
+    expected = train_and_evaluate(model, batch(padding=True))
     for actual in ranks.run(parallel_step, str(tmp_path), kind):
         assert_all_close(actual, expected, 1e-5, PARTIAL_SUMS)
 
 
 def test_where_tensor_parallelism_leaves_the_experts_whole_tokens_are_rounded(ranks, tmp_path):
-    model = patched("gpt_oss", POLICY)
+    model = build_patched("gpt_oss", POLICY)
     model.save_pretrained(tmp_path)
     expected = loss_and_gradients(model, batch(padding=True))
     for actual in ranks.run(parallel_step, str(tmp_path), "tensor", POLICY):
@@ -216,7 +216,7 @@ def own_batch_step(rank, folder, kind, routing=None):
     assert type(model).__name__.startswith("FSDP") and set(watch.rounded()) == {routing is not None}
     holder = {"data": Holder.FSDP2, "both": Holder.THEIR_EXPERT_PARALLEL}[kind]
     assert holding_of(next(find_layers(model)).experts).by is holder
-    return loss.detach(), gradients(model)
+    return loss.detach(), whole_gradients(model)
 
 
 @pytest.mark.skipif(

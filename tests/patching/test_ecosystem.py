@@ -3,7 +3,7 @@
 import accelerate
 import pytest
 import torch
-from helpers.adapters import EXPERTS, fused
+from helpers.adapters import EXPERTS, forbid_merging
 from helpers.marks import crossed
 from helpers.models import (
     ON_DISK,
@@ -11,8 +11,8 @@ from helpers.models import (
     assert_all_close,
     batch,
     build,
+    build_patched,
     loss_and_gradients,
-    patched,
     patching,
     relative_error,
     twin,
@@ -74,7 +74,7 @@ def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tm
 
 def test_trl_with_lora_on_the_experts_rounds_tokens_and_learns(tmp_path):
     lora = LoraConfig(r=2, lora_alpha=8, target_parameters=EXPERTS)
-    with fused():
+    with forbid_merging():
         rounded, logs = train_by_trl(build("qwen3_moe"), tmp_path, {"learning_rate": 3e-2}, peft_config=lora)
     assert rounded == {True: True}
     assert logs[-1]["loss"] < logs[0]["loss"] and logs[-1]["moe/padded_rows_avoided"] > 0
@@ -86,7 +86,7 @@ def test_trl_with_lora_on_the_experts_rounds_tokens_and_learns(tmp_path):
 @pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_autocast_errs_no_more_than_eagers(family, routing):
-    model, ours = build(family), patched(family, routing)
+    model, ours = build(family), build_patched(family, routing)
     exact = loss_and_gradients(model, batch())
     with torch.autocast("cpu", torch.bfloat16):
         by_eager, by_ours = loss_and_gradients(model, batch()), loss_and_gradients(ours, batch())
@@ -126,7 +126,7 @@ def test_offloaded_layers_compute_the_same(offload, order, tmp_path):
 
 
 def test_training_with_a_device_map_rounds_tokens(tmp_path):
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
     model.save_pretrained(tmp_path)
     mapped = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}).train()
     sonicmoe_hf.patch_model(mapped, POLICY)

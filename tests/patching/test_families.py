@@ -4,7 +4,16 @@ import pytest
 import torch
 import transformers
 from helpers.marks import rest_pinned
-from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, patched, relative_error, twin
+from helpers.models import (
+    CONFIGS,
+    assert_all_close,
+    batch,
+    build,
+    build_patched,
+    loss_and_gradients,
+    relative_error,
+    twin,
+)
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -37,7 +46,9 @@ def test_logits_loss_and_gradients_equal_eagers(family, changes, how, padding):
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_save_input_gives_the_same(family):
-    kept, again = (loss_and_gradients(patched(family, save=save), batch()) for save in ("preactivation", "input"))
+    kept, again = (
+        loss_and_gradients(build_patched(family, save=save), batch()) for save in ("preactivation", "input")
+    )
     assert_all_close(again, kept, 0.0, "h computed again from the same x: the same bits")
 
 
@@ -45,7 +56,7 @@ def test_save_input_gives_the_same(family):
 def test_the_auxiliary_loss_and_router_logits_are_still_there(family):
     if family == "deepseek_v3" and not hasattr(transformers.models.deepseek_v3.modeling_deepseek_v3, "OutputRecorder"):
         pytest.skip("this Transformers version records no router logits for DeepSeek-V3")
-    model, ours, inputs = build(family), patched(family, TokenRounding(tile=4)), batch()
+    model, ours, inputs = build(family), build_patched(family, TokenRounding(tile=4)), batch()
     wanted, got = (m(**inputs, output_router_logits=True) for m in (model, ours))
     assert len(got.router_logits) == len(wanted.router_logits) > 0
     first = relative_error(got.router_logits[0], wanted.router_logits[0])
@@ -59,7 +70,7 @@ def test_the_auxiliary_loss_and_router_logits_are_still_there(family):
     "rounding", rest_pinned(["nearest", "stochastic", "balanced", "nearest_score", "up", "down"], 2)
 )
 def test_token_rounding_changes_training_and_nothing_else(family, rounding):
-    model, ours, inputs = build(family), patched(family, TokenRounding(rounding=rounding, tile=4)), batch()
+    model, ours, inputs = build(family), build_patched(family, TokenRounding(rounding=rounding, tile=4)), batch()
     plain, rounded = loss_and_gradients(model, inputs), loss_and_gradients(ours, inputs)
     assert set(plain) == set(rounded) and all(t.isfinite().all() for t in rounded.values())
     assert relative_error(rounded["logits"], plain["logits"]) > 1e-3, "rounding had no effect: not a test"
@@ -75,7 +86,7 @@ def test_token_rounding_changes_training_and_nothing_else(family, rounding):
 def test_the_other_value_of_norm_topk_prob(family):
     flag = {"qwen3_moe": False, "olmoe": True, "deepseek_v3": False}[family]
     exact = TokenRounding(tile=1, min_tiles_per_expert=0)
-    model, ours = build(family, norm_topk_prob=flag), patched(family, exact, norm_topk_prob=flag)
+    model, ours = build(family, norm_topk_prob=flag), build_patched(family, exact, norm_topk_prob=flag)
     assert_all_close(loss_and_gradients(ours, batch()), loss_and_gradients(model, batch()), 1e-5, FP32)
 
 
@@ -96,7 +107,7 @@ def test_a_layer_in_bf16_is_as_near_to_fp32_as_bf16_allows(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_follow_a_dtype_that_changes_between_calls(family):
-    plain, model = build(family), patched(family)
+    plain, model = build(family), build_patched(family)
     for dtype in (torch.float32, torch.float64, torch.float32):
         found, expected = (loss_and_gradients(each.to(dtype), batch()) for each in (model, plain))
         assert found["logits"].dtype == dtype

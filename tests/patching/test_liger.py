@@ -25,15 +25,15 @@ from helpers.models import (
     assert_all_close,
     batch,
     build,
+    build_patched,
     loss_and_gradients,
-    patched,
     patching,
     relative_error,
     twin,
     with_realistic_weights,
 )
 from helpers.programs import run_python
-from helpers.training import TILE, Watch, logs_of, trained
+from helpers.training import TILE, Watch, logs_of, run_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
 
 import sonicmoe_hf
@@ -133,7 +133,7 @@ def test_liger_keeps_its_norms_and_loss_and_we_our_experts(family, order):
 
 
 def test_experts_that_liger_replaces_again_and_again_are_ours_at_the_next_call():
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     expected = loss_and_gradients(model, batch())
     for _ in range(2):  # Liger's own forward needs a GPU: any call of it would fail
         apply_liger(model, **EXPERTS_ALONE)
@@ -169,13 +169,13 @@ def test_a_trainer_with_liger_trains_our_experts_in_every_family_whose_experts_i
     if family in OF_IMAGES:  # Transformers 5.23 has none, and Liger would raise an error
         monkeypatch.setattr(output_classes, OF_IMAGES[family], object, raising=False)
     model = small(family)
-    expected = dict(trained(twin(model), tmp_path, attach=False, max_steps=2).model.named_parameters())
+    expected = dict(run_trainer(twin(model), tmp_path, attach=False, max_steps=2).model.named_parameters())
     liger_alone = {"use_liger_kernel": True, "liger_kernel_config": EXPERTS_ALONE, "max_steps": 2}
     for order in ORDERS:
         version = twin(model)
         if order == "patched, then Liger":
             sonicmoe_hf.patch_model(version)
-        trained(version, tmp_path, [Begin()], attach=False, **liger_alone)
+        run_trainer(version, tmp_path, [Begin()], attach=False, **liger_alone)
         assert all(is_ours(layer.experts) for layer in find_layers(version))
         assert_all_close(dict(version.named_parameters()), expected, 1e-5, ORDER_OF_SUMS)
 
@@ -261,9 +261,9 @@ def test_a_native_model_built_after_liger_replaced_the_experts_class_is_refused_
 def test_the_trainers_liger_trains_with_our_experts_and_rounds(tmp_path):
     losses = []
     for options in ({}, {"use_liger_kernel": True, "liger_kernel_config": EXPERTS_ALONE}):
-        model = patched("qwen3_moe")
+        model = build_patched("qwen3_moe")
         watch = Watch(model)
-        logs = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=TILE)], **options))
+        logs = logs_of(run_trainer(model, tmp_path, [TokenRoundingCallback(tile=TILE)], **options))
         assert all(watch.rounded()) and all(is_ours(layer.experts) for layer in find_layers(model))
         losses.append([log["loss"] for log in logs])
         assert all(log["moe/padded_rows_avoided"] > 0 for log in logs)

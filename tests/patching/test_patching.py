@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.models import CONFIGS, batch, build, loss_and_gradients, patched, patching, relative_error
+from helpers.models import CONFIGS, batch, build, build_patched, loss_and_gradients, patching, relative_error
 from helpers.training import Watch
 from torch import nn
 from transformers import (
@@ -83,7 +83,7 @@ def test_patching_twice_is_patching_once_with_the_last_settings():
 
 
 def test_routers_have_hooks_from_when_something_beside_top_k_asks_for_them():
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     sonicmoe_hf.set_routing(model, "top_k")
     loss_and_gradients(model, batch())
     assert not router_hooks(model) and not states(model)
@@ -183,7 +183,7 @@ def test_from_pretrained_says_what_a_folder_lacks(tmp_path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_saving_a_patched_model_saves_the_plain_one(family, tmp_path):
-    plain, model = build(family), patched(family, "token_rounding")
+    plain, model = build(family), build_patched(family, "token_rounding")
     assert list(model.state_dict()) == list(plain.state_dict())
     model.save_pretrained(tmp_path / "patched")
     plain.save_pretrained(tmp_path / "plain")
@@ -192,7 +192,7 @@ def test_saving_a_patched_model_saves_the_plain_one(family, tmp_path):
 
 
 def test_a_layer_called_alone_uses_top_k():
-    model = patched("qwen3_moe", TokenRounding(tile=4))
+    model = build_patched("qwen3_moe", TokenRounding(tile=4))
     loss_and_gradients(model, batch())
     watch = Watch(model)
     model.model.layers[0].mlp(torch.randn(2, 8, 32))
@@ -200,7 +200,7 @@ def test_a_layer_called_alone_uses_top_k():
 
 
 def test_another_implementation_under_token_rounding_raises_and_is_named():
-    model = patched("qwen3_moe", TokenRounding(tile=4))
+    model = build_patched("qwen3_moe", TokenRounding(tile=4))
     model.set_experts_implementation("eager")
     with pytest.raises(TypeError, match=r'token rounding needs experts_implementation="sonicmoe_hf"'):
         model(**batch())
@@ -219,7 +219,7 @@ def replicated(module):
 
 
 def test_data_parallel_replicas_compute_by_top_k_are_not_kept_and_raise_under_token_rounding():
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     replica = replicated(model)
     logits, kept = replica(**batch()).logits.detach(), weakref.ref(next(find_layers(replica)).experts)
     del replica
@@ -233,7 +233,7 @@ def test_data_parallel_replicas_compute_by_top_k_are_not_kept_and_raise_under_to
 
 def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
     inputs = batch(rows=1, length=8)
-    plain, model = build("qwen3_moe"), patched("qwen3_moe", TokenRounding(tile=16))
+    plain, model = build("qwen3_moe"), build_patched("qwen3_moe", TokenRounding(tile=16))
     with caplog.at_level("WARNING", logger="sonicmoe_hf.routing.handlers"):
         got = model(**inputs).logits
         model(**batch(rows=1, length=7))
@@ -247,7 +247,7 @@ def test_tokens_that_fall_back_to_top_k_are_said_to_include_padding_where_there_
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
     with caplog.at_level("WARNING", logger="sonicmoe_hf.routing.handlers"):
-        patched("qwen3_moe", TokenRounding(tile=16))(**{**inputs, "attention_mask": mask})
+        build_patched("qwen3_moe", TokenRounding(tile=16))(**{**inputs, "attention_mask": mask})
     (said,) = [r.getMessage() for r in caplog.records if "fewer than 4 tiles of 16" in r.getMessage()]
     assert "16 tokens with top-2 of 8 experts are 4 rows per expert, padding included, fewer than" in said
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.models import batch, patched
+from helpers.models import batch, build_patched
 
 import sonicmoe_hf
 from sonicmoe_hf.kernels import eager
@@ -54,7 +54,7 @@ def compiled_layers(model):
 
 
 def test_an_ordinary_step_of_two_layers_makes_few_python_calls():
-    assert calls_of_a_step(patched("qwen3_moe", use_cache=False), batch()) <= LIMIT
+    assert calls_of_a_step(build_patched("qwen3_moe", use_cache=False), batch()) <= LIMIT
 
 
 @pytest.mark.parametrize("adapt", [lambda model: model, with_lora], ids=["plain", "with adapters"])
@@ -69,12 +69,12 @@ def test_few_frames_lie_between_the_block_and_the_kernels(adapt, monkeypatch):
         return up(*arguments, **options)
 
     monkeypatch.setattr(eager, "up", counted)
-    adapt(patched("qwen3_moe", use_cache=False))(**batch())
+    adapt(build_patched("qwen3_moe", use_cache=False))(**batch())
     assert len(frames) == 2 and max(frames) <= FRAMES + (adapt is with_lora)
 
 
 def test_compiled_layers_make_fewer_and_call_no_op_of_ours_through_the_dispatcher():
-    model, inputs = compiled_layers(patched("qwen3_moe", use_cache=False)), batch()
+    model, inputs = compiled_layers(build_patched("qwen3_moe", use_cache=False)), batch()
     assert calls_of_a_step(model, inputs) <= COMPILED_LIMIT
     with torch.autograd.profiler.profile() as profiled:
         model(**inputs).loss.backward()

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.models import batch, build, loss_and_gradients, patched, relative_error
+from helpers.models import batch, build, build_patched, loss_and_gradients, relative_error
 from helpers.ranks import Ranks
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig, LongcatFlashConfig
@@ -19,7 +19,7 @@ from sonicmoe_hf.patching.support import UnsupportedModelError, supports
 
 SUBCLASS = """
 import torch
-from helpers.models import batch, build, loss_and_gradients, patched, relative_error
+from helpers.models import batch, build, loss_and_gradients, relative_error
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 import sonicmoe_hf
 from sonicmoe_hf.kernels import eager
@@ -142,7 +142,7 @@ def test_a_wrapper_that_says_what_it_wraps_is_taken_at_its_word():
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(fullgraph):
     torch._dynamo.reset()
-    model = patched("qwen3_moe", num_hidden_layers=1)
+    model = build_patched("qwen3_moe", num_hidden_layers=1)
     model.model.layers[0].mlp.experts.forward = of_somebody_else
     words = r"Observed exception|its forward is .*of_somebody"
     with pytest.raises((RuntimeError, UnsupportedModelError), match=words):

@@ -11,15 +11,15 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from helpers.adapters import fused, with_lora
+from helpers.adapters import forbid_merging, with_lora
 from helpers.context_parallel import on_cpus
 from helpers.examples import EXAMPLES
 from helpers.examples import load as load_example
 from helpers.marks import rest_pinned
-from helpers.models import CONFIGS, assert_all_close, batch, build, patched
+from helpers.models import CONFIGS, assert_all_close, batch, build, build_patched
 from helpers.parallel import OWN_BATCH, SUMMATION, assert_mean_of_ranks, mean_of_ranks, pretend_to_have_gpus
 from helpers.ranks import WORLD
-from helpers.training import POLICY, TILE, Examples, Watch, arguments, checkpointed, logs_of
+from helpers.training import POLICY, TILE, Examples, Watch, arguments, checkpoint_layers, logs_of
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from transformers import AutoModelForCausalLM, Trainer
@@ -72,15 +72,15 @@ def zero_gradients(model):
 
 
 def zero_step(rank, family, stage, routing, patch_last, checkpointing, lora):
-    model = build(family) if patch_last else patched(family, routing)
+    model = build(family) if patch_last else build_patched(family, routing)
     if lora:
         model = with_lora(model)
         model.enable_input_require_grads()
-    engine = start_engine(checkpointed(model, checkpointing), stage)
+    engine = start_engine(checkpoint_layers(model, checkpointing), stage)
     if patch_last:
         sonicmoe_hf.patch_model(engine, routing)
     watch = Watch(model)
-    with fused() if lora else contextlib.nullcontext():
+    with forbid_merging() if lora else contextlib.nullcontext():
         loss = engine(**batch(**OWN_BATCH[rank])).loss
     assert set(watch.rounded()) == {routing is not None}
     assert {p.numel() == 0 for p in model.parameters()} == {stage == 3}, "the weights are freed after their turn"
@@ -116,7 +116,7 @@ def test_zero_gives_the_unsharded_models_loss_and_gradients(
     ranks, family, stage, routing, patch_last, checkpointing, lora
 ):
     """Patched before the engine is made or after it, checkpointed, and with the factors of adapted experts gathered."""
-    model = patched(family, routing)
+    model = build_patched(family, routing)
     results = ranks.run(zero_step, family, stage, routing, patch_last, checkpointing, lora)
     assert_mean_of_ranks(with_lora(model) if lora else model, results)
 
@@ -178,7 +178,7 @@ def refused(rank, stage):
     words = r"DeepSpeed does not take packed experts; replicate them .*, or load the model in bf16 for DeepSpeed"
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
         start_engine(with_lora(model), stage)
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     engine = start_engine(with_lora(model), stage)
     engine(**batch())
     engine.destroy()
@@ -207,7 +207,7 @@ def fsdp_step(
     rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision=None, lora=False
 ):
     pretend_to_have_gpus()
-    model = checkpointed(build(family) if patch_last else patched(family, routing), checkpointing)
+    model = checkpoint_layers(build(family) if patch_last else build_patched(family, routing), checkpointing)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         use_orig_params=use_orig_params,
@@ -223,7 +223,7 @@ def fsdp_step(
     if patch_last:
         sonicmoe_hf.patch_model(prepared, routing)
     watch = Watch(prepared)
-    with fused() if lora else contextlib.nullcontext():
+    with forbid_merging() if lora else contextlib.nullcontext():
         loss = prepared(**batch(**OWN_BATCH[rank])).loss
     accelerator.backward(loss)
     wrapped = [module for module in prepared.modules() if isinstance(module, FullyShardedDataParallel)]
@@ -234,7 +234,7 @@ def fsdp_step(
 @pytest.mark.parametrize("family", rest_pinned(CONFIGS))
 @pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
-    model = patched(family, routing)
+    model = build_patched(family, routing)
     losses, expected = mean_of_ranks(model)
     expected = {name: expected.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()}
     for use_orig_params in (True, False):
@@ -246,7 +246,7 @@ def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, rout
 
 @pytest.mark.parametrize("patch_last", [False, True])
 def test_fsdp1_by_pefts_wrap_policy_gathers_the_factors_of_adapted_experts(ranks, patch_last):
-    model = with_lora(patched("qwen3_moe", None), target_modules=["q_proj"])
+    model = with_lora(build_patched("qwen3_moe", None), target_modules=["q_proj"])
     losses, expected = mean_of_ranks(model)
     results = ranks.run(fsdp_step, "qwen3_moe", None, True, patch_last, None, None, None, True)
     for own_loss, (loss, actual) in zip(losses, results):

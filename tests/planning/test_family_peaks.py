@@ -11,8 +11,8 @@ import inspect
 import pytest
 import torch
 from helpers.marks import rest_slow
-from helpers.peaks import Peak
-from helpers.small_families import PARTS, families_here
+from helpers.peaks import NewBytes
+from helpers.small_families import families_here, model_type_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -140,7 +140,7 @@ class Experts(torch.autograd.Function):
 
 def config_of(family):
     """Make the family's default config with one layer."""
-    config = CONFIG_MAPPING[PARTS.get(family, family)](**CHANGES.get(family, {}))
+    config = CONFIG_MAPPING[model_type_of(family)](**CHANGES.get(family, {}))
     text = config.get_text_config()
     text.num_hidden_layers = 1
     for kinds in ("layer_types", "mlp_layer_types", "indexer_types"):
@@ -188,12 +188,12 @@ def measured(family, config, sizes, length, checkpointed):
         if checkpointed:
             model.gradient_checkpointing_enable()
         model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
-        with Peak() as peak:
+        with NewBytes() as new:
             model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
-            peak.most = 0  # the model's forward ends in a norm that is not the layer's
+            new.peak = 0  # the model's forward ends in a norm that is not the layer's
             (out,) = outputs
             out.backward(torch.ones_like(out))  # as a checkpoint holds both
-    return peak.most
+    return new.peak
 
 
 def ratio(family, checkpointed):
@@ -247,5 +247,5 @@ def test_what_a_linear_layer_takes_on_plain_torch_is_what_the_plan_says(family, 
 
 
 def test_every_family_with_kernels_of_linear_attention_is_measured_on_plain_torch():
-    noted = {PARTS.get(family, family).removesuffix("_text") for family in ON_PLAIN_TORCH}
+    noted = {model_type_of(family).removesuffix("_text") for family in ON_PLAIN_TORCH}
     assert noted == {name.removesuffix("_text") for name in PLAIN_LINEAR}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import DECLARED_FP8
-from helpers.integers import DECLARED, compressed
+from helpers.integers import DECLARED, compressed_config
 from helpers.marks import rest_pinned
 from helpers.models import CONFIGS, OF_64, build, nemotron_h
 from helpers.small_families import OMNI, small_config
@@ -257,7 +257,7 @@ def test_deepseek_v3_fits_on_few_gpus_of_80_gib_with_its_experts_in_host_memory(
 
 def test_kimi_k25_fits_on_one_card_of_80_gib_by_a_small_rank_and_on_eight_of_141_by_expert_parallelism():
     model = MODELS["Kimi-K2.5"]
-    config = config_from(model.model_type, model.sizes | {"quantization_config": compressed()}, model.layers)
+    config = config_from(model.model_type, model.sizes | {"quantization_config": compressed_config()}, model.layers)
     sizes = sizes_of(config, "moonshotai/Kimi-K2.5")
     assert stored_bytes(sizes, "int4") / GIB == pytest.approx(531.6, abs=0.1)
     small = " --linear-nf4 --optim adamw_8bit --rank 4"

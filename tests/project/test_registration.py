@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.models import batch, build
-from helpers.streamed import small
+from helpers.streamed import build_small
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner
@@ -40,7 +40,7 @@ def replaced(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     sys.modules["deepspeed"].initialize = lambda args, model: None
     patch()
-    patch_model(quantize_experts(small(), "nf4"), "token_rounding")
+    patch_model(quantize_experts(build_small(), "nf4"), "token_rounding")
     with loaded_one_by_one(lambda *_: None):
         registration.install_in_peft()
     yield list(REPLACED)

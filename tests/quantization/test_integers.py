@@ -13,7 +13,17 @@ import torch
 import transformers
 from helpers.adapters import with_lora
 from helpers.checkpoints import config_in, edit_config, edit_tensors, make, packed_in, rewrite, same_bits, tensors_in
-from helpers.integers import AUTO_ROUND, AWQ, DECLARED, EXPERTS, GPTQ, compressed, format_of, stored_as, to_integers
+from helpers.integers import (
+    AUTO_ROUND,
+    AWQ,
+    DECLARED,
+    EXPERTS,
+    GPTQ,
+    compressed_config,
+    format_of,
+    stored_as,
+    to_integers,
+)
 from helpers.marks import loads_hub_formats, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from safetensors import safe_open
@@ -57,7 +67,7 @@ def test_every_matrix_of_the_libraries_is_read_as_they_do_and_written_back_byte_
 def test_groups_that_a_row_or_a_format_does_not_take_are_held_as_several(kind, size_in, group, held):
     changes = {"group_size": group}
     if kind == "ct-128":
-        changes = {"config_groups": compressed(group_size=group)["config_groups"]}
+        changes = {"config_groups": compressed_config(group_size=group)["config_groups"]}
     format = format_of(kind, **changes)
     stored, values = stored_as(format, "weight", torch.randn(16, size_in))
     tensors = list(stored.values())
@@ -227,15 +237,18 @@ def test_kimi_k25s_experts_stay_in_int4_and_its_tower_is_the_checkpoints(tmp_pat
 
 REFUSED = {
     "bits": ({**GPTQ, "bits": 8}, r"gptq in 8 bits"),
-    "bits of compressed-tensors": (compressed(num_bits=3), r"compressed-tensors in 3 bits"),
+    "bits of compressed-tensors": (compressed_config(num_bits=3), r"compressed-tensors in 3 bits"),
     "activations": (
-        {**compressed(), "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": {"num_bits": 8}}}},
+        {
+            **compressed_config(),
+            "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": {"num_bits": 8}}},
+        },
         "with activations quantized too",
     ),
-    "order of activations": (compressed(actorder="group"), "in the order of activations"),
-    "another form": (compressed("int-quantized"), "compressed-tensors as 'int-quantized'"),
-    "a scale a tensor": (compressed(strategy="tensor"), "with scales for each tensor"),
-    "no experts": ({**compressed(), "ignore": ["re:.*experts.*"]}, "with experts left out"),
+    "order of activations": (compressed_config(actorder="group"), "in the order of activations"),
+    "another form": (compressed_config("int-quantized"), "compressed-tensors as 'int-quantized'"),
+    "a scale a tensor": (compressed_config(strategy="tensor"), "with scales for each tensor"),
+    "no experts": ({**compressed_config(), "ignore": ["re:.*experts.*"]}, "with experts left out"),
     "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "gptq as 'marlin'"),
     "awq's other kernels": ({**AWQ, "version": "gemv"}, "awq for its kernel 'gemv'"),
     "auto-round's other packings": ({**AUTO_ROUND, "packing_format": "auto_round:fp8"}, "'auto_round:fp8'"),

@@ -227,7 +227,7 @@ def test_loading_holds_the_result_and_one_weight_of_a_layer_as_the_checkpoint_ha
         model = from_pretrained(tmp_path, experts_quantization=name)
     result, largest = sum(weight.nbytes for weight in model.parameters()), 2 * experts * expert
     of_one_expert = 10 * 4 * expert  # in fp32, and what packing makes of it
-    assert largest < memory.most <= result + largest + of_one_expert
+    assert largest < memory.peak <= result + largest + of_one_expert
     bound = 0.51 if name == "fp8" else 0.35  # of bf16; NF4's 256-entry map counts
     assert sum(weight.nbytes for weight in packed_in(model).values()) < bound * layers * 1.5 * largest
 

@@ -8,7 +8,7 @@ from helpers.adapters import with_lora
 from helpers.checkpoints import fp8_of
 from helpers.marks import rest_pinned
 from helpers.models import OF_64, assert_all_close, batch, build, loss_and_gradients
-from helpers.parallel import OWN_BATCH, SUMMATION, gradients, mean_of_ranks, parallelism
+from helpers.parallel import OWN_BATCH, SUMMATION, mean_of_ranks, parallel_config, whole_gradients
 from helpers.ranks import WORLD
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import CheckpointException
@@ -32,7 +32,7 @@ def packed_with_adapters(format, family="qwen3_moe", **changes):
 def packed_under_ddp(rank):
     peft = packed_with_adapters("nf4")
     loss_and_gradients(DistributedDataParallel(peft), batch(seed=rank))
-    return gradients(peft)
+    return whole_gradients(peft)
 
 
 def test_packed_experts_are_replicated_beside_adapters(ranks):
@@ -51,7 +51,7 @@ def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
     found = []
     for _ in range(2):  # the second time, into what the first has freed
         peft(**batch(**OWN_BATCH[rank])).loss.backward()
-        found.append(gradients(peft))
+        found.append(whole_gradients(peft))
         peft.zero_grad()
     assert_all_close(found[1], found[0], 0.0, "the same step twice")
 
@@ -126,7 +126,7 @@ def test_fp8_rows_that_ranks_share_unevenly_have_the_scales_of_their_own_blocks(
 
 
 def packed_logits(rank, folder, format):
-    options = {"experts_quantization": format, "distributed_config": parallelism("expert")}
+    options = {"experts_quantization": format, "distributed_config": parallel_config("expert")}
     with torch.no_grad():
         return sonicmoe_hf.from_pretrained(folder, **options)(**batch()).logits
 
@@ -142,7 +142,7 @@ def test_transformers_own_expert_parallelism_packs_and_computes_each_ranks_exper
 
 def packed_by_transformers_own(rank, folder, kind):
     with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
-        sonicmoe_hf.from_pretrained(folder, experts_quantization="nf4", distributed_config=parallelism(kind))
+        sonicmoe_hf.from_pretrained(folder, experts_quantization="nf4", distributed_config=parallel_config(kind))
     return str(error.value)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.adapters import adapt, with_lora
 from helpers.checkpoints import load_whole, make
-from helpers.models import batch, build, logits_of, patched, relative_error
+from helpers.models import batch, build, build_patched, logits_of, relative_error
 from helpers.said import says, silent
 from peft import PeftModel, get_peft_model
 
@@ -74,7 +74,7 @@ def test_an_adapter_beside_another_family_gets_its_own_base(tmp_path, monkeypatc
 
 def test_hooks_and_forwards_around_experts_hand_adapters_on(monkeypatch):
     monkeypatch.setattr(peft_wrapper, "_said", set())
-    model = with_lora(patched("qwen3_moe", **ONE))
+    model = with_lora(build_patched("qwen3_moe", **ONE))
     expected = logits_of(model)
     experts = next(find_layers(model)).experts
     handle = experts.register_forward_pre_hook(lambda experts, args, kwargs: (args, {}), with_kwargs=True)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.attention import build, inputs, packed
+from helpers.attention import build, packed_batch, padded_batch
 from helpers.flash_kernels import as_on_cuda
 from helpers.models import relative_error
 from helpers.said import says
@@ -32,7 +32,7 @@ def test_flash_kernels_take_a_model_in_bfloat16():
 
 
 def test_attention_that_is_not_causal_takes_a_cache_as_eager():
-    model, ids = build().eval(), inputs()["input_ids"]
+    model, ids = build().eval(), padded_batch()["input_ids"]
     cache = DynamicCache(config=model.config)
 
     def continued(cache):
@@ -52,12 +52,12 @@ def test_packed_sequences_are_captured_with_their_starts_and_lengths(monkeypatch
     monkeypatch.setattr(packing, "check_not_captured", lambda tensor: check_not_captured(on_cuda))
     words = "or packed sequences as cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, to capture steps"
     model = build().eval()
-    expected = model(**packed()).logits
+    expected = model(**packed_batch()).logits
     with as_on_cuda(monkeypatch), torch.no_grad():
         with says(words, "give the model an attention_mask"):
-            model(**packed())
-        assert relative_error(model(**packed(with_starts=True)).logits, expected) < EXACT
-        assert model(**inputs("both")).logits.isfinite().all()
+            model(**packed_batch())
+        assert relative_error(model(**packed_batch(with_starts=True)).logits, expected) < EXACT
+        assert model(**padded_batch("both")).logits.isfinite().all()
 
 
 def test_sliding_windows_in_pieces_are_without_masks_of_ones_own_or_eager():

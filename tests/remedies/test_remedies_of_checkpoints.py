@@ -8,11 +8,11 @@ import torch
 from filelock import FileLock
 from helpers.adapters import adapt
 from helpers.checkpoints import config_in, edit_config, edit_tensors, load_whole, make, tensors_in, to_fp8
+from helpers.engine_adapters import edit_adapter_config
 from helpers.integers import to_integers
 from helpers.marks import loads_hub_formats
 from helpers.models import batch, logits_of, relative_error
 from helpers.said import says, silent
-from helpers.served import edit
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -345,7 +345,7 @@ def test_an_adapter_where_a_model_is_expected(place):
 
 
 def test_a_base_that_cannot_be_read_is_named(place):
-    edit(place.adapter, base_model_name_or_path=str(place.path / "gone"))
+    edit_adapter_config(place.adapter, base_model_name_or_path=str(place.path / "gone"))
     with says("cannot be read; say trained_on= (--trained-on), its folder"):
         convert_adapter(place.adapter, place.path / "vllm", "vllm")
     converted = convert_adapter(place.adapter, place.path / "vllm", "vllm", trained_on=place.base)

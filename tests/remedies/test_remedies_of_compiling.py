@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers.models import batch, logits_of, patched
+from helpers.models import batch, build_patched, logits_of
 from helpers.said import says, silent
 from helpers.training import advise, logs_of, trainer_for
 
@@ -43,7 +43,7 @@ class OnHost(torch.autograd.graph.save_on_cpu):
 
 def test_what_torch_left_to_python_is_compiled_without_its_causes(monkeypatch):
     monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", OnHost)
-    model = patched("qwen3_moe", **ONE)
+    model = build_patched("qwen3_moe", **ONE)
     expected = model(**batch()).loss.item()
     model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
     with says(LEFT, "train with gradient checkpointing that offloads nothing"):
@@ -92,7 +92,7 @@ SWITCHES = {
 
 
 def test_experts_whose_forward_was_replaced_under_compilation_are_patched_again(monkeypatch):
-    model = patched("qwen3_moe", **ONE)
+    model = build_patched("qwen3_moe", **ONE)
     expected, experts = logits_of(model), next(find_layers(model)).experts
     forward = experts.forward
     experts.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
@@ -113,7 +113,7 @@ def test_what_the_advice_on_a_waiting_gpu_names_trains_the_same(words, tmp_path,
     rows = [{name: column[row] for name, column in columns.items()} for row in range(4)]
     losses = []
     for switches in ({}, attached):
-        trainer = trainer_for(patched("qwen3_moe", **ONE), tmp_path, per_device_train_batch_size=2, **options)
+        trainer = trainer_for(build_patched("qwen3_moe", **ONE), tmp_path, per_device_train_batch_size=2, **options)
         trainer.train_dataset, trainer.data_collator = rows, collated((48, 47))
         sonicmoe_hf.attach(trainer, **switches)
         trainer.train()

@@ -11,7 +11,7 @@ from helpers.adapters import lora
 from helpers.checkpoints import config_in, edit_config, load_whole, make, packed_in, to_fp8, to_nvfp4
 from helpers.integers import DECLARED, to_integers
 from helpers.marks import loads_hub_formats
-from helpers.models import OF_64, batch, build, logits_of, patched, relative_error
+from helpers.models import OF_64, batch, build, build_patched, logits_of, relative_error
 from helpers.said import says, silent
 from helpers.small_families import small_model
 from peft import get_peft_model
@@ -225,7 +225,7 @@ def test_what_is_patched():
 
 
 def test_another_implementation_is_undone():
-    model = patched("qwen3_moe", sonicmoe_hf.TokenRounding(tile=4), **ONE)
+    model = build_patched("qwen3_moe", sonicmoe_hf.TokenRounding(tile=4), **ONE)
     expected = logits_of(model)
     model.set_experts_implementation("eager")
     model.train()
@@ -240,11 +240,11 @@ def test_another_implementation_is_undone():
 def test_what_a_model_ignores_comes_from_the_class_that_takes_it():
     from sonicmoe_hf.patching import guard
 
-    model = patched("qwen3_moe", **ONE)
+    model = build_patched("qwen3_moe", **ONE)
     inputs, pixels = batch(), {"pixel_values": torch.zeros(1, 3)}
     with says("load the class that the checkpoint's `architectures` names"), contextlib.suppress(TypeError):
         model(**inputs, **pixels)
-    whole = patched("qwen3_vl_moe")
+    whole = build_patched("qwen3_vl_moe")
     with silent(guard.IGNORED[:12]):
         assert "pixel_values" in inspect.signature(type(whole).forward).parameters
         assert whole(**inputs).loss.isfinite()

@@ -6,10 +6,10 @@ from helpers.adapters import EXPERTS, random_factors
 from helpers.checkpoints import fp8_of, make, to_fp8
 from helpers.integers import to_integers
 from helpers.models import assert_all_close, batch, build, logits_of
-from helpers.parallel import PARTIAL_SUMS, gathered
+from helpers.parallel import PARTIAL_SUMS, gather
 from helpers.ranks import WORLD
 from helpers.said import KINDS, says
-from helpers.training import POLICY, counting
+from helpers.training import POLICY, callback_in_first_step
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,7 +48,7 @@ def logits_or_messages(rank, loads):
     found = []
     for folder, options in loads:
         try:
-            found.append(gathered(logits_of(load(folder, **options))))
+            found.append(gather(logits_of(load(folder, **options))))
         except KINDS as error:
             found.append(str(error))
     return found
@@ -122,7 +122,7 @@ def losses_or_messages(rank, folder, adapters):
     found = []
     for sizes, options in adapters:
         try:
-            found.append(gathered(adapted(folder, sizes, **options)(**batch()).loss))
+            found.append(gather(adapted(folder, sizes, **options)(**batch()).loss))
         except KINDS as error:
             found.append(str(error))
     return found
@@ -155,7 +155,7 @@ def balanced(model):
 ASKED = {
     "no token rounding in model.layers.0.mlp: token rounding does not work under expert parallelism": rounded,
     "it does not work under Transformers' own expert parallelism": balanced,
-    "nothing is counted under expert parallelism of Transformers' own, whose ranks may share their tokens": counting,
+    "nothing is counted under expert parallelism of Transformers' own, whose ranks may share their tokens": callback_in_first_step,
 }
 
 
@@ -166,7 +166,7 @@ def losses_and_messages(rank, folder, implementation):
         model = load(folder, APART | implementation).train()
         with says() as said:
             ask(model)
-        found.append((" ".join(said), gathered(model(**batch()).loss.detach())))
+        found.append((" ".join(said), gather(model(**batch()).loss.detach())))
     return found
 
 

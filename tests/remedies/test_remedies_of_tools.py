@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import edit_tensors, load_whole, make, tensors_in
+from helpers.engine_adapters import edit_adapter_config
 from helpers.models import build
 from helpers.said import says, silent
-from helpers.served import edit
 from helpers.training import Examples, arguments
 from helpers.trl_trainers import word_tokenizer
 from transformers import Trainer
@@ -91,7 +91,7 @@ def test_what_check_finds_missing_is_there_once_it_is_merged(parts, words, base,
 
 def test_an_order_of_unsloths_is_brought_into_pefts(base, tmp_path):
     adapter = shutil.copytree(base / "adapter", tmp_path / "unsloth")
-    edit(adapter, auto_mapping={"unsloth_fixed": True})
+    edit_adapter_config(adapter, auto_mapping={"unsloth_fixed": True})
     with says("bring it into PEFT's first: sonicmoe-hf convert ADAPTER DST --layout hub"):
         assert check(base, base / "merged", adapter=adapter) == 1
     convert_adapter(adapter, tmp_path / "hub", "hub", trained_on=base / "base")

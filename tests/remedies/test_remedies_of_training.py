@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.models import batch, build, patched, relative_error
+from helpers.models import batch, build, build_patched, relative_error
 from helpers.said import says, silent
-from helpers.training import POLICY, TILE, arguments, trained, trainer_for
+from helpers.training import POLICY, TILE, arguments, run_trainer, trainer_for
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import TrainingArguments
@@ -31,10 +31,10 @@ def test_moments_and_tiles_of_a_rounding_callback(tmp_path):
     with says("start 5 must come before end 5"):
         TokenRoundingCallback(start=5, end=5)
     with says("the model has tile=4", "give one of them"):
-        trained(patched("qwen3_moe", POLICY, **ONE), tmp_path, [TokenRoundingCallback(tile=8)], max_steps=1)
+        run_trainer(build_patched("qwen3_moe", POLICY, **ONE), tmp_path, [TokenRoundingCallback(tile=8)], max_steps=1)
     for callback in (TokenRoundingCallback(tile=8, start=0, end=0.5), TokenRoundingCallback(start=0, end=1)):
-        model = of_one_layer() if callback.policy.tile else patched("qwen3_moe", POLICY, **ONE)
-        assert trained(model, tmp_path, [callback], max_steps=1).state.global_step == 1
+        model = of_one_layer() if callback.policy.tile else build_patched("qwen3_moe", POLICY, **ONE)
+        assert run_trainer(model, tmp_path, [callback], max_steps=1).state.global_step == 1
 
 
 def test_what_balancing_is_given():
@@ -45,8 +45,8 @@ def test_what_balancing_is_given():
     given = LoadBalancing(per_layer_loss=0.05, bias_update=1e-3)
     assert (given.per_layer_loss, given.bias_update, LoadBalancing(0.05, None).bias_update) == (0.05, 1e-3, None)
     with says("has no correction bias for bias_update; use per_layer_loss"):
-        LoadBalancing(bias_update=1e-3).start(patched("qwen3_moe", **ONE))
-    model = patched("qwen3_moe", **ONE)
+        LoadBalancing(bias_update=1e-3).start(build_patched("qwen3_moe", **ONE))
+    model = build_patched("qwen3_moe", **ONE)
     plain = model(**batch()).loss.item()
     balancing = LoadBalancing(per_layer_loss=0.05)
     balancing.start(model)
@@ -57,10 +57,12 @@ def test_what_balancing_is_given():
 
 def test_two_balancing_callbacks_become_one(tmp_path):
     with says("give one of them per_layer_loss and bias_update"):
-        trained(build("deepseek_v3"), tmp_path, [LoadBalancing(0.05), LoadBalancing(bias_update=1e-3)], attach=False)
+        run_trainer(
+            build("deepseek_v3"), tmp_path, [LoadBalancing(0.05), LoadBalancing(bias_update=1e-3)], attach=False
+        )
     model = build("deepseek_v3")
     before = model.model.layers[1].mlp.gate.e_score_correction_bias.clone()
-    trained(model, tmp_path, [LoadBalancing(0.05, 1e-3)], attach=False, max_steps=1)
+    run_trainer(model, tmp_path, [LoadBalancing(0.05, 1e-3)], attach=False, max_steps=1)
     assert not torch.equal(model.model.layers[1].mlp.gate.e_score_correction_bias, before)
 
 
@@ -85,7 +87,7 @@ def test_biases_beside_an_adapter_are_saved_with_their_routers(tmp_path):
 
 
 def test_balancings_scale_comes_from_a_call_or_a_loss():
-    model, balancing = patched("qwen3_moe", **ONE), LoadBalancing(per_layer_loss=0.05)
+    model, balancing = build_patched("qwen3_moe", **ONE), LoadBalancing(per_layer_loss=0.05)
     balancing.start(model)
     inputs = batch()
     labels = inputs.pop("labels")
@@ -108,7 +110,7 @@ def test_a_second_router_loss_is_left_out(tmp_path):
         router_aux_loss_coef = 0.001
 
     def train(model, **options):
-        trained(model, tmp_path, [LoadBalancing(0.05)], max_steps=1, **options)
+        run_trainer(model, tmp_path, [LoadBalancing(0.05)], max_steps=1, **options)
 
     words = "so that both count"
     model = of_one_layer(output_router_logits=True)
@@ -143,16 +145,16 @@ def test_what_attach_takes(tmp_path):
     sonicmoe_hf.attach(trainer, packed_tokens=8192)
     with says("micro-batches cannot be packed: ", "leave packed_tokens of attach(trainer) out"):
         trainer.train()
-    assert trained(of_one_layer(), tmp_path, **smoothed).state.global_step == 1
+    assert run_trainer(of_one_layer(), tmp_path, **smoothed).state.global_step == 1
 
 
 def test_loads_that_are_counted_are_logged_and_drawn(tmp_path):
     metrics = "call sonicmoe_hf.attach(trainer) to send its metrics to reporters and log_history"
     with says(metrics):
-        trained(of_one_layer(), tmp_path, [ExpertLoadCallback()], attach=False, max_steps=1)
+        run_trainer(of_one_layer(), tmp_path, [ExpertLoadCallback()], attach=False, max_steps=1)
     callback = ExpertLoadCallback()
     with silent(metrics):
-        trainer = trained(of_one_layer(), tmp_path, [callback], max_steps=2)
+        trainer = run_trainer(of_one_layer(), tmp_path, [callback], max_steps=2)
     assert any("moe" in name for log in trainer.state.log_history for name in log)
     with says("is no picture; name a file with one of the endings"):
         callback.draw(tmp_path / "load.mp3")
@@ -164,13 +166,15 @@ def test_loads_that_are_counted_are_logged_and_drawn(tmp_path):
 
 def test_experts_come_back_from_the_checkpoint_of_their_own_model(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
-    first = trained(of_one_layer(), tmp_path / "run", [TokenRoundingCallback(tile=TILE)], max_steps=2, **saving)
+    first = run_trainer(of_one_layer(), tmp_path / "run", [TokenRoundingCallback(tile=TILE)], max_steps=2, **saving)
     checkpoint = str(tmp_path / "run" / "checkpoint-1")
     with says("call sonicmoe_hf.attach(trainer), when it has its callbacks, before trainer.train()"):
-        trained(of_one_layer(), tmp_path, [TokenRoundingCallback(tile=TILE)], False, checkpoint, max_steps=2)
+        run_trainer(of_one_layer(), tmp_path, [TokenRoundingCallback(tile=TILE)], False, checkpoint, max_steps=2)
     with says("resume with the model that wrote the checkpoint"):
         restore(of_one_layer(moe_intermediate_size=8), checkpoint)
-    again = trained(of_one_layer(seed=5), tmp_path, [TokenRoundingCallback(tile=TILE)], True, checkpoint, max_steps=2)
+    again = run_trainer(
+        of_one_layer(seed=5), tmp_path, [TokenRoundingCallback(tile=TILE)], True, checkpoint, max_steps=2
+    )
     for (name, value), (_, expected) in zip(again.model.named_parameters(), first.model.named_parameters()):
         assert torch.equal(value, expected), name
 
@@ -208,12 +212,12 @@ def test_a_router_that_cannot_round_trains_without_the_callback(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = PhimoeForCausalLM(PhimoeConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=4, **sizes))
     with says("leave TokenRoundingCallback out"):
-        trained(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
-    assert trained(model, tmp_path, max_steps=1).state.global_step == 1
+        run_trainer(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
+    assert run_trainer(model, tmp_path, max_steps=1).state.global_step == 1
 
 
 def test_what_recording_and_replaying_take():
-    model, inputs = patched("qwen3_moe"), batch()
+    model, inputs = build_patched("qwen3_moe"), batch()
     with torch.no_grad(), sonicmoe_hf.record_routing(model) as routing:
         logits = model(**inputs).logits
         model(**inputs)
@@ -231,7 +235,7 @@ def test_what_recording_and_replaying_take():
 
 
 def test_rounded_or_unpatched_models_are_recorded_once_they_are_patched_for_top_k():
-    model, inputs = patched("qwen3_moe", POLICY, **ONE), batch()
+    model, inputs = build_patched("qwen3_moe", POLICY, **ONE), batch()
     with says('use set_routing(model, "top_k")'), sonicmoe_hf.record_routing(model):
         model(**inputs)
     sonicmoe_hf.set_routing(model, "top_k")
@@ -250,7 +254,7 @@ def test_rounded_or_unpatched_models_are_recorded_once_they_are_patched_for_top_
 
 
 def test_a_mask_of_another_shape_is_given_in_two_dimensions():
-    model = patched("qwen3_moe", POLICY, **ONE)
+    model = build_patched("qwen3_moe", POLICY, **ONE)
     inputs = batch(padding=True)
     four = inputs["attention_mask"][:, None, None].expand(4, 1, 24, 24).bool()
     with says("Call the model with a mask of [batch, sequence length], or without one where there is no padding"):
@@ -263,8 +267,8 @@ def test_a_mask_of_another_shape_is_given_in_two_dimensions():
 
 def test_routing_names_are_choices_of_it():
     with says("a kind of token rounding: give TokenRounding(rounding='nearest')"):
-        patched("qwen3_moe", "nearest", **ONE)
-    model = patched("qwen3_moe", TokenRounding(rounding="nearest"), **ONE)
+        build_patched("qwen3_moe", "nearest", **ONE)
+    model = build_patched("qwen3_moe", TokenRounding(rounding="nearest"), **ONE)
     assert routing_state(model).policy.rounding == "nearest"
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from helpers.rl import PROMPTS, lengths, loaded
+from helpers.rl import PROMPTS, lengths, load
 from helpers.trl_trainers import sentence_tokenizer
 from helpers.vllm_stand_in import serving
 from peft import LoraConfig
@@ -32,7 +32,7 @@ def built(base, tmp_path, monkeypatch):
         return sonicmoe_hf.trl.AsyncGRPOTrainer(
             str(base), reward_funcs=lengths, args=of_trl.AsyncGRPOConfig(str(tmp_path), **config),
             train_dataset=Dataset.from_list(PROMPTS), processing_class=sentence_tokenizer(), rollout_worker=worker,
-            **{"peft_config": sonicmoe_hf.lora_config(loaded(base), r=4), **options},
+            **{"peft_config": sonicmoe_hf.lora_config(load(base), r=4), **options},
         )  # fmt: skip
 
     return build

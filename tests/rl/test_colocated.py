@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from helpers.marks import rest_pinned
-from helpers.rl import GAP, PROMPTS, logged, make, synced_once
+from helpers.rl import GAP, PROMPTS, logged_values, make, sync_once
 from helpers.trl_trainers import sentence_tokenizer
 from trl import GRPOTrainer as TRLsGRPOTrainer
 from trl import RLOOConfig
@@ -35,10 +35,10 @@ def test_server_and_trainer_have_the_same_log_probabilities_as_the_adapter_chang
     """The reference of beta is the policy with its adapter off, whose experts are replayed too."""
     trainer = make(GRPOTrainer, base, tmp_path, config, lora)
     trainer.train()
-    gaps = logged(trainer)
+    gaps = logged_values(trainer)
     assert len(gaps) == 2 and 0 < max(gaps) < GAP
-    assert logged(trainer, "serving/divergence") == [0.0, 0.0]
-    assert max(logged(trainer, "serving/kl")) < 1e-9 and min(logged(trainer, "serving/sync_seconds")) > 0
+    assert logged_values(trainer, "serving/divergence") == [0.0, 0.0]
+    assert max(logged_values(trainer, "serving/kl")) < 1e-9 and min(logged_values(trainer, "serving/sync_seconds")) > 0
     (llm,) = engine.made
     assert llm.options["enable_lora"] and llm.options["dtype"] == "float32"
     assert llm.options.get("enable_mixed_moe_lora_format", False) == is_3d
@@ -48,9 +48,9 @@ def test_server_and_trainer_have_the_same_log_probabilities_as_the_adapter_chang
 
 @pytest.mark.pinned
 def test_a_server_that_keeps_the_first_adapter_is_far_away(base, engine, tmp_path):
-    trainer = synced_once(make(GRPOTrainer, base, tmp_path))
+    trainer = sync_once(make(GRPOTrainer, base, tmp_path))
     trainer.train()
-    first, second = logged(trainer)
+    first, second = logged_values(trainer)
     assert first < GAP and second > 1e-2
 
 
@@ -61,7 +61,7 @@ def test_several_epochs_sample_every_prompt_again_with_the_adapter_as_it_is(base
     trainer = make(GRPOTrainer, base, tmp_path, config)
     trainer.train()
     assert trainer.state.epoch == 2 and trainer.state.global_step == len(engine.made[0].loaded) == 4
-    assert 0 < max(logged(trainer)) < GAP and set(logged(trainer, "serving/divergence")) == {0.0}
+    assert 0 < max(logged_values(trainer)) < GAP and set(logged_values(trainer, "serving/divergence")) == {0.0}
 
 
 def other_experts(complete):
@@ -108,7 +108,7 @@ def test_the_experts_that_vllm_returned_are_used_in_scoring_and_in_every_update(
         rows = sorted(map(tuple, calls[known].view(-1, 2).tolist()))
         assert rows == sorted(map(tuple, expected[known].view(-1, 2).tolist())), "TRL shuffles what it hands out"
     assert given[0].dtype == torch.int16 and given[0].device.type == "cpu"
-    assert min(logged(trainer, "serving/divergence")) > 0.5
+    assert min(logged_values(trainer, "serving/divergence")) > 0.5
 
 
 @pytest.mark.pinned
@@ -119,7 +119,7 @@ def test_evaluation_samples_with_the_adapter_and_replays(base, engine, tmp_path)
     config = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     trainer = make(GRPOTrainer, base, tmp_path, config, eval_dataset=evaluated)
     trainer.train()
-    assert 0 <= max(logged(trainer, "eval_serving/largest_gap")) < GAP
+    assert 0 <= max(logged_values(trainer, "eval_serving/largest_gap")) < GAP
 
 
 @pytest.mark.pinned
@@ -132,7 +132,7 @@ def test_a_resumed_run_goes_on_with_new_versions_and_removes_what_a_killed_one_l
     (folder / f"{prefix}-7").mkdir()
     trainer = make(GRPOTrainer, base, tmp_path, saving)
     trainer.train(resume_from_checkpoint=True)
-    assert engine.made[-1].loaded == [f"{prefix}-8"] and max(logged(trainer)) < GAP
+    assert engine.made[-1].loaded == [f"{prefix}-8"] and max(logged_values(trainer)) < GAP
     assert {path.name for path in folder.iterdir()} == {f"{prefix}-7", f"{prefix}-8"}
 
 
@@ -173,7 +173,7 @@ def test_rloo_and_replay_false_send_adapters_alone(base, engine, tmp_path):
     class_ = vllm_adapters(TRLsGRPOTrainer, replay=False, vllm_options={"enforce_eager": True})
     trainer = make(class_, base, tmp_path / "grpo")
     trainer.train()
-    assert "serving/divergence" not in trainer.state.log_history[0] and max(logged(trainer)) < GAP
+    assert "serving/divergence" not in trainer.state.log_history[0] and max(logged_values(trainer)) < GAP
     for llm in engine.made:
         assert len(llm.loaded) == 2 and "enable_return_routed_experts" not in llm.options
     assert engine.made[1].options["enforce_eager"]
@@ -192,7 +192,7 @@ def test_without_vllm_the_policys_own_experts_are_replayed(base, tmp_path):
     assert re.fullmatch("Mine", type(trainer).__name__) and isinstance(trainer, Mine)
     trainer.train()
     first, second = trainer.given
-    assert torch.equal(first[ROUTING], second[ROUTING]) and not logged(trainer)
+    assert torch.equal(first[ROUTING], second[ROUTING]) and not logged_values(trainer)
 
 
 def test_run_makes_a_trainer_of_the_programs_own_class_send_adapters_where_it_has_one(base, engine, tmp_path):
@@ -208,7 +208,7 @@ def test_run_makes_a_trainer_of_the_programs_own_class_send_adapters_where_it_ha
 
     trainer = make(Mine, base, tmp_path, {"max_steps": 1})
     trainer.train()
-    assert trainer.made == 1 and isinstance(trainer, ReplaysRouting) and max(logged(trainer)) < GAP
+    assert trainer.made == 1 and isinstance(trainer, ReplaysRouting) and max(logged_values(trainer)) < GAP
     plain = make(Mine, base, tmp_path, {"use_vllm": False})
     assert type(plain) is Mine
 
@@ -237,7 +237,7 @@ def calling_a_tool(prompts, trainer):
 def test_a_rollout_of_several_turns_is_paired_with_the_experts_of_its_last_one(base, engine, tmp_path):
     trainer = make(GRPOTrainer, base, tmp_path, {"max_steps": 1}, rollout_func=calling_a_tool)
     trainer.train()
-    assert 0 < max(logged(trainer)) < GAP and logged(trainer, "serving/divergence") == [0.0]
+    assert 0 < max(logged_values(trainer)) < GAP and logged_values(trainer, "serving/divergence") == [0.0]
 
 
 def look_up(word: str) -> str:
@@ -278,5 +278,7 @@ def test_trls_own_loop_of_tools_is_paired_with_the_experts_of_its_last_turn(base
     }
     trainer = make(GRPOTrainer, base, tmp_path, config, rows=rows, words=words, tools=[look_up])
     trainer.train()
-    assert logged(trainer, "tools/call_frequency")[0] > 0 and logged(trainer, "tools/failure_frequency") == [0.0]
-    assert 0 < max(logged(trainer)) < GAP and logged(trainer, "serving/divergence") == [0.0]
+    assert logged_values(trainer, "tools/call_frequency")[0] > 0 and logged_values(
+        trainer, "tools/failure_frequency"
+    ) == [0.0]
+    assert 0 < max(logged_values(trainer)) < GAP and logged_values(trainer, "serving/divergence") == [0.0]

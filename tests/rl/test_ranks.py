@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from helpers import vllm_stand_in
 from helpers.checkpoints import tensors_in
-from helpers.rl import GAP, logged, make
+from helpers.rl import GAP, logged_values, make
 from helpers.rl_models import adapted
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
@@ -154,7 +154,7 @@ def trained(rank, base, folder):
         trainer.train()
         (llm,) = vllm_stand_in.StandInLLM.made
         names = ("kl", "divergence", "sync_seconds", "largest_gap")
-        return [logged(trainer, f"serving/{name}") for name in names], measured, llm.loaded
+        return [logged_values(trainer, f"serving/{name}") for name in names], measured, llm.loaded
 
 
 @pytest.mark.slow

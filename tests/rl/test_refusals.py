@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import vllm_stand_in
-from helpers.rl import loaded, make
+from helpers.rl import load, make
 from helpers.rl_models import adapted
 from peft import IA3Config, LoraConfig, get_peft_model
 from trl import GRPOTrainer as TRLsGRPOTrainer
@@ -48,7 +48,7 @@ def test_trl_says_what_to_install_where_there_is_no_vllm(base, tmp_path):
 def test_no_adapter_and_several_are_refused(base, engine, tmp_path):
     with pytest.raises(ValueError, match=r"the model has none; give peft_config=sonicmoe_hf.lora_config\(model\)"):
         make(GRPOTrainer, base, tmp_path, peft_config=None)
-    model = loaded(base)
+    model = load(base)
     model = get_peft_model(model, sonicmoe_hf.lora_config(model))
     model.add_adapter("other", model.peft_config["default"])
     model.base_model.set_adapter(["default", "other"])
@@ -56,7 +56,7 @@ def test_no_adapter_and_several_are_refused(base, engine, tmp_path):
         make(GRPOTrainer, base, tmp_path, model=model, peft_config=None)
     model.set_adapter("other")
     assert adapter_of(model) == "other"
-    other = get_peft_model(loaded(base), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    other = get_peft_model(load(base), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(ValueError, match=r"vLLM serves LoRA, not .*IA3; give peft_config="):
         adapter_of(other)
 
@@ -74,14 +74,14 @@ def test_adapters_of_models_without_a_hub_layout_and_of_fsdps_first_version_are_
 @pytest.mark.parametrize("packs", [False, True])
 def test_attach_names_our_trainer_where_trls_own_would_send_experts_that_cannot_be_sent(packs, base, engine, tmp_path):
     """Adapters on experts, or packed experts below others."""
-    model = loaded(base, experts_quantization="nf4") if packs else loaded(base)
+    model = load(base, experts_quantization="nf4") if packs else load(base)
     adapter = sonicmoe_hf.lora_config(model)
     if packs:
         adapter = LoraConfig(target_modules=["q_proj"])
     trainer = make(TRLsGRPOTrainer, base, tmp_path, model=model, peft_config=adapter)
     with pytest.raises(ValueError, match=r"from sonicmoe_hf\.trl import GRPOTrainer"):
         sonicmoe_hf.attach(trainer)
-    plain = make(TRLsGRPOTrainer, base, tmp_path, {"use_vllm": False}, model=loaded(base))
+    plain = make(TRLsGRPOTrainer, base, tmp_path, {"use_vllm": False}, model=load(base))
     sonicmoe_hf.attach(plain)
     assert torch.is_grad_enabled()
 

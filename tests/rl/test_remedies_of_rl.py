@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.rl import loaded, make
+from helpers.rl import load, make
 from helpers.said import says, silent
 from helpers.vllm_stand_in import serving
 from peft import IA3Config, LoraConfig, get_peft_model
@@ -28,17 +28,17 @@ def test_adapters_that_vllm_serves(base, engine, tmp_path):
         make(GRPOTrainer, base, tmp_path, peft_config=None)
     with says("vLLM leaves out what use_dora=True trains; leave it out of the LoraConfig"):
         make(GRPOTrainer, base, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
-    for config in (sonicmoe_hf.lora_config(loaded(base)), LoraConfig(r=4, target_modules=["q_proj"])):
+    for config in (sonicmoe_hf.lora_config(load(base)), LoraConfig(r=4, target_modules=["q_proj"])):
         assert make(GRPOTrainer, base, tmp_path, peft_config=config).vllm_generation
-    other = get_peft_model(loaded(base), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    other = get_peft_model(load(base), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with says("vLLM serves LoRA, not", "; give peft_config=sonicmoe_hf.lora_config(model)"):
         adapter_of(other)
-    model = loaded(base)
+    model = load(base)
     assert adapter_of(get_peft_model(model, sonicmoe_hf.lora_config(model)))
 
 
 def test_trainers_that_send_adapters(base, engine, tmp_path):
-    model = loaded(base)
+    model = load(base)
     adapter = sonicmoe_hf.lora_config(model)
     theirs = make(TRLsGRPOTrainer, base, tmp_path, model=model, peft_config=adapter)
     with says("have it send adapters alone: from sonicmoe_hf.trl import GRPOTrainer, or"):

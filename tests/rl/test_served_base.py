@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from helpers.checkpoints import tensors_in
 from helpers.marks import rest_pinned
 from helpers.models import build
-from helpers.rl import GAP, loaded, logged, make
+from helpers.rl import GAP, load, logged_values, make
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer as TRLsGRPOTrainer
@@ -57,19 +57,19 @@ def test_a_base_rounded_as_the_trainer_holds_it_has_its_log_probabilities_and_an
     served = rounded(base, tmp_path / "nf4", "nf4")
     kept = {"max_steps": 2, "learning_rate": 1e-2}
     trainer_class = vllm_adapters(TRLsGRPOTrainer, served_base=served)
-    trainer = make(trainer_class, base, tmp_path / "a", kept, model=loaded(base, experts_quantization="nf4"))
+    trainer = make(trainer_class, base, tmp_path / "a", kept, model=load(base, experts_quantization="nf4"))
     trainer.train()
-    assert 0 < max(logged(trainer)) < GAP and engine.made[0].options["model"] == str(served)
+    assert 0 < max(logged_values(trainer)) < GAP and engine.made[0].options["model"] == str(served)
     assert "which vLLM serves" not in caplog.text
     with pytest.raises(ValueError, match="served_base is another model, or was rounded otherwise"):
         make(trainer_class, base, tmp_path / "b", kept)
     unrounded = make(
-        vllm_adapters(TRLsGRPOTrainer), base, tmp_path / "c", kept, model=loaded(base, experts_quantization="nf4")
+        vllm_adapters(TRLsGRPOTrainer), base, tmp_path / "c", kept, model=load(base, experts_quantization="nf4")
     )
     assert ": serve what is trained, sonicmoe-hf convert " in caplog.text
     assert "--layout hub --round nf4" in caplog.text and "served_base=" in caplog.text
     unrounded.train()
-    assert min(logged(unrounded)) > 1e-3
+    assert min(logged_values(unrounded)) > 1e-3
 
 
 @pytest.mark.pinned
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_is_packed_on_the_hub_is_served_from_the_trained_folde
     """The adapter's versions are read by names and shapes of the model as if it were not packed."""
     build(family, **dict.fromkeys(WIDE[family], width)).bfloat16().save_pretrained(tmp_path / "base")
     sonicmoe_hf.convert_checkpoint(tmp_path / "base", tmp_path / "packed", "hub", quantize=format)
-    model = loaded(tmp_path / "packed", experts_quantization=format)
+    model = load(tmp_path / "packed", experts_quantization=format)
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=4))
     check_served_base(model, str(tmp_path / "packed"), is_given=True)
     with pytest.raises(ValueError, match=rf"base, which vLLM serves, are \d+\.\d% away .*in {format}\)"):
@@ -124,7 +124,7 @@ def test_what_cannot_be_rounded_is_refused(source, options, message, base, tmp_p
     if source == "native":
         sonicmoe_hf.convert_checkpoint(base, tmp_path / "native")
     elif source == "packed":
-        loaded(base, experts_quantization="nf4").save_pretrained(tmp_path / "packed")
+        load(base, experts_quantization="nf4").save_pretrained(tmp_path / "packed")
     folder = base if source == "hub" else tmp_path / source
     assert main(["convert", str(folder), str(tmp_path / "dst"), *options, "--round", "nf4"]) == 2
     assert message in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "dst").exists()

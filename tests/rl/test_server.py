@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.marks import rest_slow
-from helpers.rl import GAP, logged, make
+from helpers.rl import GAP, logged_values, make
 from helpers.vllm_stand_in import serving
 from trl import GRPOTrainer as TRLsGRPOTrainer
 
@@ -28,12 +28,12 @@ def test_each_version_is_loaded_by_a_name_of_its_own_and_the_one_before_is_unloa
         trainer = make(GRPOTrainer, base, tmp_path, of(server))
         assert trainer.vllm_generation.versions.is_3d == mixed
         trainer.train()
-        assert 0 < max(logged(trainer)) < GAP and logged(trainer, "serving/divergence") == [0.0, 0.0]
+        assert 0 < max(logged_values(trainer)) < GAP and logged_values(trainer, "serving/divergence") == [0.0, 0.0]
         assert len(server.llm.loaded) == 2 and list(server.requests) == server.llm.loaded[1:]
         again = make(GRPOTrainer, base, tmp_path, of(server, max_steps=1))
         again.train()
         assert len(server.llm.loaded) == 3 and list(server.requests) == server.llm.loaded[2:]
-        assert max(logged(again)) < GAP
+        assert max(logged_values(again)) < GAP
 
 
 ANSWERS = {
@@ -81,6 +81,8 @@ def test_replicas_runtime_loading_folders_and_dtypes_that_do_not_fit_are_named(b
         class_ = vllm_adapters(TRLsGRPOTrainer, adapters_folder=folder, replay=False)
         trainer = make(class_, base, tmp_path, of(server, max_steps=1))
         trainer.train()
-    assert max(logged(trainer)) < GAP and not logged(trainer, "serving/divergence"), "nothing is replayed"
+    assert max(logged_values(trainer)) < GAP and not logged_values(trainer, "serving/divergence"), (
+        "nothing is replayed"
+    )
     assert "computes in bfloat16 and the trainer in float32" in caplog.text and "--dtype float32" in caplog.text
     assert [path.name for path in folder.iterdir()] == server.llm.loaded

@@ -9,13 +9,13 @@ from helpers.marks import rest_pinned
 from helpers.models import (
     assert_all_close,
     batch,
+    build_patched,
     gradients_of,
     loss_and_gradients,
-    patched,
     relative_error,
     twin,
 )
-from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, checkpointed, fail_in, start_counting
+from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, checkpoint_layers, fail_in, start_counting
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
@@ -47,7 +47,7 @@ def whole(model, inputs, kind):
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("left", ["nothing", "outputs", "outputs of a failed backward"])
 def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind, left):
-    model, inputs = checkpointed(patched("qwen3_moe", POLICY, use_cache=False), kind), batch(padding=True)
+    model, inputs = checkpoint_layers(build_patched("qwen3_moe", POLICY, use_cache=False), kind), batch(padding=True)
     out = model(**inputs)
     if left == "outputs of a failed backward":
         with fail_in(model.model.layers[0].mlp.gate, OutOfMemory()), pytest.raises(OutOfMemory):
@@ -57,7 +57,7 @@ def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind,
     del model
     if left == "nothing":
         del out
-    other = patched("qwen3_moe", use_cache=False, seed=1)
+    other = build_patched("qwen3_moe", use_cache=False, seed=1)
     gradients = []
     for checkpointing in (None, CHECKPOINTING[kind]):
         other.zero_grad()
@@ -70,7 +70,7 @@ def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind,
 
 
 def test_a_hook_may_call_the_model_that_it_is_in():
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
     expected = loss_and_gradients(model, batch(padding=True))
     with torch.no_grad():
         alone = model(**batch(seed=1)).logits
@@ -89,7 +89,7 @@ def test_a_hook_may_call_the_model_that_it_is_in():
 
 
 def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
-    model, refused = patched("qwen3_moe", POLICY), patched("qwen3_moe", POLICY, seed=1)
+    model, refused = build_patched("qwen3_moe", POLICY), build_patched("qwen3_moe", POLICY, seed=1)
 
     def call_the_other(block, args):
         for _ in range(2):  # as often as calls are in progress: of the model, and of its stack of layers
@@ -104,8 +104,8 @@ def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
 
 def test_a_call_that_an_earlier_hook_stopped_ends_nothing_but_itself():
     """Torch calls our hook after it, though the one before it never ran."""
-    model, inputs = patched("qwen3_moe", POLICY), batch(padding=True)
-    other = patched("qwen3_moe", POLICY, seed=1)  # a model gets hooks when something asks for them
+    model, inputs = build_patched("qwen3_moe", POLICY), batch(padding=True)
+    other = build_patched("qwen3_moe", POLICY, seed=1)  # a model gets hooks when something asks for them
     expected = loss_and_gradients(model, inputs)
 
     def stop(*_):
@@ -123,7 +123,7 @@ def test_a_call_that_an_earlier_hook_stopped_ends_nothing_but_itself():
 
 @pytest.mark.parametrize("part", ["", "model"], ids=["the model", "its stack of layers"])
 def test_what_is_called_after_an_interrupted_call_is_no_part_of_that_call(part):
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
     with fail_in(model.model.layers[1], KeyboardInterrupt()), pytest.raises(KeyboardInterrupt) as kept:
         model(**batch())  # kept: and with it the frames of the interrupted call
     watch = Watch(model)
@@ -154,7 +154,7 @@ def replay(model):
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("ask", [round_tokens, start_counting, balance, sonicmoe_hf.record_routing, replay])
 def test_checkpointing_around_a_whole_model_with_work_is_an_error_that_names_its_layers(ask, kind):
-    model, inputs = patched("qwen3_moe", use_cache=False), batch()
+    model, inputs = build_patched("qwen3_moe", use_cache=False), batch()
     words = r"whole model runs it twice.*; checkpoint its layers: model\.activation_checkpointing_enable"
     with ask(model) or contextlib.nullcontext(), pytest.raises(RuntimeError, match=words):
         whole(model, inputs, CHECKPOINTING[kind]).backward()
@@ -203,7 +203,7 @@ def composable(function, hidden):
     ],
 )
 def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, when):
-    model, inputs = patched("qwen3_moe", use_cache=False), batch()
+    model, inputs = build_patched("qwen3_moe", use_cache=False), batch()
     for layer in model.model.layers:
         layer.forward = functools.partial(run_by, apply, layer.forward)
     model(**inputs).loss.backward()
@@ -213,14 +213,14 @@ def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, w
     for layer in model.model.layers:
         del layer.forward
     model.zero_grad()
-    checkpointed(model, "non_reentrant")(**inputs).loss.backward()
+    checkpoint_layers(model, "non_reentrant")(**inputs).loss.backward()
     assert model.model.layers[0].mlp.experts.down_proj.grad.any()
 
 
 @pytest.mark.parametrize("apply", [Offloaded.apply, composable])
 def test_so_it_is_where_routing_is_replayed_in_evaluation(apply):
     """Layers that are computed again would have the experts that the routers choose by then."""
-    model, inputs = patched("qwen3_moe", use_cache=False).eval(), batch()
+    model, inputs = build_patched("qwen3_moe", use_cache=False).eval(), batch()
     with sonicmoe_hf.record_routing(model) as routing:
         model(**inputs)
     for layer in model.model.layers:
@@ -237,8 +237,8 @@ def run_by(apply, function, hidden, **options):
 
 
 def test_a_call_on_an_earlier_calls_output_leaves_it_its_own_recomputation():
-    model = patched("qwen3_moe", POLICY, use_cache=False)
-    again = checkpointed(twin(model), "non_reentrant")
+    model = build_patched("qwen3_moe", POLICY, use_cache=False)
+    again = checkpoint_layers(twin(model), "non_reentrant")
     padded, gradients = batch(padding=True), []
     for version in (model, again):
         first = version.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.models import batch, loss_and_gradients, relative_error, with_realistic_weights
-from helpers.resuming import assert_equal, rounding, train, weights
+from helpers.resuming import assert_equal, rounding, train_and_save, weights
 from helpers.small_families import small_config
 from helpers.training import CHECKPOINTING, start_counting
 from peft import get_peft_model
@@ -162,7 +162,7 @@ def test_a_resumed_run_rounds_balances_and_counts_beside_a_table_as_one_without_
             config.modules_to_save = ["gate"]
             model = get_peft_model(model, config)
         balancing = LoadBalancing(per_layer_loss=0.05, bias_update=1e-2)
-        trainer = train(model, tmp_path, checkpoint, [rounding(), balancing])
+        trainer = train_and_save(model, tmp_path, checkpoint, [rounding(), balancing])
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         return weights(model) | buffers, [log for log in trainer.state.log_history if "moe/rows_added" in log]
 

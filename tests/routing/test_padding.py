@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from helpers.models import batch, ernie_vl_text, image_tokens, patched
+from helpers.models import batch, build_patched, ernie_vl_text, image_tokens
 from helpers.training import start_counting
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import DynamicCache
@@ -30,7 +30,7 @@ def counted(model, **inputs):
 
 
 def test_a_masks_columns_of_a_cached_prompt_are_not_the_calls_own():
-    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
+    model, inputs = build_patched("qwen3_moe", use_cache=True), batch(padding=True)
     prompt, cache = batch(length=5, seed=1)["input_ids"], DynamicCache(config=model.config)
     model(input_ids=prompt, past_key_values=cache)
     mask = torch.cat([torch.ones_like(prompt), inputs["attention_mask"]], dim=1)
@@ -39,13 +39,13 @@ def test_a_masks_columns_of_a_cached_prompt_are_not_the_calls_own():
 
 
 def test_a_masks_columns_of_a_tuned_prefix_are_not_the_calls_own():
-    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
+    model, inputs = build_patched("qwen3_moe", use_cache=True), batch(padding=True)
     tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     assert set(counted(tuned, **inputs).values()) == {int(inputs["attention_mask"].sum())}
 
 
 def test_a_mask_that_numbers_the_sequences_it_packs_leaves_out_its_zeros_alone():
-    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
+    model, inputs = build_patched("qwen3_moe", use_cache=True), batch(padding=True)
     inputs["attention_mask"] = inputs["attention_mask"] * torch.arange(1, 5).unsqueeze(1)
     assert set(counted(model, **inputs).values()) == {int((inputs["attention_mask"] > 0).sum())}
 
@@ -62,13 +62,13 @@ class Reshaping(torch.nn.Module):
 
 
 def test_an_inner_model_without_a_2d_mask_has_that_of_the_model_around_it():
-    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
+    model, inputs = build_patched("qwen3_moe", use_cache=True), batch(padding=True)
     model.model = Reshaping(model.model, lambda mask: mask[:, None, None, :].bool())
     assert set(counted(model, **inputs).values()) == {int(inputs["attention_mask"].sum())}
 
 
 def test_a_mask_that_does_not_fit_is_said_once(caplog, monkeypatch):
-    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
+    model, inputs = build_patched("qwen3_moe", use_cache=True), batch(padding=True)
     model.model = Reshaping(model.model, lambda mask: mask[:2])
     for layer in model.model.inner.layers:  # attention would not take it
         layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
@@ -85,7 +85,7 @@ def test_a_mask_that_does_not_fit_is_said_once(caplog, monkeypatch):
 
 
 def test_a_mask_of_four_dimensions_in_which_nobody_can_tell_padding_is_said_once(caplog):
-    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
+    model, inputs = build_patched("qwen3_moe", use_cache=True), batch(padding=True)
     seen = torch.ones(24, 24).tril().bool() & inputs["attention_mask"][:, None, None, :].bool()
     inputs["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     with caplog.at_level(logging.WARNING, logger=padding.__name__):

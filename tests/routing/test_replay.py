@@ -7,15 +7,15 @@ from helpers.models import (
     CONFIGS,
     batch,
     build,
+    build_patched,
     ernie_vl_text,
     gradients_of,
     image_tokens,
     loss_and_gradients,
-    patched,
     relative_error,
     with_other_routers,
 )
-from helpers.training import CHECKPOINTING, POLICY, checkpointed
+from helpers.training import CHECKPOINTING, POLICY, checkpoint_layers
 from torch.overrides import TorchFunctionMode
 
 import sonicmoe_hf
@@ -29,7 +29,7 @@ def same_experts(one, other):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_same_model_gives_the_same_bits_and_a_changed_one_uses_the_recorded_experts(family):
-    model, inputs = patched(family), batch(padding=True)
+    model, inputs = build_patched(family), batch(padding=True)
     plain = loss_and_gradients(model, inputs)
     with torch.no_grad(), record_routing(model.eval()) as routing:
         model(**inputs)
@@ -50,13 +50,13 @@ def test_the_same_model_gives_the_same_bits_and_a_changed_one_uses_the_recorded_
 
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 def test_checkpointing_recomputes_with_the_replayed_experts_also_after_the_context(kind):
-    model, inputs = patched("qwen3_moe"), batch()
+    model, inputs = build_patched("qwen3_moe"), batch()
     with torch.no_grad(), record_routing(model) as routing:
         model(**inputs)
     other = with_other_routers(model)
     with replay_routing(other, routing):
         expected = loss_and_gradients(other, inputs)
-    checkpointed(other, kind).zero_grad()
+    checkpoint_layers(other, kind).zero_grad()
     with replay_routing(other, routing), record_routing(other) as used:
         loss = other(**inputs).loss
     loss.backward()
@@ -66,7 +66,7 @@ def test_checkpointing_recomputes_with_the_replayed_experts_also_after_the_conte
 
 
 def test_calls_are_replayed_in_order_and_tensors_do_too():
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     inputs = [batch(seed=seed) for seed in range(2)]
     with torch.no_grad(), record_routing(model) as routing:
         logits = [model(**each).logits for each in inputs]
@@ -93,7 +93,7 @@ def test_calls_are_replayed_in_order_and_tensors_do_too():
 
 
 def test_of_replays_inside_each_other_the_innermost_counts():
-    model, inputs = patched("qwen3_moe"), batch()
+    model, inputs = build_patched("qwen3_moe"), batch()
     outer, inner = (torch.tensor(pair).expand(2, 96, 2) for pair in ([0, 2], [1, 3]))
     with torch.no_grad(), replay_routing(model, [outer, outer]), record_routing(model) as used:
         model(**inputs)
@@ -108,7 +108,7 @@ def test_of_replays_inside_each_other_the_innermost_counts():
 
 def called_twice():
     """Build a model whose layers run on the sequence and on its reverse."""
-    model = patched("qwen3_moe", use_cache=False)
+    model = build_patched("qwen3_moe", use_cache=False)
 
     def forward(input_ids, attention_mask=None, labels=None):
         there, back = (model.model(ids).last_hidden_state for ids in (input_ids, input_ids.flip(1)))
@@ -157,7 +157,7 @@ def test_checkpointing_of_runs_of_one_layer_is_an_error(kind):
     model, inputs = with_a_shared_block()
     with torch.no_grad(), record_routing(model) as routing:
         model(**inputs)
-    with replay_routing(checkpointed(model, kind), routing):
+    with replay_routing(checkpoint_layers(model, kind), routing):
         loss = model(**inputs).loss
     words = "runs 2 times in one model call, and gradient checkpointing does not tell .*; replay without gradient"
     with pytest.raises(RuntimeError, match=words):
@@ -204,7 +204,7 @@ class HostReads(TorchFunctionMode):
 
 
 def test_a_given_tensor_is_read_once_and_a_recorded_routing_never():
-    model, inputs = patched("qwen3_moe", num_hidden_layers=3), batch()
+    model, inputs = build_patched("qwen3_moe", num_hidden_layers=3), batch()
     with torch.no_grad(), record_routing(model) as routing:
         model(**inputs)
     for source, reads in ((routing, 0), (routing.tensors()[0].long(), 1)):
@@ -214,11 +214,11 @@ def test_a_given_tensor_is_read_once_and_a_recorded_routing_never():
 
 
 def test_what_it_cannot_do_is_refused_by_name():
-    model, inputs = patched("qwen3_moe"), batch()
+    model, inputs = build_patched("qwen3_moe"), batch()
     whole = torch.zeros(2, 96, 2, dtype=torch.long)
     of_others = []
     for changes in ({"num_hidden_layers": 1}, {"num_experts": 16}):
-        with record_routing(patched("qwen3_moe", **changes)) as of_another:
+        with record_routing(build_patched("qwen3_moe", **changes)) as of_another:
             of_others.append(of_another)
     layers = (
         r"is of layers with experts \{.*\}, but the model has \{'model.layers.0.mlp': 8, 'model.layers.1.mlp': 8\}"
@@ -244,7 +244,7 @@ def test_what_it_cannot_do_is_refused_by_name():
 
 
 def test_a_recorded_call_in_which_no_router_reports_is_an_error():
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     model.model.forward = build("qwen3_moe").model.forward
     with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="no router of it reported its experts"):
         model(**batch())
@@ -252,7 +252,7 @@ def test_a_recorded_call_in_which_no_router_reports_is_an_error():
 
 @pytest.mark.parametrize("then", [lambda model: None, sonicmoe_hf.patch_model])
 def test_a_model_that_is_unpatched_inside_a_replay_ends_it_with_an_error(then):
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     given = torch.zeros(2, 96, 2, dtype=torch.long)
     with pytest.raises(RuntimeError, match="unpatched inside record_routing"), replay_routing(model, given):
         sonicmoe_hf.unpatch_model(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.architectures import EXPERTS, HIDDEN, TOKENS, TOP_K, architectures, family_of, layers_of
 from helpers.marks import rest_pinned
-from helpers.models import CONFIGS, assert_all_close, gradients_of, patched, relative_error, with_other_routers
+from helpers.models import CONFIGS, assert_all_close, build_patched, gradients_of, relative_error, with_other_routers
 from torch.overrides import TorchFunctionMode
 
 from sonicmoe_hf import RecordedRouting, record_routing, replay_routing, serving_divergence
@@ -63,7 +63,7 @@ def weighted_sum(logits):
 def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, start):
     """Beside each sequence alone, unpadded, with the same experts: logits and all gradients. The sequence of one token has
     no row of the server's; with a cut prompt the cut is -1 there too."""
-    model = patched("qwen3_moe").eval()
+    model = build_patched("qwen3_moe").eval()
     arrays = served_arrays(with_other_routers(model))
     ids, mask = padded(PADDING[side])
     cut = [array[start:] for array in arrays]
@@ -95,7 +95,7 @@ def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, s
 
 @pytest.mark.parametrize("dtype", [numpy.uint8, numpy.uint16, numpy.int32, numpy.int64])
 def test_arrays_of_any_integers_lists_and_tensors_on_the_network_give_the_same(dtype):
-    server = with_other_routers(patched("qwen3_moe").eval())
+    server = with_other_routers(build_patched("qwen3_moe").eval())
     _, mask = padded(PADDING["left"])
     expected = RecordedRouting.from_server(served_arrays(server), mask).tensors()[0]
     arrays = served_arrays(server, dtype)
@@ -118,7 +118,7 @@ def with_layers_of_zeros(array):
 
 
 def test_layers_without_experts_that_a_server_counts_are_left_out():
-    model = patched("qwen3_moe").eval()
+    model = build_patched("qwen3_moe").eval()
     _, mask = padded(PADDING["left"])
     arrays = served_arrays(with_other_routers(model))
     arrays[0][0] = -1  # where nothing is known, nothing says that a layer is empty
@@ -138,7 +138,7 @@ def test_layers_without_experts_that_a_server_counts_are_left_out():
 def test_what_vllm_sends_over_http_is_taken_and_other_text_is_an_error():
     """vLLM: .npy in base64 (vllm/utils/serial_utils.py); SGLang: the array's bytes in base64."""
     _, mask = padded(PADDING["left"])
-    arrays = served_arrays(with_other_routers(patched("qwen3_moe").eval()), numpy.uint8)
+    arrays = served_arrays(with_other_routers(build_patched("qwen3_moe").eval()), numpy.uint8)
     texts = []
     for array in arrays:
         numpy.save(file := io.BytesIO(), array, allow_pickle=False)
@@ -156,7 +156,7 @@ def test_what_vllm_sends_over_http_is_taken_and_other_text_is_an_error():
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers():
-    model = patched("qwen3_moe").eval()
+    model = build_patched("qwen3_moe").eval()
     ids, mask = padded(PADDING["left"])
     arrays = served_arrays(with_other_routers(model))
     changed = {
@@ -258,7 +258,7 @@ def test_tokens_with_given_experts_beside_tokens_with_their_own_have_the_routers
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_divergence_counts_the_tokens_whose_sets_of_experts_differ(family):
-    model = patched(family).eval()
+    model = build_patched(family).eval()
     ids, mask = padded(PADDING["left"])
     inputs = {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad(), record_routing(model) as own:
@@ -282,7 +282,7 @@ def test_divergence_counts_the_tokens_whose_sets_of_experts_differ(family):
 
 
 def test_divergence_of_a_server_is_between_none_and_all_and_of_unknown_tokens_no_number():
-    model = patched("qwen3_moe").eval()
+    model = build_patched("qwen3_moe").eval()
     ids, mask = padded(PADDING["right"])
     routing = RecordedRouting.from_server(served_arrays(with_other_routers(model)), mask)
     shares = serving_divergence(model, routing, input_ids=ids, attention_mask=mask)

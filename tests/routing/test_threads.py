@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.marks import rest_pinned
-from helpers.models import assert_all_close, batch, loss_and_gradients, patched, relative_error, twin
-from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, checkpointed, fail_in
+from helpers.models import assert_all_close, batch, build_patched, loss_and_gradients, relative_error, twin
+from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, checkpoint_layers, fail_in
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
@@ -49,7 +49,7 @@ def in_threads(*functions):
 
 
 def test_inference_in_one_thread_leaves_training_in_another_rounding():
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
     expected = loss_and_gradients(model, batch(padding=True))
     with torch.no_grad():
         top_k_logits = model(**batch(seed=1)).logits
@@ -65,7 +65,7 @@ def test_inference_in_one_thread_leaves_training_in_another_rounding():
 
 
 def test_recording_and_replaying_in_one_thread_leave_other_threads_alone():
-    model = patched("qwen3_moe").eval()
+    model = build_patched("qwen3_moe").eval()
     other = torch.tensor([0, 2]).expand(2, 96, 2)
     with torch.no_grad():
         plain = model(**batch(seed=1)).logits
@@ -110,9 +110,9 @@ def gradients_by_backward(model, inputs):
 def test_two_threads_train_two_models(kind):
     models, expected = [], []
     for family, routing in (("qwen3_moe", POLICY), ("qwen3_moe", TokenRounding(rounding="up", tile=4))):
-        model = patched(family, routing, use_cache=False)
+        model = build_patched(family, routing, use_cache=False)
         expected.append(gradients_by_backward(twin(model), batch(padding=True, seed=len(models))))
-        models.append(checkpointed(model, kind))
+        models.append(checkpoint_layers(model, kind))
     meet_in_blocks(*models)
     watches = [Watch(model) for model in models]
     batches = [batch(padding=True, seed=seed) for seed in range(2)]
@@ -125,10 +125,10 @@ def test_two_threads_train_two_models(kind):
 
 def test_two_threads_differentiate_one_model():
     """Each recomputes with its own padding. (Reentrant checkpointing has no autograd.grad.)"""
-    model = patched("qwen3_moe", POLICY, use_cache=False)
+    model = build_patched("qwen3_moe", POLICY, use_cache=False)
     batches = [batch(padding=True), batch(seed=1)]
     expected = [gradients_of(model, inputs) for inputs in batches]
-    meet_in_blocks(checkpointed(model, "non_reentrant"))
+    meet_in_blocks(checkpoint_layers(model, "non_reentrant"))
     found = in_threads(*[functools.partial(gradients_of, model, inputs) for inputs in batches])
     for actual, wanted in zip(found, expected):
         assert_all_close(actual, wanted, 1e-6, SAME)
@@ -136,8 +136,8 @@ def test_two_threads_differentiate_one_model():
 
 @pytest.mark.parametrize("inner", CHECKPOINTING)
 def test_checkpoints_inside_reentrant_checkpoints_recompute_their_calls_routing(inner):
-    model = patched("qwen3_moe", POLICY, use_cache=False)
-    again = checkpointed(twin(model), "reentrant")
+    model = build_patched("qwen3_moe", POLICY, use_cache=False)
+    again = checkpoint_layers(twin(model), "reentrant")
     for layer in again.model.layers:
         layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, **CHECKPOINTING[inner])
     gradients = []
@@ -153,7 +153,7 @@ def test_checkpoints_inside_reentrant_checkpoints_recompute_their_calls_routing(
 
 @pytest.mark.parametrize("place", ["model.layers.1.mlp.experts", "model.layers.1.mlp.gate", "lm_head", "model.norm"])
 def test_a_forward_that_raises_leaves_no_call_behind(place):
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
     with fail_in(model.get_submodule(place), OutOfMemory()), pytest.raises(OutOfMemory):
         model(**batch())
     assert calls.in_progress() is None
@@ -163,7 +163,7 @@ def test_a_forward_that_raises_leaves_no_call_behind(place):
 
 
 def test_a_model_called_inside_another_keeps_its_own_settings():
-    student, teacher = patched("qwen3_moe", POLICY), patched("qwen3_moe", TokenRounding(tile=4), seed=1)
+    student, teacher = build_patched("qwen3_moe", POLICY), build_patched("qwen3_moe", TokenRounding(tile=4), seed=1)
     watches = [Watch(student), Watch(teacher)]
 
     def teach(layer, args):
@@ -177,7 +177,7 @@ def test_a_model_called_inside_another_keeps_its_own_settings():
 
 @pytest.mark.parametrize("kind", rest_pinned(CHECKPOINTING))
 def test_nothing_holds_a_model_or_its_calls_after_training(kind):
-    model = checkpointed(patched("qwen3_moe", POLICY, use_cache=False), kind)
+    model = checkpoint_layers(build_patched("qwen3_moe", POLICY, use_cache=False), kind)
     loss_and_gradients(model, batch())
     out = model(**batch())
     with fail_in(model.model.layers[0].mlp.gate, OutOfMemory()), pytest.raises(OutOfMemory):

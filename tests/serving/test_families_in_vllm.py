@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.adapters import save_with_factors
-from helpers.served import config_for_vllm
+from helpers.engine_adapters import config_for_vllm
 from helpers.vllm_engine import FAMILIES_SERVED, complete, distance, engine, model_for_vllm
 from peft import get_peft_model
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.adapters import save_with_factors
+from helpers.engine_adapters import config_for_vllm
 from helpers.models import build
-from helpers.served import config_for_vllm
 from helpers.trl_trainers import word_tokenizer
 from peft import get_peft_model
 

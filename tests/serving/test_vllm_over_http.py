@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers.adapters import save_with_factors
 from helpers.checkpoints import edit_tensors
+from helpers.engine_adapters import config_for_vllm
 from helpers.http_servers import answer, running
-from helpers.served import config_for_vllm
 from helpers.trl_trainers import word_tokenizer
 from helpers.vllm_engine import PROMPTS, TOKENS, model_for_vllm
 from peft import get_peft_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.marks import rest_pinned, rest_slow
 from helpers.models import batch, loss_and_gradients
-from helpers.streamed import adapted, engine_of, host_weights, streamed
+from helpers.streamed import add_adapter, build_streamed, copies_of, host_weights
 
 from sonicmoe_hf import moe_experts, patch_model
 from sonicmoe_hf.kernels.packed import FORMATS
@@ -20,12 +20,12 @@ FEW = int(ROWS_OVER_THE_BUS * EXPERTS / TOP_K)  # tokens
 
 
 def made(experts_memory=0, format="nf4", family="qwen3_moe"):
-    return streamed(experts_memory, format, family, layers=LAYERS).eval()
+    return build_streamed(experts_memory, format, family, layers=LAYERS).eval()
 
 
 def work(model):
     """List the work done so far, "copy" or "over the bus", for each of the layers' weights; then forget it."""
-    log = engine_of(model).log
+    log = copies_of(model).log
     works = [key for key, _ in itertools.groupby(log) if key[0] != "read"]  # a weight is read once, and seen twice
     log.clear()
     return [kind for kind, *_ in works]
@@ -80,7 +80,7 @@ def test_generation_copies_for_the_prompt_and_not_for_its_tokens(late_copies, ex
 
 @pytest.mark.parametrize("checkpointing", rest_pinned([False, True, None]), ids=["recomputed", "reentrant", "kept"])
 def test_steps_of_few_and_of_many_tokens_have_the_resident_gradients(late_copies, checkpointing):
-    model, resident = (adapted(made(memory), checkpointing).train() for memory in (0, None))
+    model, resident = (add_adapter(made(memory), checkpointing).train() for memory in (0, None))
     for tokens in (FEW, 16, FEW):
         inputs = batch(1, tokens)
         given, expected = loss_and_gradients(model, inputs), loss_and_gradients(resident, inputs)
@@ -111,7 +111,7 @@ def test_host_memory_is_not_written_while_the_device_reads_it(late_copies, token
     logits(model, tokens)
     with weight.layer.fetched():
         pass  # the next layer's copy is under way
-    engine = engine_of(model)
+    engine = copies_of(model)
     assert engine.queue and bool(engine.reading) == (tokens == 1)
     weight.copy_(weight.resident())
     assert not engine.queue and not engine.reading
@@ -120,7 +120,7 @@ def test_host_memory_is_not_written_while_the_device_reads_it(late_copies, token
 def test_memory_is_not_unpinned_while_it_is_read(late_copies):
     model = made()
     logits(model, 1)
-    engine = engine_of(model)
+    engine = copies_of(model)
     assert engine.reading
     del model
     gc.collect()

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from helpers.models import loss_and_gradients
-from helpers.streamed import adapted, layers_of
+from helpers.streamed import add_adapter, streamed_layers
 from test_streaming import BATCH, assert_equal, streamed
 
 from sonicmoe_hf.kernels import eager
@@ -14,8 +14,8 @@ from sonicmoe_hf.kernels import eager
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["down", "down_backward"])
 def test_after_an_error_in_mid_step_the_next_steps_are_right(late_copies, monkeypatch, where, error):
-    expected = loss_and_gradients(adapted(streamed(None)), BATCH)
-    model, calls, function = adapted(streamed(0)), [], getattr(eager, where)
+    expected = loss_and_gradients(add_adapter(streamed(None)), BATCH)
+    model, calls, function = add_adapter(streamed(0)), [], getattr(eager, where)
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -32,8 +32,8 @@ def test_after_an_error_in_mid_step_the_next_steps_are_right(late_copies, monkey
 
 
 def test_a_use_that_was_interrupted_before_its_end_holds_no_buffer(late_copies):
-    model = adapted(streamed(0))
-    layers = layers_of(model)
+    model = add_adapter(streamed(0))
+    layers = streamed_layers(model)
     expected = loss_and_gradients(model, BATCH)
     for number in (1, 3):
         layers[number].stream.begin(layers[number])  # an interrupt that came before `with` began
@@ -43,7 +43,7 @@ def test_a_use_that_was_interrupted_before_its_end_holds_no_buffer(late_copies):
 def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch):
     model = streamed(0)
     expected = model(**BATCH).logits
-    layers = layers_of(model)
+    layers = streamed_layers(model)
     copy_now = late_copies.copy
 
     def cut_off(self, pairs, after, done):
@@ -65,7 +65,7 @@ def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch
 
 def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
     model = streamed(0)
-    layers = layers_of(model)
+    layers = streamed_layers(model)
     inside, leave, errors = threading.Barrier(3), threading.Event(), []
 
     def use(number):
@@ -88,7 +88,7 @@ def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
 
 def test_what_one_thread_computes_with_is_not_overwritten_for_another(late_copies):
     model = streamed(0)
-    layers = layers_of(model)
+    layers = streamed_layers(model)
     inside, leave, found = threading.Event(), threading.Event(), []
 
     def use():

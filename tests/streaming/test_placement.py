@@ -16,7 +16,7 @@ from helpers.marks import crossed
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
-from helpers.streamed import adapted, host_weights, small, streamed
+from helpers.streamed import add_adapter, build_small, build_streamed, host_weights
 from peft import prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading
@@ -79,12 +79,12 @@ def test_what_is_no_number_of_bytes_is_an_error(given):
     with pytest.raises(
         ValueError, match='give the bytes of experts that stay on the GPU, such as "8GiB" or 0, or "auto"'
     ):
-        patch_model(small(), experts_memory=given)
+        patch_model(build_small(), experts_memory=given)
 
 
 @pytest.mark.parametrize("format", [None, "nf4", "mxfp4", "fp8", "nvfp4"])
 def test_bytes_before_packing_are_those_that_are_stored(format):
-    model = small()
+    model = build_small()
     expected = [bytes_of(experts, format) for _, experts in expert_layers(model)]
     if format is not None:
         quantize_experts(model, format)
@@ -97,7 +97,7 @@ def test_bytes_before_packing_are_those_that_are_stored(format):
 
 @pytest.mark.parametrize("family, format, layout", crossed(["qwen3_moe", "gpt_oss"], ["nf4", None], ["hub", "native"]))
 def test_loaded_into_host_memory_experts_are_those_loaded_to_the_device(late_copies, family, format, layout, tmp_path):
-    folder = dict(zip(("hub", "native"), save_both(small(family).bfloat16(), tmp_path)))[layout]
+    folder = dict(zip(("hub", "native"), save_both(build_small(family).bfloat16(), tmp_path)))[layout]
     resident = from_pretrained(folder, experts_quantization=format)
     half = sum(bytes_of(experts, None) for _, experts in expert_layers(resident)) // 2
     for experts_memory, count in ((0, LAYERS), (half, LAYERS // 2)):
@@ -112,14 +112,14 @@ def test_loaded_into_host_memory_experts_are_those_loaded_to_the_device(late_cop
 
 
 def test_a_checkpoint_packed_before_streams_in(late_copies, tmp_path):
-    quantize_experts(small().bfloat16(), "mxfp4").save_pretrained(tmp_path)
+    quantize_experts(build_small().bfloat16(), "mxfp4").save_pretrained(tmp_path)
     resident, model = from_pretrained(tmp_path), from_pretrained(tmp_path, experts_memory=0)
     assert len(host_weights(model)) == 2 * LAYERS and torch.equal(logits(model), logits(resident))
 
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_no_more_than_one_weight_is_on_the_device_while_a_checkpoint_streams_in(format, tmp_path, monkeypatch):
-    small().bfloat16().save_pretrained(tmp_path)
+    build_small().bfloat16().save_pretrained(tmp_path)
     place, there = placement.LoadingPlacement.place, []
 
     def counted(self, model, name):
@@ -136,7 +136,7 @@ def test_no_more_than_one_weight_is_on_the_device_while_a_checkpoint_streams_in(
 @reads_peaks
 def test_a_checkpoint_streams_into_host_memory_with_one_weight_of_a_layer_beside_the_model(tmp_path):
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64}
-    small(layers=1, **sizes).bfloat16().save_pretrained(tmp_path, max_shard_size="10MB")
+    build_small(layers=1, **sizes).bfloat16().save_pretrained(tmp_path, max_shard_size="10MB")
     peak = peak_of_a_process(partial(from_pretrained, tmp_path, experts_quantization="nf4", experts_memory=0))
     files, largest = bytes_in(tmp_path), 64 * 512 * 512 * 2  # mapped pages count; gate and up in bf16
     libraries = 40 * 2**20
@@ -144,14 +144,14 @@ def test_a_checkpoint_streams_into_host_memory_with_one_weight_of_a_layer_beside
 
 
 def test_experts_that_the_checkpoint_does_not_have_go_to_host_memory_too(tmp_path):
-    small().save_pretrained(tmp_path)
+    build_small().save_pretrained(tmp_path)
     edit_tensors(tmp_path, dict.fromkeys(name for name in tensors_in(tmp_path) if ".experts." in name))
     assert len(host_weights(from_pretrained(tmp_path, experts_memory=0))) == 2 * LAYERS
 
 
 def test_weights_of_another_size_are_named_as_without_us_or_made_anew(late_copies, tmp_path):
-    small().save_pretrained(tmp_path)
-    config = small(moe_intermediate_size=128).config
+    build_small().save_pretrained(tmp_path)
+    config = build_small(moe_intermediate_size=128).config
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         from_pretrained(tmp_path, config=config, experts_memory=0)
     model = from_pretrained(tmp_path, config=config, experts_memory=0, ignore_mismatched_sizes=True)
@@ -164,7 +164,7 @@ def test_loads_overlap_and_those_of_other_models_are_as_before(late_copies, monk
         monkeypatch.setattr(
             owner, name, getattr(owner, name)
         )  # Transformers' loads put back what the other one put there
-    small().save_pretrained(tmp_path)
+    build_small().save_pretrained(tmp_path)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
     place, both, models = placement.LoadingPlacement.place, threading.Barrier(2, timeout=20), []
 
@@ -193,7 +193,7 @@ def test_loads_overlap_and_those_of_other_models_are_as_before(late_copies, monk
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_state_dicts_files_and_pickles_hold_ordinary_tensors(late_copies, format, tmp_path):
-    model, resident = streamed(0, format), streamed(None, format)
+    model, resident = build_streamed(0, format), build_streamed(None, format)
     state, expected = model.state_dict(), resident.state_dict()
     assert state.keys() == expected.keys() and not any(isinstance(t, HostWeight) for t in state.values())
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -208,23 +208,23 @@ def test_state_dicts_files_and_pickles_hold_ordinary_tensors(late_copies, format
 
 
 def test_other_devices_get_ordinary_weights(late_copies):
-    weight = host_weights(streamed(0, "nf4"))[0]
+    weight = host_weights(build_streamed(0, "nf4"))[0]
     moved = weight.to("meta")
     assert type(moved) is PackedWeight and moved.device.type == moved.codes.device.type == "meta"
 
 
 def test_the_footprint_counts_what_the_host_holds(late_copies):
     for format in (None, "nf4"):
-        expected = streamed(None, format).get_memory_footprint()
-        assert streamed(0, format).get_memory_footprint() == pytest.approx(expected, rel=1e-12)
+        expected = build_streamed(None, format).get_memory_footprint()
+        assert build_streamed(0, format).get_memory_footprint() == pytest.approx(expected, rel=1e-12)
 
 
 def test_experts_in_host_memory_are_not_trained(late_copies):
-    model = streamed()
+    model = build_streamed()
     with pytest.raises(RuntimeError, match="experts in host memory are frozen and have no gradient; train adapters"):
         model.requires_grad_(True)
     assert not any(weight.requires_grad for weight in host_weights(model))
-    model = streamed(experts_memory="1GiB")  # all stay, and are as frozen
+    model = build_streamed(experts_memory="1GiB")  # all stay, and are as frozen
     assert not host_weights(model) and not model.model.layers[0].mlp.experts.down_proj.requires_grad
 
 
@@ -241,17 +241,17 @@ def test_experts_in_host_memory_are_not_trained(late_copies):
 )
 def test_what_would_read_one_as_a_tensor_is_an_error(late_copies, operation):
     with pytest.raises(RuntimeError, match=r"these experts live in host memory|cannot be shared with other processes"):
-        operation(host_weights(streamed())[0])
+        operation(host_weights(build_streamed())[0])
 
 
 @pytest.mark.parametrize("experts_memory, format", [(0, None), (0, "nf4"), (None, "nf4")])
 def test_accelerate_offloads_neither_them_nor_packed_experts(late_copies, experts_memory, format):
     with pytest.raises(RuntimeError, match=r'cannot offload .*in host memory by sonicmoe_hf .*"8GiB"'):
-        cpu_offload(streamed(experts_memory, format), "cpu")
+        cpu_offload(build_streamed(experts_memory, format), "cpu")
 
 
 def unpatched():
-    model = streamed()
+    model = build_streamed()
     unpatch_model(model)
     return model
 
@@ -260,7 +260,11 @@ def unpatched():
     "use, error, words",
     [
         (lambda: logits(unpatched()), RuntimeError, "other experts implementations"),
-        (lambda: adapted(streamed(0)).merge_and_unload(), UnsupportedModelError, "sonicmoe-hf merge BASE ADAPTER DST"),
+        (
+            lambda: add_adapter(build_streamed(0)).merge_and_unload(),
+            UnsupportedModelError,
+            "sonicmoe-hf merge BASE ADAPTER DST",
+        ),
     ],
 )
 def test_what_takes_the_weights_from_the_model_is_told_that_they_are_on_the_host(late_copies, use, error, words):
@@ -270,7 +274,7 @@ def test_what_takes_the_weights_from_the_model_is_told_that_they_are_on_the_host
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_casts_dense_experts_as_on_the_device(late_copies, dtype):
-    models = [with_lora(small().to(dtype), target_modules=["q_proj"]) for _ in range(2)]
+    models = [with_lora(build_small().to(dtype), target_modules=["q_proj"]) for _ in range(2)]
     for model, experts_memory in zip(models, (0, None)):
         patch_model(model, experts_memory=experts_memory)
         model.enable_input_require_grads()
@@ -283,7 +287,7 @@ def test_autocast_casts_dense_experts_as_on_the_device(late_copies, dtype):
 @pytest.mark.pinned
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_what_libraries_do_to_parameters_changes_nothing(late_copies, format):
-    model, expected = streamed(0, format), logits(streamed(None, format))
+    model, expected = build_streamed(0, format), logits(build_streamed(None, format))
     for change in (lambda data: data, torch.Tensor.contiguous, lambda data: data.float(), torch.Tensor.clone):
         for parameter in model.parameters():
             parameter.data = change(parameter.data)
@@ -299,7 +303,7 @@ def test_what_libraries_do_to_parameters_changes_nothing(late_copies, format):
 
 def test_too_little_host_memory_is_an_error_and_nothing_moves(late_copies, monkeypatch):
     monkeypatch.setattr(placement, "free_on_host", lambda: 2**20)
-    model = small(num_experts=64)
+    model = build_small(num_experts=64)
     with pytest.raises(
         MemoryError, match=r"puts 0\.0 GiB of experts in host memory, where 0\.0 GiB are free; keep more"
     ):
@@ -311,7 +315,7 @@ def test_too_little_host_memory_is_an_error_and_nothing_moves(late_copies, monke
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_where_the_driver_does_not_pin_a_weight_nothing_changes(late_copies, monkeypatch, format):
-    model, pin = small(), late_copies.pin
+    model, pin = build_small(), late_copies.pin
     before, expected = dict(model.named_parameters()), logits(model)
 
     def pin_three(self, host):
@@ -363,7 +367,7 @@ def test_auto_leaves_a_part_of_the_card(monkeypatch):
 
 
 def test_experts_that_went_to_host_memory_are_not_packed_there(late_copies):
-    model = streamed()
+    model = build_streamed()
     expected = logits(model)
     with pytest.raises(UnsupportedExpertsError, match=r"live in host memory already.*experts_quantization='nf4'"):
         quantize_experts(model, "nf4", experts_memory=0)
@@ -373,9 +377,9 @@ def test_experts_that_went_to_host_memory_are_not_packed_there(late_copies):
 @pytest.mark.parametrize(
     "place, words",
     [
-        (lambda: patch_model(small(), experts_memory="auto"), "fits a GPU, but the model is on cpu"),
-        (lambda: Placement(small(), 0, device="meta"), "brings experts to CUDA GPUs, not to meta"),
-        (lambda: Placement(small().to("meta"), 0), r"on one device, not on \['meta'\]"),
+        (lambda: patch_model(build_small(), experts_memory="auto"), "fits a GPU, but the model is on cpu"),
+        (lambda: Placement(build_small(), 0, device="meta"), "brings experts to CUDA GPUs, not to meta"),
+        (lambda: Placement(build_small().to("meta"), 0), r"on one device, not on \['meta'\]"),
     ],
 )
 def test_experts_that_cannot_be_brought_to_a_gpu_are_an_error(late_copies, place, words):

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
 from helpers.models import batch, loss_and_gradients
-from helpers.parallel import OWN_BATCH, assert_mean_of_ranks, gradients
+from helpers.parallel import OWN_BATCH, assert_mean_of_ranks, whole_gradients
 from helpers.ranks import WORLD, forkserver, join
-from helpers.streamed import host_weights, layers_of, peak_growth, save_shards, small, streamed
+from helpers.streamed import build_small, build_streamed, host_weights, peak_growth, save_shards, streamed_layers
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +39,7 @@ TIMEOUT = 15  # seconds, of the process group that loses a rank
 
 @pytest.mark.parametrize("by", ["tensor parallelism", "DeepSpeed's ZeRO-3"])
 def test_loading_for_ranks_that_share_or_shard_experts_is_an_error(late_copies, monkeypatch, tmp_path, by):
-    small().save_pretrained(tmp_path)
+    build_small().save_pretrained(tmp_path)
     config = {"distributed_config": DistributedConfig(tp_size=2)} if by == "tensor parallelism" else {}
     monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: not config)
     with pytest.raises(UnsupportedModelError, match="experts_memory takes experts that ranks neither share nor shard"):
@@ -51,7 +51,7 @@ def test_loading_for_ranks_that_share_or_shard_experts_is_an_error(late_copies, 
     [(("_is_expert_parallel", True), "expert"), (("ds_id", 7), r"DeepSpeed's ZeRO-3")],  # ds_id: deepspeed.zero.Init's
 )
 def test_experts_that_ranks_share_or_shard_are_an_error(late_copies, mark, by):
-    model = small()
+    model = build_small()
     experts = model.model.layers[1].mlp.experts
     setattr(experts.down_proj if mark[0] == "ds_id" else experts, *mark)
     with pytest.raises(UnsupportedExpertsError, match=rf"layers\.1\.mlp\.experts is shared by ranks \(.*{by}"):
@@ -60,7 +60,7 @@ def test_experts_that_ranks_share_or_shard_are_an_error(late_copies, mark, by):
 
 
 def with_adapters(experts_memory, format=None):
-    return with_lora(streamed(experts_memory, format), ["mlp.experts.down_proj"], target_modules=["q_proj"])
+    return with_lora(build_streamed(experts_memory, format), ["mlp.experts.down_proj"], target_modules=["q_proj"])
 
 
 def memory_of(process="self"):
@@ -80,8 +80,8 @@ def under_ddp(rank, format):
     for experts_memory in (None, 0):
         model = with_adapters(experts_memory, format)
         loss = loss_and_gradients(DistributedDataParallel(model), batch(**OWN_BATCH[rank]))["loss"]
-        found.append((loss, gradients(model)))
-    return *found, memory_of(), [layer.fills for layer in layers_of(model)]
+        found.append((loss, whole_gradients(model)))
+    return *found, memory_of(), [layer.fills for layer in streamed_layers(model)]
 
 
 @pytest.mark.parametrize("format", [None, "nf4"])
@@ -126,7 +126,7 @@ def loaded(rank, folder, format):
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_ranks_load_one_copy_weight_by_weight(ranks, tmp_path, format):
-    small().bfloat16().save_pretrained(tmp_path)
+    build_small().bfloat16().save_pretrained(tmp_path)
     with torch.no_grad():
         expected = from_pretrained(tmp_path, experts_quantization=format)(**batch(2, 8)).logits
     results = ranks.run(loaded, str(tmp_path), format)
@@ -155,7 +155,7 @@ def test_loading_takes_one_copy_of_the_host_memory_and_a_weight_a_rank(ranks, tm
 
 
 def with_weights_of_its_own(rank, folders):
-    model, errors = small(seed=rank), []
+    model, errors = build_small(seed=rank), []
     for place in (
         lambda: patch_model(model, experts_memory=0),
         lambda: quantize_experts(model, "nf4", experts_memory=0),
@@ -172,7 +172,7 @@ def with_weights_of_its_own(rank, folders):
 def test_ranks_with_other_weights_do_not_share_memory(ranks, tmp_path):
     folders = [str(tmp_path / str(rank)) for rank in range(WORLD)]
     for rank, folder in enumerate(folders):
-        small(seed=rank).save_pretrained(folder)
+        build_small(seed=rank).save_pretrained(folder)
     for rank, (errors, moved, kinds) in enumerate(ranks.run(with_weights_of_its_own, folders)):
         assert all(error.startswith(f"ranks [{1 - rank}]") for error in errors)
         assert not moved and kinds == {torch.nn.Parameter}, "nothing is changed"
@@ -188,21 +188,21 @@ def without_a_way(rank, way):
         patching if rank == WORLD - 1 else contextlib.nullcontext(),
         mock.patch.object(host_memory.logger, "warning") as warning,
     ):
-        model = streamed()
+        model = build_streamed()
         once = sum(weight.nbytes for weight in host_weights(model))
         monkeypatch.setattr(placement, "free_on_host", lambda: once * 3 // 2)
         with pytest.raises(MemoryError, match="keep more experts on the GPU"):
-            streamed()
+            build_streamed()
         monkeypatch.undo()
     with torch.no_grad():
         logits = model(**batch(2, 8)).logits
-    filled = sum(layer.fills for layer in layers_of(model))
+    filled = sum(layer.fills for layer in streamed_layers(model))
     return [call.args[0] for call in warning.call_args_list], logits, filled, memory_of()
 
 
 @pytest.mark.parametrize("way", ["memfd", "its size", "/proc"])
 def test_where_the_system_does_not_share_memory_each_rank_has_a_copy(ranks, way):
-    expected = streamed(None)(**batch(2, 8)).logits
+    expected = build_streamed(None)(**batch(2, 8)).logits
     for warnings, logits, filled, memory in ranks.run(without_a_way, way):
         assert torch.equal(logits, expected) and filled == LAYERS and not memory
         assert (
@@ -214,7 +214,7 @@ def test_where_the_system_does_not_share_memory_each_rank_has_a_copy(ranks, way)
 def where_one_driver_does_not_pin(rank, after, shares):
     """Place experts while the last rank pins so many weights and no more; return its error, whether the model is as
     it was, what is pinned and shared then, and how many layers a second try places."""
-    model, pinned = small(), set()
+    model, pinned = build_small(), set()
 
     def pin(copies, host):
         if rank == WORLD - 1 and len(pinned) == after:
@@ -251,12 +251,12 @@ def test_a_file_that_is_not_mapped_is_closed():
 
 def test_ranks_that_have_not_met_yet_are_told_that_each_holds_a_copy(late_copies, monkeypatch, messages):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host_weights(streamed())
+    assert host_weights(build_streamed())
     assert messages.about("4 ranks of this host hold a copy each") and messages.about("make TrainingArguments")
 
 
 def written(rank):
-    model, same, other = streamed(), streamed(None).state_dict(), streamed(None, seed=1).state_dict()
+    model, same, other = build_streamed(), build_streamed(None).state_dict(), build_streamed(None, seed=1).state_dict()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(same)
     with pytest.raises(RuntimeError, match="ranks of this host share, and do not take other values"):
@@ -271,7 +271,9 @@ def test_shared_experts_take_the_values_that_they_have_alone(ranks):
         is_whole
         and others
         and all(
-            torch.equal(value, given[name]) for name, value in streamed(None).state_dict().items() if name in given
+            torch.equal(value, given[name])
+            for name, value in build_streamed(None).state_dict().items()
+            if name in given
         )
     )
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.models import batch, build, loss_and_gradients
-from helpers.parallel import gradients
+from helpers.parallel import whole_gradients
 from helpers.ranks import Ranks
-from helpers.streamed import layers_of
+from helpers.streamed import streamed_layers
 from test_several_ranks import memory_of
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,8 +38,8 @@ def trained(rank, format):
         inputs = {name: tensor.cuda() for name, tensor in batch(2, 32, seed=rank).items()}
         with torch.autocast("cuda", torch.bfloat16):
             loss = loss_and_gradients(DistributedDataParallel(model), inputs)["loss"]
-        found.append({"loss": loss.cpu(), **{name: each.cpu() for name, each in gradients(model).items()}})
-    hosts = [host for layer in layers_of(model) for host in layer._bytes.values()]
+        found.append({"loss": loss.cpu(), **{name: each.cpu() for name, each in whole_gradients(model).items()}})
+    hosts = [host for layer in streamed_layers(model) for host in layer._bytes.values()]
     pinned, memory = [host.is_pinned() for host in hosts], memory_of()
     del model
     gc.collect()

@@ -11,8 +11,7 @@ from helpers.adapters import EXPERTS
 from helpers.late_copies import Hazard
 from helpers.marks import crossed, rest_pinned, rest_slow
 from helpers.models import batch, loss_and_gradients
-from helpers.streamed import adapted, engine_of, host_weights, layers_of
-from helpers.streamed import streamed as streamed_of
+from helpers.streamed import add_adapter, build_streamed, copies_of, host_weights, streamed_layers
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -28,7 +27,7 @@ LAYERS = 5
 BATCH = batch(2, 8)
 BATCHES = [batch(2, 8, seed=seed) for seed in range(4)]
 FAMILIES = ("qwen3_moe", "gpt_oss")
-streamed = functools.partial(streamed_of, layers=LAYERS)
+streamed = functools.partial(build_streamed, layers=LAYERS)
 
 
 def lived(model):
@@ -58,9 +57,9 @@ def assert_equal(given, expected):
 
 @pytest.mark.parametrize("checkpointing, format", rest_slow(itertools.product([True, None, False], ["nf4", None])))
 def test_training_evaluation_and_generation_are_equal_to_the_bit(late_copies, format, checkpointing):
-    expected = lived(adapted(streamed(None, format), checkpointing))
+    expected = lived(add_adapter(streamed(None, format), checkpointing))
     for experts_memory, layers in ((0, LAYERS), ("half", (LAYERS + 1) // 2)):
-        model = adapted(streamed(experts_memory, format), checkpointing)
+        model = add_adapter(streamed(experts_memory, format), checkpointing)
         assert len(host_weights(model)) == 2 * layers
         assert_equal(lived(model), expected)
 
@@ -69,8 +68,8 @@ def test_training_evaluation_and_generation_are_equal_to_the_bit(late_copies, fo
     "family,format", rest_slow([("gpt_oss", "mxfp4"), *((f, each) for f in FAMILIES for each in FORMATS)])
 )
 def test_every_format_and_layout_streams(late_copies, family, format):
-    expected = loss_and_gradients(adapted(streamed(None, format, family)), BATCH)
-    given = loss_and_gradients(adapted(streamed(0, format, family)), BATCH)
+    expected = loss_and_gradients(add_adapter(streamed(None, format, family)), BATCH)
+    given = loss_and_gradients(add_adapter(streamed(0, format, family)), BATCH)
     assert given.keys() == expected.keys()
     assert_equal(given.values(), expected.values())
 
@@ -90,9 +89,9 @@ def numbered(engine, layers):
 
 @pytest.mark.parametrize("checkpointing", rest_pinned([True, None, False]), ids=["reentrant", "kept", "recomputed"])
 def test_each_layer_is_copied_while_the_one_before_computes(late_copies, checkpointing):
-    model = adapted(streamed(0, layers=4), checkpointing)
-    layers = layers_of(model)
-    engine = engine_of(model)
+    model = add_adapter(streamed(0, layers=4), checkpointing)
+    layers = streamed_layers(model)
+    engine = copies_of(model)
     loss_and_gradients(model, BATCH)
     waited, engine.log[:] = engine.finished, []
     for _ in range(2):
@@ -116,24 +115,24 @@ def _held(engine, layers):
 
 
 def test_the_first_step_goes_forwards_and_back_without_having_seen_another(late_copies):
-    model = adapted(streamed(0, layers=4))
+    model = add_adapter(streamed(0, layers=4))
     loss_and_gradients(model, BATCH)
-    layers = layers_of(model)
-    copied = [number for kind, number in numbered(engine_of(model), layers) if kind == "copy"]
+    layers = streamed_layers(model)
+    copied = [number for kind, number in numbered(copies_of(model), layers) if kind == "copy"]
     assert copied == [0, 1, 2, 3, 1, 0]
 
 
 def test_two_streamed_layers_are_copied_once(late_copies):
-    model = adapted(streamed(0, layers=2), False)
+    model = add_adapter(streamed(0, layers=2), False)
     for _ in range(3):
         loss_and_gradients(model, BATCH)
-    assert [kind for kind, *_ in engine_of(model).log].count("copy") == 2 * 2, "two weights of two layers"
+    assert [kind for kind, *_ in copies_of(model).log].count("copy") == 2 * 2, "two weights of two layers"
 
 
 @pytest.mark.pinned
 def test_two_models_have_buffers_of_their_own(late_copies):
-    expected = [loss_and_gradients(adapted(streamed(None, seed=seed)), BATCH) for seed in (0, 1)]
-    models = [adapted(streamed(0, seed=seed)) for seed in (0, 1)]
+    expected = [loss_and_gradients(add_adapter(streamed(None, seed=seed)), BATCH) for seed in (0, 1)]
+    models = [add_adapter(streamed(0, seed=seed)) for seed in (0, 1)]
     losses = [model(**BATCH).loss for model in models]
     for loss in losses:
         loss.backward()
@@ -141,7 +140,7 @@ def test_two_models_have_buffers_of_their_own(late_copies):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert torch.equal(parameter.grad, gradients[name]), name
-    assert engine_of(models[0]) is not engine_of(models[1])
+    assert copies_of(models[0]) is not copies_of(models[1])
 
 
 def test_the_op_takes_host_weights_without_a_model(late_copies):
@@ -155,11 +154,11 @@ def test_the_op_takes_host_weights_without_a_model(late_copies):
 
 def test_generation_learns_that_the_first_layer_follows_the_last(late_copies):
     model = streamed(0, layers=4).eval()
-    layers = layers_of(model)
+    layers = streamed_layers(model)
     with torch.no_grad():
         for _ in range(3):
             model(**BATCH)
-    steps = numbered(engine_of(model), layers)
+    steps = numbered(copies_of(model), layers)
     _, second, third = (place for place, step in enumerate(steps) if step == ("read", 0))
     around = [("copy", 2), ("read", 1), ("copy", 3), ("read", 2), ("copy", 0), ("read", 3), ("copy", 1)]
     assert steps[second + 1 : third] == around
@@ -169,7 +168,7 @@ def test_generation_learns_that_the_first_layer_follows_the_last(late_copies):
 def test_adapters_of_several_names_train_and_are_saved_as_over_resident_experts(late_copies, tmp_path):
     saved = []
     for place, experts_memory in (("resident", None), ("streamed", 0)):
-        model = adapted(streamed(experts_memory))
+        model = add_adapter(streamed(experts_memory))
         torch.manual_seed(2)
         model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS))
         for name in ("second", "default", "second"):
@@ -210,7 +209,7 @@ def test_a_trainer_in_mixed_precision_resumes(late_copies, tmp_path):
             lr_scheduler_type="constant",
             bf16=True,
         )
-        model = adapted(streamed(experts_memory))
+        model = add_adapter(streamed(experts_memory))
         Trainer(model=model, args=args, train_dataset=rows).train(resume_from_checkpoint=resume)
         return [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
 
@@ -224,17 +223,17 @@ def test_a_trainer_in_mixed_precision_resumes(late_copies, tmp_path):
 @pytest.mark.parametrize("format, checkpointing", rest_slow([("nf4", False), ("nf4", True), (None, None)]))
 def test_compiled_layers_train_evaluate_and_generate_the_same(late_copies, format, checkpointing):
     torch._dynamo.reset()
-    expected = lived(adapted(streamed(None, format, layers=2), checkpointing))
-    model = adapted(streamed(0, format, layers=2), checkpointing)
+    expected = lived(add_adapter(streamed(None, format, layers=2), checkpointing))
+    model = add_adapter(streamed(0, format, layers=2), checkpointing)
     compile_layers(model, backend="aot_eager")
     assert_equal(lived(model), expected)
 
 
 def test_memory_is_unpinned_when_the_model_is_gone_and_no_copy_is_under_way(late_copies):
-    model = adapted(streamed(0))
-    engine = engine_of(model)
+    model = add_adapter(streamed(0))
+    engine = copies_of(model)
     loss_and_gradients(model, BATCH)
-    with layers_of(model)[2].fetched():
+    with streamed_layers(model)[2].fetched():
         pass  # another layer's copy is under way
     assert engine.queue and len(engine.pinned) == 2 * LAYERS and len(STREAMED) >= LAYERS
     del model
@@ -262,7 +261,7 @@ def test_a_model_whose_layers_change_computes_them_as_on_the_device(late_copies,
     for place, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = place
     model.config.num_hidden_layers = len(model.model.layers)
-    expected, model = loss_and_gradients(adapted(copy.deepcopy(model)), BATCH), adapted(model)
+    expected, model = loss_and_gradients(add_adapter(copy.deepcopy(model)), BATCH), add_adapter(model)
     for memory in (0, "1GiB", 0):
         patch_model(model, experts_memory=memory)
         assert bool(host_weights(model)) == (memory == 0)
@@ -284,7 +283,7 @@ def test_a_layer_of_which_one_weight_was_replaced_goes_to_the_host_again(late_co
     patch_model(model, experts_memory=0)
     gc.collect()
     assert torch.equal(model(**BATCH).logits, expected)
-    assert len(engine_of(model).pinned) == 2 * len(layers_of(model)) == 2 * LAYERS
+    assert len(copies_of(model).pinned) == 2 * len(streamed_layers(model)) == 2 * LAYERS
 
 
 def test_weights_that_no_layer_holds_are_copied_to_the_device_and_dense_ones_cast():
@@ -301,7 +300,10 @@ def test_weights_that_no_layer_holds_are_copied_to_the_device_and_dense_ones_cas
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_a_first_use_under_inference_mode_serves_later_ones(late_copies, format):
-    model, expected = adapted(streamed(0, format)), loss_and_gradients(adapted(streamed(None, format)), BATCH)
+    model, expected = (
+        add_adapter(streamed(0, format)),
+        loss_and_gradients(add_adapter(streamed(None, format)), BATCH),
+    )
     for tokens in (1, 8):  # over the bus, and copied
         with torch.inference_mode():
             model(input_ids=BATCH["input_ids"][:1, :tokens])
@@ -309,7 +311,10 @@ def test_a_first_use_under_inference_mode_serves_later_ones(late_copies, format)
 
 
 def test_loading_a_state_dict_replaces_what_the_buffers_hold(late_copies):
-    model, other = streamed(0, layers=2), streamed(None, layers=2, seed=1)  # both layers stay in the buffers
+    model, other = (
+        streamed(0, layers=2),
+        streamed(None, layers=2, seed=1),
+    )  # both layers stay in the buffers
     expected = other(**BATCH).logits
     model(**BATCH)
     model.load_state_dict(other.state_dict())

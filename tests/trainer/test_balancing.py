@@ -9,12 +9,12 @@ from helpers.models import (
     assert_all_close,
     batch,
     build,
+    build_patched,
     gradients_of,
     loss_and_gradients,
-    patched,
     twin,
 )
-from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, POLICY, Routers, checkpointed, trained
+from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, POLICY, Routers, checkpoint_layers, run_trainer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -55,7 +55,7 @@ def with_loss_by_hand(family, model, inputs, factor):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_its_gradients_are_those_of_every_layers_loss_scaled_as_the_models_is(family, kind):
-    model, ours, inputs = build(family), checkpointed(patched(family), kind), batch(padding=True)
+    model, ours, inputs = build(family), checkpoint_layers(build_patched(family), kind), batch(padding=True)
     balancing = LoadBalancing(per_layer_loss=WEIGHT, bias_update=1e-3 if family == "deepseek_v3" else None)
     balancing.start(ours)
     (3.0 * ours(**inputs).loss).backward()
@@ -77,7 +77,7 @@ def test_layers_that_share_their_experts_each_count_in_the_mean():
 
 
 def test_a_loss_computed_outside_the_model_gives_the_scale():
-    model, ours, inputs = build("qwen3_moe"), patched("qwen3_moe"), batch()
+    model, ours, inputs = build("qwen3_moe"), build_patched("qwen3_moe"), batch()
     balancing = LoadBalancing(per_layer_loss=WEIGHT)
     balancing.start(ours)
     labels = inputs.pop("labels")
@@ -92,7 +92,7 @@ def test_a_loss_computed_outside_the_model_gives_the_scale():
 
 
 def test_a_scale_before_the_first_call_is_an_error_that_says_so():
-    model, loss = patched("qwen3_moe"), torch.ones((), requires_grad=True)
+    model, loss = build_patched("qwen3_moe"), torch.ones((), requires_grad=True)
     balancing = LoadBalancing(per_layer_loss=WEIGHT)
     balancing.start(model)
     with pytest.raises(RuntimeError, match=r"scaled_as: this model was not called .* call it first"):
@@ -121,13 +121,13 @@ def test_a_router_loss_of_the_trainers_own_beside_it_gives_a_warning_with_the_re
 
 
 def test_a_loop_of_ones_own_is_warned_of_a_router_loss_of_the_models_own_too(messages):
-    LoadBalancing(per_layer_loss=WEIGHT).start(patched("qwen3_moe", output_router_logits=True))
+    LoadBalancing(per_layer_loss=WEIGHT).start(build_patched("qwen3_moe", output_router_logits=True))
     (said,) = messages.about("a router loss of the model's own")
     assert "set model.config.output_router_logits = False" in said
 
 
 def test_under_token_rounding_it_counts_top_k():
-    model, inputs = patched("qwen3_moe", POLICY, num_hidden_layers=1), batch()
+    model, inputs = build_patched("qwen3_moe", POLICY, num_hidden_layers=1), batch()
     rounded = loss_and_gradients(model, inputs)
     LoadBalancing(per_layer_loss=WEIGHT).start(model)
     balanced = loss_and_gradients(model, inputs)
@@ -147,7 +147,7 @@ def test_in_the_trainer_micro_batches_count_by_their_labels(tmp_path):
     model = build("qwen3_moe")
     before, reference = twin(model), twin(model)
     balancing = [LoadBalancing(per_layer_loss=WEIGHT)]
-    trainer = trained(model, tmp_path, balancing, False, padding=True, learning_rate=1.0, **TWO_MICRO_BATCHES)
+    trainer = run_trainer(model, tmp_path, balancing, False, padding=True, learning_rate=1.0, **TWO_MICRO_BATCHES)
 
     routers, total = Routers(reference), (trainer.train_dataset.columns["labels"][:4, 1:] != -100).sum()
     for rows in (slice(0, 2), slice(2, 4)):
@@ -167,7 +167,7 @@ def test_biases_follow_the_counts_of_a_whole_step_and_are_saved(kind, tmp_path):
     options = {**TWO_MICRO_BATCHES, **CHECKPOINTED_TRAINING[kind]}
     routers = Routers(model)
     sonicmoe_hf.patch_model(model, POLICY)
-    trainer = trained(model, tmp_path, [LoadBalancing(bias_update=1e-3)], False, padding=True, **options)
+    trainer = run_trainer(model, tmp_path, [LoadBalancing(bias_update=1e-3)], False, padding=True, **options)
     layers, masks = list(find_layers(model)), trainer.train_dataset.columns["attention_mask"][:4]
     calls = routers.take()
     per_batch = len(calls) // 2  # recomputed ones follow those of the forward
@@ -188,7 +188,7 @@ def test_biases_follow_the_counts_of_a_whole_step_and_are_saved(kind, tmp_path):
 
 @pytest.mark.parametrize("family, at_first", [("deepseek_v3", 2.5), ("nemotron_h", 2.0)])
 def test_training_with_it_balances_a_router_that_starts_out_of_balance(family, at_first):
-    model, inputs = patched(family, n_group=1, topk_group=1), batch(rows=8)
+    model, inputs = build_patched(family, n_group=1, topk_group=1), batch(rows=8)
     router = next(find_layers(model)).router
     with torch.no_grad():
         router.e_score_correction_bias.copy_(torch.linspace(0, 0.5, E))
@@ -209,10 +209,12 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path):
         (None, {}, "LoadBalancing does nothing: give it per_layer_loss=0.05"),
         (None, {"per_layer_loss": -1}, "per_layer_loss is -1; give a number above 0, such as 0.05"),
         (build("qwen3_moe"), {"per_layer_loss": 1.0}, "Qwen3MoeForCausalLM is not patched"),
-        (patched("qwen3_moe"), {"bias_update": 1e-3}, "Qwen3MoeTopKRouter has no correction bias"),
+        (build_patched("qwen3_moe"), {"bias_update": 1e-3}, "Qwen3MoeTopKRouter has no correction bias"),
         (adapted, {"bias_update": 1e-3}, "which an adapter's checkpoint leaves out"),
     ):
         with pytest.raises(ValueError, match=words):
             LoadBalancing(**options).start(model)
     with pytest.raises(ValueError, match="two LoadBalancing callbacks, of which one would do nothing"):
-        trained(build("deepseek_v3"), tmp_path, [LoadBalancing(0.05), LoadBalancing(bias_update=1e-3)], attach=False)
+        run_trainer(
+            build("deepseek_v3"), tmp_path, [LoadBalancing(0.05), LoadBalancing(bias_update=1e-3)], attach=False
+        )

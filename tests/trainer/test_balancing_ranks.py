@@ -5,18 +5,18 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from helpers.adapters import with_lora
 from helpers.marks import rest_pinned
-from helpers.models import assert_all_close, batch, build, patched
+from helpers.models import assert_all_close, batch, build, build_patched
 from helpers.parallel import (
     HAS_PP_SIZE,
     OWN_BATCH,
     SUMMATION,
-    gradients,
     load_parallel,
     mean_of_ranks,
     pretend_to_have_gpus,
+    whole_gradients,
 )
 from helpers.ranks import WORLD
-from helpers.training import TILE, Examples, Watch, arguments, counting, logs_of, trained
+from helpers.training import TILE, Examples, Watch, arguments, callback_in_first_step, logs_of, run_trainer
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
 
@@ -29,7 +29,7 @@ from sonicmoe_hf.patching.support import find_layers
 
 
 def balanced_step(rank, family, sharded):
-    model = patched(family)
+    model = build_patched(family)
     balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
     if sharded:
         for layer in model.model.layers:
@@ -41,14 +41,14 @@ def balanced_step(rank, family, sharded):
     balancing.start(model)
     prepared(**batch(**OWN_BATCH[rank])).loss.backward()
     balancing.step(model)
-    return gradients(prepared), biases_of(model) if balancing.bias_update else []
+    return whole_gradients(prepared), biases_of(model) if balancing.bias_update else []
 
 
 @pytest.mark.parametrize(
     ("family", "sharded"), rest_pinned([("deepseek_v3", True), ("deepseek_v3", False), ("qwen3_moe", True)])
 )
 def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, family, sharded):
-    model = patched(family)
+    model = build_patched(family)
     balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
     balancing.start(model)
     _, expected = mean_of_ranks(model)
@@ -63,7 +63,7 @@ def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, f
 
 
 def adapted():
-    return with_lora(patched("qwen3_moe"))
+    return with_lora(build_patched("qwen3_moe"))
 
 
 def backward_of_another_loss(rank):
@@ -113,7 +113,7 @@ def test_under_ddp_the_trainers_own_loss_scales_each_ranks_batch_by_its_tokens(r
         loss = sum_of_squares(reference(**inputs).logits, inputs["labels"]) / total
         balancing.scaled_as(reference, loss, share=share).backward()
     for actual in ranks.run(gradient_of_a_step, str(tmp_path)):
-        assert_all_close(actual, gradients(reference), 2e-4, f"{SUMMATION}; differences of weights of size 1")
+        assert_all_close(actual, whole_gradients(reference), 2e-4, f"{SUMMATION}; differences of weights of size 1")
 
 
 # biases under FSDP1
@@ -168,7 +168,7 @@ def test_under_fsdp1_in_bf16_biases_move_by_less_than_bf16_can_tell_and_are_save
 def trained_load(rank, folder):
     model, callback = build("qwen3_moe"), ExpertLoadCallback()
     watch = Watch(model)
-    trainer = trained(model, folder, [TokenRoundingCallback(tile=TILE), callback], padding=True, max_steps=2)
+    trainer = run_trainer(model, folder, [TokenRoundingCallback(tile=TILE), callback], padding=True, max_steps=2)
     assert trainer.args.world_size == WORLD and trainer.args.parallel_mode.value == "distributed"
     own = [torch.bincount(routing.expert_index.flatten(), minlength=9)[:8] for _, routing in watch.calls]
     return own, callback.history, logs_of(trainer)
@@ -186,7 +186,7 @@ def test_the_experts_load_is_summed_over_ranks(ranks, tmp_path):
 
 def load_under_expert_parallelism(rank, folder):
     model = load_parallel(folder, "expert")
-    callback = counting(model)
+    callback = callback_in_first_step(model)
     model(**batch()).loss.backward()
     return callback.collect(model, step=1)
 
@@ -200,7 +200,7 @@ def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
 
 
 def counted(model, **own):
-    callback = counting(model)
+    callback = callback_in_first_step(model)
     model(**batch(**own))
     callback.collect(model, step=1)
     return callback.history
@@ -221,7 +221,7 @@ def test_ranks_of_tensor_parallelism_count_their_common_tokens_once(ranks, famil
 
 def refused_in_a_pipeline(rank, folder):
     model = load_parallel(folder, "pipeline")
-    counting(model)
+    callback_in_first_step(model)
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="does not work under pipeline parallelism"):
         LoadBalancing(per_layer_loss=1.0).start(model)
     return sonicmoe_hf.routing.model.routing_state(model).counting

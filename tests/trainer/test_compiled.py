@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.marks import rest_slow
-from helpers.models import patched
+from helpers.models import build_patched
 from helpers.said import says, silent
 from helpers.training import CHECKPOINTED_TRAINING, Examples, advise, arguments, trainer_for
 from torch._dynamo.utils import counters
@@ -37,7 +37,7 @@ def losses(model, folder, compile=None, **options):
 
 
 def lora_model():
-    return with_lora(patched("qwen3_moe", **ONE_LAYER))
+    return with_lora(build_patched("qwen3_moe", **ONE_LAYER))
 
 
 # of Liger what runs on a CPU because it is compiled: RoPE, in the layers alone
@@ -81,7 +81,7 @@ def test_torch_compile_compiles_layers_and_no_whole_model(liger, tmp_path, monke
     ],
 )
 def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expected, tmp_path):
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     trainer = Trainer(model, arguments(tmp_path, **given), train_dataset=Examples(4))
     sonicmoe_hf.attach(trainer, compile=compile)
     sonicmoe_hf.attach(trainer)  # as `sonicmoe-hf run` does of a program that attaches by itself

@@ -6,7 +6,7 @@ import transformers
 from helpers.checkpoints import config_in, edit_config, in_fp8, make, rewrite, tensors_in
 from helpers.marks import rest_pinned
 from helpers.models import build
-from helpers.resuming import BEST, Snapshots, assert_equal, rounding, train, weights
+from helpers.resuming import BEST, Snapshots, assert_equal, rounding, train_and_save, weights
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config, Mxfp4Config
 
 import sonicmoe_hf
@@ -85,10 +85,12 @@ def test_a_dequantized_model_resumes_and_finds_its_best(family, attach, tmp_path
     callbacks = (lambda: [rounding()]) if attach else (lambda: [])
     load = AutoModelForCausalLM.from_pretrained if attach else sonicmoe_hf.from_pretrained
     snapshots = Snapshots()
-    best = train(dequantized(folder, load), tmp_path / "straight", callbacks=[snapshots, *callbacks()], **BEST)
+    best = train_and_save(
+        dequantized(folder, load), tmp_path / "straight", callbacks=[snapshots, *callbacks()], **BEST
+    )
     assert_equal(weights(best.model), snapshots.at[2])
     checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-    resumed = train(dequantized(folder, load), tmp_path / "resumed", checkpoint, callbacks=callbacks())
+    resumed = train_and_save(dequantized(folder, load), tmp_path / "resumed", checkpoint, callbacks=callbacks())
     assert_equal(weights(resumed.model), snapshots.at[4])
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import assert_all_close, batch, patched
+from helpers.models import assert_all_close, batch, build_patched
 from helpers.training import trainer_for
 from transformers.modeling_utils import PreTrainedModel
 
@@ -35,7 +35,7 @@ class Calls(list):
 
 def run(folder, few_lengths, columns=(), **options):
     """Train two steps of micro-batches of two rows, each a token shorter than the one before."""
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     calls, lengths = Calls(model), iter(range(49, 40, -1))
     padded = batch(rows=8, length=49, padding=True)
     rows = [{name: column[row] for name, column in padded.items()} for row in range(8)]
@@ -87,7 +87,7 @@ def test_parameters_are_counted_once_a_run(tmp_path, monkeypatch):
     )
     totals = []
     for attached in (True, False):
-        trainer = trainer_for(patched("qwen3_moe"), tmp_path, max_steps=3)
+        trainer = trainer_for(build_patched("qwen3_moe"), tmp_path, max_steps=3)
         before = len(counted)
         if attached:
             sonicmoe_hf.attach(trainer)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.models import patched
+from helpers.models import build_patched
 from transformers import TrainerState
 
 from sonicmoe_hf.trainer import gpu_advice
@@ -57,4 +57,4 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
 def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, switches):
     observed, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=accumulated)
     vars(observed).update(settings, shapes={(2, length) for length in lengths})
-    assert GpuAdvice(observed)._switches(args, patched("qwen3_moe")) == "; ".join([*switches, gpu_advice.LARGER])
+    assert GpuAdvice(observed)._switches(args, build_patched("qwen3_moe")) == "; ".join([*switches, gpu_advice.LARGER])

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.models import patched
+from helpers.models import build_patched
 from helpers.training import arguments, trainer_for
 from transformers import TrainerState
 
@@ -36,7 +36,7 @@ def cudnn_is_on():
     ],
 )
 def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths, is_off, compiled, tmp_path):
-    callback, model = VaryingLengths(), patched("qwen3_moe")
+    callback, model = VaryingLengths(), build_patched("qwen3_moe")
     args = arguments(tmp_path, torch_compile=compiled == "model")
     if compiled == "layers":
         sonicmoe_hf.compile_layers(model)
@@ -54,7 +54,7 @@ def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths,
 @pytest.mark.parametrize(("compiled", "marked"), [(True, [1]), (False, [])])
 def test_compiled_layers_take_packed_rows_of_any_length(compiled, marked, tmp_path):
     """The layers' routers read which tokens are no padding beside their arguments, so torch 2.11 needs that marked too."""
-    callback, model, mask = VaryingLengths(), patched("qwen3_moe"), torch.ones(1, 16)
+    callback, model, mask = VaryingLengths(), build_patched("qwen3_moe"), torch.ones(1, 16)
     callback.on_train_begin(arguments(tmp_path, torch_compile=compiled), TrainerState(), None, model=model)
     with mock.patch.object(lengths_module, "mark_as_any_size") as mark:
         callback.expect(model, [], [mask])
@@ -62,7 +62,7 @@ def test_compiled_layers_take_packed_rows_of_any_length(compiled, marked, tmp_pa
 
 
 def test_a_run_that_fails_puts_attention_back(tmp_path, monkeypatch):
-    trainer = trainer_for(patched("qwen3_moe"), tmp_path, max_steps=OBSERVED + 1, count=64)
+    trainer = trainer_for(build_patched("qwen3_moe"), tmp_path, max_steps=OBSERVED + 1, count=64)
     sonicmoe_hf.attach(trainer)
     sonicmoe_hf.attach(trainer)
     callback = find_callback(trainer, VaryingLengths)

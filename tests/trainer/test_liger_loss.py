@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from helpers.models import patched
+from helpers.models import build_patched
 from helpers.training import trainer_for
 
 import sonicmoe_hf
@@ -20,7 +20,7 @@ def test_ligers_loss_has_larger_chunks_while_the_trainer_trains(tmp_path):
         noted.append(options.get("chunk_mem_const"))
         return (hidden_states @ lm_head_weight.T).square().mean()
 
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     apply_liger_kernel_to_qwen3_moe(rope=False, rms_norm=False, swiglu=False, model=model)
     model.model.layers[0].register_forward_pre_hook(lambda _, args, options: got.extend(options), with_kwargs=True)
     trainer = trainer_for(model, tmp_path, max_steps=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.models import build
-from helpers.training import trained
+from helpers.training import run_trainer
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations import WandbCallback
@@ -23,7 +23,7 @@ STEPS, ROWS = 3, 96 * 2  # of each layer in a step: tokens times top-k
 
 
 def train_with(callback, folder, **options):
-    return trained(build("qwen3_moe"), folder, [callback], max_steps=STEPS, **options)
+    return run_trainer(build("qwen3_moe"), folder, [callback], max_steps=STEPS, **options)
 
 
 def test_the_picture_is_there_at_the_end_of_training(tmp_path):
@@ -41,7 +41,7 @@ def test_the_picture_is_of_this_training_alone_and_by_the_first_rank(tmp_path, m
     monkeypatch.setattr(sonicmoe_hf.trainer.callbacks, "draw_history", lambda path, history: drawn.append(history))
     callback, model = ExpertLoadCallback(plot=tmp_path / "load.svg"), build("qwen3_moe")
     for steps in (3, 2):
-        trainer = trained(model, tmp_path, [callback], attach=False, max_steps=steps)
+        trainer = run_trainer(model, tmp_path, [callback], attach=False, max_steps=steps)
     assert [[entry["step"] for entry in history] for history in drawn] == [[1, 2, 3], [1, 2]]
     monkeypatch.setenv("RANK", "1")
     callback.on_train_end(trainer.args, trainer.state, trainer.control, model=model)
@@ -117,7 +117,7 @@ def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path, mo
             return super().__getattribute__(name)
 
     callback = ExpertLoadCallback()
-    trained(build("qwen3_moe"), tmp_path, [Reporter(), callback], max_steps=STEPS)
+    run_trainer(build("qwen3_moe"), tmp_path, [Reporter(), callback], max_steps=STEPS)
     expected = [
         {
             "train/global_step": entry["step"],

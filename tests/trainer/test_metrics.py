@@ -4,8 +4,17 @@ import json
 
 import pytest
 from helpers.marks import crossed
-from helpers.models import build, patched
-from helpers.training import CHECKPOINTED_TRAINING, TILE, Routers, Watch, logs_of, rounded_rows, trained, trainer_for
+from helpers.models import build, build_patched
+from helpers.training import (
+    CHECKPOINTED_TRAINING,
+    TILE,
+    Routers,
+    Watch,
+    logs_of,
+    rounded_rows,
+    run_trainer,
+    trainer_for,
+)
 from peft import LoraConfig, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
@@ -92,7 +101,7 @@ def test_metrics_of_rounding_are_there_where_it_is_on_and_none_grows_with_the_mo
     keys = []
     for changes in ({}, {"num_hidden_layers": 4, "num_experts": 4}):
         callback = TokenRoundingCallback(tile=TILE, end=1)
-        trainer = trained(build("qwen3_moe", **changes), tmp_path, [callback], max_steps=2)
+        trainer = run_trainer(build("qwen3_moe", **changes), tmp_path, [callback], max_steps=2)
         keys.append([{key for key in log if key.startswith("moe/")} for log in logs_of(trainer)])
     assert keys == [[METRICS, LOAD]] * 2
 
@@ -100,7 +109,7 @@ def test_metrics_of_rounding_are_there_where_it_is_on_and_none_grows_with_the_mo
 def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
     model = build("qwen3_moe")
     watch = Watch(model)
-    logs = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=128)], max_steps=2))
+    logs = logs_of(run_trainer(model, tmp_path, [TokenRoundingCallback(tile=128)], max_steps=2))
     assert not any(watch.rounded())
     assert [log["moe/top_k_fallbacks"] for log in logs] == [2, 2], "two layers a step"
     assert all(log["moe/rows_added"] == log["moe/rows_dropped"] == 0 for log in logs)
@@ -110,7 +119,7 @@ def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
 def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tmp_path):
     # 96 tokens would do for tiles of 6 (24 rows per expert), but only 78 are real (19.5)
     callback = ExpertLoadCallback()
-    trained(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=6), callback], padding=True, max_steps=2)
+    run_trainer(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=6), callback], padding=True, max_steps=2)
     assert [log["moe/top_k_fallbacks"] for log in callback.history] == [2, 2]
     assert all(sum(rows) == 78 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
 
@@ -118,7 +127,7 @@ def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tm
 @pytest.mark.pinned
 def test_without_attach_the_metrics_stay_in_history(tmp_path):
     callback, reporter = ExpertLoadCallback(), Reporter()
-    trained(build("qwen3_moe"), tmp_path, [callback, reporter], attach=False, max_steps=3)
+    run_trainer(build("qwen3_moe"), tmp_path, [callback, reporter], attach=False, max_steps=3)
     assert [log["step"] for log in callback.history] == [1, 2, 3] and set(callback.history[0]) > LOAD
     assert not any(key.startswith("moe/") for log in reporter.logs for key in log)
     assert all(sum(rows) == 96 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
@@ -141,7 +150,7 @@ def test_balancing_is_told_and_that_routers_are_frozen(tmp_path, capsys):
     for freeze, words in ((False, ""), (True, "; the routers are frozen, so it reaches what they read")):
         model = build("qwen3_moe", num_hidden_layers=1)
         model.model.layers[0].mlp.gate.requires_grad_(not freeze)
-        trained(model, tmp_path, [sonicmoe_hf.LoadBalancing(per_layer_loss=0.05)], max_steps=1)
+        run_trainer(model, tmp_path, [sonicmoe_hf.LoadBalancing(per_layer_loss=0.05)], max_steps=1)
         assert capsys.readouterr().err.endswith(f"balancing: by a loss of weight 0.05{words}\n")
 
 
@@ -158,8 +167,8 @@ def test_a_router_loss_of_the_models_or_trainers_own_is_told(tmp_path, capsys):
 
 
 def test_experts_that_a_lora_leaves_out_are_told_with_the_remedy(tmp_path, capsys):
-    model = get_peft_model(patched("qwen3_moe", num_hidden_layers=1), LoraConfig(target_modules=["q_proj"]))
-    trained(model, tmp_path, max_steps=1)
+    model = get_peft_model(build_patched("qwen3_moe", num_hidden_layers=1), LoraConfig(target_modules=["q_proj"]))
+    run_trainer(model, tmp_path, max_steps=1)
     expected = "frozen, beside LoRA that leaves them out; sonicmoe_hf.lora_config(model) adapts them too"
     said = capsys.readouterr().err
     assert f"experts: {expected}\n" in said and said.endswith("LoRA beside the experts: on q_proj\n")
@@ -175,7 +184,7 @@ def test_ranks_of_adapters_and_what_else_they_adapt_are_told(patterns, words, tm
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         rank_pattern={rf".*\.experts\.{name}": rank for name, rank in patterns.items()},
     )
-    trained(get_peft_model(patched("qwen3_moe", num_hidden_layers=1), config), tmp_path, max_steps=1)
+    run_trainer(get_peft_model(build_patched("qwen3_moe", num_hidden_layers=1), config), tmp_path, max_steps=1)
     said = capsys.readouterr().err
     assert f"experts: frozen, with LoRA of {words}\n" in said
     assert said.endswith("LoRA beside the experts: on o_proj, q_proj\n")
@@ -184,7 +193,7 @@ def test_ranks_of_adapters_and_what_else_they_adapt_are_told(patterns, words, tm
 def test_a_callback_is_attached_to_every_trainer_that_it_is_given_to(tmp_path):
     callback, model = ExpertLoadCallback(), build("qwen3_moe")
     for _ in range(2):
-        assert set(trained(model, tmp_path, [callback], max_steps=1).state.log_history[0]) > LOAD
+        assert set(run_trainer(model, tmp_path, [callback], max_steps=1).state.log_history[0]) > LOAD
 
 
 @pytest.mark.pinned
@@ -193,7 +202,7 @@ def test_a_second_training_starts_counting_from_zero(tmp_path):
     histories = []
     for _ in range(2):
         callback = ExpertLoadCallback()
-        trained(model, tmp_path, [callback], attach=False, max_steps=3, logging_steps=2)
+        run_trainer(model, tmp_path, [callback], attach=False, max_steps=3, logging_steps=2)
         histories.append(callback.history)  # the third step is counted and never logged
     for history in histories:
         assert [sum(rows) for rows in history[0]["rows_per_expert"].values()] == [2 * 96 * 2] * 2

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.models import assert_all_close, batch, build, patched
-from helpers.training import trained, trainer_for
+from helpers.models import assert_all_close, batch, build, build_patched
+from helpers.training import run_trainer, trainer_for
 from torch.nn.utils.rnn import pad_sequence
 
 import sonicmoe_hf
@@ -40,7 +40,7 @@ class Calls(list):
 
 
 def run(folder, packed_tokens, checkpoint=None, few_lengths=None, **options):
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     calls = Calls(model)
     options = {**FIVE_OF_FOUR, "eval_strategy": "epoch", "save_strategy": "epoch", **options}
     trainer = trainer_for(model, folder, padding=True, count=10, **options)
@@ -84,7 +84,7 @@ def padded(rows):
 
 def compiled_trainer(folder, lengths, name="qwen3_moe", callbacks=(), **options):
     """Make a Trainer of micro-batches of two sequences, three a step, with torch_compile=True, and its calls."""
-    model = patched(name, **({} if name == "nemotron_h" else {"num_hidden_layers": 1}))
+    model = build_patched(name, **({} if name == "nemotron_h" else {"num_hidden_layers": 1}))
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "torch_compile": True, **options}
     trainer = trainer_for(model, folder, callbacks, num_train_epochs=1, **{"max_steps": -1, **options})
     trainer.train_dataset, trainer.data_collator = sequences(*lengths), padded
@@ -206,7 +206,7 @@ def test_without_being_asked_what_cannot_be_packed_is_computed_apart_with_the_re
 
 def test_a_row_is_as_its_micro_batches_for_eager_attention_too():
     batches = [batch(padding=True, seed=seed) for seed in (1, 2)]
-    model = patched("qwen3_moe", attn_implementation="eager")
+    model = build_patched("qwen3_moe", attn_implementation="eager")
     check_rows_apart(model)
     items = sum((each["labels"][:, 1:] != -100).sum() for each in batches)
     losses = [model(**each, num_items_in_batch=items).loss for each in batches]
@@ -215,7 +215,7 @@ def test_a_row_is_as_its_micro_batches_for_eager_attention_too():
 
 def test_whether_rows_are_as_apart_is_checked_without_the_experts(monkeypatch):
     """Few tokens have kernels of their own, which would compile for it."""
-    model = with_lora(patched("qwen3_moe"))
+    model = with_lora(build_patched("qwen3_moe"))
     monkeypatch.setattr(experts, "moe_experts", calls := mock.Mock(wraps=experts.moe_experts))
     check_rows_apart(model)
     assert not calls.called
@@ -225,7 +225,7 @@ def test_whether_rows_are_as_apart_is_checked_without_the_experts(monkeypatch):
 
 def test_while_rows_are_checked_the_experts_of_other_models_compute():
     """A thread may train one."""
-    model, other, inputs = patched("qwen3_moe"), with_lora(patched("qwen3_moe")), batch()
+    model, other, inputs = build_patched("qwen3_moe"), with_lora(build_patched("qwen3_moe")), batch()
     expected, seen = other(**inputs).logits, []
     model.register_forward_hook(lambda *_: seen.append(other(**inputs).logits))
     check_rows_apart(model)
@@ -238,8 +238,8 @@ def test_models_whose_sequences_reach_over_borders_are_refused(tmp_path):
     ):
         check_rows_apart(build("nemotron_h"))
     with pytest.raises(ValueError, match=r"NemotronH.* would mix .*no packed_tokens of attach\(trainer\)"):
-        check_rows_apart(patched("nemotron_h"))  # as attach(trainer, packed_tokens=) does in the first step
-    assert trained(build("nemotron_h"), tmp_path, max_steps=1).state.global_step == 1
+        check_rows_apart(build_patched("nemotron_h"))  # as attach(trainer, packed_tokens=) does in the first step
+    assert run_trainer(build("nemotron_h"), tmp_path, max_steps=1).state.global_step == 1
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_models_whose_sequences_reach_over_borders_are_refused(tmp_path):
     ],
 )
 def test_other_batches_are_computed_apart_with_the_reason(change, reason, tmp_path):
-    trainer = trainer_for(patched("qwen3_moe"), tmp_path)
+    trainer = trainer_for(build_patched("qwen3_moe"), tmp_path)
     sonicmoe_hf.attach(trainer, packed_tokens=100)
     batches = [change(batch(padding=True, seed=seed)) for seed in (1, 2)]
     with mock.patch.object(packed_steps.logger, "warning_once") as warn:
@@ -271,21 +271,21 @@ def test_other_batches_are_computed_apart_with_the_reason(change, reason, tmp_pa
     ],
 )
 def test_losses_that_are_no_sum_over_tokens_are_refused(options, callbacks, reason, tmp_path):
-    trainer = trainer_for(patched("qwen3_moe"), tmp_path, callbacks, gradient_accumulation_steps=2, **options)
+    trainer = trainer_for(build_patched("qwen3_moe"), tmp_path, callbacks, gradient_accumulation_steps=2, **options)
     sonicmoe_hf.attach(trainer, packed_tokens=1000)
     with pytest.raises(ValueError, match=f"cannot be packed: .*{reason}.*leave packed_tokens"):
         trainer.train()
 
 
 def test_a_row_of_less_than_no_tokens_is_refused_at_once(tmp_path):
-    trainer = trainer_for(patched("qwen3_moe"), tmp_path)
+    trainer = trainer_for(build_patched("qwen3_moe"), tmp_path)
     with pytest.raises(ValueError, match="packed_tokens is -1"):
         sonicmoe_hf.attach(trainer, packed_tokens=-1)
     assert find_callback(trainer, PackedSteps) is None
 
 
 def steps_of_rank(rank, folder, packed_tokens):
-    model = patched("qwen3_moe")
+    model = build_patched("qwen3_moe")
     options = {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 4,

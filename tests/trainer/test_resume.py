@@ -8,16 +8,16 @@ import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS
 from helpers.marks import rest_pinned, rest_slow
-from helpers.models import CONFIGS, batch, build, patched
+from helpers.models import CONFIGS, batch, build, build_patched
 from helpers.native import native_twin, save_both
 from helpers.resuming import (
     BEST,
     Snapshots,
     assert_equal,
-    restored,
+    restore_model,
     rounding,
     shard_checkpoints,
-    train,
+    train_and_save,
     weights,
 )
 from helpers.training import arguments, trainer_for
@@ -37,10 +37,10 @@ from sonicmoe_hf.trainer.resume import check_experts_restored, restore
 def straight_and_resumed(make, folder, change=lambda checkpoint: None, **options):
     """Train the run of one model, the run of another that resumes it after two steps, which ends with the same
     weights, and the checkpoint in between, after `change`."""
-    straight = train(make(seed=0), folder / "straight", **options)
+    straight = train_and_save(make(seed=0), folder / "straight", **options)
     checkpoint = folder / "straight" / "checkpoint-2"
     change(checkpoint)
-    resumed = train(make(seed=5), folder / "resumed", str(checkpoint), **options)
+    resumed = train_and_save(make(seed=5), folder / "resumed", str(checkpoint), **options)
     assert_equal(weights(resumed.model), weights(straight.model))
     return straight, resumed, checkpoint
 
@@ -81,7 +81,7 @@ def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
 def test_ways_to_train_resume(options, tmp_path):
     _, _, checkpoint = straight_and_resumed(partial(build, "qwen3_moe"), tmp_path, **options)
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert_equal(weights(restored(build("qwen3_moe"), checkpoint)), weights(loaded))
+    assert_equal(weights(restore_model(build("qwen3_moe"), checkpoint)), weights(loaded))
 
 
 @pytest.mark.pinned
@@ -101,7 +101,7 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
 
     def run(folder, model, checkpoint=None):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        train(model, folder, checkpoint, optimizers=(torch.optim.SGD(trained, lr=0.1, momentum=0.9), None))
+        train_and_save(model, folder, checkpoint, optimizers=(torch.optim.SGD(trained, lr=0.1, momentum=0.9), None))
         assert [p for p in model.parameters() if p.requires_grad] == trained
         return weights(model)
 
@@ -123,9 +123,11 @@ def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_
         return get_peft_model(build(family), LoraConfig(r=2, **options))
 
     snapshots = Snapshots()
-    best = train(adapted(), tmp_path / "straight", callbacks=[snapshots, rounding()], attach=attach, **BEST)
+    best = train_and_save(adapted(), tmp_path / "straight", callbacks=[snapshots, rounding()], attach=attach, **BEST)
     assert_equal(weights(best.model), snapshots.at[2])
-    resumed = train(adapted(), tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), attach=attach)
+    resumed = train_and_save(
+        adapted(), tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), attach=attach
+    )
     assert_equal(weights(resumed.model), snapshots.at[4])
 
 
@@ -142,10 +144,10 @@ def test_a_model_loaded_from_the_hub_layout_and_from_fused_weights_resumes(tmp_p
     hub, _ = save_both(build("qwen3_moe"), tmp_path)
     build("qwen3_moe").save_pretrained(tmp_path / "fused", save_original_format=False)
     for source in (hub, tmp_path / "fused"):
-        straight = train(AutoModelForCausalLM.from_pretrained(source), tmp_path / "straight")
+        straight = train_and_save(AutoModelForCausalLM.from_pretrained(source), tmp_path / "straight")
         checkpoint = str(tmp_path / "straight" / "checkpoint-2")
         for model in (build("qwen3_moe", seed=5), AutoModelForCausalLM.from_pretrained(source)):
-            resumed = train(model, tmp_path / "resumed", checkpoint)
+            resumed = train_and_save(model, tmp_path / "resumed", checkpoint)
             assert_equal(weights(resumed.model), weights(straight.model))
             resumed.model.save_pretrained(tmp_path / "again")
             assert_equal(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), weights(straight.model))
@@ -157,15 +159,17 @@ def test_a_model_loaded_from_the_hub_layout_and_from_fused_weights_resumes(tmp_p
 @pytest.mark.parametrize("family", rest_pinned(CONFIGS))
 def test_the_best_model_is_the_best_one(family, tmp_path):
     snapshots = Snapshots()
-    trainer = train(build(family), tmp_path, callbacks=[snapshots, rounding()], **BEST)
+    trainer = train_and_save(build(family), tmp_path, callbacks=[snapshots, rounding()], **BEST)
     assert trainer.state.best_global_step == 2
     assert_equal(weights(trainer.model), snapshots.at[2])
 
 
 def test_the_best_model_of_a_resumed_run_may_lie_before_it(tmp_path):
     snapshots = Snapshots()
-    train(build("qwen3_moe"), tmp_path, callbacks=[snapshots, rounding()], **{**BEST, "load_best_model_at_end": False})
-    resumed = train(build("qwen3_moe", seed=5), tmp_path, True, max_steps=6, **BEST)
+    train_and_save(
+        build("qwen3_moe"), tmp_path, callbacks=[snapshots, rounding()], **{**BEST, "load_best_model_at_end": False}
+    )
+    resumed = train_and_save(build("qwen3_moe", seed=5), tmp_path, True, max_steps=6, **BEST)
     assert resumed.state.best_global_step == 2
     assert_equal(weights(resumed.model), snapshots.at[2])
 
@@ -177,15 +181,15 @@ def resume_on_a_rank(rank, folder):
     """Train under DDP: a straight run, a resumed one with attach, and the error of one without."""
     # without an optimiser's state, which Transformers 5.17 cannot load on CPU ranks
     options = {"save_only_model": True, "optim": "sgd", "learning_rate": 0.1}
-    straight = train(build("qwen3_moe"), f"{folder}/straight", **BEST, **options)
+    straight = train_and_save(build("qwen3_moe"), f"{folder}/straight", **BEST, **options)
     best = weights(straight.model)
     checkpoint = f"{folder}/straight/checkpoint-2"
-    resumed = train(build("qwen3_moe", seed=5), f"{folder}/resumed", checkpoint, **options)
-    last = weights(restored(build("qwen3_moe", seed=6), f"{folder}/straight/checkpoint-4"))
+    resumed = train_and_save(build("qwen3_moe", seed=5), f"{folder}/resumed", checkpoint, **options)
+    last = weights(restore_model(build("qwen3_moe", seed=6), f"{folder}/straight/checkpoint-4"))
     try:
-        train(build("qwen3_moe", seed=5), f"{folder}/lost", checkpoint, attach=False, **options)
+        train_and_save(build("qwen3_moe", seed=5), f"{folder}/lost", checkpoint, attach=False, **options)
     except RuntimeError as error:
-        return weights(resumed.model), last, best, weights(restored(build("qwen3_moe"), checkpoint)), str(error)
+        return weights(resumed.model), last, best, weights(restore_model(build("qwen3_moe"), checkpoint)), str(error)
 
 
 def shard_on_a_rank(rank, folder):
@@ -208,7 +212,7 @@ def shard_on_a_rank(rank, folder):
 )
 def test_a_callback_alone_stops_a_run_that_would_lose_the_experts(family, callback, tmp_path):
     """The hub's layout of gpt-oss is the model's: there nothing is lost."""
-    straight = train(build(family), tmp_path / "straight", callbacks=[callback()], attach=False)
+    straight = train_and_save(build(family), tmp_path / "straight", callbacks=[callback()], attach=False)
     checkpoint = str(tmp_path / "straight" / "checkpoint-2")
     runs = {
         "resumes at step 2": {"folder": tmp_path / "resumed", "checkpoint": checkpoint},
@@ -216,10 +220,10 @@ def test_a_callback_alone_stops_a_run_that_would_lose_the_experts(family, callba
     }
     for what, options in runs.items():
         if family == "gpt_oss":
-            resumed = train(build(family), callbacks=[callback()], attach=False, **options)
+            resumed = train_and_save(build(family), callbacks=[callback()], attach=False, **options)
         else:
             with pytest.raises(RuntimeError, match=rf"training {what}, but .*call sonicmoe_hf.attach\(trainer\)"):
-                train(build(family), callbacks=[callback()], attach=False, **options)
+                train_and_save(build(family), callbacks=[callback()], attach=False, **options)
             continue
         if "checkpoint" in options:
             assert_equal(weights(resumed.model), weights(straight.model))
@@ -235,7 +239,7 @@ def test_two_ranks(ranks, tmp_path):
 
 @pytest.mark.parametrize("family", rest_pinned(CONFIGS))
 def test_accelerate_averages_and_save_pretrained_keep_a_patched_models_experts(family, tmp_path):
-    model = patched(family, "token_rounding")
+    model = build_patched(family, "token_rounding")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.marks import rest_pinned, rest_slow
-from helpers.models import ORDER_OF_SUMS, batch, build, loss_and_gradients, patched, relative_error, twin
+from helpers.models import ORDER_OF_SUMS, batch, build, build_patched, loss_and_gradients, relative_error, twin
 from helpers.training import (
     CHECKPOINTED_TRAINING,
     POLICY,
@@ -13,7 +13,7 @@ from helpers.training import (
     OutOfMemory,
     Watch,
     fail_in,
-    trained,
+    run_trainer,
     trainer_for,
 )
 from torch._dynamo.utils import counters
@@ -72,7 +72,7 @@ def test_a_run_that_an_error_or_ctrl_c_ends_leaves_nothing_on_once_attached(fail
 
 
 def test_what_an_interrupted_step_left_on_ends_when_the_next_run_begins_or_the_routing_is_set(tmp_path):
-    model = patched("qwen3_moe", **ONE_LAYER)
+    model = build_patched("qwen3_moe", **ONE_LAYER)
     for _ in range(2):
         trainer = trainer_for(model, tmp_path, callbacks())
         in_backward(trainer)
@@ -110,7 +110,7 @@ def test_trainers_after_an_interrupted_one_train_by_their_own_callbacks(tmp_path
 
 
 def test_a_policy_that_the_user_set_is_there_after_training(tmp_path):
-    model = patched("qwen3_moe", POLICY, **ONE_LAYER)
+    model = build_patched("qwen3_moe", POLICY, **ONE_LAYER)
     watch = Watch(model)
     trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE, start=1)], max_steps=2).train()
     assert watch.rounded() == [False, True] and routing_state(model).policy == POLICY
@@ -149,7 +149,7 @@ def test_a_step_in_which_no_router_does_what_is_asked_is_an_error(callback, what
     words = f"no router of the model has done the {what} that callbacks ask for.* give the Trainer that one"
     with pytest.raises(RuntimeError, match=words):
         trainer.train()
-    assert trained(another, tmp_path, [callback], max_steps=1).state.global_step == 1
+    assert run_trainer(another, tmp_path, [callback], max_steps=1).state.global_step == 1
 
 
 def test_compiled_code_of_a_model_without_hooks_is_an_error(tmp_path):
@@ -199,12 +199,12 @@ def test_compiled_and_checkpointed_layers_train_evaluate_generate_and_resume_as_
     torch._dynamo.reset()
     counters.clear()
     for compiled, checkpoint in ((False, None), (True, None), (True, str(tmp_path / "1" / "checkpoint-2"))):
-        model, generation = with_lora(patched("qwen3_moe", **ONE_LAYER), target_modules=["q_proj"]), Generation()
+        model, generation = with_lora(build_patched("qwen3_moe", **ONE_LAYER), target_modules=["q_proj"]), Generation()
         if compiled:
             sonicmoe_hf.compile_layers(model, backend="aot_eager")
         callbacks = [TokenRoundingCallback(tile=TILE), generation]
         folder = tmp_path / str(len(runs))
-        trainer = trained(model, folder, callbacks, count=32, checkpoint=checkpoint, **options)
+        trainer = run_trainer(model, folder, callbacks, count=32, checkpoint=checkpoint, **options)
         assert (0 < counters["stats"]["unique_graphs"] <= 2) is compiled and not counters["graph_break"]
         logs = [log[key] for log in trainer.state.log_history for key in LOGGED if key in log]
         runs.append((logs, generation.tokens, [p.detach() for p in model.parameters() if p.requires_grad]))

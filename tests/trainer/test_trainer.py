@@ -15,8 +15,8 @@ from helpers.models import (
     assert_all_close,
     batch,
     build,
+    build_patched,
     loss_and_gradients,
-    patched,
     relative_error,
     twin,
 )
@@ -26,10 +26,10 @@ from helpers.training import (
     POLICY,
     TILE,
     Watch,
-    checkpointed,
+    checkpoint_layers,
     logs_of,
+    run_trainer,
     start_counting,
-    trained,
     trainer_for,
 )
 from peft import get_peft_model_state_dict
@@ -123,21 +123,21 @@ def test_bad_arguments_are_refused_at_once_with_their_value(options, says):
 
 @pytest.mark.pinned
 def test_the_models_own_tile_is_kept_and_another_is_refused(tmp_path):
-    model = patched("qwen3_moe", TokenRounding(tile=TILE), num_hidden_layers=1)
+    model = build_patched("qwen3_moe", TokenRounding(tile=TILE), num_hidden_layers=1)
     watch, callback = Watch(model), TokenRoundingCallback(end=1)
-    trained(model, tmp_path, [callback], max_steps=2)
+    run_trainer(model, tmp_path, [callback], max_steps=2)
     assert watch.rounded() == [True, False] and callback.policy.tile is None, "with 128 rows both would be top-k"
     with pytest.raises(ValueError, match=r"TokenRoundingCallback has tile=8, and the model has tile=4"):
-        trained(model, tmp_path, [TokenRoundingCallback(tile=8)], max_steps=1)
+        run_trainer(model, tmp_path, [TokenRoundingCallback(tile=8)], max_steps=1)
 
 
 def test_every_micro_batch_of_an_accumulated_step_is_rounded_and_the_update_is_their_mean(tmp_path):
-    model, by_hand = build("qwen3_moe"), patched("qwen3_moe", POLICY)
+    model, by_hand = build("qwen3_moe"), build_patched("qwen3_moe", POLICY)
     watch = Watch(model)
     options = {"max_steps": 2, "learning_rate": 0.1, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
     snapshots = Snapshots()
     callbacks = [TokenRoundingCallback(tile=TILE, end=1), snapshots]
-    trainer = trained(model, tmp_path, callbacks, attach=False, count=8, **options)
+    trainer = run_trainer(model, tmp_path, callbacks, attach=False, count=8, **options)
     assert [routing is not None for _, routing in watch.calls] == [True] * 4 + [False] * 4
 
     for start in (0, 4):
@@ -154,7 +154,7 @@ def test_bf16_training_on_a_cpu_rounds_and_learns(family, tmp_path):
     model = build(family)
     watch = Watch(model)
     options = {"bf16": True, "max_steps": 8, "num_train_epochs": 8, "learning_rate": 0.1}
-    logs = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=TILE)], attach=False, count=4, **options))
+    logs = logs_of(run_trainer(model, tmp_path, [TokenRoundingCallback(tile=TILE)], attach=False, count=4, **options))
     assert all(watch.rounded())
     assert logs[-1]["loss"] < 0.9 * logs[0]["loss"]
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
@@ -180,7 +180,7 @@ def test_evaluation_prediction_and_generation_use_top_k_while_training_rounds(fa
             assert model.training
             model.generate(batch(4, 24)["input_ids"], max_new_tokens=2, do_sample=False)
 
-    trainer = trained(model, tmp_path, [TokenRoundingCallback(tile=TILE), GenerateWhileTraining()], **options)
+    trainer = run_trainer(model, tmp_path, [TokenRoundingCallback(tile=TILE), GenerateWhileTraining()], **options)
     trainer.evaluate()
     predicted = trainer.predict(trainer.eval_dataset).predictions
     assert watch.rounded_by_note() == {"training": True, "inference": False}
@@ -196,7 +196,7 @@ def test_evaluation_prediction_and_generation_use_top_k_while_training_rounds(fa
 @pytest.mark.parametrize("use_cache", rest_pinned([True, False]))
 @pytest.mark.parametrize("family", CONFIGS)
 def test_generation_on_a_model_left_in_train_mode_equals_plain_transformers(family, use_cache):
-    plain, ours = build(family), patched(family, POLICY)
+    plain, ours = build(family), build_patched(family, POLICY)
     watch = Watch(ours)
     prompt = batch()["input_ids"]
     options = {"max_new_tokens": 4, "do_sample": False, "use_cache": use_cache}
@@ -213,8 +213,8 @@ def test_generation_on_a_model_left_in_train_mode_equals_plain_transformers(fami
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding):
-    model = patched(family, TokenRounding(tile=TILE, rounding=rounding))
-    again = checkpointed(twin(model), kind)
+    model = build_patched(family, TokenRounding(tile=TILE, rounding=rounding))
+    again = checkpoint_layers(twin(model), kind)
     inputs = batch(padding=True)
     torch.manual_seed(1)
     expected = loss_and_gradients(model, inputs)
@@ -224,7 +224,7 @@ def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding
 
 def adapted(experts):
     """Make a model with adapters, of packed experts or not; what is recomputed calls its routers' hooks again."""
-    model = patched("qwen3_moe", POLICY, **OF_64["qwen3_moe"])
+    model = build_patched("qwen3_moe", POLICY, **OF_64["qwen3_moe"])
     if experts == "nf4":
         sonicmoe_hf.quantize_experts(model, "nf4")
     return with_lora(model, target_modules=["q_proj"])
@@ -251,9 +251,9 @@ def test_checkpoints_of_layers_in_host_memory_change_no_bit(kind, experts, tmp_p
         options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "learning_rate": 0.05}
         options |= {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
         model, balancing = adapted(experts), [sonicmoe_hf.LoadBalancing(0.5)]
-        trained(model, tmp_path, balancing, **options, **SAVING)
+        run_trainer(model, tmp_path, balancing, **options, **SAVING)
         resumed, checkpoint = adapted(experts), str(tmp_path / "checkpoint-2")
-        trained(resumed, tmp_path, balancing, checkpoint=checkpoint, **options)
+        run_trainer(resumed, tmp_path, balancing, checkpoint=checkpoint, **options)
         found += [get_peft_model_state_dict(each) for each in (model, resumed)]
     for other in found[1:]:
         assert_all_close(other, found[0], 0.0, "the same steps, and copies")
@@ -264,7 +264,7 @@ def test_checkpoints_of_layers_in_host_memory_change_no_bit(kind, experts, tmp_p
 
 def test_what_checkpoints_keep_in_host_memory_leaves_the_device(monkeypatch):
     monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", OnHost)
-    model, alive = patched("qwen3_moe"), []
+    model, alive = build_patched("qwen3_moe"), []
     for layer in model.model.layers[1:]:
         layer.register_forward_pre_hook(lambda module, args: alive.append(weakref.ref(args[0].untyped_storage())))
     for offload in (False, True):
@@ -291,8 +291,8 @@ LOSSES = {  # of two calls, in the order of their backwards
 def test_two_forwards_with_different_padding_before_backward_recompute_their_own_routing(kind, rounding, losses_of):
     # the auxiliary loss reads router logits, which have no gradient where reentrant checkpointing ran the layers without
     policy = TokenRounding(tile=TILE, rounding=rounding)
-    model = patched("qwen3_moe", policy, output_router_logits=kind == "non_reentrant")
-    again = checkpointed(twin(model), kind)
+    model = build_patched("qwen3_moe", policy, output_router_logits=kind == "non_reentrant")
+    again = checkpoint_layers(twin(model), kind)
     batches = [batch(padding=True, seed=1), batch(seed=2)]
     gradients = []
     for version in (model, again):
@@ -309,7 +309,7 @@ def test_two_forwards_with_different_padding_before_backward_recompute_their_own
 
 
 def test_padding_tokens_are_neither_added_nor_counted():
-    model = patched("qwen3_moe", POLICY)
+    model = build_patched("qwen3_moe", POLICY)
     start_counting(model)
     watch = Watch(model)
     inputs = batch(padding=True)
@@ -326,7 +326,7 @@ def test_padding_tokens_are_neither_added_nor_counted():
 
 
 def test_padding_changes_nothing_for_the_other_tokens():
-    model = patched("qwen3_moe", TokenRounding(tile=TILE, min_tiles_per_expert=0))
+    model = build_patched("qwen3_moe", TokenRounding(tile=TILE, min_tiles_per_expert=0))
     short = batch(4, 16)
     long = {
         name: torch.nn.functional.pad(t, (0, 8), value=-100 if name == "labels" else 0) for name, t in short.items()

@@ -5,7 +5,7 @@ import torch
 from helpers.marks import rest_pinned
 from helpers.models import build
 from helpers.resuming import weights as weights_of
-from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, TILE, Watch, trained
+from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, TILE, Watch, run_trainer
 
 from sonicmoe_hf import TokenRoundingCallback
 
@@ -15,7 +15,7 @@ def train(folder, checkpoint=None, **options):
     model = build("qwen3_moe")
     watch = Watch(model)
     callback = TokenRoundingCallback(rounding="stochastic", tile=TILE)
-    trained(model, folder, [callback], checkpoint=checkpoint, padding=True, learning_rate=0.1, **options)
+    run_trainer(model, folder, [callback], checkpoint=checkpoint, padding=True, learning_rate=0.1, **options)
     pairs = [torch.stack([routing.token_index, routing.expert_index]) for _, routing in watch.calls]
     return pairs, weights_of(model)
 

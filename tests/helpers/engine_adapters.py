@@ -38,20 +38,20 @@ FAMILIES_IN_SGLANG = ["granitemoe", "minimax_m2", "phimoe", "qwen3_5_moe"]
 OTHERS = ("mixtral", "glm4_moe", "qwen3_vl_moe")
 
 
-def base(name, folder):
-    """Make a small model saved in `folder`, loaded from there."""
+def save_base(name, folder):
+    """Save a small model in `folder`, and load it from there."""
     model = build(name)
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder)
 
 
-def config_of(folder):
+def adapter_config(folder):
     return json.loads((folder / "adapter_config.json").read_text())
 
 
-def edit(adapter, **changes):
-    """Change entries of its adapter_config.json."""
-    (adapter / "adapter_config.json").write_text(json.dumps({**config_of(adapter), **changes}))
+def edit_adapter_config(adapter, **changes):
+    """Change entries of an adapter's adapter_config.json."""
+    (adapter / "adapter_config.json").write_text(json.dumps({**adapter_config(adapter), **changes}))
 
 
 def assert_refused(adapter, match, layout="vllm", **options):
@@ -61,7 +61,8 @@ def assert_refused(adapter, match, layout="vllm", **options):
     assert not (adapter.parent / "refused").exists()
 
 
-def merged_by_peft(adapted, folder):
+def merge_by_peft(adapted, folder):
+    """Merge the adapter as PEFT does, and read the tensors of what it saves."""
     adapted.merge_and_unload().save_pretrained(folder)
     return tensors_in(folder)
 
