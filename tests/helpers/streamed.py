@@ -33,7 +33,7 @@ def build_streamed(experts_memory=0, format=None, family="qwen3_moe", **changes)
 
 
 def add_adapter(model, checkpointing=None):
-    """Give the model an adapter. checkpointing: whether it is reentrant; None: layers are not recomputed."""
+    """Add an adapter to the model. checkpointing: whether it is reentrant; None: layers are not recomputed."""
     model = with_lora(model, target_modules=["q_proj"])
     if checkpointing is not None:
         model.enable_input_require_grads()
