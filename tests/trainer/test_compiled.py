@@ -105,7 +105,7 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
 )
 def test_processes_that_compile_begin_before_training(given, has_gpu, times, tmp_path, monkeypatch):
     trainer = Trainer(
-        patched("qwen3_moe"), arguments(tmp_path, **{"torch_compile": True, **given}), train_dataset=Examples(4)
+        build_patched("qwen3_moe"), arguments(tmp_path, **{"torch_compile": True, **given}), train_dataset=Examples(4)
     )
     monkeypatch.setattr(layers, "begin_compile_workers", begin := mock.Mock())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
