@@ -29,7 +29,7 @@ def router_loss(model: nn.Module, args: Any) -> RouterLoss:
     config = transformers_model(model).config.get_text_config()
     is_trainers = hasattr(args, "router_aux_loss_coef")
     adds = hasattr(config, "output_router_logits") if is_trainers else getattr(config, "output_router_logits", False)
-    coefficient = getattr(args, "router_aux_loss_coef", None)
+    coefficient: Any = getattr(args, "router_aux_loss_coef", None)
     if coefficient is None:
         coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     return RouterLoss(coefficient if adds else 0.0, is_trainers)

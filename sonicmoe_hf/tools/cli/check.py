@@ -54,8 +54,8 @@ def print_check(result: Check, asked_server: bool) -> None:
         if verdict.reason:
             console.print(f"{place}: {verdict.kind}: {verdict.reason}", soft_wrap=True)
     applied = [place.verdict for place in result.places if place.verdict.kind == APPLIED and not place.verdict.reason]
-    shares = [share for verdict in applied for share in verdict.shares.values() if share is not None]
-    if any(f"{share:.0%}" != "100%" for share in shares):
+    of_applied = [share for verdict in applied for share in verdict.shares.values() if share is not None]
+    if any(f"{share:.0%}" != "100%" for share in of_applied):
         noise = "what is applied differs from 100% by noise of rounding; --dtype float32 has less"
         console.print(noise, soft_wrap=True)
     if not asked_server:
