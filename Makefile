@@ -2,8 +2,8 @@
 #   make demo          train a small model with token rounding, on any machine, in a few minutes
 #   make test          the tests, with the versions of constraints.txt
 #   make test-slow     the rest of them: what compiles for long, and the benchmarks' own
-#   make test-oldest   those of make test that other packages' versions can change, with the oldest versions we support, on
-#                      Python 3.10
+#   make test-oldest   those of make test that other packages' versions can change (tests/helpers/stacks.py), with the oldest
+#                      versions we support, on Python 3.10
 #   make test-newest   the same with the newest
 #   make test-serving  what vLLM computes, on a CPU, of what we write for it; downloads 1 GB into an environment of its own
 #   make mutants       whether the tests see small wrong changes of the source: tests/mutants
@@ -44,10 +44,10 @@ test-slow: $(VENV)/.installed
 	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and not serving and slow" $(ARGS)
 
 test-oldest: $(OLDEST)/.installed
-	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not serving and not pinned and not slow" $(ARGS)
+	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not serving and not pinned and not slow" $(or $(ARGS),--versions oldest)
 
 test-newest: $(NEWEST)/.installed
-	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not serving and not pinned and not slow" $(ARGS)
+	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not serving and not pinned and not slow" $(or $(ARGS),--versions newest)
 
 test-serving: $(SERVING)/.installed
 	$(RUN) $(SERVING)/bin/python -m pytest -q -rs -m serving tests/serving $(ARGS)

@@ -37,6 +37,23 @@ if "PYTEST_XDIST_WORKER" in os.environ or not HAS_WORKERS:
     from helpers import tapes
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--versions", choices=["oldest", "newest"], help="run the part of the cases that helpers.stacks says"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that the markers leave
+def pytest_collection_modifyitems(config, items):
+    from helpers.stacks import runs_with
+
+    if (versions := config.getoption("--versions")) is not None:
+        kept = runs_with(versions, items)
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = kept
+
+
 def pytest_collection_finish():
     """Keep the test modules' imports out of later collections. The Trainer, for one, collects each time."""
     gc.collect()
