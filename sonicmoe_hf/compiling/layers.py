@@ -189,6 +189,7 @@ def _dims_of_length(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
+    """Copy the first gradient of a parameter, which would stay in the graph's memory; others are added to it."""
     return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
 
 
@@ -217,14 +218,15 @@ def _traceable_records() -> Iterator[None]:
     writing = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     with recording_into(records), writing if records else nullcontext():
         yield
-    for name, found in records.items():
-        outputs[name].extend(found)
+    for name, recorded in records.items():
+        outputs[name].extend(recorded)
 
 
 class _Call:
-    """The call of a layer or of a module in it: what was compiled where the layer is trained, which a checkpoint may
-    begin without gradients, and its own elsewhere: torch would compile evaluation and generation apart, the latter for
-    each layer, and a cache of keys and values would outlive the memory of a CUDA graph.
+    """The call of a layer, or of a module in it: of compiled code where the layer is trained, else of its own forward.
+
+    A layer that is checkpointed is trained without gradients too, in its first forward. Evaluation and generation would
+    be compiled apart, the latter for each layer, and a cache of keys and values would outlive a CUDA graph's memory.
     """
 
     def __init__(self, module: nn.Module, layer: nn.Module, is_captured: bool):

@@ -24,15 +24,16 @@ from .call import LayerCall
 from .pieces import MAX_ROWS
 
 Weights = dict[str, torch.Tensor]  # [E, out, in], by "gate_up" and "down"
-# times h and y: what the rest of the layer's backward may take beside the weights. The experts' own tensors are 2.5 of
-# it, if they were all there at once; attention, gradients and fragments have the others.
+# Memory that must stay free beside the expanded weights, in multiples of the bytes of h and y, for the rest of a layer's
+# backward: the experts' own tensors take 2.5 of the 6 if they are all there at once; attention, gradients and
+# fragmentation have the others.
 FREE_ROWS = 6
 _had_room: dict[torch.device, bool] = {}  # by the last look: while a CUDA graph is captured, nothing can be asked
 
 
 def may_keep() -> bool:
-    """Tell whether memory that forward allocates is still there in backward. That of a CUDA graph of torch.compile is
-    where the graph is of backward, which computes the layer again."""
+    """Tell whether memory that forward allocates is still there in backward. Memory of torch.compile's CUDA graphs is so
+    only in a graph of backward, which computes the layer again."""
     config = sys.modules.get("torch._inductor.config")
     return config is None or not config.triton.cudagraphs or is_traced_in_checkpoint()
 

@@ -34,8 +34,8 @@ class Arriving(NamedTuple):
 
 
 class ScaledProducts:
-    """FP8 products of packed FP8 weights, called as the backend's own are. What one gives the next, a or dh, stays here
-    in FP8; in full it is given where the other weight has an adapter, which needs it."""
+    """FP8 products of packed FP8 weights, called as the backend's own are. What one product gives the next, a or dh, is
+    kept here in FP8, as `between`; but returned in `dtype` where the other weight has an adapter, which reads it."""
 
     def __init__(self, kernels: Backend, dtype: torch.dtype, gate_up: Projection, down: Projection):
         self.kernels, self.dtype = kernels, dtype

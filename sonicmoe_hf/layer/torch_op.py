@@ -3,9 +3,9 @@
 torch.library.custom_op wraps its function in Python that looks for aliases among all inputs and outputs at each call
 (0.4 ms in torch 2.11), so ops are defined a level below. Results must not share memory with inputs or each other:
 torch.library.opcheck, in the tests, makes sure. torch.library.register_autograd goes through the dispatcher twice at each
-call, and through Python in between. What torch.compile makes of a model asks for no gradients of the ops that it calls,
-and its calls go to the functions themselves: with some 30 arguments the dispatcher takes the host half as long as such a
-function does without its launches.
+call, and through Python in between. Code that torch.compile has made asks for no gradients of the ops in it, so it calls
+the functions themselves: to pass some 30 arguments through the dispatcher takes the host half as long as such a function
+without its launches.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Form:
     where each tuple begins and ends."""
 
     def __init__(self, hints: dict[str, Any]):
-        self.leaves: dict[str, Any] = {}  # their types, by names that say the way, but for that of the argument
+        self.leaves: dict[str, Any] = {}  # their types, by the names of the fields that lead to them, joined by _
         self.places: dict[str, slice] = {}  # of the leaves of each tuple, by the same names
         self._tuples: list[tuple[Any, int, int]] = []  # what makes one, and of which places
         for name, hint in hints.items():

@@ -38,7 +38,7 @@ from .padding import given_mask, given_token_types, valid_tokens
 from .support import check_routing
 
 
-def installed(module: nn.Module) -> Any:
+def hook_of(module: nn.Module) -> Any:
     """Get the RouterHook or ModelHook of a module, or None."""
     return vars(module).get(attributes.HOOK, (None,))[0]
 
@@ -57,7 +57,7 @@ def install_hooks(model: nn.Module, state: RoutingState) -> None:
     calls.capture()
     hook_routers(model, state)
     for module in models_with_experts(model):
-        hook = installed(module)
+        hook = hook_of(module)
         if hook is None:
             hook = ModelHook()
             before = module.register_forward_pre_hook(hook.enter, with_kwargs=True)
@@ -69,7 +69,7 @@ def install_hooks(model: nn.Module, state: RoutingState) -> None:
 def hook_routers(model: nn.Module, state: RoutingState) -> None:
     """Make every router of a patched model follow these settings."""
     for family, layer_name, router in routers(model):
-        hook = installed(router)
+        hook = hook_of(router)
         if hook is None:
             hook = RouterHook(family.name, layer_name)
             vars(router)[attributes.HOOK] = hook, router.register_forward_hook(hook)

@@ -9,13 +9,13 @@ from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts, find_layers, is_patched, transformers_model
 from ..private.transformers import parallel_mesh
 from .calls import RoutingState
-from .hooks import ModelHook, RouterHook, install_hooks, installed, routers
+from .hooks import ModelHook, RouterHook, hook_of, install_hooks, routers
 from .support import check_routing
 
 
 def find_state(model: nn.Module) -> RoutingState | None:
     """Find the settings that the model's hooks share; None where nothing has asked for hooks."""
-    hooks = map(installed, transformers_model(model).modules())
+    hooks = map(hook_of, transformers_model(model).modules())
     return next((hook.state for hook in hooks if isinstance(hook, ModelHook)), None)
 
 
@@ -89,7 +89,7 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
     """List the hooks of a model's routers in use, in the order of its layers, under the names of these layers."""
     hooks = []
     for layer in find_layers(transformers_model(model)):
-        hook = None if layer.router is None else installed(layer.router)
+        hook = None if layer.router is None else hook_of(layer.router)
         if hook is not None:
             hook.layer_name = layer.name
             hooks.append(hook)
@@ -104,7 +104,7 @@ def clear_counts(model: nn.Module) -> None:
     """
     use_routers(model)
     for *_, router in routers(transformers_model(model)):
-        installed(router).load.start(router.num_experts, router.weight.device)
+        hook_of(router).load.start(router.num_experts, router.weight.device)
 
 
 def ranks_of_batch(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.support import MoELayer, find_layers, transformers_model
 from ..routing.balance import ScaleHook, update_bias
 from ..routing.calls import Balancing
-from ..routing.hooks import installed, routers
+from ..routing.hooks import hook_of, routers
 from ..routing.model import is_pipelined, routing_state, use_routers
 from .callbacks import StepCallback
 from .router_loss import router_loss
@@ -92,7 +92,7 @@ class LoadBalancing(StepCallback):
             for family, _, router in routers(transformers_model(model)):
                 if family.has_fixed_experts(router):
                     continue
-                counts = installed(router).balance
+                counts = hook_of(router).balance
                 bias = counts.keep_bias(router.e_score_correction_bias)
                 counts.start(bias.numel(), bias.device)
         return Balancing(self.per_layer_loss or 0.0, self.bias_update is not None)
@@ -102,7 +102,7 @@ class LoadBalancing(StepCallback):
         if self.bias_update is None:
             return
         live = _movable(model)
-        balance = [installed(router).balance for router in live]
+        balance = [hook_of(router).balance for router in live]
         totals = summed_over_ranks([layer.rows_E for layer in balance])
         for router, layer, total_E in zip(live, balance, totals):
             bias_E = layer.keep_bias(router.e_score_correction_bias)

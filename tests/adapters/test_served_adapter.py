@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.adapters import adapter
-from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
+from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stack_experts
 from sonicmoe_hf.tools.cli.main import main
 
 THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
@@ -188,7 +188,7 @@ def test_gate_and_up_become_one_weight_with_the_same_products(shares_a, scales, 
 @pytest.mark.parametrize("scales", [(2.0, 2.0, 2.0), (1.0, 2.0, 0.5)])
 def test_experts_of_several_ranks_and_scales_become_one_weight_with_the_same_products(scales):
     own = [Factors(torch.randn(r, 8), torch.randn(4, r), scale) for r, scale in zip((2, 4, 1), scales)]
-    of_all = stacked(own)
+    of_all = stack_experts(own)
     assert of_all.rank == 4
     for expert, factors in enumerate(own):
         product = of_all.scale * of_all.b[expert] @ of_all.a[expert]

@@ -24,7 +24,7 @@ from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import calls
-from sonicmoe_hf.routing.hooks import installed
+from sonicmoe_hf.routing.hooks import hook_of
 from sonicmoe_hf.tools.demo.corpus import standard_library
 
 pytestmark = pytest.mark.skipif(
@@ -281,7 +281,7 @@ def refusals(rank, folder):
     note(model, batch()["input_ids"])
 
     model = load(folder, APART)
-    experts, hook = next(find_layers(model)).experts, installed(model)
+    experts, hook = next(find_layers(model)).experts, hook_of(model)
     calls.begin(hook, None)
     for num_tokens in (8, 9):
         note(experts, *pairs(num_tokens, is_list=False)[:3])

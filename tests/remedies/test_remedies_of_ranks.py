@@ -24,7 +24,7 @@ from sonicmoe_hf.formats.shares import dense_shard
 from sonicmoe_hf.layer.holding import has_expert_parallelism
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import calls
-from sonicmoe_hf.routing.hooks import installed
+from sonicmoe_hf.routing.hooks import hook_of
 
 pytestmark = [
     pytest.mark.pinned,
@@ -194,7 +194,7 @@ def tokens(count):
 def outputs_or_message(rank, folder, implementation):
     """Compute the experts' outputs for 8 and then for 9 tokens in one call of a model, or take their message."""
     model = load(folder, APART | implementation)
-    experts, hook = next(find_layers(model)).experts, installed(model)
+    experts, hook = next(find_layers(model)).experts, hook_of(model)
     if hook is not None:
         calls.begin(hook, None)
     try:

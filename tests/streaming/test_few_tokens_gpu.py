@@ -26,7 +26,7 @@ def made(format, experts_memory):
 def test_few_tokens_are_computed_without_a_copy(format):
     model, resident = made(format, 0), made(format, None)
     tokens = torch.arange(20, device="cuda")[None]
-    with torch.no_grad(), mock.patch.object(fetching, "_replaced", wraps=fetching._replaced) as copied:
+    with torch.no_grad(), mock.patch.object(fetching, "_with_weights", wraps=fetching._with_weights) as copied:
         for count, copies in ((1, 0), (6, 0), (7, 3), (20, 3), (1, 0)):
             copied.reset_mock()
             given, expected = (each(input_ids=tokens[:, :count]).logits for each in (model, resident))
