@@ -18,6 +18,7 @@ import torch
 from transformers.utils import is_tracing
 
 from ..errors import UnlikeApartError
+from ..private.torch import leave_to_python
 from .models import SUPPORTED
 from .names import TORCH_SINKS
 from .pieces import Span, arguments_of, cut, in_patched_models
@@ -94,7 +95,7 @@ def check_rows(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         )
 
 
-@torch.compiler.disable
+@leave_to_python
 def _restarts(position_ids: torch.Tensor | None, four_rows: bool) -> bool:
     """Tell whether position_ids, [B, S] or [4, B, S] with the tokens' own first, begin sequences inside a row."""
     if position_ids is not None and position_ids.dim() == 3 and position_ids.shape[0] == 4 and not four_rows:
@@ -122,17 +123,23 @@ def one_by_one(original: Callable) -> Callable:
         if given.get(cache) is not None:
             _check_cached(given)
             return original(self, **given)
-        sequences = _sequences(given)
-        if sequences is None:
-            return original(self, **given)
-        given = {name: value for name, value in given.items() if name not in LENGTHS}
-        pieces = [original(self, **_cut_to_sequence(given, each))[0] for each in sequences]
-        return _join(pieces, sequences, given), None
+        apart = _run_apart(self, original, given)
+        return original(self, **given) if apart is None else (apart, None)
 
     return forward
 
 
-@torch.compiler.disable
+@leave_to_python
+def _run_apart(self, original: Callable, given: dict[str, Any]) -> torch.Tensor | None:
+    """Run a forward on each of a layer's sequences; None where each fills its row from the start on."""
+    sequences = _sequences(given)
+    if sequences is None:
+        return None
+    given = {name: value for name, value in given.items() if name not in LENGTHS}
+    pieces = [original(self, **_cut_to_sequence(given, each))[0] for each in sequences]
+    return _join(pieces, sequences, given)
+
+
 def _sequences(given: dict[str, Any]) -> list[Sequence] | None:
     """Find the sequences of a layer's call; None where each fills its row from the start on."""
     (size, length, _), mask = given["hidden_states"].shape, given["attention_mask"]
@@ -151,7 +158,7 @@ def _sequences(given: dict[str, Any]) -> list[Sequence] | None:
     ]
 
 
-@torch.compiler.disable
+@leave_to_python
 def _check_cached(given: dict[str, Any]) -> None:
     """Check a layer's call with a cache, in which keys count from a row's start: warn, once, of a row padded left.
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..model_patches.family import modeling_module
+from ..private.torch import leave_to_python
 from .names import EAGER, TORCH_PIECES
 from .pieces import Span, arguments_of, piece_of
 from .piecewise import check_call, in_pieces, probabilities
@@ -64,7 +65,7 @@ def attention_of(original: Callable) -> Callable:
     return forward
 
 
-@torch.compiler.disable
+@leave_to_python
 def _attention(self, given: dict[str, Any], cache) -> torch.Tensor:
     """Compute DeepseekV4Attention.forward, in pieces."""
     hidden = given["hidden_states"]

@@ -18,6 +18,7 @@ from torch import nn
 from ..model_patches.family import modeling_module
 from ..private import attributes
 from ..private.replaced import replace
+from ..private.torch import leave_to_python
 from .boundaries import one_by_one
 from .deepseek_v4 import attention_of
 from .pieces import Span, arguments_of, cut, fits, in_patched_models, piece_of
@@ -110,7 +111,7 @@ def _picking_blocks(original: Callable) -> Callable:
     return forward
 
 
-@torch.compiler.disable
+@leave_to_python
 @torch.no_grad()
 def _in_pieces(
     self, original: Callable, given: dict[str, Any], cache: str, update: Callable | None, step: int, dim: int = 1
@@ -183,7 +184,7 @@ def _scoring(original: Callable) -> Callable:
     return forward
 
 
-@torch.compiler.disable
+@leave_to_python
 def _scored(self, original: Callable, q, keys, hidden_states, step: int) -> torch.Tensor:
     """Score `step` queries of a sequence at a time."""
     scores = q.new_empty(*q.shape[:2], keys.shape[1], dtype=torch.float32)

@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 )
 
 from ..private import attributes
+from ..private.torch import leave_to_python
 from .names import EAGER, TORCH_PIECES
 from .pieces import Span, piece_of
 from .positions import are_packed
@@ -62,7 +63,7 @@ def in_pieces(compute: Callable, size: int, num_queries: int, step: int, dim: in
     return torch.cat(rows)
 
 
-@torch.compiler.disable
+@leave_to_python
 def attention_in_pieces(
     module: Any,
     query: torch.Tensor,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..private.torch import leave_to_python
 from .pieces import arguments_of, in_patched_models, piece_of
 
 
@@ -35,7 +36,7 @@ def without_loop(original: Callable) -> Callable:
     return forward
 
 
-@torch.compiler.disable
+@leave_to_python
 def _are_prefixes(visible: torch.Tensor, valid: torch.Tensor, counts: torch.Tensor) -> bool:
     """Tell whether every query sees the first `counts` [B, S] of its sequence's valid keys [B, T], so that blocks of keys
     are the same for all queries; not so where packed sequences do not see one another."""
@@ -43,7 +44,7 @@ def _are_prefixes(visible: torch.Tensor, valid: torch.Tensor, counts: torch.Tens
     return torch.equal(visible, valid[:, None] & (ranks[:, None] <= counts[..., None]))
 
 
-@torch.compiler.disable
+@leave_to_python
 @torch.no_grad()
 def _select_keys(self: Any, hidden_states, position_embeddings, cache, valid, counts) -> torch.Tensor:
     """Select the blocks of keys with the highest scores for each query, and the keys behind its last whole block."""

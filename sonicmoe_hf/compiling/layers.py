@@ -21,7 +21,9 @@ from ..kernels.announce import is_first_rank
 from ..layer.holding import expert_parallelism
 from ..layer.moe_experts import IN_GRAPHS
 from ..layer.torch_op import SOURCE
+from ..private import attributes
 from ..private.torch import (
+    IN_PYTHON,
     allow_caching,
     allow_recompilations,
     begin_compile_workers,
@@ -47,6 +49,10 @@ if Version(torch.__version__) < Version("2.13"):
     # keeps the state of random numbers for a GPU's attention that is computed again; newer versions take it by themselves
     CACHED["torch.ops.higher_order.graphsafe_run_with_rng_state"] = torch.__version__
 SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all that are alike; decoder layers: {layers}"
+NOT_CAPTURED = (
+    "sonicmoe_hf: mode={mode!r} captures no CUDA graphs of {layers}, whose attention runs partly in Python: what is "
+    "beside it is compiled as without the mode"
+)
 OF_A_TRAINER = (
     "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
 )
@@ -70,7 +76,9 @@ def compile_layers(model: nn.Module, **options) -> int:
     Where nothing is trained, as in evaluation and generation, layers run uncompiled. With `mode="reduce-overhead"` a
     layer's kernels are captured as CUDA graphs, for batches of one size; where sizes vary, layers run as without it.
 
-    Where ranks share the experts, attention, norms, routers and shared experts are compiled, each on its own.
+    Where ranks share the experts, attention, norms, routers and shared experts are compiled, each on its own. So are
+    attention, norms and the block of experts in models of sparse attention, whose indexers and attention in pieces of
+    queries run in Python and are not captured as graphs.
 
     Args:
         model: a Transformers model, PEFT's or Trainer's wrapper of one.
@@ -92,19 +100,18 @@ def compile_layers(model: nn.Module, **options) -> int:
             f"{type(model).__name__} has no decoder layers that Transformers could checkpoint; use torch.compile(model)"
         )
     begin_compiling(options)
-    is_captured = options.get("mode") in CAPTURED_MODES
-    if is_captured:
-        inductor = torch._inductor.list_mode_options(options.pop("mode"))
-        options["options"] = {
-            **inductor,
-            "triton.cudagraph_skip_dynamic_graphs": True,
-            **(options.get("options") or {}),
-        }
     allow_recompilations(RECOMPILATIONS)
     allow_caching(CACHED)
+    partly_in_python = {type(layer) for layer in layers if _has_pieces(layer)}
+    captures = options.get("mode") in CAPTURED_MODES
+    if captures and partly_in_python:
+        names = " and ".join(sorted(cls.__name__ for cls in partly_in_python))
+        logger.warning(NOT_CAPTURED.format(mode=options["mode"], layers=names))
     for layer in layers:
-        for module in _modules_of(layer):
-            module.compile(**options)
+        is_partly = type(layer) in partly_in_python
+        is_captured = captures and not is_partly
+        for module in _modules_of(layer, is_partly):
+            module.compile(**(_write_settings(options, is_captured) if captures else options))
             set_compiled_call(module, _Call(module, layer, is_captured))
     return len(layers)
 
@@ -113,6 +120,16 @@ def begin_compiling(options: dict[str, Any]) -> None:
     """Begin the processes that compile kernels for a GPU, seconds before these options of torch.compile need them."""
     if options.get("backend", "inductor") == "inductor" and torch.cuda.is_available():
         begin_compile_workers()
+
+
+def _write_settings(options: dict[str, Any], is_captured: bool) -> dict[str, Any]:
+    """Write torch.compile's options with a mode of CAPTURED_MODES as Inductor's settings, without CUDA graphs where
+    layers are not to be captured; else for batches of one size."""
+    inductor = torch._inductor.list_mode_options(options["mode"])
+    settings = {**inductor, "triton.cudagraph_skip_dynamic_graphs": True, **(options.get("options") or {})}
+    if not is_captured:
+        settings["triton.cudagraphs"] = False
+    return {**{name: value for name, value in options.items() if name != "mode"}, "options": settings}
 
 
 def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None:
@@ -147,10 +164,11 @@ def why_in_python(model: nn.Module) -> list[str]:
     return sorted({reason for call in calls if isinstance(call, _Call) for reason in call.reasons})
 
 
-def _modules_of(layer: nn.Module) -> list[nn.Module]:
-    """List the modules of a layer to compile: itself, or where ranks share its experts all else in it and beside them."""
+def _modules_of(layer: nn.Module, partly_in_python: bool) -> list[nn.Module]:
+    """List the modules of a layer to compile: itself, or where ranks share its experts all else in it and beside them, or
+    those in it where attention runs partly in Python: torch would leave a checkpointed layer to Python as a whole."""
     if not _has_shared_experts(layer):
-        return [layer]
+        return list(layer.children()) if partly_in_python else [layer]
     beside: list[nn.Module] = []
     for child in layer.children():
         beside += child.children() if _has_shared_experts(child) else [child]
@@ -159,6 +177,11 @@ def _modules_of(layer: nn.Module) -> list[nn.Module]:
 
 def _has_shared_experts(module: nn.Module) -> bool:
     return any(expert_parallelism(each) is not None for each in module.modules())
+
+
+def _has_pieces(layer: nn.Module) -> bool:
+    """Tell whether a layer's attention runs partly in Python (attention/indexers.py)."""
+    return any(vars(module).get(attributes.IN_PIECES) for module in layer.modules())
 
 
 def _first_words(reason: str) -> str:
@@ -261,14 +284,15 @@ class _Call:
             self._keep_gradients()
         if before is not None:
             self.is_new = False
-            self.reasons = {self._why(reason) for reason in graph_breaks() - before}
+            found = (reason for reason in graph_breaks() - before if IN_PYTHON not in reason)
+            self.reasons = {self._why(reason) for reason in found}
             for reason in sorted(self.reasons):
                 warnings.warn(reason, stacklevel=2)
         return result
 
     def _why(self, reason: str) -> str:
         """Write torch's reason for leaving code to Python as a sentence with a remedy."""
-        is_whole = self.layer.gradient_checkpointing and self.layer.training
+        is_whole = self.module is self.layer and self.layer.gradient_checkpointing and self.layer.training
         extent = "with gradient checkpointing all" if is_whole else "a part"
         remedy = next((each for word, each in REMEDIES.items() if word in reason.lower()), None)
         return (

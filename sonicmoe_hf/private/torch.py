@@ -80,6 +80,10 @@ def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
     replace(function, "forward", staticmethod(functools.partial(reentrant, function.forward)))
 
 
+IN_PYTHON = "sonicmoe_hf: it depends on values, or runs for some queries at a time"
+leave_to_python = torch.compiler.disable(reason=IN_PYTHON)  # decorates functions; compile_layers knows this reason
+
+
 def is_compiled() -> bool:
     """Tell whether torch.compile traces this code, or left it to Python inside a compiled function."""
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
