@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 import sonicmoe_hf
 from sonicmoe_hf.attention import indexers, pieces
+from sonicmoe_hf.attention.models import choose_attention
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4", "axk2", "dots3_note", "deepseek_v4"]
 SPARSE += ["minimax_m3_vl"]
@@ -18,7 +19,7 @@ BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2, "index_local_blocks": 1
 HERE = [family for family in SPARSE if family in families_here()]
 SIZES = {"index_topk": 4, "sliding_window": 8, **BLOCKS}
 GIB = 2**30
-HEADS = 16  # of Qwen4-Exp's indexer: with two, many scores are 0, and which of equals is picked is by chance
+HEADS = 16  # of an indexer: with two, many scores are 0, and which of equals is picked is by chance
 
 
 def step(model, ids, mask=None):
@@ -65,6 +66,30 @@ def test_generation_with_a_cache_is_as_before(family, monkeypatch):
     found = model.generate(ids, **options)
     assert torch.equal(found.sequences, expected.sequences)
     assert relative_error(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_a_prefill_in_chunks_with_a_cache_is_as_whole(family, monkeypatch):
+    """`prefill_chunk_size` of Transformers' GenerationConfig, with scores in pieces and attention as from_pretrained
+    chooses it. fp32, other sums over masked keys: 1e-5."""
+    heads = 2 if family == "minimax_m3_vl" else HEADS  # M3 has one for each group of heads
+    model = small_model(family, **SIZES, index_n_heads=heads)
+    ids = torch.randint(3, 50, (2, 40), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **options)
+    sonicmoe_hf.patch_model(model)
+    choose_attention(model)
+    calls = []
+    for name in ("_in_pieces", "_scored"):
+        real = getattr(indexers, name)
+        monkeypatch.setattr(indexers, name, lambda *args, real=real, **dim: calls.append(1) or real(*args, **dim))
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * heads * 40 * 2)
+    for size in (None, 7, 16):
+        calls.clear()
+        found = model.generate(ids, prefill_chunk_size=size, **options)
+        assert calls and torch.equal(found.sequences, expected.sequences)
+        assert relative_error(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
 
 
 def test_up_to_index_topk_keys_all_are_picked_without_scores():
