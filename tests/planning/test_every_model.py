@@ -16,13 +16,31 @@ FOLDERS = sorted({architecture.folder for architecture in architectures()} & set
 REFUSALS = ("no mixture-of-experts layer", "cannot be accelerated", "as a model without a loss", "the config of")
 
 
+def model_by_config(folder, place):
+    """Build the model of a family's default config, as of a folder with that config alone."""
+    entries = json.loads(CONFIG_MAPPING[folder]().to_json_string(use_diff=False))
+    (place / "config.json").write_text(json.dumps({**entries, "model_type": CONFIG_MAPPING[folder].model_type}))
+    return build_on_meta(str(place))
+
+
+@pytest.mark.skipif("step3p7" not in CONFIG_MAPPING, reason="of a later Transformers")
+def test_step_whose_experts_patch_model_adopts_is_planned_for(tmp_path):
+    sizes = sizes_of_model("step3p7", model_by_config("step3p7", tmp_path))
+    assert round(sizes.total / 1e9) == 198 and 0.95 < sizes.experts / sizes.total < 0.97
+    ways = ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)
+    assert any(way.fits and way.training.experts_memory is not None for way in ways)
+
+
+def test_longcat_flash_is_refused_by_the_name_of_its_identity_experts(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="256 of its 768 experts are identity experts"):
+        sizes_of_model("longcat_flash", model_by_config("longcat_flash", tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_model_is_planned_for_or_refused_with_a_reason(folder, tmp_path):
     try:
-        entries = json.loads(CONFIG_MAPPING[folder]().to_json_string(use_diff=False))
-        (tmp_path / "config.json").write_text(json.dumps({**entries, "model_type": CONFIG_MAPPING[folder].model_type}))
-        model = build_on_meta(str(tmp_path))
+        model = model_by_config(folder, tmp_path)
     except UNREADABLE as error:
         pytest.skip(f"its default config describes no model: {' '.join(str(error).split())[:100]}")
     try:
