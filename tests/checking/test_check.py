@@ -21,7 +21,7 @@ from sonicmoe_hf.lora.packed_base import ENTRY
 from sonicmoe_hf.tools.checking.check import Check
 from sonicmoe_hf.tools.checking.hypotheses import layers_of
 from sonicmoe_hf.tools.checking.server import NoAnswer, Server
-from sonicmoe_hf.tools.checking.texts import Text
+from sonicmoe_hf.tools.checking.texts import LENGTH, Text
 from sonicmoe_hf.tools.checking.trained_adapter import JudgedPlace
 from sonicmoe_hf.tools.checking.verdict import Verdict
 from sonicmoe_hf.tools.cli.check import print_check
@@ -34,14 +34,14 @@ SIZE = 0.05  # of factors: the adapter changes log p of a token by some tenths
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Write a base with a tokenizer, an adapter on its experts and attention, and text of three parts."""
+    """Write a base with a tokenizer, an adapter on its experts and attention, and text that one forward takes."""
     folder = tmp_path_factory.mktemp("check")
     make(folder / "base", "deepseek_v3", dtype=torch.float32, **WHOLE_BLOCKS)
     word_tokenizer(WORD).save_pretrained(folder / "base")
     modules = ["q_a_proj", "kv_b_proj", "o_proj"]
     adapt(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter", size=SIZE, target_modules=modules)
     words = random.Random(0)
-    (folder / "text").write_text(" ".join(WORD.format(words.randint(4, 63)) for _ in range(380)))
+    (folder / "text").write_text(" ".join(WORD.format(words.randint(4, 63)) for _ in range(4 * LENGTH)))
     return SimpleNamespace(base=folder / "base", adapter=folder / "adapter", text=folder / "text", folder=folder)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.quality import check_defects
 from benchmarks.quality.check_defects import KINDS, NONE, SIZES, Defect, draw, measure, word_tokenizer, write_text
 from sonicmoe_hf.tools.checking.check import check_adapter
+from sonicmoe_hf.tools.checking.texts import LENGTH
 
 pytestmark = pytest.mark.pinned
 
@@ -104,7 +105,7 @@ def test_biases_tokens_and_norms_that_are_missing_are_named(kind, tmp_path):
     for place, lacking in (("without what is whole", whole), ("without LoRA", base.keys() - whole.keys())):
         shutil.copytree(tmp_path / "merged", tmp_path / place)
         rewrite(tmp_path / place, merged | {each: base[each] for each in lacking})
-    text = write_text(tmp_path / "text", 380, random.Random(0), last=63)
+    text = write_text(tmp_path / "text", 3 * LENGTH, random.Random(0), last=63)
     places = [str(tmp_path / place) for place in ("merged", "without what is whole", "without LoRA")]
     result = check_adapter(str(tmp_path / "base"), str(tmp_path / "adapter"), places, text=text)
     assert [(each.verdict.kind, each.verdict.reason) for each in result.places] == [

@@ -289,13 +289,16 @@ def test_a_rank_of_experts_that_contradicts_the_rest_is_refused(options, words):
 
 @pytest.mark.pinned
 def test_qwen3_30b_a3bs_experts_have_629_million_adapter_parameters_at_16_and_an_eighth_of_them_at_2():
+    """Its 48 layers are alike; two are built."""
+    whole, built = (config_of("Qwen/Qwen3-30B-A3B", layers) for layers in (None, 2))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of("Qwen/Qwen3-30B-A3B"))
+        model = AutoModelForCausalLM.from_config(built)
 
     def parameters(**options):
         peft = get_peft_model(model, sonicmoe_hf.lora_config(model, 16, **options), low_cpu_mem_usage=True)
         count = sum(p.numel() for name, p in peft.named_parameters() if "lora_" in name and ".experts." in name)
         peft.unload()
-        return count
+        return count * whole.num_hidden_layers // built.num_hidden_layers
 
+    assert whole.num_hidden_layers == 48 and set(whole.mlp_only_layers) == set(), "every layer has experts"
     assert parameters() == 629_145_600 and parameters(experts_r=2) == 629_145_600 // 8
