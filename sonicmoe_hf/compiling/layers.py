@@ -148,9 +148,8 @@ def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None
 def expect_lengths(model: nn.Module) -> None:
     """Let compiled layers take any number of tokens from their first call on. By itself torch compiles them for the
     first number, and again for any."""
-    for module in model.modules():
-        if isinstance(call := compiled_call(module), _Call):
-            call.takes_any_length = True
+    for call in calls_of_layers(model):
+        call.takes_any_length = True
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -160,8 +159,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def why_in_python(model: nn.Module) -> list[str]:
     """Say of a model with compiled layers what torch left to Python, each reason once with its remedy; [] of nothing."""
+    return sorted({reason for call in calls_of_layers(model) for reason in call.reasons})
+
+
+def calls_of_layers(model: nn.Module) -> list[_Call]:
+    """List the calls of what `compile_layers` compiled in a model; [] where it compiled nothing."""
     calls = (compiled_call(module) for module in model.modules())
-    return sorted({reason for call in calls if isinstance(call, _Call) for reason in call.reasons})
+    return [call for call in calls if isinstance(call, _Call)]
 
 
 def _modules_of(layer: nn.Module, partly_in_python: bool) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..compiling.layers import calls_of_layers
 from ..errors import UnlikeApartError
 from ..kernels.announce import is_first_rank
 from ..routing.model import find_state
@@ -49,7 +50,7 @@ class PackedSteps(TrainerCallback):
     def __init__(self) -> None:
         self.given: int | None = None
         self.few_lengths: bool | None = None
-        self.is_automatic = False
+        self.is_compiled = self.is_automatic = False
         self._forget()
 
     def _forget(self) -> None:
@@ -63,7 +64,7 @@ class PackedSteps(TrainerCallback):
     def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool | None) -> None:
         """Choose by what `attach` was given; None leaves what was chosen before."""
         self.given = self.given if packed_tokens is None else int(packed_tokens)
-        self.is_automatic = self.given is None and is_compiled
+        self.is_compiled, self.is_automatic = is_compiled, self.given is None and is_compiled
         self.few_lengths = self.few_lengths if few_lengths is None else few_lengths
 
     @property
@@ -71,9 +72,11 @@ class PackedSteps(TrainerCallback):
         """Tell whether steps are packed, as far as is known."""
         return bool(self.given) or (self.is_automatic and self.reason is None)
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Forget a run that ended inside a step."""
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Forget a run that ended inside a step, and look whether `compile_layers` was called before it."""
         self._forget()
+        is_compiled = self.is_compiled or (model is not None and bool(calls_of_layers(model)))
+        self.is_automatic = self.given is None and is_compiled
 
     def arrange(self, trainer: Any, batches: list, num_items: Any) -> None:
         """Make the rows of a step.

@@ -82,9 +82,10 @@ def padded(rows):
     return {"input_ids": ids, "labels": labels, "attention_mask": (labels >= 0).long()}
 
 
-def compiled_trainer(folder, lengths, name="qwen3_moe", callbacks=(), **options):
+def compiled_trainer(folder, lengths, name="qwen3_moe", callbacks=(), adapters=False, **options):
     """Make a Trainer of micro-batches of two sequences, three a step, with torch_compile=True, and its calls."""
     model = build_patched(name, **({} if name == "nemotron_h" else {"num_hidden_layers": 1}))
+    model = with_lora(model) if adapters else model
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "torch_compile": True, **options}
     trainer = trainer_for(model, folder, callbacks, num_train_epochs=1, **{"max_steps": -1, **options})
     trainer.train_dataset, trainer.data_collator = sequences(*lengths), padded
@@ -152,6 +153,31 @@ def test_torch_compile_packs_rows_of_what_the_largest_micro_batch_takes_anyway(l
     assert [message.rpartition("; ")[2] for message in messages] == said
 
 
+@pytest.mark.parametrize(
+    ("adapters", "is_before"), [(False, True), (True, True), (False, False)], ids=["before", "PEFT", "after attach"]
+)
+def test_layers_compiled_before_training_have_rows_as_with_torch_compile(adapters, is_before, messages, tmp_path):
+    found = {}
+    for packed_tokens in (None, False):
+        torch._dynamo.reset()
+        trainer, calls = compiled_trainer(tmp_path, VARIED, adapters=adapters, torch_compile=False)
+        if is_before:
+            sonicmoe_hf.compile_layers(trainer.model, backend="eager")
+        sonicmoe_hf.attach(trainer, packed_tokens=packed_tokens)
+        if not is_before:
+            sonicmoe_hf.compile_layers(trainer.model, backend="eager")
+        trainer.train()
+        losses = [{"loss": log["loss"]} for log in trainer.state.log_history if "loss" in log]
+        found[packed_tokens] = calls, losses, {name: each.detach() for name, each in trainer.model.named_parameters()}
+    assert found[None][0] == [(1, 16), (1, 8), (1, 40), (1, 16)] and found[False][0] == ALL
+    assert_same(found[None], found[False])
+    assert messages == [packed_steps.PACKED]
+
+
+def with_captured_layers(trainer):
+    sonicmoe_hf.compile_layers(trainer.model, mode="reduce-overhead", backend=lambda graph, inputs, **options: graph)
+
+
 def with_own_step(trainer):
     step = trainer.training_step
     trainer.training_step = lambda *args: step(*args)
@@ -185,6 +211,7 @@ def with_settings(**settings):
         (with_own_step, {}, "training_step is not the Trainer's own"),
         (with_own_loss, {}, "the loss is not the Trainer's own"),
         (None, {"torch_compile_mode": "reduce-overhead"}, "CUDA graphs (torch_compile_mode)"),
+        (with_captured_layers, {"torch_compile": False}, "CUDA graphs (mode of compile_layers)"),
         (without_positions, {}, "takes no position_ids"),
         (with_settings(attention_chunk_size=64), {}, "counts its chunks"),
         (lambda trainer: trainer.model.set_attn_implementation("eager"), {}, "attention 'eager' may take more memory"),
