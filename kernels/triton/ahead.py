@@ -75,7 +75,7 @@ def compile_share(target, share, mark: Path) -> None:
 
 
 def _compile_launcher(compiled) -> None:
-    """Compile what launches a kernel, where Triton has one for each."""
+    """Compile the launcher of a kernel, where Triton has one for each."""
     if driver.active.get_current_target().backend == "cuda":
         from triton.backends.nvidia import driver as nvidia
 
