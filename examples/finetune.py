@@ -95,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--all-linear", action="store_true", help="LoRA on linear attention, Mamba and shared experts too"
     )
     switch = argparse.BooleanOptionalAction
-    model.add_argument("--bf16", action=switch, help="compute in bf16 (autocast); default: for LoRA")
+    model.add_argument("--bf16", action=switch, help="compute in bf16 (autocast); default: for LoRA on a GPU")
     model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA, and offloading")
     model.add_argument(
         "--dtype",
@@ -167,7 +167,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.activation_offloading and options.gradient_checkpointing is False:
         parser.error("--activation-offloading is of gradient checkpointing: leave out --no-gradient-checkpointing")
     if options.bf16 is None:
-        options.bf16 = bool(options.lora_rank)
+        options.bf16 = bool(options.lora_rank) and torch.cuda.is_available()  # few CPUs multiply bf16 fast
     if options.gradient_checkpointing is None:
         options.gradient_checkpointing = bool(options.lora_rank) or options.activation_offloading
     if options.compile is None:

@@ -146,7 +146,8 @@ class Assignment:
         listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         return CheckpointError(
             f"{self.path} has no {what}{listed}, though it is adapted: {self.config.path.name} names it. Save the whole "
-            "adapter again, or name there only what was trained (target_modules, target_parameters, modules_to_save)"
+            "adapter again, or name there only what was trained (target_modules, target_parameters, modules_to_save); "
+            f"{self.whose}"
         )
 
     def _check_shapes(self, adapted: AdaptedWeight) -> None:

@@ -20,6 +20,7 @@ from .calls import Forward
 from .recorded import replayed
 
 logger = logging.getLogger(__name__)
+SMALLEST_TILE = 8  # rows: below it rounding adds or drops hardly any
 NOT_RECORDED = (
     "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
     'set_routing(model, "top_k")'
@@ -98,13 +99,16 @@ def round_by_policy(run: RouterRun) -> None:
 def _warn_of_top_k(run: RouterRun, policy: TokenRounding, top_k: int) -> None:
     state, num_tokens, num_experts = run.call.state, run.num_tokens, run.num_experts
     padding = "" if run.valid_T is None else ", padding included"  # counting the others would wait for the device
+    fitting = int(num_tokens * top_k / num_experts / policy.min_tiles_per_expert)
+    is_tile = fitting >= SMALLEST_TILE
+    smaller = f"tile={1 << fitting.bit_length() - 1}" if is_tile else "a smaller tile= and min_tiles_per_expert="
     if not state.has_warned_of_top_k and not torch.compiler.is_compiling():
         state.has_warned_of_top_k = True
         logger.warning(
             f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
             f"{num_tokens * top_k / num_experts:.0f} rows per expert{padding}, fewer than "
             f"{policy.min_tiles_per_expert:g} tiles of {policy.tile_rows}: such calls use top-k, not token rounding; "
-            "larger batches round, or a smaller tile= and min_tiles_per_expert= (TokenRoundingCallback, TokenRounding)"
+            f"larger batches round, or {smaller} (TokenRoundingCallback, TokenRounding)"
         )
 
 

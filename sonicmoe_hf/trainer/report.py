@@ -3,6 +3,7 @@ trained. `attach` and `sonicmoe-hf run` print it at the first step."""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Remedies(NamedTuple):
     pack: str
 
 
+SPINNING = "OMP_WAIT_POLICY=PASSIVE in the environment has those that wait spin less, which pays on busy cores"
 OF_A_SCRIPT = Remedies("sonicmoe_hf.lora_config(model)", 'experts_quantization="nf4"')
 
 
@@ -129,6 +131,8 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     choice = backends.choose(weight.device, dtype)
     compiled = ", layers compiled" if has_compiled_modules(list(modules.named.values())) else ""
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}{compiled}"]
+    if weight.device.type == "cpu" and "OMP_WAIT_POLICY" not in os.environ:
+        lines.append(f"  threads: {SPINNING}")
     if trains:
         lines += [f"  experts: {_training(model, modules, remedies)}", *_beside(modules), *_balancing(model, args)]
     return "\n".join(lines)

@@ -218,3 +218,19 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(capsys):
 def test_the_program_begins_after_two_dashes_or_at_the_first_word_that_is_not_ours(words, own, rest):
     """Launchers may take the dashes out."""
     assert split_program(words.split()) == (own.split(), rest.split())
+
+
+def test_options_of_run_after_the_programs_name_are_told_and_not_those_after_two_dashes(capsys):
+    for words, said in (
+        ("run sft.py --adapt-experts 8", 1),
+        ("run -- sft.py --adapt-experts 8", 0),
+        ("run sft.py -x", 0),
+    ):
+        split_program(words.split())
+        assert capsys.readouterr().err.count("--adapt-experts after sft.py is passed on to it") == said
+
+
+def test_abbreviated_options_are_refused_with_what_was_meant(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--adapt-expert", "8", "--", "sft.py"])
+    assert "did you mean --adapt-experts?" in capsys.readouterr().err

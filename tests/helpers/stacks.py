@@ -1,4 +1,4 @@
-"""Which tests run with other versions of torch, Transformers, PEFT and the rest than those of constraints.txt.
+"""Choose the tests that run with other versions of torch, Transformers, PEFT and the rest than those of constraints.txt.
 
 Every test runs with constraints.txt (`make test`). The two other environments, with the oldest and with the newest versions,
 show in CI that a change of ours works with them too; so a test need not run there whose like runs. Left out are

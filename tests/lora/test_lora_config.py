@@ -289,7 +289,7 @@ def test_a_rank_of_experts_that_contradicts_the_rest_is_refused(options, words):
 
 @pytest.mark.pinned
 def test_qwen3_30b_a3bs_experts_have_629_million_adapter_parameters_at_16_and_an_eighth_of_them_at_2():
-    """Its 48 layers are alike; two are built."""
+    """Two of its 48 layers are built, which are alike."""
     whole, built = (config_of("Qwen/Qwen3-30B-A3B", layers) for layers in (None, 2))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(built)

@@ -240,6 +240,16 @@ def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
     assert relative_error(got, plain(**inputs).logits) < 1e-5
     said = [r.getMessage() for r in caplog.records if "fewer than 4 tiles of 16" in r.getMessage()]
     assert len(said) == 1 and "8 tokens with top-2 of 8 experts are 2 rows per expert" in said[0]
+    assert "or a smaller tile= and min_tiles_per_expert= (" in said[0]
+
+
+def test_a_tile_of_which_few_tokens_have_enough_is_named_and_rounds(caplog):
+    with caplog.at_level("WARNING", logger="sonicmoe_hf.routing.handlers"):
+        build_patched("qwen3_moe", TokenRounding(tile=128))(**batch(rows=4, length=64))
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.endswith("larger batches round, or tile=16 (TokenRoundingCallback, TokenRounding)")
+        build_patched("qwen3_moe", TokenRounding(tile=16))(**batch(rows=4, length=64))
+    assert len(caplog.records) == 1
 
 
 def test_tokens_that_fall_back_to_top_k_are_said_to_include_padding_where_there_is_some(caplog):

@@ -1,4 +1,4 @@
-"""What runs with other versions of packages: of every test one case at least, and whole what compares others' own."""
+"""Tests of what runs with other versions of packages: one case of every test, and whole what compares others' own."""
 
 from collections import Counter
 from pathlib import Path

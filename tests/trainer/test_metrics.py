@@ -154,6 +154,15 @@ def test_balancing_is_told_and_that_routers_are_frozen(tmp_path, capsys):
         assert capsys.readouterr().err.endswith(f"balancing: by a loss of weight 0.05{words}\n")
 
 
+def test_a_cpu_whose_waiting_threads_spin_is_told_of_the_variable_that_stops_it(tmp_path, capsys, monkeypatch):
+    for policy in (None, "ACTIVE"):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if policy is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        run_trainer(build("qwen3_moe", num_hidden_layers=1), tmp_path, max_steps=1)
+        assert ("threads: OMP_WAIT_POLICY=PASSIVE" in capsys.readouterr().err) is (policy is None)
+
+
 def test_a_router_loss_of_the_models_or_trainers_own_is_told(tmp_path, capsys):
     for returns_logits, owner in ((True, "model"), (False, "trainer")):
         model = build("qwen3_moe", num_hidden_layers=1, output_router_logits=returns_logits)

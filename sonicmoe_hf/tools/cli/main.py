@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
-            name, help=command.line, description=command.description, usage=command.usage
+            name, help=command.line, description=command.description, usage=command.usage, allow_abbrev=False
         )
         for names, option in command.options:
             subparser.add_argument(*names, **option)

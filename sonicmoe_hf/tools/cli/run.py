@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ..autopatch.program import run_program
 from ..autopatch.settings import RunSettings
 from .commands import COMMANDS
@@ -19,9 +21,21 @@ def split_program(arguments: list[str]) -> tuple[list[str], list[str]]:
         if word == "--":
             return arguments[:position], arguments[position + 1 :]
         if word in ("-m", "-c") or not word.startswith("-"):
+            _warn_of_misplaced(arguments[position:])
             return arguments[:position], arguments[position:]
         position += 2 if word in names else 1
     return arguments, []
+
+
+def _warn_of_misplaced(program: list[str]) -> None:
+    """Say which options of `sonicmoe-hf run` stand among the program's, without a "--" that tells them apart."""
+    own = {name for names, _ in COMMANDS["run"].options for name in names}
+    if misplaced := sorted({word.partition("=")[0] for word in program} & own):
+        print(
+            f"sonicmoe-hf: {', '.join(misplaced)} after {program[0]} is passed on to it; options of sonicmoe-hf run "
+            "stand before the program's name",
+            file=sys.stderr,
+        )
 
 
 def run(program: list[str], **settings) -> int:
