@@ -245,7 +245,7 @@ COMMANDS = {
         whether each FOLDER and a server's model give the same: a merged checkpoint, or the adapter in the form of an
         engine. Beside the verdict stand the mean differences of a token's log-probability, and how much of the
         adapter's change is there. Exit code: 0 if the adapter is applied everywhere, 1 if it is not, 2 if something
-        cannot be read or compared.""",
+        cannot be read, compared or told.""",
         (
             BASE,
             _option("adapter", metavar="ADAPTER", help="folder or hub id of the adapter, as it was saved"),
