@@ -26,7 +26,7 @@ from benchmarks.common.table import Table
 from benchmarks.step.models import config_of, spread_load
 from benchmarks.step.run import join_ranks
 from benchmarks.step.training import WHOLE_ATTENTION, sequences
-from sonicmoe_hf.lora.shared_experts import _sharded_factors, whole_factor
+from sonicmoe_hf.lora.shares import _sharded_factors, whole_factor
 from sonicmoe_hf.tools.comparing import relative_error
 
 MODEL, RANK = "Qwen3-30B-A3B", 8

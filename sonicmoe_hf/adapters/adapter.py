@@ -31,7 +31,7 @@ from ..errors import CheckpointError
 from ..formats.tensor_files import open_tensors
 from ..kernels.low_rank import by_expert
 from ..layer.experts_module import has_gate, is_native, weight_names
-from ..lora.factors import Factors, fused_gate_up, reorder_gate_up, stack_experts
+from ..lora.factors import Factors, fuse_gate_and_up, reorder_gate_up, stack_experts
 from ..lora.names import PREFIX
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX
 from ..patching.experts import experts_facts
@@ -123,10 +123,10 @@ class _Reader:
         module = self.trained.modules[adapted.module]
         num_experts, _, is_transposed = product_shape(module, adapted.parameter)
         if num_experts is None:
-            return self._pair(adapted, handle)
+            return self._read_factors(adapted, handle)
         if adapted.part is not None:
             return self._single_experts(module, num_experts, parts, handle)._replace(is_transposed=is_transposed)
-        a, b, scale, _ = self._pair(adapted, handle)
+        a, b, scale, _ = self._read_factors(adapted, handle)
         if self.assignment.is_grouped_by_expert(adapted):
             b = b.unflatten(1, (num_experts, -1)).transpose(0, 1)
         a, b = by_expert(a, b, num_experts)
@@ -139,16 +139,16 @@ class _Reader:
     def _single_experts(self, module: nn.Module, num_experts: int, parts: list[AdaptedWeight], handle: Any) -> Factors:
         factors: dict[str | None, Factors] = {}
         for part in dict.fromkeys(adapted.part for adapted in parts):
-            own = {adapted.expert: self._pair(adapted, handle) for adapted in parts if adapted.part == part}
-            zero = next(iter(own.values())).unchanging()
+            own = {adapted.expert: self._read_factors(adapted, handle) for adapted in parts if adapted.part == part}
+            zero = next(iter(own.values())).with_zero_product()
             factors[part] = stack_experts([own.get(expert, zero) for expert in range(num_experts)])
         one = next(iter(factors.values()))
         if "down" in factors or not has_gate(module):
             return one
-        gate, up = (factors.get(part) or one.unchanging() for part in ("gate", "up"))
-        return fused_gate_up(gate, up, is_interleaved(module))
+        gate, up = (factors.get(part) or one.with_zero_product() for part in ("gate", "up"))
+        return fuse_gate_and_up(gate, up, is_interleaved(module))
 
-    def _pair(self, adapted: AdaptedWeight, handle: Any) -> Factors:
+    def _read_factors(self, adapted: AdaptedWeight, handle: Any) -> Factors:
         a, b = (self._tensor(self.assignment.sides[adapted][side], handle) for side in "AB")
         return Factors(a, b, self.assignment.config.scale(adapted.trained))
 

@@ -43,7 +43,8 @@ class Assignment:
                 )
         base = config.entries.get("base_model_name_or_path") or "a model that it does not name"
         place = f" of {folder}" if (folder := model.config.name_or_path) else ""
-        self.whose = f"the adapter was trained on {base}, and this model is a {type(model).__name__}{place}"
+        # for errors: the model of training beside the given one
+        self.both_models = f"the adapter was trained on {base}, and this model is a {type(model).__name__}{place}"
         self.trained = TrainedModel(model, config, self.stored)
         self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
         self.replaced: dict[str, str] = {}
@@ -102,7 +103,7 @@ class Assignment:
         experts = self.trained.as_trained(next(iter(self.trained.experts), "model.layers.0.mlp.experts"))
         known = f"{PREFIX}{experts}.0.up_proj.lora_A.weight or, by target_parameters, {PREFIX}{experts}.lora_A.weight"
         return CheckpointError(
-            f"{self.path}: {name} adapts nothing that the model has, by its config.json: {self.whose}; "
+            f"{self.path}: {name} adapts nothing that the model has, by its config.json: {self.both_models}; "
             f"target_parameters: {targets}. Give the model that it was trained on (merge: the base; convert: "
             f"--trained-on), or rename its tensors: factors of experts, two-dimensional, are named {known}"
         )
@@ -146,7 +147,7 @@ class Assignment:
         listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         return CheckpointError(
             f"{self.path} has no {what}{listed}, though it is adapted: {self.config.path.name} names it. Give the base that "
-            f"it was trained on, if this is another ({self.whose}); or save the whole adapter again; or name there only "
+            f"it was trained on, if this is another ({self.both_models}); or save the whole adapter again; or name there only "
             "what was trained (target_modules, target_parameters, modules_to_save)"
         )
 
@@ -165,7 +166,7 @@ class Assignment:
         try:
             self.config.check_factors(adapted.trained, shapes, num_experts or 1, sizes, rank, may_be_swapped)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. {self.whose[0].upper()}{self.whose[1:]}") from None
+            raise CheckpointError(f"{error}. {self.both_models[0].upper()}{self.both_models[1:]}") from None
 
     def is_grouped_by_expert(self, adapted: AdaptedWeight) -> bool:
         """Tell whether lora_B's columns stand expert by expert. Raises CheckpointError where neither is known."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.layouts import CHECKPOINT_LAYOUTS, family_of, hub_config, native_config
 from ..checkpoints.reading.config_only import build_from_config
-from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, local_folder, read_config
+from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, expand_home, local_folder, read_config
 from ..checkpoints.writing.atomic_folder import (
     appearing_whole,
     copy_file,
@@ -38,7 +38,7 @@ from .trained_model import decoder_name
 
 def is_adapter(path: str | os.PathLike) -> bool:
     """Tell whether `path` is a folder with a PEFT adapter."""
-    return (expanded(path) / ADAPTER_CONFIG).is_file()
+    return (expand_home(path) / ADAPTER_CONFIG).is_file()
 
 
 def convert_adapter(
@@ -75,7 +75,7 @@ def convert_adapter(
         sonicmoe_hf.convert_adapter("outputs/lora", "outputs/lora-vllm", layout="vllm")
     """
     run_adapter_conversion(src, dst, layout, trained_on, base_model, verify)
-    return expanded(dst).absolute()
+    return expand_home(dst).absolute()
 
 
 def run_adapter_conversion(
@@ -88,7 +88,7 @@ def run_adapter_conversion(
 ) -> list[str]:
     """Convert as `convert_adapter` does, and return how to serve the result in an engine, in sentences."""
     check_choice("layout", layout, (*CHECKPOINT_LAYOUTS, *ENGINES))
-    src, dst = expanded(src), new_folder(dst)
+    src, dst = expand_home(src), new_folder(dst)
     given = config = AdapterConfig(src).entries
     if layout in ENGINES and (saved := config.get("modules_to_save")):
         raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError
 from ..formats.hub_names import HubNames
 from ..layer.experts_module import has_gate, is_experts, weight_names
-from ..lora.factors import Factors, as_alpha, gate_and_up
+from ..lora.factors import Factors, as_alpha, split_gate_and_up
 from ..lora.names import PREFIX, endings, is_in_router
 from .adapter import Adapter, is_in_pefts_form, is_interleaved
 from .assignment import EXPERT
-from .peft_form import MERGED, rewritten_config, wrapped
+from .peft_form import MERGED, new_config, wrapper_tensors
 from .trained_model import decoder_name
 
 ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
@@ -127,32 +127,32 @@ def engine_form(
         )
     check_for_engine(adapter, model, engine)
     is_3d = engine == "vllm" and name in VLLM_FUSED
-    hub, pairs = HubNames(model), dict[str, Factors]()
+    hub, by_name = HubNames(model), dict[str, Factors]()
     for weight, factors in _complete_factors(adapter, model, engine).items():
         templates = _matrices(model, hub, weight) if factors.a.dim() == 3 and not is_3d else []
         if len(templates) == 2:
             interleaved = is_interleaved(model.get_submodule(weight.rpartition(".")[0]))
-            pairs.update(zip(templates, gate_and_up(factors, interleaved)))
+            by_name.update(zip(templates, split_gate_and_up(factors, interleaved)))
         else:
-            pairs[templates[0] if templates else hub.parameter(weight)] = factors
-    rank = max(factors.rank for factors in pairs.values())
+            by_name[templates[0] if templates else hub.parameter(weight)] = factors
+    rank = max(factors.rank for factors in by_name.values())
     if engine == "vllm" and rank > VLLM_RANKS[-1]:
         raise CheckpointError(f"the adapter's largest rank is {rank}, and vLLM's is {VLLM_RANKS[-1]}; {MERGED}")
-    alpha = _common_alpha(pairs, rank)
-    pairs = {name: factors.scaled_to(alpha / rank).padded(rank) for name, factors in pairs.items()}
-    tensors = _tensors(pairs)
+    alpha = _common_alpha(by_name, rank)
+    by_name = {name: factors.rescale(alpha / rank).pad_to(rank) for name, factors in by_name.items()}
+    tensors = _tensors(by_name)
     every = _modules_of_the_hub(model, hub)
-    linear = {name.removesuffix(".weight") for name, factors in pairs.items() if factors.a.dim() == 2}
+    linear = {name.removesuffix(".weight") for name, factors in by_name.items() if factors.a.dim() == 2}
     single = [
         name
         for name in every
         if name not in linear and f"{PREFIX}{name}.lora_A.weight" in tensors and EXPERT.match(name)
     ]
-    fused = [name for name in pairs if pairs[name].a.dim() == 3 and "{expert}" not in name]
+    fused = [name for name in by_name if by_name[name].a.dim() == 3 and "{expert}" not in name]
     target_modules = [*sorted(endings(linear, every, lengths=(1, 2))), *sorted(endings(single, every, lengths=(1, 3)))]
     target_parameters = sorted(endings(fused, map(hub.parameter, model.state_dict()), lengths=(3,)))
-    config = rewritten_config(adapter.config, rank, alpha, target_modules, target_parameters)
-    has_experts = any(factors.a.dim() == 3 for factors in pairs.values())
+    config = new_config(adapter.config, rank, alpha, target_modules, target_parameters)
+    has_experts = any(factors.a.dim() == 3 for factors in by_name.values())
     return tensors, config, _hints(engine, rank, has_experts, is_3d)
 
 
@@ -199,29 +199,29 @@ def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
     return [f"{hub.module(module)}.{{expert}}.{projection}" for projection in names]
 
 
-def _common_alpha(pairs: dict[str, Factors], rank: int) -> float:
+def _common_alpha(by_name: dict[str, Factors], rank: int) -> float:
     """Compute the lora_alpha for factors of `rank`: that of the scale that all share, if it is a whole number, or else
     `rank`, so that every scale is to be multiplied into B."""
-    scales = {factors.scale for factors in pairs.values()}
+    scales = {factors.scale for factors in by_name.values()}
     alpha = as_alpha(max(scales) * rank)
     return alpha if len(scales) == 1 and isinstance(alpha, int) else rank
 
 
-def _tensors(pairs: dict[str, Factors]) -> dict[str, torch.Tensor]:
+def _tensors(by_name: dict[str, Factors]) -> dict[str, torch.Tensor]:
     """Make the tensors of the file."""
     tensors: dict[str, torch.Tensor] = {}
     fused: dict[str, dict[str, Factors]] = {}
-    for name, factors in pairs.items():
+    for name, factors in by_name.items():
         if "{expert}" in name:
             for expert in range(len(factors.a)):
-                tensors |= wrapped(name.format(expert=expert), [factors.expert(expert)])
+                tensors |= wrapper_tensors(name.format(expert=expert), [factors.expert(expert)])
         elif factors.a.dim() == 3:
             fused.setdefault(name.rpartition(".")[0], {})[name] = factors
         else:
-            tensors |= wrapped(name.removesuffix(".weight"), [factors])
+            tensors |= wrapper_tensors(name.removesuffix(".weight"), [factors])
     for module, weights in fused.items():
         # gate_up_proj comes before down_proj
-        tensors |= wrapped(module, [weights[name] for name in sorted(weights, reverse=True)])
+        tensors |= wrapper_tensors(module, [weights[name] for name in sorted(weights, reverse=True)])
     return tensors
 
 

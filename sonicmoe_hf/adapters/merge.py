@@ -164,9 +164,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
             raise CheckpointError(
                 f"{name}, which the adapter changes, comes from no weight in {stored.folder}; {WITH_PEFT}"
             )
-    replaced = {
-        name for name, tensor in adapter.replaced.items() if not _is_the_bases(stored, stored_in[name], tensor)
-    }
+    replaced = {name for name, tensor in adapter.replaced.items() if not _equals_base(stored, stored_in[name], tensor)}
     if tables := sorted(name for name in replaced if not adapter.replaced[name].is_floating_point()):
         raise CheckpointError(OTHER_TABLE.format(folder=folder, name=tables[0], base=stored.folder))
     changed = {*adapter.factors, *replaced}
@@ -183,11 +181,13 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is not None and trained.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
         raise CheckpointError(SCALED.format(place=stored.folder))
-    if trained is not None and (said := trained.other_than(packed_base_of(stored, model, groups), str(stored.folder))):
-        notices.append(said)
+    if trained is not None:
+        here = packed_base_of(stored, model, groups)
+        if sentence := trained.difference_from(here, str(stored.folder)):
+            notices.append(sentence)
     named = adapter.config.get("base_model_name_or_path")
-    if said := other_family(named, stored.config, str(stored.folder)):
-        notices.append(said)
+    if sentence := other_family(named, stored.config, str(stored.folder)):
+        notices.append(sentence)
     return notices
 
 
@@ -237,7 +237,7 @@ def _dither_of_part(dither: Dither, group: WeightGroup, name: str) -> Dither:
     return dither._replace(order="whole", first_row=first_row)
 
 
-def _is_the_bases(stored: StoredWeights, group: WeightGroup, replacement: torch.Tensor) -> bool:
+def _equals_base(stored: StoredWeights, group: WeightGroup, replacement: torch.Tensor) -> bool:
     """Tell whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
     first, *others = group.shapes
     if others or stored.weights[first].format is not None:
@@ -272,7 +272,8 @@ def _untie(
 
 
 class _GroupDelta(GroupChange):
-    """An adapter's part of weights that become parameters of a model together: a product, or other values of them all."""
+    """An adapter's change of weights that become parameters of a model together: products added, or all values
+    replaced."""
 
     remedy = f"; {WITH_PEFT}"
 

@@ -22,7 +22,7 @@ MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or
 REPLACED_BY_TARGETS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 
-def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
+def wrapper_tensors(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
     """List the tensors of a module's adapted parameters; PEFT's wrapper of the first is the innermost."""
     tensors = {}
     for depth, factors in enumerate(reversed(adapted)):
@@ -31,10 +31,10 @@ def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def rewritten_config(
+def new_config(
     config: dict, rank: int, alpha: float, target_modules: list[str], target_parameters: list[str], **patterns: dict
 ) -> dict:
-    """Write an adapter_config.json for other factors of the same adapter: the targets name all that is adapted, scales
+    """Make the adapter_config.json of the same adapter with other factors: the targets name all that is adapted, scales
     are alpha / rank, and the order of columns is PEFT's.
 
     patterns: rank_pattern and alpha_pattern, for a file whose factors differ.
@@ -83,19 +83,19 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
     parameters = []
     for module, names in adapted.items():
         factors = {name: adapter.factors[f"{module}.{name}"] for name in modules[module]._parameters if name in names}
-        factors = {name: pair.unpadded() for name, pair in factors.items() if not pair.is_zero()}
+        factors = {name: own.strip_padding() for name, own in factors.items() if not own.is_zero()}
         if (loaded := hub.in_adapter(module)) is None:
             raise CheckpointError(f"PEFT loads factors of {module} under another name, and would lose them; {MERGED}")
-        tensors |= wrapped(loaded, list(factors.values()))
-        for name, pair in factors.items():
+        tensors |= wrapper_tensors(loaded, list(factors.values()))
+        for name, own in factors.items():
             target = module if module in linear else f"{module}.{name}"
-            settings[target] = (pair.rank, as_alpha(pair.scale * pair.rank))
+            settings[target] = (own.rank, as_alpha(own.scale * own.rank))
             parameters += [target] if target != module else []
     default: Any = adapter.config.get("r"), adapter.config.get("lora_alpha")
     common = Counter(settings.values()).most_common(1)
     rank, alpha = default if not common or default in settings.values() else common[0][0]
     everything = [name for name, _ in model.named_parameters()] + list(modules)
-    config = rewritten_config(
+    config = new_config(
         adapter.config,
         rank,
         alpha,

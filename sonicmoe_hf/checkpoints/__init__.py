@@ -11,7 +11,7 @@ The way of one weight of Qwen3-30B-A3B (128 experts, H = 2048, I = 768), from th
     model.layers.0.mlp.experts.7.gate_proj.weight [768, 2048]    a Weight each, read by TensorFiles
     model.layers.0.mlp.experts.7.up_proj.weight   [768, 2048]
       |  Source.parameter_of: both belong to the parameter model.layers.0.mlp.experts.gate_up_proj
-      |  Weight.changed: with what merge_adapter adds; ExpertsParameter.split of the hub's layout: [gate, up]
+      |  Weight.read_changed: with what merge_adapter adds; ExpertsParameter.split of the hub's layout: [gate, up]
       v  Relayout: ExpertsParameter.join of the native layout, expert after expert: rows gate, up, gate, up, ...
     model.layers.0.mlp.experts.c_fc [128, 1536, 2048]            written by write_checkpoint
       v  from_pretrained

@@ -1,5 +1,5 @@
-"""A checkpoint whose experts are dense, with the values that they have when packed: for engines, which cannot read every
-format that experts are trained in.
+"""round_checkpoint: a dense checkpoint whose experts have the values that they have when packed, for engines, which do
+not read every format that experts are trained in.
 
 Letters: E experts, N output and K input features.
 """
@@ -51,7 +51,7 @@ def round_checkpoint(
 
 
 def rounded_target(stored: StoredWeights, format: str) -> Target:
-    """Plan a checkpoint under its own names and in its own dtypes, with its experts rounded as `from_pretrained(...,
+    """Describe a checkpoint under its own names and in its own dtypes, with its experts rounded as `from_pretrained(...,
     experts_quantization=format)` rounds them.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Decoder layers compiled on their own, with Liger's kernels in them."""
+"""compile_layers: decoder layers that torch compiles one by one, also those with Liger's kernels in them."""

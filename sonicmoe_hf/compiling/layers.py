@@ -108,9 +108,9 @@ def compile_layers(model: nn.Module, **options) -> int:
         names = " and ".join(sorted(cls.__name__ for cls in partly_in_python))
         logger.warning(NOT_CAPTURED.format(mode=options["mode"], layers=names))
     for layer in layers:
-        is_partly = type(layer) in partly_in_python
-        is_captured = captures and not is_partly
-        for module in _modules_of(layer, is_partly):
+        is_partly_in_python = type(layer) in partly_in_python
+        is_captured = captures and not is_partly_in_python
+        for module in _modules_of(layer, is_partly_in_python):
             module.compile(**(_write_settings(options, is_captured) if captures else options))
             set_compiled_call(module, _Call(module, layer, is_captured))
     return len(layers)
@@ -169,17 +169,18 @@ def calls_of_layers(model: nn.Module) -> list[_Call]:
 
 
 def _modules_of(layer: nn.Module, partly_in_python: bool) -> list[nn.Module]:
-    """List the modules of a layer to compile: itself, or where ranks share its experts all else in it and beside them, or
-    those in it where attention runs partly in Python: torch would leave a checkpointed layer to Python as a whole."""
-    if not _has_shared_experts(layer):
+    """List the modules to compile of a layer: as a rule the layer itself. Where ranks share its experts, all modules in
+    it but those; where its attention runs partly in Python, each of its modules, because torch would leave a checkpointed
+    layer to Python as a whole."""
+    if not _has_shares(layer):
         return list(layer.children()) if partly_in_python else [layer]
     beside: list[nn.Module] = []
     for child in layer.children():
-        beside += child.children() if _has_shared_experts(child) else [child]
-    return [module for module in beside if not _has_shared_experts(module)]
+        beside += child.children() if _has_shares(child) else [child]
+    return [module for module in beside if not _has_shares(module)]
 
 
-def _has_shared_experts(module: nn.Module) -> bool:
+def _has_shares(module: nn.Module) -> bool:
     return any(expert_parallelism(each) is not None for each in module.modules())
 
 
@@ -215,7 +216,7 @@ def _dims_of_length(tensor: torch.Tensor) -> tuple[int, ...]:
     return (last - 1,) if last >= 1 and tensor.is_floating_point() else (last,) * (last >= 0)
 
 
-def _kept(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
+def _copy_first(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
     """Copy the first gradient of a parameter, which would stay in the graph's memory; others are added to it."""
     return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
 
@@ -288,8 +289,8 @@ class _Call:
             self._keep_gradients()
         if before is not None:
             self.is_new = False
-            found = (reason for reason in graph_breaks() - before if IN_PYTHON not in reason)
-            self.reasons = {self._why(reason) for reason in found}
+            reasons = (reason for reason in graph_breaks() - before if IN_PYTHON not in reason)
+            self.reasons = {self._why(reason) for reason in reasons}
             for reason in sorted(self.reasons):
                 warnings.warn(reason, stacklevel=2)
         return result
@@ -309,4 +310,4 @@ class _Call:
         self.num_graphs = compiled_graphs()
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self.kept:
-                self.kept[parameter] = parameter.register_hook(partial(_kept, weakref.ref(parameter)))
+                self.kept[parameter] = parameter.register_hook(partial(_copy_first, weakref.ref(parameter)))

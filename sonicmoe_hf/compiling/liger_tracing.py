@@ -1,4 +1,4 @@
-"""Liger's kernels in layers that torch.compile traces: in their place PyTorch's own operations, which Inductor fuses.
+"""PyTorch's own operations in place of Liger's kernels, in layers that torch.compile traces; Inductor fuses them.
 
 Liger's dispatch is disabled for Dynamo, and a checkpointed layer with one graph break runs in Python as a whole.
 Uncompiled code has Liger's kernels as before.
@@ -36,10 +36,10 @@ def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
         cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
     if cos.ndim == 3:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _rotated(q, cos, sin, size), _rotated(k, cos, sin, size)
+    return _rotate(q, cos, sin, size), _rotate(k, cos, sin, size)
 
 
-def _rotated(x, cos, sin, size: int):
+def _rotate(x, cos, sin, size: int):
     turned, rest = x[..., :size], x[..., size:]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
@@ -71,11 +71,11 @@ def trace_without_liger() -> None:
     for (module, name), own in FUNCTIONS.items():
         owner = sys.modules.get(f"liger_kernel.transformers.{module}")
         if hasattr(owner, name):
-            ours = _dispatch_or(owner, own) if name == "dispatch" else _function_or(getattr(owner, name), own)
-            replace(owner, name, ours)
+            make = _traceable_dispatch if name == "dispatch" else _traceable_function
+            replace(owner, name, make(getattr(owner, name), own))
 
 
-def _function_or(function: Any, own: Callable) -> type:
+def _traceable_function(function: Any, own: Callable) -> type:
     """Make an object whose `apply` is an autograd.Function's, or where it is traced that of `own`."""
 
     class Traceable:
@@ -86,9 +86,7 @@ def _function_or(function: Any, own: Callable) -> type:
     return Traceable
 
 
-def _dispatch_or(owner: Any, own: Callable) -> Callable:
-    dispatch = owner.dispatch
-
+def _traceable_dispatch(dispatch: Callable, own: Callable) -> Callable:
     def traceable(op_name, *args, **kwargs):
         return own(*args, **kwargs) if torch.compiler.is_compiling() else dispatch(op_name, *args, **kwargs)
 

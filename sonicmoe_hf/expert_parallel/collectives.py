@@ -70,7 +70,7 @@ def _scatter_sum(summand, group):
     return _begin_scatter_sum(summand, group).wait()
 
 
-def _exchange(tensor, send_sizes, receive_sizes, group):
+def _all_to_all(tensor, send_sizes, receive_sizes, group):
     received = tensor.new_empty(sum(receive_sizes), *tensor.shape[1:])
     dist.all_to_all_single(received, tensor.contiguous(), receive_sizes, send_sizes, group=group)
     return received
@@ -131,13 +131,13 @@ class Gathering:
         return _begin_scatter_sum(tensor, self.group)
 
 
-def exchange(
+def all_to_all(
     tensor: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send the first `send_sizes[0]` rows to the first rank, and so on, and return what the ranks send, in their
-    order."""
-    forward = partial(_exchange, send_sizes=send_sizes, receive_sizes=receive_sizes, group=group)
-    backward = partial(_exchange, send_sizes=receive_sizes, receive_sizes=send_sizes, group=group)
+    """Send the first `send_sizes[0]` rows to the first rank, the next `send_sizes[1]` to the second, and so on; return
+    the rows that the ranks send, in the order of ranks."""
+    forward = partial(_all_to_all, send_sizes=send_sizes, receive_sizes=receive_sizes, group=group)
+    backward = partial(_all_to_all, send_sizes=receive_sizes, receive_sizes=send_sizes, group=group)
     return _LinearMap.apply(tensor, forward, backward)
 
 
@@ -157,7 +157,7 @@ _with_same_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, list] = weakref
 
 
 def ranks_with_same_experts(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Find the ranks that have this one's place in groups like `group`, which all ranks are divided into; None where
+    """Find the ranks that have this one's number in groups like `group`, into which all ranks are divided; None where
     there is one such group. All ranks make the first call together."""
     if group not in _with_same_experts:
         groups: list = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The exchange of tokens between ranks: to the experts that they want, and the experts' output back.
+"""The exchange of tokens between ranks: each token to the ranks that have its experts, and the experts' output back.
 
 A token is sent to a rank at most once, however many of its experts live there, and a rank's experts are summed before
 their output is sent back. Letters: N ranks, T tokens of this rank, H hidden size, P pairs (token, expert) of a Routing.
@@ -18,7 +18,7 @@ from ..layer.dispatch import dispatch
 from ..layer.holding import Holding
 from ..layer.routing import Routing
 from ..routing import calls
-from .collectives import Gathering, exchange, gather, max_over_ranks, rows_of_tokens, sum_of_rows
+from .collectives import Gathering, all_to_all, gather, max_over_ranks, rows_of_tokens, sum_of_rows
 
 NOBODY = -1  # the expert of a pair that is none
 
@@ -46,7 +46,7 @@ def _pad(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor:
 EXCHANGES = ("gathering", "all_to_all")
 MAX_RANKS_GATHERING = 4
 MANY_BYTES = 2**26  # of gathered tokens: with fewer, the host's time counts more than memory and links
-LENGTHS = 16  # steps from no pairs to a balanced rank's
+LENGTHS = 16  # lists of a rank's pairs have multiples of 1/16 of the pairs that each rank has on average
 _exchange_in_use: str | None = None  # no thread's own: checkpointing runs layers again in a thread of autograd's
 
 
@@ -103,12 +103,12 @@ def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
 def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, holding: Holding) -> MaxSizes:
     """Exchange sizes, once for each call of a patched model, whose layers all have the same tokens."""
     own = [num_tokens, num_pairs, int(is_list)]
-    forward = calls.in_progress()
-    if forward is None:
+    call = calls.in_progress()
+    if call is None:
         return MaxSizes(*max_over_ranks(own, holding.group))
-    if forward.max_sizes is None:
-        forward.max_sizes = own, max_over_ranks(own, holding.group)
-    first, maxima = forward.max_sizes
+    if call.max_sizes is None:
+        call.max_sizes = own, max_over_ranks(own, holding.group)
+    first, maxima = call.max_sizes
     if first != own:
         raise RuntimeError(
             f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same model call had "
@@ -166,7 +166,8 @@ def _own_pairs(expert: torch.Tensor, weights: torch.Tensor, token: torch.Tensor 
 
 
 def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, experts: Experts) -> torch.Tensor:
-    """Send each rank the tokens that one of its experts wants. Sizes are read on the host, which waits for the device."""
+    """Send each rank the tokens that are routed to one of its experts. Sizes are read on the host, which waits for the
+    device."""
     num_tokens, group, num_local = len(x_TH), holding.group, holding.num_local
     expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
     is_pair_P = (expert_P >= 0) & (expert_P < holding.size * num_local)
@@ -189,11 +190,11 @@ def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
     token_P, rank_P = token_P[pair_P], rank_P[pair_P]
     position_P = rows.token_rows[token_P * holding.size + rank_P] - rows.offsets[rank_P]  # among the rank's tokens
     target = torch.stack((expert_P[pair_P] % num_local, position_P), dim=1).to(torch.int32)
-    expert, position = exchange(target, pairs_out, pairs_in, group).unbind(1)
-    weights = exchange(weight_P[pair_P], pairs_out, pairs_in, group)
-    x = exchange(rows_of_tokens(x_TH, rows, sum(tokens_out)), tokens_out, tokens_in, group)
+    expert, position = all_to_all(target, pairs_out, pairs_in, group).unbind(1)
+    weights = all_to_all(weight_P[pair_P], pairs_out, pairs_in, group)
+    x = all_to_all(rows_of_tokens(x_TH, rows, sum(tokens_out)), tokens_out, tokens_in, group)
     counts = received.long()
     first = counts[:, 0].cumsum(0) - counts[:, 0]
     token = position + first.repeat_interleave(counts[:, 1], output_size=len(position))
     out = experts(x, holding.routing(expert, weights, token.to(torch.int32), len(x)), weights)
-    return sum_of_rows(exchange(out, tokens_in, tokens_out, group), rows, num_tokens)
+    return sum_of_rows(all_to_all(out, tokens_in, tokens_out, group), rows, num_tokens)

@@ -1,4 +1,4 @@
-"""DistributedConfig(ep_implementation="sonicmoe_hf"): the EPImplementation of Transformers' registry that is ours."""
+"""SonicMoEExpertParallelism: what DistributedConfig(ep_implementation="sonicmoe_hf") stands for."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ class SonicMoEExpertParallelism(EPImplementation):
         return self  # as Transformers' forward around it, a function, is not copied either
 
     def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum the gradient of a tensor that ranks with the same batch share: each has what its own experts do with it."""
+        """Sum the gradient of a tensor that ranks with the same batch share: each rank has its own experts' summand."""
         return tensor if self.batch_group is None else sum_gradients(tensor, self.batch_group)
 
     def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make the gradient of a tensor of this rank's experts, which have tokens of all batches, that of the mean of the
-        batches' losses, the same on all ranks that hold these experts."""
+        """Scale the gradient of a tensor of this rank's experts to that of the mean of the batches' losses, because
+        experts get the tokens of all batches; it is the same on all ranks that hold these experts."""
         num_batches = dist.get_world_size() // self.tp_mesh.size()
         return mean_of_gradients(tensor, num_batches, ranks_with_same_experts(self.holding.group))
 
@@ -155,7 +155,7 @@ class SonicMoEExpertParallelism(EPImplementation):
             adapters.take()  # a rank without tokens does not call its experts
             experts = functools.partial(experts, sonicmoe_hf_adapters=adapters)
         if isinstance(top_k_index, Routing):
-            routing = top_k_index.weighted_by(top_k_weights)
+            routing = top_k_index.with_weights(top_k_weights)
         else:
             routing = Routing(top_k_index, top_k_weights)
         if self.batch_group is None:

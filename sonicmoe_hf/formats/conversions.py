@@ -72,7 +72,7 @@ class Apart(list):
         """The device that has the matrices."""
         return self[0][0].device
 
-    def packed(self, format: str, dtype: torch.dtype, order: str, mean: Mean = torch.mean) -> PackedWeight:
+    def pack(self, format: str, dtype: torch.dtype, order: str, mean: Mean = torch.mean) -> PackedWeight:
         """Pack their merged weight, in `dtype`, as PackedWeight.quantize does."""
         experts = (torch.cat(matrices).to(dtype) for matrices in zip(*self))
         packed = FORMATS[format].pack(experts, self.shape, order, mean, self.device)
@@ -80,8 +80,8 @@ class Apart(list):
 
 
 class LoadedParameter(NamedTuple):
-    """The parameter that a conversion makes. dense: what stands for it in the model, on the meta device. holding: of the
-    experts of its module."""
+    """The parameter that a conversion makes: `full_name` of the model, `name` of `module`. dense: the parameter on the
+    meta device that stands there until then. holding: of the module's experts."""
 
     full_name: str
     module: nn.Module
@@ -99,11 +99,11 @@ def _naming_weight(weight: str, separator: str = ": ") -> Iterator[None]:
         raise CheckpointError(f"{weight}{separator}{error}") from error
 
 
-Streamed = dict[str, Any]  # by name: tensors in a list, those of the experts in their order; or Apart
+StoredTensors = dict[str, Any]  # by name: tensors in a list, those of the experts in their order; or Apart
 
 
 class LeaveApart(MergeModulelist):
-    """Hands on the matrices of experts that are to be packed, and merges others as the `operations` do. Transformers 5.17
+    """Hand on the matrices of experts that are to be packed, and merge others as the `operations` do. Transformers 5.17
     gives a rank of expert parallelism whole experts where it finds a MergeModulelist among a conversion's."""
 
     def __init__(self, operations: list[ConversionOps]):
@@ -139,8 +139,8 @@ class _ParameterConversion(ConversionOps):
         module, name = get_module_from_name(model, full_layer_name)
         target = LoadedParameter(full_layer_name, module, name, getattr(module, name), holding_of(module))
         stored = {
-            pattern.removeprefix(WHOLE_NAME).removesuffix("$"): found if isinstance(found, list) else [found]
-            for pattern, found in input_dict.items()
+            pattern.removeprefix(WHOLE_NAME).removesuffix("$"): tensors if isinstance(tensors, list) else [tensors]
+            for pattern, tensors in input_dict.items()
         }
         made = self.make(target, stored)
         made = as_parameter(made) if isinstance(made, PackedWeight) else made
@@ -151,15 +151,15 @@ class _ParameterConversion(ConversionOps):
             return operation.convert({full_layer_name: made}, full_layer_name=full_layer_name, model=model, **options)
         return {full_layer_name: made}
 
-    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """Make the parameter."""
         raise NotImplementedError
 
 
 class PackExperts(_ParameterConversion):
-    """A packed weight of experts in floats. What else is quantized goes to the quantizer of linear layers."""
+    """Make a packed weight of experts in floats. What else is quantized goes to the quantizer of linear layers."""
 
-    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See _ParameterConversion."""
         (found,) = stored.values()
         if target.name not in packable(target.module):
@@ -169,16 +169,16 @@ class PackExperts(_ParameterConversion):
         def pack(mean=torch.mean):
             check_shape(target.full_name, value.shape, target.dense)
             if isinstance(value, Apart):
-                return value.packed(self.format, value.dtype, order, mean)
+                return value.pack(self.format, value.dtype, order, mean)
             return PackedWeight.quantize(value, self.format, is_transposed(target.module), order, mean)
 
         return pack_share(self.format, pack, local_shape(target.dense), value.device, target.holding)
 
 
 class TakePacked(_ParameterConversion):
-    """A packed weight of the tensors that store it."""
+    """Make a packed weight of the tensors that store it."""
 
-    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See _ParameterConversion."""
         tensors = {name.rpartition(".")[2]: found[0] for name, found in stored.items()}
         format = FORMATS[self.format]
@@ -198,14 +198,14 @@ class TakePacked(_ParameterConversion):
 
 
 class TakeExperts(_ParameterConversion):
-    """A packed weight of experts that are stored in a format of the hub's; or in floats, in layers that the checkpoint's
+    """Make a packed weight of experts in a format of the hub's; or in floats, in layers that the checkpoint's
     modules_to_not_convert names. sources: the names of gate's and up's weights, or down's, with "*" for the expert."""
 
     def __init__(self, hf_quantizer, stored_format: HubFormat, sources: list[str]):
         super().__init__(hf_quantizer)
         self.stored_format, self.sources = stored_format, sources
 
-    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See _ParameterConversion."""
         wanted, dtype, is_plain = self.format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
@@ -218,21 +218,21 @@ class TakeExperts(_ParameterConversion):
             if is_plain:
                 plain = Apart(stored[source] for source in self.sources)
                 check_shape(target.full_name, plain.shape, target.dense)
-                return plain.packed(wanted, dtype, order, mean)
+                return plain.pack(wanted, dtype, order, mean)
             values = (values.to(dtype) for values in self._values(stored, target))
             packed = FORMATS[wanted].pack(values, local_shape(target.dense), order, mean, device)
             return PackedWeight(packed, wanted, dtype)
 
         return pack_share(wanted, pack, local_shape(target.dense), device, target.holding)
 
-    def _is_plain(self, stored: Streamed) -> bool:
+    def _is_plain(self, stored: StoredTensors) -> bool:
         """Tell whether the checkpoint has these experts in floats."""
         scales = {name for source in self.sources for name in self.stored_format.names(source)} - {*self.sources}
         weights = [tensor for source in self.sources for tensor in stored.get(source, ())]
         is_packed = any(stored.get(name) for name in scales) or not weights
         return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
 
-    def _values(self, stored: Streamed, target: LoadedParameter) -> Iterator[torch.Tensor]:
+    def _values(self, stored: StoredTensors, target: LoadedParameter) -> Iterator[torch.Tensor]:
         """Yield the values [N, K] of each expert."""
         first = target.holding.experts.start
         if self.stored_format.name not in FORMATS:
@@ -246,7 +246,7 @@ class TakeExperts(_ParameterConversion):
             joined = self._join_experts([[projection] for projection in expert], target, number)
             yield FORMATS[self.stored_format.name].expert(joined, 0)
 
-    def _projections(self, stored: Streamed, target: LoadedParameter) -> list[list[Quantized]]:
+    def _projections(self, stored: StoredTensors, target: LoadedParameter) -> list[list[Quantized]]:
         """List the experts as the checkpoint has them, [projection][expert]."""
         projections = [self._projection(stored, source, target) for source in self.sources]
         alike = _kinds(projections[0][0])
@@ -266,11 +266,11 @@ class TakeExperts(_ParameterConversion):
         check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
         return packed
 
-    def _tensors(self, stored: Streamed, source: str, target: LoadedParameter) -> list[tuple[torch.Tensor, ...]]:
+    def _tensors(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[tuple[torch.Tensor, ...]]:
         """List the tensors that store a projection of each expert."""
         there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
-        if target.holding.group is not None:  # of vectors Transformers gives a rank pieces, and of every expert
-            self.stored_format.check_pieces(*(piece for name in there for piece in stored[name]))
+        if target.holding.group is not None:  # of vectors Transformers gives a rank stretches, and of every expert
+            self.stored_format.check_stretches(*(stretch for name in there for stretch in stored[name]))
             there = []
         by_name = {name: stored.get(name, []) for name in [*self.stored_format.names(source), *there]}
         num_experts, module = local_shape(target.dense)[0], source.removesuffix(WEIGHT)
@@ -282,7 +282,7 @@ class TakeExperts(_ParameterConversion):
             )
         return list(zip(*by_name.values()))
 
-    def _projection(self, stored: Streamed, source: str, target: LoadedParameter) -> list[Quantized]:
+    def _projection(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[Quantized]:
         packed = []
         for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
             with _naming_weight(f"{target.full_name}, {source} of expert {expert}"):
@@ -291,13 +291,13 @@ class TakeExperts(_ParameterConversion):
 
 
 class TakeDense(_ParameterConversion):
-    """A linear layer's weight in its own dtype, of the tensors that store it in a format of the hub's."""
+    """Make a linear layer's weight in its own dtype, of the tensors that store it in a format of the hub's."""
 
     def __init__(self, hf_quantizer, stored_format: HubFormat):
         super().__init__(hf_quantizer)
         self.stored_format = stored_format
 
-    def make(self, target: LoadedParameter, stored: Streamed) -> torch.Tensor:
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See _ParameterConversion."""
         weight_name, parameter, layer = WEIGHT[1:], target.dense, target.full_name
         needed = self.stored_format.names(weight_name)

@@ -46,7 +46,8 @@ def check_format(what: str, name: str) -> None:
 
 
 class DeclaredQuantization(NamedTuple):
-    """The declaration. method: quant_method; entries: all of it, and config.json's expert_dtype (DeepSeek-V4's)."""
+    """The declaration of a quantization. method: its quant_method. entries: all of it, and config.json's expert_dtype, of
+    DeepSeek-V4."""
 
     method: str
     entries: dict
@@ -61,7 +62,7 @@ class DeclaredQuantization(NamedTuple):
         """Tell whether it is FP8, NVFP4 or integers in every linear layer, or in experts alone, with tensors for each."""
         return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
 
-    def hub(self) -> HubFormat:
+    def hub_format(self) -> HubFormat:
         """Find the format of each matrix of experts, where `is_per_expert`. Raises CheckpointError as `format`."""
         if self.method in declared_integers.METHODS:
             return declared_integers.declared_format(self.method, self.entries)
@@ -87,11 +88,12 @@ class DeclaredQuantization(NamedTuple):
         if self.method == MODELOPT:
             self.check_nvfp4()
             return "nvfp4"
-        return self.hub().name if self.is_per_expert else self.method
+        return self.hub_format().name if self.is_per_expert else self.method
 
     def stored(self) -> Format | HubFormat | None:
-        """Find the format of experts stored [E, ...] under their parameter's name, packed here or gpt-oss's, or of each
-        expert's projections and the linear layers, each for itself; None of other checkpoints.
+        """Find how the files store weights: the Format of experts stored [E, ...] under their parameter's name, packed
+        here or as gpt-oss's are; or the HubFormat of matrices, those of experts and of linear layers, each stored by
+        itself. None of other checkpoints.
 
         Raises:
             CheckpointError: it is another kind of ModelOpt's, or of integers; FP8 whose blocks are no sizes, or with
@@ -103,7 +105,7 @@ class DeclaredQuantization(NamedTuple):
             self.check_nvfp4()
             return HUB["nvfp4"]
         if self.method in declared_integers.METHODS:
-            return self.hub()
+            return self.hub_format()
         if self.method != "fp8":
             return None
         block = self.entries.get("weight_block_size", FP8_BLOCKS)

@@ -25,9 +25,10 @@ PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in
 class HubFormat(ABC):
     """A format in which checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
 
-    name: in FORMATS, of experts. dtype: of a matrix that is in it. scales: what follows the weight's name in those of its
-    scales. optional: what is behind them in the names of tensors that a checkpoint may lack. unused: what ends names of
-    tensors beside it that are for inference alone.
+    name: the key in FORMATS of experts in it. dtype: of the tensor of codes. scales, optional, unused: how names of
+    further tensors end. Those of the scales follow the weight's name, as do the optional ones, which a checkpoint may
+    lack; the unused ones follow the module's, and are for inference alone. has_our_blocks: whether a scale is for the
+    same values as in FORMATS.
     """
 
     name: str
@@ -55,8 +56,8 @@ class HubFormat(ABC):
         """The format of linear layers beside experts in this one."""
         return self
 
-    def check_pieces(self, *pieces: torch.Tensor) -> None:  # noqa: B027 - most formats have none
-        """Check pieces of optional tensors, which is all of them that ranks of expert parallelism get.
+    def check_stretches(self, *stretches: torch.Tensor) -> None:  # noqa: B027 - most formats have none
+        """Check stretches of optional tensors, which is all of them that ranks of expert parallelism get.
 
         Raises:
             CheckpointError: no format here holds what they say.
@@ -102,7 +103,7 @@ class HubFormat(ABC):
         codes, *scales = stored
         return self.grid(*scales).round(weight, scales[0], codes, uniform)
 
-    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
+    def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
         """Make the tensors that store a matrix which was rounded, of those that stored it."""
         return [rounded.codes.view(stored[0].dtype), rounded.scales, *stored[2:]]
 
@@ -187,7 +188,7 @@ class MXFP4Matrix(HubFormat):
     each 32 values of a row, [N, K / 32]."""
 
     name = "mxfp4"
-    codes: tuple[torch.dtype, ...] = (torch.uint8,)
+    code_dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See HubFormat."""
@@ -197,7 +198,7 @@ class MXFP4Matrix(HubFormat):
         """See HubFormat."""
         rows, columns = shape
         scales = (torch.float8_e8m0fnu, torch.uint8)
-        shapes = ((rows, columns // 2), self.codes), ((rows, columns // mxfp4.BLOCK), scales)
+        shapes = ((rows, columns // 2), self.code_dtypes), ((rows, columns // mxfp4.BLOCK), scales)
         return dict(zip(self.names(name), shapes))
 
     def grid(self, *scales: torch.Tensor) -> Grid:
@@ -220,7 +221,7 @@ class MXFP4Matrix(HubFormat):
         codes, scales, _ = self.pack(*stored)
         return self.grid().round(weight, scales, codes, uniform)
 
-    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
+    def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
         """See HubFormat."""
         return [rounded.codes.flatten(1).view(stored[0].dtype), rounded.scales.view(stored[1].dtype)]
 
@@ -228,7 +229,7 @@ class MXFP4Matrix(HubFormat):
 class HubFP4(MXFP4Matrix):
     """DeepSeek-V4's: experts' X.weight int8 [N, K / 2] and X.scale E8M0 [N, K / 32], beside linear layers in FP8."""
 
-    codes, scales = PAIRS, ("_scale_inv",)
+    code_dtypes, scales = PAIRS, ("_scale_inv",)
 
     def __init__(self, linear: HubFP8 | None = None):
         self.fp8 = linear or HubFP8()

@@ -42,26 +42,26 @@ def bytes_of_words(stored: torch.Tensor) -> torch.Tensor:
 
 
 class _RenamedFormat(HubFormat):
-    """A format whose tensors have names of their own in the place of "weight".
+    """A format whose tensors have names of their own in the place of "weight", such as "X.weight_packed".
 
-    own: what stands there, in the order of `pack`'s arguments; what is in `optional`, last, a checkpoint may lack.
+    ends: these names, in the order of `pack`'s arguments; those in `optional`, which a checkpoint may lack, come last.
     """
 
     dtype = WORD
-    own: tuple[str, ...]
+    ends: tuple[str, ...]
     unused = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
     def names(self, weight: str) -> list[str]:
         """See HubFormat."""
-        return [weight.removesuffix(WEIGHT) + own for own in self.own]
+        return [weight.removesuffix(WEIGHT) + end for end in self.ends]
 
     def optional_names(self, weight: str) -> list[str]:
         """See HubFormat."""
-        return [weight.removesuffix(WEIGHT) + own for own in self.optional]
+        return [weight.removesuffix(WEIGHT) + end for end in self.optional]
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
         """See HubFormat."""
-        end = f".{self.own[0]}"
+        end = f".{self.ends[0]}"
         return f"{name.removesuffix(end)}.{WEIGHT}" if name.endswith(end) and dtype == self.dtype else None
 
 
@@ -93,8 +93,8 @@ class HubIntegers(_RenamedFormat):
         """Read the codes in bytes along K, and scales and zeros [N, groups] of the checkpoint's groups."""
 
     @abstractmethod
-    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
-        """Make the tensors that store what `_read` returns, in the order of `own`."""
+    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+        """Make the tensors that store what `_read` returns, in the order of `ends`."""
 
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """See HubFormat. Groups that K or a format here does not take become several with the same scale."""
@@ -129,7 +129,7 @@ class HubIntegers(_RenamedFormat):
         step = (self.group or size_in) // (size_in // scales.shape[1])
         scales = scales[:, ::step].contiguous()
         zeros = torch.full_like(scales, ZERO, dtype=torch.uint8) if zeros is None else zeros[:, ::step].contiguous()
-        return [*self._written(codes, scales, zeros), *like[len(self.own) :]]
+        return [*self._write(codes, scales, zeros), *like[len(self.ends) :]]
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat: of what `pack` makes."""
@@ -151,7 +151,7 @@ class HubIntegers(_RenamedFormat):
         grid = int4_grid(weight.shape[1] // packed.scales.shape[1], packed.scales.dtype, packed.state)
         return grid._replace(new_scales=None).round(weight, packed.scales, packed.codes, uniform)
 
-    def rewritten(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
+    def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
         """See HubFormat."""
         return self.unpack(self.pack(*stored)._replace(codes=rounded.codes, scales=rounded.scales), stored)
 
@@ -170,7 +170,7 @@ class CompressedInt4(HubIntegers):
 
     def __init__(self, group: int | None, has_zeros: bool):
         super().__init__(group, has_zeros)
-        self.own = ("weight_packed", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
+        self.ends = ("weight_packed", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See HubFormat."""
@@ -190,7 +190,7 @@ class CompressedInt4(HubIntegers):
     def check(self, *tensors: torch.Tensor) -> None:
         """See HubFormat."""
         super().check(*tensors)
-        for shape in tensors[len(self.own) :]:
+        for shape in tensors[len(self.ends) :]:
             if not shape.is_meta and shape.tolist() != list(self.dense_shape(tensors[0].shape)):
                 raise CheckpointError(
                     f"weight_shape is {shape.tolist()}, but weight_packed holds "
@@ -207,7 +207,7 @@ class CompressedInt4(HubIntegers):
 
         packed = Quantized(codes, spread(scales), None if zeros is None else spread(zeros))
         shape = torch.tensor([size_out, size_in], dtype=torch.int64, device=codes.device)
-        return self.unpack(packed, [*[codes] * len(self.own), shape])
+        return self.unpack(packed, [*[codes] * len(self.ends), shape])
 
     def _read(self, *tensors: torch.Tensor) -> Quantized:
         packed, scales = tensors[:2]
@@ -216,7 +216,7 @@ class CompressedInt4(HubIntegers):
         zeros = to_nibbles(bytes_of_words(tensors[2].t())).t()[: len(packed)]
         return Quantized(packed.view(torch.uint8), scales, zeros.contiguous())
 
-    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         if not self.has_zeros:
             return [words(codes), scales]
         padded = torch.nn.functional.pad(zeros.t(), (0, -len(zeros) % PER_WORD))
@@ -228,7 +228,7 @@ class GPTQInt4(HubIntegers):
     [K/group, N/8], packed along N, zeros less `offset` (1, or 0 in gptq_v2); X.g_idx int32 [K], the group of each column,
     which AutoRound leaves out."""
 
-    own, optional = ("qweight", "scales", "qzeros"), ("g_idx",)
+    ends, optional = ("qweight", "scales", "qzeros"), ("g_idx",)
 
     def __init__(self, group: int | None, has_zeros: bool, offset: int):
         super().__init__(group, has_zeros)
@@ -249,16 +249,16 @@ class GPTQInt4(HubIntegers):
     def check(self, *tensors: torch.Tensor) -> None:
         """See HubFormat; also where columns of a group do not lie side by side."""
         super().check(*tensors)
-        for g_idx in tensors[len(self.own) :]:
+        for g_idx in tensors[len(self.ends) :]:
             columns = torch.arange(len(g_idx), dtype=torch.int64, device=g_idx.device)
             if not g_idx.is_meta and not torch.equal(g_idx.long(), columns // (self.group or len(g_idx))):
                 raise CheckpointError(IN_ORDER_OF_ACTIVATIONS)
 
-    def check_pieces(self, *pieces: torch.Tensor) -> None:
+    def check_stretches(self, *stretches: torch.Tensor) -> None:
         """See HubFormat."""
-        for piece in pieces:
-            groups, sizes = torch.unique_consecutive(piece, return_counts=True)
-            if not bool((groups.diff() == 1).all() and (sizes[1:-1] == (self.group or len(piece))).all()):
+        for stretch in stretches:
+            groups, sizes = torch.unique_consecutive(stretch, return_counts=True)
+            if not bool((groups.diff() == 1).all() and (sizes[1:-1] == (self.group or len(stretch))).all()):
                 raise CheckpointError(IN_ORDER_OF_ACTIVATIONS)
 
     def _read(self, *tensors: torch.Tensor) -> Quantized:
@@ -266,7 +266,7 @@ class GPTQInt4(HubIntegers):
         zeros = to_nibbles(bytes_of_words(qzeros)).t() + self.offset  # 15, of which a packer wrote -1, stands for 16
         return Quantized(bytes_of_words(qweight.t()), scales.t().contiguous(), zeros.contiguous())
 
-    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         stored = to_bytes((zeros - self.offset).t() & LARGEST)
         return [words(codes).t().contiguous(), scales.t().contiguous(), words(stored)]
 
@@ -287,7 +287,7 @@ class AWQInt4(HubIntegers):
     """AutoAWQ's "gemm": X.qweight int32 [K, N/8] and X.qzeros int32 [K/group, N/8], packed along N in an order of AWQ's,
     zeros as they are; X.scales [K/group, N]."""
 
-    own = ("qweight", "scales", "qzeros")
+    ends = ("qweight", "scales", "qzeros")
 
     def __init__(self, group: int | None):
         super().__init__(group, has_zeros=True)
@@ -308,7 +308,7 @@ class AWQInt4(HubIntegers):
         codes = to_bytes(_in_awq_order(bytes_of_words(qweight)).t())
         return Quantized(codes, scales.t().contiguous(), _in_awq_order(bytes_of_words(qzeros)).t().contiguous())
 
-    def _written(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         return [_to_awq_order(to_nibbles(codes).t()), scales.t().contiguous(), _to_awq_order(zeros.t())]
 
 
@@ -316,7 +316,7 @@ class CompressedInt8(_RenamedFormat):
     """compressed-tensors' pack-quantized in 8 bits (W8A16), which no format here holds: X.weight_packed int32 [N, K/4],
     whose bytes are values + 128, and X.weight_scale [N, K/group]."""
 
-    name, own, optional = "int8", ("weight_packed", "weight_scale"), ("weight_shape",)
+    name, ends, optional = "int8", ("weight_packed", "weight_scale"), ("weight_shape",)
     element_size = 1.1
 
     def __init__(self, group: int | None):
@@ -356,7 +356,7 @@ class CompressedMXFP4(_RenamedFormat, MXFP4Matrix):
     """compressed-tensors' mxfp4-pack-quantized: X.weight_packed uint8 [N, K/2], two E2M1 values a byte, the first in the
     low half; X.weight_scale uint8 [N, K/32], each for 2^(scale - 127)."""
 
-    dtype, own = torch.uint8, ("weight_packed", "weight_scale")
+    dtype, ends = torch.uint8, ("weight_packed", "weight_scale")
 
 
 class CompressedNVFP4(_RenamedFormat):
@@ -364,7 +364,7 @@ class CompressedNVFP4(_RenamedFormat):
     X.weight_global_scale, one fp32 number, of which a value is e2m1 * weight_scale / weight_global_scale. Here it is
     e2m1 * (weight_scale * (1 / weight_global_scale)), as engines compute it, which may differ by a bit in fp32."""
 
-    name, dtype, own = "nvfp4", torch.uint8, ("weight_packed", "weight_scale", "weight_global_scale")
+    name, dtype, ends = "nvfp4", torch.uint8, ("weight_packed", "weight_scale", "weight_global_scale")
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See HubFormat."""
@@ -379,7 +379,7 @@ class CompressedNVFP4(_RenamedFormat):
 
     def check(self, *tensors: torch.Tensor) -> None:
         """See HubFormat."""
-        check_matrix(tensors[2].reshape(-1), (1,), (torch.float32,), self.own[2])
+        check_matrix(tensors[2].reshape(-1), (1,), (torch.float32,), self.ends[2])
         super().check(*tensors[:2], tensors[2].reshape(-1))
 
     def grid(self, *scales: torch.Tensor) -> Grid:

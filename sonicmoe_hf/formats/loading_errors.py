@@ -1,4 +1,5 @@
-"""Errors of from_pretrained that name the weight or the folder, in the place of Transformers', which name neither."""
+"""Errors of from_pretrained that name the weight or the folder; Transformers' own, in whose place they come, name
+neither."""
 
 from __future__ import annotations
 

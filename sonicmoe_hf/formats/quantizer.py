@@ -28,7 +28,7 @@ from .conversions import PackExperts, of_packed_experts, with_experts_apart, wit
 from .declared import QUANT_METHOD, DeclaredQuantization, check_format, check_stored, check_undeclared
 from .declared_integers import METHODS
 from .refusals import check_distributed, guard_deepspeed
-from .shares import gathered_for_saving, is_split, keep_from_fsdp, restore_parameters
+from .shares import gather_for_saving, is_split, keep_from_fsdp, restore_parameters
 from .state import use_stored_names
 
 OF_PACKED = (  # attributes of a model with packed experts
@@ -155,7 +155,7 @@ class ExpertsQuantizer(HfQuantizer):
                 weight_conversions = [each for each in weight_conversions if not _renames(each, self.stored)]
             conversions = super().update_weight_conversions(weight_conversions, *model)
             return conversions if self.pre_quantized else with_experts_apart(conversions)
-        return with_hub_format(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub())
+        return with_hub_format(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub_format())
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
@@ -163,7 +163,7 @@ class ExpertsQuantizer(HfQuantizer):
         if not self.pre_quantized:
             check_undeclared(files)
         elif files and hub is not None and hub["quant_method"] in METHODS:
-            check_stored(files, DeclaredQuantization(hub["quant_method"], hub).hub())
+            check_stored(files, DeclaredQuantization(hub["quant_method"], hub).hub_format())
         weights = check_packable(model, self.quantization_config.experts)
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, hub)
         format = FORMATS[self.quantization_config.experts]
@@ -219,7 +219,7 @@ def mark_model_packed(model: PreTrainedModel) -> None:
     # saved under the names it has: nothing splits packed weights into one per expert
     vars(model)["_weight_conversions"] = []
     if is_split(model):
-        vars(model)["gather_sharded_state_dict_for_save"] = gathered_for_saving
+        vars(model)["gather_sharded_state_dict_for_save"] = gather_for_saving
     ignore_packed_in_ddp(model)
 
 

@@ -1,5 +1,5 @@
-"""Errors for ways to distribute a model that packed experts do not go with, raised where these begin; each names one
-that works."""
+"""Errors where a model with packed experts is to be distributed in a way that does not support them; each is raised
+before the distribution begins, and names a supported one."""
 
 from __future__ import annotations
 

@@ -56,14 +56,14 @@ def stored_share(format: Format, tensors: list[torch.Tensor], holding: Holding) 
     ranks of the group call it."""
     if not isinstance(format, NF4):
         return tensors
-    codes, scales, piece = tensors
+    codes, scales, stretch = tensors
     scales_per_expert = scales[0].numel()
     length = SCALE_SCALES.start - (-holding.num_experts * scales_per_expert // SCALES_PER_SCALE)
     longest = -(-length // holding.size)
-    pieces = piece.new_empty(holding.size * longest)
-    padded = torch.nn.functional.pad(piece, (0, longest - len(piece)))
-    dist.all_gather_into_tensor(pieces, padded, group=holding.group)
-    return [codes, scales, format.state_of(holding.experts, pieces[:length], scales_per_expert)]
+    stretches = stretch.new_empty(holding.size * longest)
+    padded = torch.nn.functional.pad(stretch, (0, longest - len(stretch)))
+    dist.all_gather_into_tensor(stretches, padded, group=holding.group)
+    return [codes, scales, format.state_of(holding.experts, stretches[:length], scales_per_expert)]
 
 
 def keep_from_fsdp(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
@@ -102,9 +102,9 @@ def restore_parameters(experts: nn.Module) -> None:
                 weights[name] = as_parameter(local)
 
 
-def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch.Tensor, int]:
+def gather_rows(stretch: torch.Tensor, rows: int, parameter: Any) -> tuple[torch.Tensor, int]:
     """Gather the tensors that a checkpoint stores for a sharded parameter, with `rows` rows in all: (all rows, from the
-    ranks' pieces; the first of the parameter's own rows that is this rank's). All ranks call it.
+    ranks' stretches; the first of the parameter's own rows that is this rank's). All ranks call it.
 
     Raises:
         CheckpointError: the parameter is sharded otherwise than by its rows over one group of ranks.
@@ -114,7 +114,7 @@ def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
         if not placement.is_replicate() and mesh.size(dim) > 1:
             sharded.append((dim, placement))
     if not sharded:
-        return piece, 0
+        return stretch, 0
     if len(sharded) > 1 or not sharded[0][1].is_shard(0):
         raise CheckpointError(
             f"a linear layer is sharded as {parameter.placements}, which the checkpoint's blocks do not take; shard by "
@@ -122,19 +122,19 @@ def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
         )
     dim = sharded[0][0]
     count, rank = mesh.size(dim), mesh.get_local_rank(dim)
-    most = -(-rows // count)
-    sent = piece.contiguous().view(torch.uint8)
-    sent = torch.nn.functional.pad(sent, (0, 0, 0, most - len(sent)))
-    received = sent.new_empty(count * most, sent.shape[1])
+    max_rows = -(-rows // count)
+    sent = stretch.contiguous().view(torch.uint8)
+    sent = torch.nn.functional.pad(sent, (0, 0, 0, max_rows - len(sent)))
+    received = sent.new_empty(count * max_rows, sent.shape[1])
     dist.all_gather_into_tensor(received, sent, group=mesh.get_group(dim))
-    return received[:rows].view(piece.dtype), rank * -(-parameter.shape[0] // count)
+    return received[:rows].view(stretch.dtype), rank * -(-parameter.shape[0] // count)
 
 
 def dense_shard(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many pieces as the weight, but
-    blocks need not end where pieces do."""
+    """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many stretches as the weight,
+    but blocks need not end where these do."""
     _, ((num_blocks, _), _) = format.stored("", parameter.shape).values()
-    whole, first = gathered_rows(scales, num_blocks, parameter)
+    whole, first = gather_rows(scales, num_blocks, parameter)
     return format.dense_rows(weight, whole, parameter.shape[0], first)
 
 
@@ -155,7 +155,7 @@ def _gather_on_first(tensor: torch.Tensor, holding: Holding) -> list[torch.Tenso
     return None if received is None else [one.cpu().view(tensor.dtype) for one in received]
 
 
-def gathered_for_saving(
+def gather_for_saving(
     model: PreTrainedModel, state_dict: dict, distributed_config=None, *, save_on_this_rank: bool = True
 ) -> dict:
     """Gather whole tensors on the CPU, on the rank that writes; {} on the others. This is

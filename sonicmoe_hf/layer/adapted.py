@@ -1,8 +1,7 @@
 """The adapters of experts on their way from whoever wraps the experts (PEFT) to the experts' forward: a keyword
 argument, so that hooks on the way see, and may change, the arguments that Transformers' experts get.
 
-Nothing is written outside of the call, so that torch.compile takes layers under gradient checkpointing: it refuses
-regions that change what is outside of them.
+The call writes no state outside of itself, because torch.compile does not trace a checkpointed layer that does.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ processes beside this one compile the kernels that it will launch.
     the first launch          takes a kernel from there, or waits for it
 
 The thread then imports what launches Hopper kernels, which takes a second, while the one that traces waits for Inductor.
-It has none of the modes in which an op is traced. An uncompiled step has nothing to do meanwhile but to ask for kernels
-one after the other: there `up` begins, with the step's other products (kernels/hopper).
+None of the modes in which an op is traced is on in that thread. An uncompiled step traces nothing: there the first
+launch, of `up`, begins to compile the kernels of the step's other products (kernels/hopper).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..private.torch import example_size
 
 
 class Nesting(Protocol):
-    """A `torch_op.Form`."""
+    """The part of `torch_op.Form` that makes arguments of their leaves."""
 
     def nest(self, leaves) -> list[Any]:
         """Make the arguments of their leaves."""

@@ -53,7 +53,7 @@ def missing_for_hopper() -> str | None:
 
 
 @_cached_by_device
-def _without_triton(device: torch.device) -> str | None:
+def _why_not_triton(device: torch.device) -> str | None:
     """Say why the Triton kernels cannot run on `device`, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
@@ -66,9 +66,9 @@ def _without_triton(device: torch.device) -> str | None:
 
 
 @_cached_by_device
-def _without_hopper(device: torch.device) -> str | None:
+def _why_not_hopper(device: torch.device) -> str | None:
     """Say why the Hopper kernels cannot run on `device`, or None if they can."""
-    if obstacle := _without_triton(device):
+    if obstacle := _why_not_triton(device):
         return obstacle
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
@@ -83,12 +83,12 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype | None) -> str
     if name == "hopper":
         if dtype is not None and dtype not in HOPPER_DTYPES:
             return f"the dtype is {dtype}; the Hopper kernels take {', '.join(map(str, HOPPER_DTYPES))}"
-        return _without_hopper(device)
+        return _why_not_hopper(device)
     if dtype is not None and dtype not in TRITON_DTYPES:
         return f"the dtype is {dtype}; the Triton kernels take {', '.join(map(str, TRITON_DTYPES))}"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    return _without_triton(device)
+    return _why_not_triton(device)
 
 
 def choose(device: torch.device, dtype: torch.dtype | None, backend: str | None = None) -> Choice:

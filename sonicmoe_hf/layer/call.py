@@ -1,7 +1,7 @@
 """A call of a layer: one object, whose fields are taken by name, from `moe_experts` to the products.
 
-Torch's ops have its leaves, one after the other. The names of these leaves, as "gate_up_weight", are those of the
-gradients.
+The arguments of torch's ops are its leaves: the fields of the tuples in it, one after the other. A leaf's name, such as
+"gate_up_weight", is the name of its gradient too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .torch_op import Form
 
 
 class Saved(NamedTuple):
-    """The results of forward that backward is given: h, u = scale x A1^T, v = scale a A2^T; None for what is computed
-    again, or not needed."""
+    """The results of forward that backward gets: h, u = scale x A1^T, v = scale a A2^T; None for one that backward
+    computes again, or does not need."""
 
     h: torch.Tensor | None = None
     u: torch.Tensor | None = None
@@ -27,7 +27,7 @@ class Saved(NamedTuple):
 
 
 class SaveFlags(NamedTuple):
-    """Flags of the fields of Saved that forward gives."""
+    """The fields of Saved that forward returns: a flag for each."""
 
     h: bool = False
     u: bool = False
@@ -37,13 +37,13 @@ class SaveFlags(NamedTuple):
         """List the tensors that these flags name."""
         return [getattr(saved, name) for name in compress(self._fields, self)]
 
-    def saved(self, tensors: Iterable[torch.Tensor]) -> Saved:
-        """Name the tensors that `choose` listed."""
+    def restore(self, tensors: Iterable[torch.Tensor]) -> Saved:
+        """Invert `choose`: make a Saved of the tensors that it listed."""
         return Saved(**dict(zip(compress(self._fields, self), tensors, strict=True)))
 
 
 class Options(NamedTuple):
-    """The constants that decide the function of a layer, the backend, and what is kept of a call."""
+    """The constants that decide the function of a layer, the backend, and what a call saves for backward."""
 
     activation: Activation
     transposed: bool

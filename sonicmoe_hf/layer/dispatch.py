@@ -1,4 +1,4 @@
-"""A routing decision as the kernels want it: rows sorted by expert, and the way back to tokens."""
+"""dispatch: the pairs of a routing sorted by expert, as the kernels read them, with the rows of each token."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from .projection import padded_rank
 
 WHAT = "moe_experts"
 _FORWARD_TAPES, _FIRST_HALF_TAPES, _SECOND_HALF_TAPES, _BACKWARD_TAPES = (
-    Taped(function, derived=CALL.places["rows"])
+    Taped(function, derived=CALL.positions["rows"])
     for function in (products.forward, products.first_half, products.second_half, products.backward)
 )
 
@@ -108,7 +108,7 @@ def _in_checkpoint(run: Callable, call: LayerCall) -> list[torch.Tensor]:
     if call.options.piece or call.options.fp8 or not any(saves):
         return run(*leaves_of([call]))
     *saved, a_RI = _FIRST_HALF(False, call)
-    (out_TH,) = _SECOND_HALF(False, call._replace(saved=Saved(v=saves.saved(saved).v)), a_RI)
+    (out_TH,) = _SECOND_HALF(False, call._replace(saved=Saved(v=saves.restore(saved).v)), a_RI)
     return [out_TH, *saved]
 
 
@@ -191,11 +191,11 @@ def _setup_context(ctx, arguments, output):
     ctx.given = [isinstance(leaf, torch.Tensor) for leaf in leaves_of(call)]
     if saves.h and not needs["gate_up_weight"] and not needs["gate_up_a"]:
         call = call._replace(x=None)
-    tensors = leaves_of(call._replace(saved=saves.saved(output[1:])))
+    tensors = leaves_of(call._replace(saved=saves.restore(output[1:])))
     ctx.constants = [None] * len(tensors)
-    for place, leaf in enumerate(tensors):
+    for position, leaf in enumerate(tensors):
         if not isinstance(leaf, torch.Tensor):
-            tensors[place], ctx.constants[place] = None, leaf
+            tensors[position], ctx.constants[position] = None, leaf
     ctx.save_for_backward(*tensors)
 
 
@@ -235,18 +235,18 @@ def _launches_of_halves(call: LayerCall) -> None:
     if _has_launches(call):
         saves = call.options.saves
         *saved, a_RI = products.first_half([call])
-        second = _without_first_adapter(call)._replace(saved=Saved(v=saves.saved(saved).v))
+        second = _without_first_adapter(call)._replace(saved=Saved(v=saves.restore(saved).v))
         products.second_half([second], a_RI)
-        products.first_half([_as_again(call, a_RI.dtype)])
+        products.first_half([_as_recomputed(call, a_RI.dtype)])
 
 
 def _launches_of_backward(dout: torch.Tensor, call: LayerCall, needs: str) -> None:
     """Launch the kernels of `_experts_backward`; of packed experts those of a checkpoint."""
     if _has_launches(call):
-        products.backward([_as_again(call, dout.dtype)], dout, tuple(needs.split()))
+        products.backward([_as_recomputed(call, dout.dtype)], dout, tuple(needs.split()))
 
 
-def _as_again(call: LayerCall, dtype: torch.dtype) -> LayerCall:
+def _as_recomputed(call: LayerCall, dtype: torch.dtype) -> LayerCall:
     """Put expanded weights into the call as backward of a checkpoint has them."""
     keeps_expanded = call.options.keeps_expanded and not call.options.fp8
     return expanded.use(expanded.expand_again(call, dtype, ("gate_up",)) if keeps_expanded else {}, call)

@@ -1,5 +1,5 @@
-"""Weights in host memory as the op of `moe_experts` reads them: sonicmoe_hf.streaming holds them, and gives device
-tensors of their layer for as long as forward or backward of the op runs. Autograd saves the host's tensors, so backward
+"""Weights in host memory, as the op of `moe_experts` reads them: while its forward or backward runs,
+sonicmoe_hf.streaming gives it device tensors of the layer's weights. Autograd saves the host's tensors, so backward
 fetches again."""
 
 from __future__ import annotations

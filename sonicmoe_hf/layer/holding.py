@@ -40,7 +40,7 @@ class ExpertParallelism(Protocol):
 
 
 class Holder(enum.Enum):
-    """The way in which a layer's experts are divided among ranks, named as errors do."""
+    """The division of a layer's experts among ranks; each value is the name that errors give it."""
 
     ONE_DEVICE = "one device"
     EXPERT_PARALLEL = "expert parallelism of sonicmoe_hf"
@@ -53,9 +53,9 @@ class Holder(enum.Enum):
 class Holding(NamedTuple):
     """Holding of a layer's experts by ranks, expert e by rank e // num_local of the group.
 
-    by: what divides them; the experts compute with whole weights of `num_local` of them, except under tensor parallelism.
-    group: the ranks that have different experts; None where each has all, or where the weights do not say, whose `rank`
-    and `size` then do not either. rank, size: the place of this one there, and how many they are.
+    by: what divides them. num_local: experts with which this rank computes, by whole weights except under tensor
+    parallelism. group: the ranks that have different experts; None where each has all, or where the weights do not tell
+    the ranks. rank, size: this rank's number in the group, and the group's size; 0 and 1 without a group.
     """
 
     by: Holder
@@ -84,8 +84,8 @@ class Holding(NamedTuple):
         return expert_index - self.experts.start
 
     def routing(self, expert_index, weights, token_index, num_tokens: int, exchange: Any = None) -> Routing:
-        """Sort the pairs with this rank's experts, whose ids are counted from the first of them. exchange: of the
-        Routing."""
+        """Make the Routing of the pairs with this rank's experts, sorted, whose ids are counted from the first of them.
+        exchange: the Routing's."""
         backend = backends.choose(weights.device, None).name
         rows = dispatch(expert_index, num_tokens, self.num_local, token_index, sentinels=True, backend=backend)
         return Routing(
@@ -118,7 +118,7 @@ def is_partitioned(parameter: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Take this rank's part of a tensor that ranks have as a DTensor; of others the tensor itself."""
+    """Get this rank's shard or share of a tensor that ranks have as a DTensor; of others the tensor itself."""
     return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
@@ -128,8 +128,8 @@ def local_shape(tensor: Any) -> torch.Size:
 
 
 def holding_of(experts: Any) -> Holding:
-    """Find who holds the experts of a module, and which are here. PEFT wraps modules without experts too: who holds their
-    parameters."""
+    """Find who holds the experts of a module, and which are here; of a module without experts, such as PEFT wraps too,
+    who holds its parameters."""
     if (ours := expert_parallelism(experts)) is not None:
         return ours.holding
     weights = [weight for weight in experts._parameters.values() if weight is not None]
@@ -143,7 +143,7 @@ def holding_of(experts: Any) -> Holding:
         return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local, group, rank, size)
     if any(hasattr(weight, "ds_id") for weight in weights):
         return Holding(Holder.ZERO3, num_local)
-    if all(place.is_replicate() for weight in weights for place in getattr(weight, "placements", ())):
+    if all(each.is_replicate() for weight in weights for each in getattr(weight, "placements", ())):
         return Holding(Holder.ONE_DEVICE, num_local)
     # both shard weights, but FSDP2 hands whole ones to the class's own forward
     return Holding(Holder.TENSOR_PARALLEL if "forward" in vars(experts) else Holder.FSDP2, num_local)

@@ -214,7 +214,7 @@ def moe_experts(
     )
     for what, value, known in choices:
         if value not in known:
-            check_choice(what, value, known)  # its message
+            check_choice(what, value, known)  # raises, with a message
     if LAYOUTS[layout][1]:
         check_order(layout, act.name)
     if not isinstance(routing, Routing):

@@ -1,4 +1,4 @@
-"""PackedWeight: experts' weights in 4 or 8 bits, as the parameter that they are to Transformers and PEFT."""
+"""PackedWeight: experts' weights in 4 or 8 bits, as the parameter of dense shape that Transformers and PEFT see."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pieces of a layer's tokens, in which the op of `moe_experts` computes a layer of very many rows, so that what it holds
 at once does not grow with them. Where h would be kept it is not: backward computes it again, piece by piece.
 
-Top-k alone: a stretch of its tokens has K rows for each. Of other routings only the device knows how many.
+Only layers routed by top-k are cut: each of their tokens has K rows. Of other routings only the device knows how many.
 Letters: T tokens, E experts, K experts per token.
 """
 
@@ -28,8 +28,8 @@ def tokens_of_piece(num_tokens: int, num_rows: int) -> int:
 
 
 def _pieces(call: LayerCall) -> Iterator[LayerCall]:
-    """Yield the call of each piece; of Rows that `dispatch` joined, in memory of their own, which kernels want
-    aligned."""
+    """Yield the call of each piece. Its rows are copied out of those that `dispatch` joined, because kernels read aligned
+    memory."""
     assert call.x is not None
     size, rows, saved = call.options.piece, call.rows, call.saved
     xs, weights = call.x.split(size), call.weight.split(size)

@@ -15,7 +15,7 @@ from ..kernels.interface import Backend, LoraTerm, PackedOperand
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from . import backends
 from .call import CALL, LayerCall, Saved
-from .projection import Projection, pack
+from .projection import Projection, prepare_adapters
 
 _OF_GATE_UP = frozenset(name for name in CALL.leaves if name.startswith("gate_up_"))
 _RELEASED = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -100,7 +100,8 @@ class Layer:
         self.call, self.dtype, self._arriving = call, dtype, x
         self.options, self.rows = call.options, call.rows
         self.kernels = backends.load(self.options.backend)
-        self.gate_up, self.down = pack((call.gate_up, call.down), self.options.transposed, dtype, self.kernels)
+        projections = call.gate_up, call.down
+        self.gate_up, self.down = prepare_adapters(projections, self.options.transposed, dtype, self.kernels)
         self.products: Backend | ScaledProducts = self.kernels
         if self.options.fp8:
             self.products = ScaledProducts(self.kernels, dtype, self.gate_up, self.down)

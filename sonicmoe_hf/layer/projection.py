@@ -38,7 +38,7 @@ class Projection(NamedTuple):
 
     weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/packed), which
         have no gradient; of a dense one, itself, None, None and "".
-    a, b, scale: LowRank's, or None, None, 1.0. `pack` brings a and b into the kernels' form.
+    a, b, scale: LowRank's, or None, None, 1.0. `prepare_adapters` brings a and b into the kernels' form.
     """
 
     weight: torch.Tensor
@@ -71,12 +71,12 @@ class Projection(NamedTuple):
         return kernels.dequantize(self.weight, self.scales, self.state, self.format, dtype, rows)
 
     def term(self, shrunk_PJ: torch.Tensor) -> LoraTerm:
-        """Make the term that a packed adapter adds to the product with W."""
+        """Make the term that a prepared adapter adds to the product with W."""
         assert self.b is not None
         return LoraTerm(shrunk_PJ, self.b)
 
     def transposed_term(self, shrunk_PJ: torch.Tensor | None) -> LoraTerm:
-        """Make the term that a packed adapter adds to the product with W^T."""
+        """Make the term that a prepared adapter adds to the product with W^T."""
         assert self.a is not None and shrunk_PJ is not None
         return LoraTerm(shrunk_PJ, self.a.mT)
 
@@ -165,7 +165,7 @@ def _round_up(rank: int) -> int:
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-def pack(
+def prepare_adapters(
     projections: Sequence[Projection], transposed: bool, dtype: torch.dtype, kernels: Backend
 ) -> list[Projection]:
     """Bring the adapters of up to two projections into the form that a backend's kernels take.
@@ -183,22 +183,22 @@ def pack(
             described.append((a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), in_last))
     if not factors:
         return list(projections)
-    packing = _packing(projections[0].weight.shape[0], dtype, tuple(described))
-    if packing.elements:
-        buffer = torch.empty(packing.elements, dtype=dtype, device=factors[0].device)
+    preparation = _preparation(projections[0].weight.shape[0], dtype, tuple(described))
+    if preparation.elements:
+        buffer = torch.empty(preparation.elements, dtype=dtype, device=factors[0].device)
     copies: list[torch.Tensor] = []
-    packed: list[torch.Tensor] = []
-    for factor, (is_copied, *view) in zip(factors, packing.views):
-        packed.append((buffer if is_copied else factor).as_strided(*view))
+    prepared: list[torch.Tensor] = []
+    for factor, (is_copied, *view) in zip(factors, preparation.views):
+        prepared.append((buffer if is_copied else factor).as_strided(*view))
         if is_copied:
-            copies += factor, packed[-1]
+            copies += factor, prepared[-1]
     if copies:
-        kernels.reorder(*copies, jobs=packing.jobs)
-    pairs = iter(packed)
-    return [one if one.a is None else one._replace(a=next(pairs).mT, b=next(pairs)) for one in projections]
+        kernels.reorder(*copies, jobs=preparation.jobs)
+    arranged = iter(prepared)
+    return [one if one.a is None else one._replace(a=next(arranged).mT, b=next(arranged)) for one in projections]
 
 
-class _Packing(NamedTuple):
+class _Preparation(NamedTuple):
     """The elements of the buffer for copies of factors; of each factor, whether it is copied, and as_strided's arguments
     for the buffer or itself; the jobs of the copies, for the backend's `reorder`."""
 
@@ -208,7 +208,7 @@ class _Packing(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _packing(num_experts: int, dtype: torch.dtype, described: tuple) -> _Packing:
+def _preparation(num_experts: int, dtype: torch.dtype, described: tuple) -> _Preparation:
     elements, views = 0, []
     jobs: list[tuple] = []
     for a_dtype, a_shape, a_strides, b_dtype, b_shape, b_strides, in_last in described:
@@ -218,10 +218,10 @@ def _packing(num_experts: int, dtype: torch.dtype, described: tuple) -> _Packing
         for source_dtype, shape, source_strides, rank_last in (of_a, of_b):
             _, size, rank = shape
             padded = _round_up(rank)
-            packed, strides = (num_experts, size, padded), (size * padded, *((padded, 1) if rank_last else (1, size)))
+            target, strides = (num_experts, size, padded), (size * padded, *((padded, 1) if rank_last else (1, size)))
             is_copied = (rank, source_dtype, source_strides) != (padded, dtype, strides)
-            views.append((is_copied, packed, strides, *((elements,) if is_copied else ())))
+            views.append((is_copied, target, strides, *((elements,) if is_copied else ())))
             if is_copied:
                 elements += num_experts * size * padded
-                jobs += (source_dtype, shape, source_strides), (dtype, packed, strides)
-    return _Packing(elements, views, tuple(jobs))
+                jobs += (source_dtype, shape, source_strides), (dtype, target, strides)
+    return _Preparation(elements, views, tuple(jobs))

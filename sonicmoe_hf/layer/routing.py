@@ -69,11 +69,12 @@ class Routing:
         self.is_local = is_local
         self.exchange = exchange
 
-    def weighted_by(self, weights: torch.Tensor | None) -> Routing:
-        """Make this routing with its weights as they came beside it, through the hooks of DeepSpeed and others on
-        modules.
+    def with_weights(self, weights: torch.Tensor | None) -> Routing:
+        """Make this routing with `weights`: its own, which a module got as an argument beside it, as the hooks of
+        DeepSpeed and others gave them on.
 
-        Weights in another dtype were cast on the way (FSDP's mixed precision does so with arguments): its own are exact.
+        Weights in another dtype were cast on the way, as FSDP's mixed precision casts arguments; then the routing keeps
+        its own, which are exact.
         """
         if weights is None or weights is self.weights or weights.dtype != self.weights.dtype:
             return self

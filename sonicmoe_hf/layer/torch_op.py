@@ -49,16 +49,16 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float, int, bool}
 
 
 class Form:
-    """The flat form of a function's arguments, of which NamedTuples may hold further ones: their leaves, and the places
-    where each tuple begins and ends."""
+    """The flat form of a function's arguments, of which NamedTuples may hold further ones: their leaves, and the
+    positions at which each tuple begins and ends."""
 
     def __init__(self, hints: dict[str, Any]):
         self.leaves: dict[str, Any] = {}  # their types, by the names of the fields that lead to them, joined by _
-        self.places: dict[str, slice] = {}  # of the leaves of each tuple, by the same names
-        self._tuples: list[tuple[Any, int, int]] = []  # what makes one, and of which places
+        self.positions: dict[str, slice] = {}  # of the leaves of each tuple, by the same names
+        self._tuples: list[tuple[Any, int, int]] = []  # what makes one, and of which positions
         for name, hint in hints.items():
             self._add(name, "", hint)
-        self._tuples.sort(key=lambda each: -each[1])  # from the end, so that places before it stay as they are
+        self._tuples.sort(key=lambda each: -each[1])  # from the end, so that positions before it stay as they are
 
     def _add(self, name: str, prefix: str, hint: Any) -> None:
         if not (isinstance(hint, type) and issubclass(hint, tuple)):
@@ -67,7 +67,7 @@ class Form:
         start, fields = len(self.leaves), typing.get_type_hints(hint)
         for field, annotation in fields.items():
             self._add(prefix + field, f"{prefix}{field}_", annotation)
-        self.places[name] = slice(start, len(self.leaves))
+        self.positions[name] = slice(start, len(self.leaves))
         self._tuples.append((functools.partial(tuple.__new__, hint), start, start + len(fields)))
 
     def nest(self, leaves: Iterable[Any]) -> list[Any]:

@@ -71,14 +71,14 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
     if modules == "attention" or (isinstance(modules, str) and modules.lower() == "all-linear"):
         settings["target_modules"] = _linear_targets(model, modules == "attention")
     if settings["target_parameters"]:
-        refuse_what_parameters_cannot(settings)
-    refuse_what_is_not_loaded(model, settings)
+        check_parameter_options(settings)
+    check_loaded_names(model, settings)
     if experts_r is not None:
-        settings |= patterns(settings, experts_targets(model), experts_r)
+        settings |= experts_patterns(settings, experts_targets(model), experts_r)
     return peft.LoraConfig(**settings)
 
 
-def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, dict[str, float]]:
+def experts_patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, dict[str, float]]:
     """Add the experts' own rank to the rank_pattern and alpha_pattern that are given.
 
     Raises:
@@ -142,7 +142,7 @@ def _experts(model: nn.Module) -> dict[str, nn.Module]:
     return {names[layer.experts]: layer.experts for layer in find_layers(model)}
 
 
-def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
+def check_parameter_options(settings: dict, remedy: str = REMEDY) -> None:
     """Raise ValueError for options that PEFT has for modules alone, where it adapts the experts' parameters too."""
     given = {field: settings[field] for field in MODULES_ALONE if settings.get(field)}
     init = settings.get("init_lora_weights")
@@ -152,8 +152,9 @@ def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
         raise ValueError(f"{field} is {value!r}: PEFT does not support it for experts (target_parameters); {remedy}")
 
 
-def refuse_what_is_not_loaded(model: nn.Module, settings: dict) -> None:
-    """Raise ValueError for layers whose factors PEFT saves under a name that it loads as another."""
+def check_loaded_names(model: nn.Module, settings: dict) -> None:
+    """Raise ValueError where target_modules has a layer whose factors PEFT saves under a name that it loads as
+    another's."""
     hub, targets = HubNames(cast(Any, model)), Names(settings.get("target_modules"))
     for name in [without_base_layer(name) for name, _ in model.named_modules()]:
         if name in targets and hub.in_adapter(name) is None:

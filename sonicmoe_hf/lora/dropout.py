@@ -20,8 +20,8 @@ SAID = (
 _said: set[float] = set()
 
 
-def of_parameters(config: Any) -> Any:
-    """Make the config that PEFT makes the adapters of parameters by: without dropout, which is said once."""
+def without_dropout(config: Any) -> Any:
+    """Copy a config without its dropout, for PEFT's adapters of parameters, and warn once that experts have none."""
     rate = getattr(config, "lora_dropout", 0)
     if not rate:
         return config
@@ -39,8 +39,9 @@ def restore_dropout(config: Any) -> None:
         config.auto_mapping = {key: value for key, value in mapping.items() if key != ENTRY} or None
 
 
-def as_saved(config: Any, auto_mapping: dict | None) -> tuple[Any, dict | None]:
-    """Make the config to be saved in the place of one, and its auto_mapping."""
+def config_to_save(config: Any, auto_mapping: dict | None) -> tuple[Any, dict | None]:
+    """Make (config, auto_mapping) to save in the place of an adapter's: no dropout there, and the rate in
+    auto_mapping."""
     rate = getattr(config, "lora_dropout", 0)
     if not rate or not config.target_parameters:
         return config, auto_mapping

@@ -39,33 +39,33 @@ class Factors(NamedTuple):
         product = (self.b @ self.a).mul_(self.scale)
         return product.T if self.is_transposed else product
 
-    def padded(self, rank: int) -> Factors:
+    def pad_to(self, rank: int) -> Factors:
         """Pad A and B with zeros to a larger rank, whose product is the same."""
         more = rank - self.rank
         return self if not more else self._replace(a=F.pad(self.a, (0, 0, 0, more)), b=F.pad(self.b, (0, more)))
 
-    def unpadded(self) -> Factors:
-        """Cut off the last ranks in which A and B are zeros, as `padded` adds them; at least one
+    def strip_padding(self) -> Factors:
+        """Cut off the last ranks in which A and B are zeros, as `pad_to` adds them; at least one
         rank stays."""
         used = (self.a != 0).any(dim=-1) | (self.b != 0).any(dim=-2)
         ranks = used.reshape(-1, self.rank).any(dim=0).nonzero()
         rank = int(ranks[-1]) + 1 if len(ranks) else 1
         return self if rank == self.rank else self._replace(a=self.a[..., :rank, :], b=self.b[..., :rank])
 
-    def trimmed(self) -> Factors:
+    def drop_unused_ranks(self) -> Factors:
         """Leave out the ranks in which B is zero, unless B is zero everywhere."""
         used = (self.b != 0).flatten(0, -2).any(dim=0)
         if used.all() or not used.any():
             return self
         return self._replace(a=self.a[..., used, :], b=self.b[..., used])
 
-    def scaled_to(self, scale: float) -> Factors:
+    def rescale(self, scale: float) -> Factors:
         """Change the scale, but not the product: B is multiplied by the quotient in fp32, and rounded once."""
         if scale == self.scale:
             return self
         return self._replace(b=(self.b.float() * (self.scale / scale)).to(self.b.dtype), scale=scale)
 
-    def unchanging(self) -> Factors:
+    def with_zero_product(self) -> Factors:
         """Make factors of these shapes and this A whose product is zero."""
         return self._replace(b=torch.zeros_like(self.b))
 
@@ -88,19 +88,19 @@ def to_peft(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
     return a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format)
 
 
-def gate_and_up(factors: Factors, interleaved: bool) -> tuple[Factors, Factors]:
+def split_gate_and_up(factors: Factors, interleaved: bool) -> tuple[Factors, Factors]:
     """Split the factors of both gate and up, whose B is [E, 2I, r]; ranks that one does not use go."""
     gate, up = (factors.b[:, 0::2], factors.b[:, 1::2]) if interleaved else factors.b.chunk(2, dim=1)
-    return factors._replace(b=gate).trimmed(), factors._replace(b=up).trimmed()
+    return factors._replace(b=gate).drop_unused_ranks(), factors._replace(b=up).drop_unused_ranks()
 
 
-def fused_gate_up(gate: Factors, up: Factors, interleaved: bool) -> Factors:
-    """Invert `gate_and_up`. Where A differs, the rank is the sum of both, and zeros stand beside each half of B."""
+def fuse_gate_and_up(gate: Factors, up: Factors, interleaved: bool) -> Factors:
+    """Invert `split_gate_and_up`. Where A differs, the rank is the sum of both, and zeros stand beside each half of B."""
     if gate.a.shape == up.a.shape and gate.scale == up.scale and torch.equal(gate.a, up.a):
         a, halves = gate.a, (gate.b, up.b)
     else:
         scale = gate.scale if gate.scale == up.scale else 1.0
-        gate, up = gate.scaled_to(scale), up.scaled_to(scale)
+        gate, up = gate.rescale(scale), up.rescale(scale)
         a = torch.cat((gate.a, up.a), dim=1)
         halves = F.pad(gate.b, (0, up.rank)), F.pad(up.b, (gate.rank, 0))
     b = torch.stack(halves, dim=2).flatten(1, 2) if interleaved else torch.cat(halves, dim=1)
@@ -117,5 +117,5 @@ def stack_experts(experts: list[Factors]) -> Factors:
     """Join each expert's own factors to [E, ...] of all experts: they get the largest rank, and one scale."""
     rank, scales = max(factors.rank for factors in experts), {factors.scale for factors in experts}
     scale = scales.pop() if len(scales) == 1 else 1.0
-    alike = [factors.scaled_to(scale).padded(rank) for factors in experts]
+    alike = [factors.rescale(scale).pad_to(rank) for factors in experts]
     return Factors(torch.stack([f.a for f in alike]), torch.stack([f.b for f in alike]), scale)

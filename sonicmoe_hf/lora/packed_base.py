@@ -26,7 +26,7 @@ from ..private import attributes
 
 logger = logging.getLogger(__name__)
 ENTRY = "sonicmoe_hf_base"
-PLACE = "auto_mapping of adapter_config.json"
+AUTO_MAPPING = "auto_mapping of adapter_config.json"
 LAYERS = 4
 OTHER = (
     "the adapter was trained on experts in {trained}, and those of {place} are in {here}; it may have learned to make up "
@@ -97,24 +97,24 @@ class PackedBase(NamedTuple):
             CheckpointError: auto_mapping, or what it remembers, is damaged.
         """
         check_type({"auto_mapping": auto_mapping}, "auto_mapping", dict, "adapter_config.json")
-        check_type(auto_mapping or {}, ENTRY, dict, PLACE)
+        check_type(auto_mapping or {}, ENTRY, dict, AUTO_MAPPING)
         entry = (auto_mapping or {}).get(ENTRY)
         if not entry:
             return None
         if not isinstance(entry.get("format"), str) or not isinstance(entry.get("codes") or [], list):
-            raise CheckpointError(f"{PLACE}: {ENTRY} is {entry!s:.80}, without format or codes")
-        check_type(entry, "norms", dict, PLACE)
-        check_items(entry, "norms", (int, float), PLACE)
+            raise CheckpointError(f"{AUTO_MAPPING}: {ENTRY} is {entry!s:.80}, without format or codes")
+        check_type(entry, "norms", dict, AUTO_MAPPING)
+        check_items(entry, "norms", (int, float), AUTO_MAPPING)
         return cls(entry["format"], entry.get("codes") or [], entry.get("norms"))
 
     def is_scaled_otherwise(self, read: Callable[[str], torch.Tensor | None]) -> bool:
         """Tell whether norms have other values than in training. read: gives one by its name, None where none is."""
         pairs = ((trained, read(name)) for name, trained in (self.norms or {}).items())
         return any(
-            abs(_size(norm) - trained) > NORM_TOLERANCE * trained for trained, norm in pairs if norm is not None
+            abs(_magnitude(norm) - trained) > NORM_TOLERANCE * trained for trained, norm in pairs if norm is not None
         )
 
-    def other_than(self, here: PackedBase | None, place: str) -> str | None:
+    def difference_from(self, here: PackedBase | None, place: str) -> str | None:
         """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
         if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
@@ -123,21 +123,21 @@ class PackedBase(NamedTuple):
         return OTHER.format(trained=self, place=place, here=here)
 
 
-def _size(norm: torch.Tensor) -> float:
+def _magnitude(norm: torch.Tensor) -> float:
     return float(norm.detach().double().abs().sum())
 
 
 def _norms_of(model: nn.Module) -> dict[str, float]:
-    """Measure the last norm of a few layers with experts, which AWQ scales: it comes before them."""
+    """Measure the last norm of a few layers with experts: it comes before the experts, so AWQ scales it."""
     layers = [name.rsplit(".", 2)[0] for name, module in model.named_modules() if packable(module)]
     norms: dict[str, tuple[str, nn.Parameter]] = {}  # by layer
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and name.endswith("norm.weight"):
             norms[name.rsplit(".", 2)[0]] = name, weight
-    found = [norms[layer] for layer in layers if layer in norms]
-    few = found[:: max(1, len(found) // LAYERS)][:LAYERS]
+    last = [norms[layer] for layer in layers if layer in norms]
+    few = last[:: max(1, len(last) // LAYERS)][:LAYERS]
     is_shared = any(hasattr(weight, "device_mesh") or is_partitioned(weight) or weight.is_meta for _, weight in few)
-    return {} if is_shared else {name: _size(weight) for name, weight in few}
+    return {} if is_shared else {name: _magnitude(weight) for name, weight in few}
 
 
 def option_to_load(auto_mapping: dict | None, base: Path) -> str | None:
@@ -163,7 +163,7 @@ def remember(config: Any, model: nn.Module) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:  # who saves nothing, and has other experts
         return
     trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
-    sentence = None if trained is None else trained.other_than(here, type(model).__name__)
+    sentence = None if trained is None else trained.difference_from(here, type(model).__name__)
     if here is None and option_to_load(config.auto_mapping, Path(getattr(model, "name_or_path", ""))) is None:
         sentence = None  # Transformers expanded the very values
     if sentence is not None and sentence not in _said:
@@ -174,7 +174,7 @@ def remember(config: Any, model: nn.Module) -> None:
     setattr(config, attributes.PACKED_BASE, trained if config.inference_mode else here)
 
 
-def remembered(config: Any, auto_mapping: dict | None) -> dict | None:
+def with_packing(config: Any, auto_mapping: dict | None) -> dict | None:
     """Add the packing of its base to the auto_mapping with which PEFT would save an adapter's config."""
     base = getattr(config, attributes.PACKED_BASE, None)
     if base is None or not (auto_mapping or config.task_type is not None):  # PEFT takes a mapping for one of classes

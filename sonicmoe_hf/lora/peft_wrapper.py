@@ -1,10 +1,10 @@
-"""PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
-parts: ParamWrapper (its `forward`, `num_experts`), `_check_merge_allowed`, `_inject_parameters`, fsdp_auto_wrap_policy
-and get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
+"""PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. PEFT's private parts here, of 0.20 and
+0.21: ParamWrapper (its `forward`, `num_experts`), `_check_merge_allowed`, `_inject_parameters`, fsdp_auto_wrap_policy and
+get_tp_plan_and_mesh.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
-the experts' forward instead. registration.py puts that in PEFT's place. Adapters of experts that ranks share are another
-module's (shared_experts.py).
+the experts' forward instead. registration.py puts that in PEFT's place. shares.py has the adapters of experts
+that ranks share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..patching.support import every_experts
 from ..private import attributes
 from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once
-from . import dropout, packed_base, packed_merge, shared_experts, tied_head
+from . import dropout, packed_base, packed_merge, shares, tied_head
 
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -251,7 +251,7 @@ def _check_merge_allowed(self) -> None:
             if has_shares and mesh_of(getattr(module.get_base_layer(), "weight", None)) is not None:
                 reason = "that ranks share, and of layers that they shard beside them,"
             if reason is not None:
-                raise UnsupportedModelError(shared_experts.NOT_MERGED.format(kind=reason))
+                raise UnsupportedModelError(shares.NOT_MERGED.format(kind=reason))
     packed_merge.name_weights(self.model)
     tied_head.untie_adapted_head(self.model)
     _PEFTS_CHECK(self)
@@ -281,14 +281,14 @@ def _cast_input_dtype(self, x, dtype):
 def _inject_parameters(self, peft_config, model, **options):
     """Adapt parameters as BaseTuner does, without the dropout of linear layers where some are of our experts."""
     if any(_implementation(experts) == IMPLEMENTATION for experts in every_experts(model)):
-        peft_config = dropout.of_parameters(peft_config)
+        peft_config = dropout.without_dropout(peft_config)
     return _PEFTS_PARAMETERS(self, peft_config=peft_config, model=model, **options)
 
 
 def _save_pretrained(self, save_directory, **kwargs):
     """Save an adapter's config as PEFT does, with what its packed base was, and a dropout that PEFT loads."""
-    mapping = packed_base.remembered(self, kwargs.pop("auto_mapping_dict", None) or self.auto_mapping)
-    config, mapping = dropout.as_saved(self, mapping)
+    mapping = packed_base.with_packing(self, kwargs.pop("auto_mapping_dict", None) or self.auto_mapping)
+    config, mapping = dropout.config_to_save(self, mapping)
     return _PEFTS_SAVE(config, save_directory, auto_mapping_dict=mapping, **kwargs)
 
 
@@ -299,7 +299,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     ParamWrapper then hands the factors to our experts, Linear casts no input twice, the policy for FSDP leaves them in
     their layer, the hooks for tensor parallelism leave them alone under expert parallelism, merging asks first whether it
     can, unties a head that is adapted and rounds packed experts by their dither, dropout is of linear layers alone, a
-    config is saved with its base's packing, and `shared_experts` shards the factors there."""
+    config is saved with its base's packing, and `shares` shards the factors there."""
     yield ParamWrapper, "forward", _forward
     yield Linear, "_cast_input_dtype", _cast_input_dtype
     yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
@@ -310,4 +310,4 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:
         yield peft_model, "get_tp_plan_and_mesh", _get_tp_plan_and_mesh
-    yield from shared_experts.replacements()
+    yield from shares.replacements()

@@ -28,7 +28,7 @@ FLAGS = {  # that the decorator sets
 
 
 def is_adoptable(experts: nn.Module) -> bool:
-    """Tell whether this is an instance of such a class itself."""
+    """Tell whether this is an instance of one of CLASSES, not yet of its decorated subclass."""
     return CLASSES.get(type(experts).__name__) == type(experts).__module__
 
 

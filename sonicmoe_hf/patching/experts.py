@@ -80,19 +80,19 @@ def _default_gate(experts: Any) -> Activation:
     return Activation(_activation_name(experts))
 
 
-def _clamped_swiglu(experts: Any, alpha: str = "alpha", limit: str = "limit") -> Activation:
+def _gpt_oss_gate(experts: Any, alpha: str = "alpha", limit: str = "limit") -> Activation:
     """Read gpt-oss's gate; alpha, limit: the experts' attributes."""
     return Activation("clamped_swiglu", float(getattr(experts, alpha)), float(getattr(experts, limit)))
 
 
-def _clamped_silu(experts: Any, limit: str = "limit") -> Activation:
+def _deepseek_v4_gate(experts: Any, limit: str = "limit") -> Activation:
     """Read DeepSeek-V4's gate; limit: the experts' attribute."""
     if hasattr(experts, "act_fn") and _activation_name(experts) != "swiglu":
         _refuse(experts, "its clamped gate has another activation than silu")
     return Activation("clamped_silu", limit=float(getattr(experts, limit)))
 
 
-def _silu_clamped(experts: Any) -> Activation:
+def _step3p7_gate(experts: Any) -> Activation:
     """Read Step-3.7's gate, of which most layers clamp nothing."""
     if _activation_name(experts) != "swiglu":
         _refuse(experts, "its clamped gate has another activation than silu")
@@ -100,7 +100,7 @@ def _silu_clamped(experts: Any) -> Activation:
     return Activation("swiglu") if math.isinf(limit) else Activation("silu_clamped", limit=limit)
 
 
-def _softcapped_swiglu(experts: Any, expected: str) -> Activation:
+def _inkling_gate(experts: Any, expected: str) -> Activation:
     """Read Inkling's gate; expected: the class of the act_fn, which takes gate and up."""
     kind = type(experts.act_fn).__name__
     if kind != expected:
@@ -113,20 +113,20 @@ GPT_OSS = modeling_module("gpt_oss"), "GptOssExperts"  # whose gate and up alter
 GATES: dict[
     tuple[str, str], Callable[[Any], Activation]
 ] = {  # module and name of a class: what its _apply_gate computes
-    GPT_OSS: _clamped_swiglu,
+    GPT_OSS: _gpt_oss_gate,
     (modeling_module("beam"), "BeamExperts"): _default_gate,  # in fp32, as we compute it anyway
-    (modeling_module("openai_privacy_filter"), "OpenAIPrivacyFilterExperts"): _clamped_swiglu,
+    (modeling_module("openai_privacy_filter"), "OpenAIPrivacyFilterExperts"): _gpt_oss_gate,
     (modeling_module("minimax_m3_vl"), "MiniMaxM3VLExperts"): partial(
-        _clamped_swiglu, alpha="swiglu_alpha", limit="swiglu_limit"
+        _gpt_oss_gate, alpha="swiglu_alpha", limit="swiglu_limit"
     ),
-    (modeling_module("deepseek_v4"), "DeepseekV4Experts"): _clamped_silu,
-    (modeling_module("glm5_next"), "Glm5NextTextExperts"): partial(_clamped_silu, limit="swiglu_limit"),
-    (modeling_module("hy_v4"), "HYV4Experts"): partial(_clamped_silu, limit="swiglu_limit"),
-    (modeling_module("hy_v4_vl"), "HYV4VLExperts"): partial(_clamped_silu, limit="swiglu_limit"),
-    (modeling_module("step3p7"), "Step3p7Experts"): _silu_clamped,
-    (modeling_module("inkling2"), "Inkling2Experts"): partial(_softcapped_swiglu, expected="Inkling2SoftcappedSwiGLU"),
+    (modeling_module("deepseek_v4"), "DeepseekV4Experts"): _deepseek_v4_gate,
+    (modeling_module("glm5_next"), "Glm5NextTextExperts"): partial(_deepseek_v4_gate, limit="swiglu_limit"),
+    (modeling_module("hy_v4"), "HYV4Experts"): partial(_deepseek_v4_gate, limit="swiglu_limit"),
+    (modeling_module("hy_v4_vl"), "HYV4VLExperts"): partial(_deepseek_v4_gate, limit="swiglu_limit"),
+    (modeling_module("step3p7"), "Step3p7Experts"): _step3p7_gate,
+    (modeling_module("inkling2"), "Inkling2Experts"): partial(_inkling_gate, expected="Inkling2SoftcappedSwiGLU"),
     (modeling_module("inkling2_loop"), "Inkling2LoopExperts"): partial(
-        _softcapped_swiglu, expected="Inkling2LoopSoftcappedSwiGLU"
+        _inkling_gate, expected="Inkling2LoopSoftcappedSwiGLU"
     ),
 }
 
@@ -246,7 +246,7 @@ def sonicmoe_hf_experts_forward(
     elif is_parallel and not top_k_index.is_local:
         raise ValueError(MISPLACED)
     else:
-        routing = top_k_index.weighted_by(top_k_weights)
+        routing = top_k_index.with_weights(top_k_weights)
     return moe_experts(
         hidden_states,
         getattr(self, first),

@@ -13,8 +13,8 @@ from torch import nn
 from ..attention.boundaries import LENGTHS, check_rows
 from ..private import attributes
 from ..private.torch import guard_module_hooks
+from .beside_bitsandbytes import warn_of_dense_experts, warn_of_linear_layers_on_cpus
 from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
-from .unpacked import warn_of_dense_experts, warn_of_linear_layers_on_cpus
 
 logger = logging.getLogger(__name__)
 INPUTS = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
@@ -77,13 +77,13 @@ class ExpertsGuard:
 
     def _warn_of_ignored(self, model: nn.Module, kwargs: dict) -> None:
         given = tuple(sorted(name for name in INPUTS if kwargs.get(name) is not None))
-        if _has_warned_of(type(model), given) and not torch.compiler.is_compiling():
+        if _warn_of_inputs(type(model), given) and not torch.compiler.is_compiling():
             for guard in guards_of(model):  # models inside, which get the same
                 guard.has_warned = True
 
 
 @torch.compiler.assume_constant_result  # which is called while a graph is traced, not in it
-def _has_warned_of(model_class: type[nn.Module], given: tuple[str, ...]) -> bool:
+def _warn_of_inputs(model_class: type[nn.Module], given: tuple[str, ...]) -> bool:
     """Warn of inputs that a class of Transformers takes among its keyword arguments alone, and ignores, and tell whether
     there are any. What a class of somebody else's makes of those is not known."""
     if not model_class.forward.__module__.startswith(OF_TRANSFORMERS):

@@ -1,4 +1,4 @@
-"""Layers that get the same, as ranges that a person can read: model.layers[0-47].mlp."""
+"""Layers with the same support and kernels, as ranges that a person can read: model.layers[0-47].mlp."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NUMBER = re.compile(r"\.(\d+)\.")  # the first one in a layer's name is the laye
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Layers that get the same: `name` reads model.layers[0-47].mlp, [1, 3, ..., 47] or [1, 2, 5]. `kernels`:
-    what runs on the Hopper kernels there, None for layers that sonicmoe_hf does not compute and where those kernels'
-    packages are missing."""
+    """Layers with the same support and kernels: `name` reads model.layers[0-47].mlp, [1, 3, ..., 47] or [1, 2, 5].
+    `kernels`: what runs on the Hopper kernels there, None for layers that sonicmoe_hf does not compute and where those
+    kernels' packages are missing."""
 
     name: str
     count: int

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 
 def use_own_configs(model: nn.Module, copies: dict[int, Any]) -> None:
-    """Replace every config in the model's modules by a copy that no other model has. Modules that shared one go on to.
+    """Replace every config in the model's modules by a copy that no other model has. Modules that shared a config share
+    its copy.
 
     copies: what deepcopy remembers of earlier calls: modules of the model that come later, such as the model around an
         inner one, get the same.

@@ -22,6 +22,7 @@ from ..private import attributes
 from ..private.transformers import experts_implementation, forget_dequantization, set_experts_implementation
 from ..streaming.placement import place_experts
 from .adopted import adopt_experts, release_experts
+from .beside_bitsandbytes import warn_of_dense_experts
 from .experts import check_fp8_products, known_facts
 from .guard import guard_of, install_guards, remove_installed
 from .own_configs import use_own_configs
@@ -32,7 +33,6 @@ from .support import (
     transformers_model,
     undo_liger_and_check,
 )
-from .unpacked import warn_of_dense_experts
 
 
 def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> None:

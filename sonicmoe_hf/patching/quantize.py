@@ -134,7 +134,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
     stored = declared.format()
     format = stored if (format, stored) == ("int4", "uint4") else format  # which of both the checkpoint says
-    is_smaller = declared.is_per_expert and FORMATS[format].element_size < declared.hub().element_size
+    is_smaller = declared.is_per_expert and FORMATS[format].element_size < declared.hub_format().element_size
     is_refused = linear is not None and not declared.is_per_expert
     if is_refused or (stored != format and not is_smaller):
         asked = "quantization_config is given" if is_refused else f"experts_quantization is {format!r}"
@@ -176,7 +176,7 @@ def check_not_packed(name, kwargs: dict) -> None:
         config, folder = config_for(name, kwargs), _folder_of(name, kwargs, CONFIG_NAME)
     except CheckpointError:
         raise
-    except (OSError, ValueError):  # an adapter's folder, or what from_pretrained itself says more of
+    except (OSError, ValueError):  # an adapter's folder, or an error of which from_pretrained says more
         return
     declared = declared_quantization(config, folder)
     if declared is None:

@@ -154,4 +154,4 @@ def add_layer_loss(run: RouterRun) -> None:
     if run.routing is None:
         run.weights_TK = weights
     else:
-        run.routing = run.routing.weighted_by(weights)
+        run.routing = run.routing.with_weights(weights)

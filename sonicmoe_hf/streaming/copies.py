@@ -34,9 +34,8 @@ def page_aligned(nbytes: int, file: int | None = None) -> torch.Tensor:
 
 
 class Copies:
-    """Copies to a device, ordered against its work. This one is the CPU, where a copy has ended when it is asked
-    for; CudaCopies copies in a stream of its own, beside the one that computes. No call waits for the device but
-    `finish`."""
+    """Copies to a device, ordered against its work. This class is the CPU's, where `copy` has ended when it returns;
+    CudaCopies copies in a stream of its own, beside the one that computes. `finish` alone waits for the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -61,16 +60,16 @@ class Copies:
     def mark(self, event: Any) -> None:
         """Set the event after all work that the stream that computes now was given."""
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any], done: Any) -> None:
+    def copy(self, transfers: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any], done: Any) -> None:
         """Copy each (target, source) once the events `after` are reached; set `done` at the end."""
-        for target, source in pairs:
+        for target, source in transfers:
             target.copy_(source)
 
     def wait(self, done: Any) -> None:
         """Delay the next work of the stream that computes now until `done` is reached."""
 
     def timeline(self) -> Hashable:
-        """Identify the stream that computes now."""
+        """Identify the stream that computes now, whose work runs in order."""
 
     def finish(self) -> None:
         """Wait on the host until all copies have ended, and all work that reads `mapped` memory."""
@@ -131,11 +130,11 @@ class CudaCopies(Copies):
     def mark(self, event: torch.cuda.Event) -> None:
         event.record(torch.cuda.current_stream(self.device))
 
-    def copy(self, pairs, after, done: torch.cuda.Event) -> None:
+    def copy(self, transfers, after, done: torch.cuda.Event) -> None:
         for event in after:
             self.stream.wait_event(event)
         with torch.cuda.stream(self.stream):
-            for target, source in pairs:
+            for target, source in transfers:
                 target.copy_(source, non_blocking=True)
         done.record(self.stream)
 

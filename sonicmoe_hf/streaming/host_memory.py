@@ -55,7 +55,7 @@ class HostMemory:
             self._store = dist.PrefixStore(f"experts in host memory {next(self.meetings)}", store)
 
     @property
-    def copies(self) -> int:
+    def num_copies(self) -> int:
         """The number of copies of the experts that this host is to hold."""
         return 1 if self.is_shared else len(self.ranks)
 
@@ -149,8 +149,8 @@ def digest_of(packed: Quantized) -> str:
             stored = stored.clone() if stored.storage_offset() % 8 else stored
             nbytes = stored.numel() - stored.numel() % (8 * COLUMNS)
             table, rest = stored[:nbytes].view(torch.int64).view(-1, COLUMNS), stored[nbytes:]
-            for figures in (table.sum(0), table.sum(1), rest):
-                digest.update(figures.cpu().numpy().tobytes())
+            for words in (table.sum(0), table.sum(1), rest):
+                digest.update(words.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -39,9 +39,9 @@ def packed_nbytes(
     return total
 
 
-def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Choose the layers, of these bytes, that stay on the GPU: as many as the budget holds, evenly among the others, so
-    that one layer's copy has the time of its neighbours too."""
+def choose_resident(sizes: Sequence[int], budget: int) -> list[bool]:
+    """Choose the layers, which have these sizes in bytes, that stay on the GPU: as many as the budget holds, evenly among
+    the others, so that one layer's copy has the time of its neighbours too."""
     count = len(sizes)
     for kept in range(count, 0, -1):
         stays = [(number + 1) * kept // count > number * kept // count for number in range(count)]
@@ -50,7 +50,7 @@ def spread(sizes: Sequence[int], budget: int) -> list[bool]:
     return [False] * count
 
 
-def on_the_card(device: torch.device, others: int, largest: int) -> int:
+def bytes_for_auto(device: torch.device, others: int, largest: int) -> int:
     """Count the bytes of experts for experts_memory="auto": all that the card holds beside `others`, the bytes of weights
     that are not there yet, two buffers of the `largest` layer, and LEFT_FREE. Raises ValueError on a CPU."""
     if device.type != "cuda":

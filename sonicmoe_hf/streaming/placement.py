@@ -17,7 +17,7 @@ from ..private import attributes
 from ..private.transformers import mark_initialized
 from .copies import REMEDY
 from .host_memory import HostMemory, digest_of
-from .memory import AUTO, EXPERTS_MEMORY, free_on_host, on_the_card, packed_nbytes, spread
+from .memory import AUTO, EXPERTS_MEMORY, bytes_for_auto, choose_resident, free_on_host, packed_nbytes
 from .stream import ExpertsStream, HostLayer, room_for
 from .units import as_bytes
 from .weight import HostWeight, stored
@@ -92,7 +92,7 @@ class Placement:
         bytes_of_ranks = memory.exchange("bytes that stay, and are free", [budget, free_on_host()])
         budget = min(stay for stay, _ in bytes_of_ranks)
         free = min((free for _, free in bytes_of_ranks if free is not None), default=None)
-        stays = dict(zip(sizes, spread(list(sizes.values()), budget)))
+        stays = dict(zip(sizes, choose_resident(list(sizes.values()), budget)))
         streams = [weight.layer.stream for weight in held if _is_host(weight)]
         stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
         # of each experts module; None: its weights stay on the device
@@ -103,10 +103,10 @@ class Placement:
         weights = {self._name(experts, name): (experts, name) for experts in new for name in weight_names(experts)}
         rooms = {name: room_for(_bytes_of_weight(*weight, format, like)) for name, weight in weights.items()}
         memory.agree("sizes", {name: str(room) for name, room in rooms.items()})
-        if memory.copies > 1 and not is_loading:
+        if memory.num_copies > 1 and not is_loading:
             memory.agree("weights", {name: _digest(*weight) for name, weight in weights.items()})
         memory.open([*rooms.values()])
-        nbytes = memory.copies * sum(rooms.values())
+        nbytes = memory.num_copies * sum(rooms.values())
         if free is not None and nbytes > free:
             raise MemoryError(
                 f"experts_memory={experts_memory!r} puts {nbytes / 2**30:.1f} GiB of experts in host memory, where "
@@ -141,7 +141,7 @@ class Placement:
         projection = PROJECTIONS[weight_names(experts).index(name)]
         if layer.is_shared:
             self._digests[self._name(experts, name)] = digest_of(stored(weight))
-        return as_parameter(HostWeight.held(layer, projection, weight, is_transposed(experts)))
+        return as_parameter(HostWeight.from_weight(layer, projection, weight, is_transposed(experts)))
 
 
 def _is_host(weight: Any) -> bool:
@@ -153,7 +153,7 @@ def _budget(model: nn.Module, experts_memory: Any, device: torch.device, held: l
     if experts_memory != AUTO:
         return as_bytes(experts_memory, EXPERTS_MEMORY)
     to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
-    return on_the_card(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
+    return bytes_for_auto(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
 
 
 def _reserve(layers: list[HostLayer], memory: HostMemory, sizes: list[int]) -> None:

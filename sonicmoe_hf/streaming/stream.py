@@ -30,8 +30,9 @@ BUSY = (
 class _Buffer:
     """One of the two device buffers.
 
-    layer: of the layer that is or will be in it. threads: those whose work on it is being launched. used: by the stream
-    that computed with it, how far that was.
+    bytes: the buffer. copied: the event after the copy into it. layer: a reference to the layer whose weights are in it,
+    or are on their way. threads: those that are launching work on it. used: by the stream that computes, the event after
+    its last work on the buffer. views: the weights in the buffer, by layer.
     """
 
     def __init__(self, copies: Copies, nbytes: int):
@@ -117,7 +118,7 @@ class HostLayer:
         sizes = [host.nbytes for host in self._bytes.values()]
         return dict(zip(self._bytes, buffer[: sum(sizes)].split(sizes)))
 
-    def pairs(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def transfers(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """List (target in the buffer, source) of each weight."""
         return [(target, self._bytes[name]) for name, target in self.targets(buffer).items()]
 
@@ -224,7 +225,7 @@ class ExpertsStream:
 
     def _copy(self, layer: HostLayer, buffer: _Buffer) -> None:
         buffer.layer = None  # until all is under way: an interrupt may come between
-        self.copies.copy(layer.pairs(buffer.bytes), buffer.used.values(), buffer.copied)
+        self.copies.copy(layer.transfers(buffer.bytes), buffer.used.values(), buffer.copied)
         buffer.layer = layer.reference
 
     def _fetch_ahead(self, layer: Reference) -> None:
@@ -233,22 +234,22 @@ class ExpertsStream:
             if last is not None:
                 self._next[self._last] = layer
             self._last = before, last = last, layer
-        following = self._following(before, layer)()
-        if following is None or any(buffer.layer is following.reference for buffer in self._buffers):
+        predicted = self._predict_next(before, layer)()
+        if predicted is None or any(buffer.layer is predicted.reference for buffer in self._buffers):
             return
         free = [buffer for buffer in self._buffers if buffer.layer is not layer and not buffer.threads]
         if free:
-            self._copy(following, free[0])
+            self._copy(predicted, free[0])
 
-    def _following(self, before: Reference | None, layer: Reference) -> Reference:
+    def _predict_next(self, before: Reference | None, layer: Reference) -> Reference:
         """Predict the layer after two: the one that came last time, else the next one in their direction, which turns at
         the ends as backward does."""
         if (before, layer) in self._next:
             return self._next[before, layer]
         layers = [reference for reference in self._layers if reference() is not None]
-        place = layers.index(layer)
-        step = 1 if before not in layers[place:] else -1
-        place += step
-        if not 0 <= place < len(layers):
-            place -= 2 * step
-        return layers[place % len(layers)]
+        number = layers.index(layer)
+        step = 1 if before not in layers[number:] else -1
+        number += step
+        if not 0 <= number < len(layers):
+            number -= 2 * step
+        return layers[number % len(layers)]

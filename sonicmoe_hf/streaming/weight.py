@@ -1,4 +1,5 @@
-"""HostWeight: experts' weights in host memory, as the frozen parameter on the GPU that they are to everybody else."""
+"""HostWeight: experts' weights in host memory, as the frozen parameter on the GPU that PEFT, Transformers and torch
+see."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class HostWeight(PackedWeight):
         self.layer = layer
 
     @classmethod
-    def held(cls, layer: HostLayer, projection: str, weight: torch.Tensor, is_transposed: bool) -> HostWeight:
+    def from_weight(cls, layer: HostLayer, projection: str, weight: torch.Tensor, is_transposed: bool) -> HostWeight:
         """Copy `weight`, packed or dense, to the layer's host memory. projection: "gate_up" or "down"."""
         format = weight.format if isinstance(weight, PackedWeight) else ""
         held = layer.hold(projection, stored(weight))

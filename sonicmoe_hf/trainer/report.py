@@ -16,8 +16,8 @@ from ..kernels.announce import is_first_rank
 from ..layer import backends
 from ..layer.packed_weight import PackedWeight
 from ..models.patch import PatchReport
+from ..patching.beside_bitsandbytes import dense_beside_bitsandbytes
 from ..patching.support import every_experts, is_patched, supports, transformers_model
-from ..patching.unpacked import dense_beside_bitsandbytes
 from ..private.torch import has_compiled_modules
 from ..routing.hooks import routers
 from ..routing.model import find_state, routing_policy

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.adapters import adapter
-from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stack_experts
+from sonicmoe_hf.lora.factors import Factors, fuse_gate_and_up, stack_experts
 from sonicmoe_hf.tools.cli.main import main
 
 THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
@@ -177,7 +177,7 @@ def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, paramet
 def test_gate_and_up_become_one_weight_with_the_same_products(shares_a, scales, interleaved):
     a = torch.randn(2, 3, 3, 8)
     parts = [Factors(a[0 if shares_a else i], torch.randn(3, 4, 3), scale) for i, scale in enumerate(scales)]
-    fused = fused_gate_up(*parts, interleaved)
+    fused = fuse_gate_and_up(*parts, interleaved)
     product = fused.scale * fused.b @ fused.a
     products = (product[:, 0::2], product[:, 1::2]) if interleaved else product.chunk(2, dim=1)
     for part, found in zip(parts, products):

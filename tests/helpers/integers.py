@@ -60,7 +60,7 @@ DECLARED = {  # by kind: what config.json says
 def format_of(kind, **changes):
     """Make the reader of the hub's matrices that a kind's config declares."""
     declared = {**DECLARED[kind], **changes}
-    return DeclaredQuantization(declared["quant_method"], declared).hub()
+    return DeclaredQuantization(declared["quant_method"], declared).hub_format()
 
 
 def stored_as(format, name, weight):
@@ -70,7 +70,7 @@ def stored_as(format, name, weight):
     group = group_of(size_in, format.group or size_in)
     num_groups, dtype = (
         format.num_groups(size_in),
-        torch.bfloat16 if format.own[0] == "weight_packed" else torch.float16,
+        torch.bfloat16 if format.ends[0] == "weight_packed" else torch.float16,
     )
     zeros = torch.randint(6, 11, (size_out, num_groups)).to(torch.uint8)
     largest = torch.nn.functional.pad(weight.float().abs(), (0, -size_in % whole)).unflatten(1, (-1, whole)).amax(2)
@@ -83,7 +83,7 @@ def stored_as(format, name, weight):
     like = {"weight_shape": torch.tensor(weight.shape, dtype=torch.int32), "g_idx": g_idx}
     names = [*format.names(name), *format.optional_names(name)]
     optional = [like[each] for each in format.optional]
-    tensors = format.unpack(Quantized(codes, scales, zeros), [None] * len(format.own) + optional)
+    tensors = format.unpack(Quantized(codes, scales, zeros), [None] * len(format.ends) + optional)
     return dict(zip(names, tensors, strict=True)), grid.dense(codes, scales)
 
 

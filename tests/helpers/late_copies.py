@@ -52,7 +52,7 @@ class LateCopies:
         self.pinned[host.data_ptr()] = host.nbytes
 
     def unpin(self, host):
-        if any(source.data_ptr() == host.data_ptr() for pairs, _ in self.queue for _, source in pairs):
+        if any(source.data_ptr() == host.data_ptr() for transfers, _ in self.queue for _, source in transfers):
             raise Hazard("unpinned while a copy from it is under way")
         if host.data_ptr() in self.reading:
             raise Hazard("unpinned while it is read over the bus")
@@ -75,12 +75,12 @@ class LateCopies:
     def mark(self, event):
         event.reached = dict(self.computing)
 
-    def copy(self, pairs, after, done):
+    def copy(self, transfers, after, done):
         for event in after:
             self._advance(self.copying, event)
         self.copying["copy"] += 1
-        pairs = list(pairs)
-        for target, source in pairs:
+        transfers = list(transfers)
+        for target, source in transfers:
             assert source.data_ptr() in self.pinned, "a copy from memory that is not pinned waits for the host"
             (number,) = [number for number, each in enumerate(self.buffers) if each.holds(target)]
             buffer = self.buffers[number]
@@ -90,7 +90,7 @@ class LateCopies:
             target.fill_(GARBAGE)
             self.log.append(("copy", number, source.data_ptr()))
         done.reached = dict(self.copying)
-        self.queue.append((pairs, self.copying["copy"]))
+        self.queue.append((transfers, self.copying["copy"]))
 
     def wait(self, done):
         self._advance(self.computing, done)
@@ -125,8 +125,8 @@ class LateCopies:
 
     def _arrive(self, until):
         while self.queue and self.queue[0][1] <= until:
-            pairs, _ = self.queue.pop(0)
-            for target, source in pairs:
+            transfers, _ = self.queue.pop(0)
+            for target, source in transfers:
                 target.copy_(source)
 
 

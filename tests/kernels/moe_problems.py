@@ -15,7 +15,7 @@ from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.dispatch import dispatch
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.layer.packed_weight import PackedWeight
-from sonicmoe_hf.layer.projection import Projection, pack
+from sonicmoe_hf.layer.projection import Projection, prepare_adapters
 from sonicmoe_hf.layer.routing import Routing
 
 INPUTS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
@@ -98,7 +98,8 @@ def adapter(num_experts, rank, size_in, size_out, device):
 
 def packed_adapter(a, b, scale, weight_EON, kernels=eager):
     """Make a projection of this weight whose adapter is in the form that kernels take."""
-    (packed,) = pack([Projection(weight_EON, a=a, b=b, scale=scale)], False, weight_EON.dtype, kernels)
+    projection = Projection(weight_EON, a=a, b=b, scale=scale)
+    (packed,) = prepare_adapters([projection], False, weight_EON.dtype, kernels)
     return packed
 
 
@@ -190,7 +191,7 @@ def check_contracts(tensors, dout, ids, num_experts, backend, sentinels):
     forward = leaves_of(call)
     _, *saved = ops.experts_forward(*forward)
     needs = "weight x gate_up_weight gate_up_bias down_weight down_bias"
-    backward = (dout, *leaves_of(call._replace(saved=options.saves.saved(saved))), needs)
+    backward = (dout, *leaves_of(call._replace(saved=options.saves.restore(saved))), needs)
     for op, arguments in (
         (ops.dispatch, (expert, token, num_tokens, num_experts, sentinels, backend)),
         (ops.experts_forward, forward),

@@ -61,10 +61,10 @@ def test_the_order_and_number_of_fields_decide_nothing(format, piece):
     call, dout = problem(format, piece)
     needs = NEEDS if format else f"{NEEDS} gate_up_weight down_weight"
     out, *results = experts_op._experts_forward(call)
-    call = call._replace(saved=call.options.saves.saved(results))
+    call = call._replace(saved=call.options.saves.restore(results))
     other = turned(call)
     other_out, *other_results = experts_op._experts_forward(other)
-    found = [other_out, *other.options.saves.saved(other_results)]
+    found = [other_out, *other.options.saves.restore(other_results)]
     assert all(same is kept or torch.equal(same, kept) for same, kept in zip(found, [out, *call.saved], strict=True))
     gradients = experts_op._experts_backward(dout, call, needs)
     assert all(map(torch.equal, gradients, experts_op._experts_backward(dout, other, needs)))

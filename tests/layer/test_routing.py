@@ -211,7 +211,7 @@ def test_sorting_and_rounding_have_no_dtype_that_a_backend_would_not_take(monkey
 
     expected = sorted_rows()
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "hopper")
-    monkeypatch.setattr(backends, "_without_hopper", lambda device: None)
+    monkeypatch.setattr(backends, "_why_not_hopper", lambda device: None)
     monkeypatch.setattr(backends, "load", lambda name: eager)
     for rows, wanted in zip(sorted_rows(), expected):
         assert torch.equal(rows.token, wanted.token) and torch.equal(rows.offsets, wanted.offsets)
@@ -316,11 +316,11 @@ def test_a_routing_says_what_went_wrong_where_it_does_not_belong():
 def test_a_routing_takes_the_weights_that_came_beside_it_unless_they_were_cast():
     routing = Routing(torch.zeros(4, dtype=torch.long), torch.rand(4), torch.arange(4), sentinels=True)
     beside = routing.weights * 1  # as after a hook of ZeRO-3 on the router
-    taken = routing.weighted_by(beside)
+    taken = routing.with_weights(beside)
     assert taken.weights is beside and taken.token_index is routing.token_index and taken.sentinels
     for same in (None, routing.weights, routing.weights.bfloat16()):
-        assert routing.weighted_by(same) is routing
+        assert routing.with_weights(same) is routing
     local = Routing(routing.expert_index, routing.weights, sentinels=True, is_local=True)
-    assert local.weighted_by(beside).is_local and not taken.is_local
+    assert local.with_weights(beside).is_local and not taken.is_local
     with pytest.raises(ValueError, match=r"list the same pairs"):
-        routing.weighted_by(torch.rand(2, 2))
+        routing.with_weights(torch.rand(2, 2))

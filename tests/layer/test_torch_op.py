@@ -136,7 +136,7 @@ def test_the_custom_ops_pass_torchs_own_checks(layout):
     (call,) = CALL.nest(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(call))
     out, *kept = ops.experts_forward(*leaves_of(call))
     assert [tensor.shape[1] for tensor in kept] == [10, 8, 8], "ranks are padded to multiples of 8"
-    saved = options.saves.saved(kept)
+    saved = options.saves.restore(kept)
     needs = [name for name in CALL.leaves if name.split("_")[-1] in ("x", "weight", "bias", "a", "b")]
     backward = (torch.ones_like(out), *leaves_of(call._replace(saved=saved)), " ".join(needs))
     torch.library.opcheck(ops.experts_backward.default, backward)

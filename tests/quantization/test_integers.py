@@ -90,10 +90,10 @@ def test_a_zero_that_gptq_wrote_as_minus_one_or_wrapped_stands_for_16():
 @pytest.mark.pinned
 def test_a_piece_of_g_idx_as_a_rank_gets_it_shows_the_order_of_activations():
     in_order = torch.arange(256, dtype=torch.int32) // 64
-    format_of("gptq-v2").check_pieces(in_order[:128], in_order[100:228], in_order[130:150])
+    format_of("gptq-v2").check_stretches(in_order[:128], in_order[100:228], in_order[130:150])
     for other in (in_order.flip(0), in_order[torch.randperm(256)], torch.arange(256) // 32):
         with pytest.raises(CheckpointError, match="desc_act"):
-            format_of("gptq-v2").check_pieces(in_order, other[:128])
+            format_of("gptq-v2").check_stretches(in_order, other[:128])
 
 
 @pytest.mark.parametrize("kind", rest_pinned(KINDS, 2))

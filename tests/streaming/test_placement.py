@@ -32,7 +32,7 @@ from sonicmoe_hf import (
 )
 from sonicmoe_hf.layer.experts_module import weight_names
 from sonicmoe_hf.streaming import memory, placement
-from sonicmoe_hf.streaming.memory import EXPERTS_MEMORY, free_on_host, spread
+from sonicmoe_hf.streaming.memory import EXPERTS_MEMORY, choose_resident, free_on_host
 from sonicmoe_hf.streaming.placement import Placement, bytes_of, expert_layers
 from sonicmoe_hf.streaming.units import as_bytes
 from sonicmoe_hf.streaming.weight import HostWeight
@@ -50,11 +50,11 @@ def logits(model):
 
 @pytest.mark.parametrize("stay, kept", [(0, []), (1, [3]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3])])
 def test_what_stays_is_spread_evenly(stay, kept):
-    assert [number for number, stays in enumerate(spread([10] * 4, 10 * stay + 9)) if stays] == kept
+    assert [number for number, stays in enumerate(choose_resident([10] * 4, 10 * stay + 9)) if stays] == kept
 
 
 def test_layers_of_other_sizes_count_with_their_own():
-    assert spread([100, 1, 100, 1], 3) == [False, True, False, True]
+    assert choose_resident([100, 1, 100, 1], 3) == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_auto_leaves_a_part_of_the_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-    given = memory.on_the_card(torch.device("cuda", 0), others=4 * 2**30, largest=2**30)
+    given = memory.bytes_for_auto(torch.device("cuda", 0), others=4 * 2**30, largest=2**30)
     assert given == (20 + 2 - 4 - 2 - 6) * 2**30
 
 

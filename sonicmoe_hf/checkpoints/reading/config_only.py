@@ -42,18 +42,18 @@ UNREADABLE = (
 )
 
 
-def readable(entries):
+def plain_entries(entries):
     """Leave out a config's entries that have Transformers run code of a checkpoint or of the hub.
 
     Floats that it writes as objects, such as {"__float__": "Infinity"}, become floats."""
     if isinstance(entries, list):
-        return [readable(entry) for entry in entries]
+        return [plain_entries(entry) for entry in entries]
     if not isinstance(entries, dict):
         return entries
     if entries.keys() == {"__float__"}:
         return float(entries["__float__"])
     return {
-        key: readable(value)
+        key: plain_entries(value)
         for key, value in entries.items()
         if key != "auto_map" and not IMPLEMENTATIONS.fullmatch(key)
     }
@@ -115,7 +115,7 @@ def _build(entries: dict) -> PreTrainedModel:
         verbosity = logging.get_verbosity()
         logging.set_verbosity(logging.CRITICAL)
         try:
-            config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable(entries))
+            config = CONFIG_MAPPING[entries["model_type"]].from_dict(plain_entries(entries))
             # set_zero3_state: of weights that take no memory, ZeRO-3 would leave not even shapes
             with torch.device("meta"), torch.no_grad(), set_zero3_state():
                 return _construct(entries, config)

@@ -41,7 +41,7 @@ class Header(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def expanded(path: str | os.PathLike) -> Path:
+def expand_home(path: str | os.PathLike) -> Path:
     """Replace "~" or "~user" at the beginning of a path by that user's home, where there is such a user."""
     return Path(os.path.expanduser(path))
 
@@ -54,7 +54,7 @@ def local_folder(src: str | os.PathLike, revision: str | None = None, only: list
     Raises:
         CheckpointError: there is no such folder, and it is no hub id that can be reached.
     """
-    path = expanded(src)
+    path = expand_home(src)
     if path.is_dir():
         return path.absolute()
     name = os.fspath(src)
@@ -92,7 +92,7 @@ def headers_of(path: Path) -> dict[str, Header]:
     """Read the header of every tensor of one safetensors file.
 
     Raises:
-        CheckpointError: as `opened`, or torch has no tensors of a tensor's dtype.
+        CheckpointError: as `open_tensors`, or torch has no tensors of a tensor's dtype.
     """
     headers = {}
     with open_tensors(path) as handle:

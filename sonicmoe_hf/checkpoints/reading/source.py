@@ -1,4 +1,4 @@
-"""A checkpoint on disk: what is in it, checked against its own config before anything is read or written."""
+"""Source: a checkpoint of a family that has a native layout, checked against its config before a weight is read."""
 
 from __future__ import annotations
 

@@ -53,9 +53,9 @@ class StoredWeights(TensorFiles):
     Attributes:
         folder, config: where it is, and its config.json.
         declared: what its config declares of its quantization; None where it is not quantized.
-        format: of experts stored [E, ...] under their parameter's name, or how weights are stored each for itself, in
-            every linear layer, or in experts with another format (`HubFormat.linear`) in others; None where nothing is
-            quantized.
+        format: the Format of experts stored [E, ...] under their parameter's name; or the HubFormat of matrices that are
+            stored each by itself: those of all linear layers, or of experts beside linear layers in `HubFormat.linear`.
+            None where nothing is quantized.
         keep_fp32: modules of the model that are never cast, where it is known.
     Raises:
         CheckpointError: a file is missing, damaged or contradicts another, or a quantized weight is not as declared.
@@ -112,11 +112,11 @@ class StoredWeights(TensorFiles):
                     f"{name} is float8, but config.json declares no fp8 quantization; add quantization_config as the "
                     "original has it"
                 )
-            found = Weight(self, name) if weight is None else self._quantized_weight(weight, format)
-            if missing := [tensor for tensor in found.tensor_names if tensor not in self.tensors]:
+            stored = Weight(self, name) if weight is None else self._quantized_weight(weight, format)
+            if missing := [tensor for tensor in stored.tensor_names if tensor not in self.tensors]:
                 raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")
-            weights[found.name] = found
-            beside.update(found.tensor_names[1:])
+            weights[stored.name] = stored
+            beside.update(stored.tensor_names[1:])
         return {name: weight for name, weight in weights.items() if name not in beside}
 
     def _quantized_weight(self, name: str, format: Any) -> Weight:
@@ -168,7 +168,7 @@ class StoredWeights(TensorFiles):
             self.config["text_config"] = {**text, TIED: False}
 
     def is_unused(self, name: str) -> bool:
-        """Say whether the tensor is for inference in the format alone."""
+        """Tell whether the format has the tensor for inference alone."""
         return isinstance(self.format, HubFormat) and name.endswith(self.format.unused)
 
     @property

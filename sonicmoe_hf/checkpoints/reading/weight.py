@@ -18,10 +18,10 @@ from .files import Header, TensorFiles
 
 
 class Change(NamedTuple):
-    """Change of a weight when it is written: an adapter is added, or the values of a format take its place.
+    """The change of a weight when it is written: an adapter is added, or the values of a format take its place.
 
-    group: gives the change of all weights that become a parameter with it. num_experts: E of a weight that holds all
-    experts, which are made one by one; None of others. expert: the number of the expert whose own it is; 0 of others.
+    group: makes the change of all weights that become a parameter together with it. num_experts: E of a weight that holds
+    all experts, which are made one by one; None of others. expert: the number of the expert whose own it is; 0 of others.
     dither: by which a quantized weight is rounded; None rounds to nearest.
     """
 
@@ -135,12 +135,12 @@ class Weight:
         """
         return self.raw(expert)[0].clone()
 
-    def changed(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def read_changed(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read the weight, with its change if it has one; in fp32 where an adapter is added, to be rounded once."""
         values = self.read(expert, dtype)
         return values if self.change is None else self.change.group().apply(self, values, expert)
 
-    def rounded(self, expert: int | None = None) -> RoundedMatrix:
+    def round_change(self, expert: int | None = None) -> RoundedMatrix:
         """Change a quantized weight, or one expert's of one that holds all, and round it to its format: each block keeps
         its scale unless a new one is clearly better."""
         raise NotImplementedError
@@ -166,8 +166,9 @@ class Weight:
         """The header of its scales, where it is in a format, in the shape that they have here."""
         return self._files.tensors[self.tensor_names[1]]
 
-    def rewritten(self, rounded: Rounded) -> list[torch.Tensor]:
-        """Round the weight, or an expert of it. Returns the first of the tensors that store it; the others stay."""
+    def rewrite(self, rounded: Rounded) -> list[torch.Tensor]:
+        """Make the tensors that store the rounded weight, or an expert of it, in place of the first ones; the others
+        stay."""
         return [rounded.codes, rounded.scales]
 
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
@@ -216,7 +217,7 @@ class PackedExperts(Weight):
         turned, scales = self._transpose_shape(shape), self._files.tensors[self.tensor_names[1]].shape
         return self.format.stored(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
 
-    def rounded(self, expert: int | None = None) -> RoundedMatrix:
+    def round_change(self, expert: int | None = None) -> RoundedMatrix:
         """See Weight."""
         assert expert is not None
         before, exact = (
@@ -278,18 +279,18 @@ class HubMatrix(Weight):
         """See Weight."""
         return self.format.dense(*self.raw()).to(dtype or self.dtype)
 
-    def rounded(self, expert: int | None = None) -> RoundedMatrix:
+    def round_change(self, expert: int | None = None) -> RoundedMatrix:
         """See Weight."""
         before, exact = self._before_and_after(expert)
         return RoundedMatrix(before, exact, self.format.round(self.raw(), exact, self._uniform(exact.shape, expert)))
 
-    def rewritten(self, rounded: Rounded) -> list[torch.Tensor]:
+    def rewrite(self, rounded: Rounded) -> list[torch.Tensor]:
         """See Weight."""
-        return self.format.rewritten(self.raw(), rounded)
+        return self.format.rewrite(self.raw(), rounded)
 
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """See Weight."""
-        stored = self.raw() if rounded is None else self.rewritten(rounded)
+        stored = self.raw() if rounded is None else self.rewrite(rounded)
         rows, format = self.format.pack(*stored), FORMATS[self.format.name]
         for suffix, tensor in zip(format.suffixes, rows):
             if not format.is_sound(suffix, tensor):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from ...errors import CheckpointError
 from ...formats.tensor_files import open_tensors
 from ...kernels.packed.format import is_sound
-from ..reading.files import expanded, same_bytes
+from ..reading.files import expand_home, same_bytes
 
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
 
@@ -28,7 +28,7 @@ def new_folder(dst: str | os.PathLike) -> Path:
     Raises:
         CheckpointError: it is a link, or exists and is not an empty folder.
     """
-    dst = expanded(dst).absolute()
+    dst = expand_home(dst).absolute()
     if dst.is_symlink():
         raise CheckpointError(f"{dst} is a link, which would be replaced; name the folder itself, or a new one")
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):

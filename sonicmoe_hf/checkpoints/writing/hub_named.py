@@ -12,7 +12,7 @@ from ...formats.hub_names import HubNames
 from ..reading.converters import WeightGroup, weight_groups
 from ..reading.stored import StoredWeights
 from ..reading.weight import Weight
-from .output import Output, OutputTensors, in_range, shell
+from .output import Output, OutputTensors, cast_in_range, shell
 
 IN_MEMORY = "; where memory allows, sonicmoe_hf.from_pretrained(SRC).dequantize().save_pretrained(DST) writes them"
 
@@ -67,10 +67,10 @@ class HubNamed(Output):
         names: list[str],
         outs: list[torch.Tensor],
     ) -> None:
-        values = {each.name: each.changed(expert) for each in weights}
+        values = {each.name: each.read_changed(expert) for each in weights}
         made = group.weights(values, expert, IN_MEMORY)
         for name, out in zip(names, outs):
-            out.copy_(in_range(made[name], out.dtype, name))
+            out.copy_(cast_in_range(made[name], out.dtype, name))
 
 
 def _groups(model: PreTrainedModel) -> dict[str, WeightGroup]:

@@ -19,7 +19,7 @@ def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor)).to(dtype)).all())
 
 
-def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def cast_in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Cast `tensor` to `dtype`, where its finite values stay finite.
 
     Raises:
@@ -106,8 +106,8 @@ class Output:
 
         def fill(outs: list[torch.Tensor]) -> None:
             for expert, (out,) in weight.by_expert(outs):
-                values = weight.changed(expert)
-                out.copy_((values if weight.change else in_range(values, dtype, name)).view(out.shape))
+                values = weight.read_changed(expert)
+                out.copy_((values if weight.change else cast_in_range(values, dtype, name)).view(out.shape))
 
         return OutputTensors({name: shell(weight.shape, dtype)}, fill)
 
@@ -116,9 +116,9 @@ class Output:
         for out, stored in zip(outs[2:], weight.raw()[2:]):
             out.copy_(stored)
         for expert, own in weight.by_expert(outs):
-            before, exact, rounded = weight.rounded(expert)
+            before, exact, rounded = weight.round_change(expert)
             self.roundings.add(weight.name, before, exact, rounded.values, expert, weight.is_dithered)
-            for out, made in zip(own, weight.rewritten(rounded)):
+            for out, made in zip(own, weight.rewrite(rounded)):
                 out.copy_(made.view(out.dtype).view(out.shape))
 
 

@@ -18,7 +18,7 @@ from ..layouts import ExpertsParameter, experts_parameters
 from ..reading.files import Header
 from ..reading.source import Source
 from ..reading.weight import Weight
-from .output import Output, OutputTensors, in_range, shell
+from .output import Output, OutputTensors, cast_in_range, shell
 from .packed_config import hub_format
 from .rounding_effects import Roundings
 
@@ -34,7 +34,7 @@ class Relayout(Output):
     def __init__(self, source: Source, layout: str, dtype: torch.dtype | None = None, format: Format | None = None):
         super().__init__(source, dtype)
         self._source, self.format = source, format
-        self.hub = None if format is None or layout == "native" else hub_format(source, format.name)
+        self.hub_format = None if format is None or layout == "native" else hub_format(source, format.name)
         self._experts = experts_parameters(source.family, layout, source.blocks)
         owners = source.parameter_of
         self._first = {owners[name]: name for name in reversed(source.weights) if name in owners}
@@ -122,8 +122,8 @@ class _Relaid:
         here, matrices = self._here, []
         for weight in self._weights_of(expert):
             own = None if here.is_per_expert else expert
-            values = weight.changed(own) if adapter else weight.read(own)
-            values = values if weight.change else in_range(values, dtype, weight.name)
+            values = weight.read_changed(own) if adapter else weight.read(own)
+            values = values if weight.change else cast_in_range(values, dtype, weight.name)
             values = values if here.is_per_expert else values[0]
             matrices.append(values.T if here.is_transposed else values)
         return self.there.join(here.split(matrices))
@@ -147,7 +147,7 @@ class _Relaid:
     def _rows(self, weight: Weight, expert: int | None) -> list[torch.Tensor]:
         if not weight.change:
             return weight.rows(expert)
-        before, exact, rounded = weight.rounded(expert)
+        before, exact, rounded = weight.round_change(expert)
         self._output.roundings.add(weight.name, before, exact, rounded.values, expert, weight.is_dithered)
         return weight.rows(expert, rounded)
 
@@ -175,8 +175,8 @@ class _Relaid:
         """Make the tensors that store weights, like `shells`."""
         stored: Iterable[Iterable[torch.Tensor | None]] = packed
         if self.there.is_per_expert:
-            assert self._output.hub is not None
-            stored = [self._output.hub.unpack_new(_as_matrix(each)) for each in packed]
+            assert self._output.hub_format is not None
+            stored = [self._output.hub_format.unpack_new(_as_matrix(each)) for each in packed]
         tensors = (tensor for own in stored for tensor in own if tensor is not None)
         return [tensor.view(like.dtype) for tensor, like in zip(tensors, shells, strict=True)]
 
@@ -187,8 +187,8 @@ class _Relaid:
         expected: TensorSpecs = {}
         for name in names:
             if there.is_per_expert:
-                assert self._output.hub is not None
-                expected |= self._output.hub.stored(name, there.shape)
+                assert self._output.hub_format is not None
+                expected |= self._output.hub_format.stored(name, there.shape)
             else:
                 group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
                 expected |= format.stored(name, (there.num_experts, *there.shape), there.order, group)

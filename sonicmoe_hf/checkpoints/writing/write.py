@@ -127,7 +127,7 @@ def _write_shards(folder: Path, shards: dict[str, list[OutputTensors]], verify: 
 
 
 def _starts(shells: list[torch.Tensor]) -> list[int]:
-    """Choose where in one piece of memory tensors begin, and where the last one ends. Made one by one, they would stand
+    """Choose where in one block of memory tensors begin, and where the last one ends. Made one by one, they would stand
     between temporaries, and the holes that those leave take as much again."""
     return list(itertools.accumulate((-(-shell.nbytes // ALIGNED) * ALIGNED for shell in shells), initial=0))
 

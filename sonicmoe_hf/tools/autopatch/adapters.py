@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...lora.config import experts_targets, patterns, refuse_what_parameters_cannot
+from ...lora.config import check_parameter_options, experts_patterns, experts_targets
 
 REMEDY = "have the program set it to 0 or leave it out, or leave out --adapt-experts"
 
@@ -29,11 +29,11 @@ def add_experts(config: Any, model: nn.Module, rank: int) -> None:
             f"--adapt-experts {rank}: the program's LoRA adapts experts already (target_parameters has {present[0]}); "
             "leave out --adapt-experts"
         )
-    refuse_what_parameters_cannot(vars(config), REMEDY)
+    check_parameter_options(vars(config), REMEDY)
     config.target_parameters = [*(config.target_parameters or []), *targets]
     if rank == config.r:
         return
-    settings = patterns(vars(config), targets, rank)
+    settings = experts_patterns(vars(config), targets, rank)
     config.rank_pattern, config.alpha_pattern = settings["rank_pattern"], settings["alpha_pattern"]
 
 
