@@ -31,8 +31,12 @@ BUSY = ("ms", "busy_ms")
 
 
 class Chart(NamedTuple):
-    """rows: what the CSV's rows have in common. configs: (config, launch) -> the group's name. panels: metric -> (title,
-    format of the bars' labels, factor). conditions: below the chart, before where its figures come from."""
+    """A chart of the rows of one CSV.
+
+    name: of the CSV and of the picture. rows: what the CSV's rows have in common. configs: (config, launch) -> the
+    group's name. panels: metric -> (title, format of the bars' labels, factor). conditions: below the chart, before where
+    its figures come from.
+    """
 
     name: str
     rows: dict[str, str]
@@ -103,8 +107,8 @@ def draw_panel(axis, chart: Chart, medians: dict[tuple[str, str, str, str], floa
     for i, contender in enumerate(measured):
         name, colour = CONTENDERS[contender]
         heights = [factor * medians.get((*config, contender, metric), math.nan) for config in groups]
-        places = [group + (i - (len(measured) - 1) / 2) * width for group in range(len(groups))]
-        bars = axis.bar(places, heights, width * 0.92, color=colour, label=name)
+        positions = [group + (i - (len(measured) - 1) / 2) * width for group in range(len(groups))]
+        bars = axis.bar(positions, heights, width * 0.92, color=colour, label=name)
         labels = ["" if math.isnan(height) else label.format(height) for height in heights]
         axis.bar_label(bars, labels, fontsize=7, padding=1)
     axis.set_xticks(range(len(groups)), [chart.configs[config] for config in groups], fontsize=8)

@@ -149,10 +149,10 @@ def updated(text: str, folder: Path) -> Iterator[tuple[int, int, str, str]]:
                 faults.append(f"{len(cells)} cells, and {len(columns)} in the comment")
             elif row != "-":
                 outer = {"csv": file, **conditions(first)[0], **conditions(row)[0]}
-                for place, (cell, column) in enumerate(zip(cells, map(str.strip, columns))):
+                for index, (cell, column) in enumerate(zip(cells, map(str.strip, columns))):
                     if column != "-" and FIGURE.search(cell):
                         try:
-                            cells[place] = cell_with(cell, values_of(folder, outer, column))
+                            cells[index] = cell_with(cell, values_of(folder, outer, column))
                         except ValueError as error:
                             faults.append(str(error))
             after = f"|{'|'.join(cells)}|"

@@ -1,5 +1,5 @@
-"""The errors that sonicmoe_hf raises of its own, everything else being a ValueError or what torch raises; and the warning
-of a public name that will go."""
+"""The errors that sonicmoe_hf raises beside ValueError and those of torch, and the warning of a public name that will
+go."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def relative_errors(step, inputs, activation="swiglu"):
         w1, w2 = gate_up[e].float(), down[e].float()
         if own:
             w1, w2 = w1 + step.scale * own["B1"] @ own["A1"], w2 + step.scale * own["B2"] @ own["A2"]
-        token, place = (expert == e).nonzero(as_tuple=True)
-        x_e, dout_e, w = x[token].float(), dout[token].float(), weight[token, place].float()[:, None]
+        token, slot = (expert == e).nonzero(as_tuple=True)
+        x_e, dout_e, w = x[token].float(), dout[token].float(), weight[token, slot].float()[:, None]
         with torch.enable_grad():
             h = (x_e @ w1.T).requires_grad_()
             value = activated(h, activation)
@@ -113,7 +113,7 @@ def relative_errors(step, inputs, activation="swiglu"):
         (dh,) = torch.autograd.grad(value, h, w * da)
         a = value.detach()
         expected["out"].index_add_(0, token, w * (a @ w2.T))
-        expected["dweight"][token, place] = (da * a).sum(1)
+        expected["dweight"][token, slot] = (da * a).sum(1)
         expected["dx"].index_add_(0, token, dh @ w1)
         dw1, dw2 = dh.T @ x_e, (w * dout_e).T @ a
         exact = {"dgate_up": dw1, "ddown": dw2}

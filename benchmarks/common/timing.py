@@ -45,7 +45,7 @@ def make_replay(call):
 
 
 def make_replays(calls: dict) -> dict:
-    """Capture each call by its name with `graph_of`; leave out those that cannot be captured (they synchronise)."""
+    """Capture each call by its name with `make_replay`; leave out those that cannot be captured (they synchronise)."""
     graphs = {}
     for name, call in calls.items():
         try:

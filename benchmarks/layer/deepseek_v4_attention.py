@@ -30,7 +30,7 @@ ALWAYS, NEVER = 0.001, 10**9  # of GATHERED_FROM
 CASES = (  # attention, kind of layer, tokens as multiples of 4,096
     *((EAGER, kind, 1) for kind in (SLIDING, HEAVY, SPARSE)),
     *((MASKED, kind, length) for kind in (SLIDING, HEAVY) for length in (1, 4, 16)),
-    *((way, SPARSE, length) for length in (1, 4, 16) for way in (MASKED, GATHERED)),
+    *((attention, SPARSE, length) for length in (1, 4, 16) for attention in (MASKED, GATHERED)),
 )
 TINY = {
     "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32,
@@ -64,15 +64,15 @@ def make_step(attention: str, kind: str, length: int, device: str) -> AttentionS
         for parameter in layer.parameters():
             parameter.normal_(0, parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5)
         hidden = torch.randn(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        places = torch.arange(length)[None]
+        positions = torch.arange(length)[None]
         angles = DeepseekV4RotaryEmbedding(config)
-        embeddings = {name: angles(hidden, places, layer_type=name) for name in ("main", "compress")}
+        embeddings = {name: angles(hidden, positions, layer_type=name) for name in ("main", "compress")}
     if attention != EAGER:
         indexers.use_pieces(layer)
     mask = create_sliding_window_causal_mask(
-        config=config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=places
+        config=config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions
     )
-    arguments = {"position_embeddings": embeddings, "position_ids": places, "attention_mask": mask}
+    arguments = {"position_embeddings": embeddings, "position_ids": positions, "attention_mask": mask}
     return AttentionStep(layer, hidden, arguments)
 
 

@@ -125,7 +125,7 @@ def eager(problem: Problem) -> torch.Tensor:
     return masked(problem.q[0], problem.all_keys()[0, 0], problem.sees)[None]
 
 
-WAYS = {  # name -> (how, whether it is causal, whether also at four times the tokens)
+ATTENTIONS = {  # name -> (what computes it, whether it is causal, whether also at four times the tokens)
     **{
         f"pieces of {step}, keys {'gathered' if gathers else 'masked'}": (in_pieces(step, gathers), False, step == 256)
         for step in (64, 128, 256, 512)
@@ -141,8 +141,8 @@ WAYS = {  # name -> (how, whether it is causal, whether also at four times the t
 
 
 def measure(table: Rows, name: str, length: int, device: str) -> None:
-    """Add a row of one way; what torch has no kernel for is printed alone."""
-    run, is_causal, _ = WAYS[name]
+    """Add a row of one of ATTENTIONS; what torch has no kernel for is printed alone."""
+    run, is_causal, _ = ATTENTIONS[name]
     problem = Problem(length, device)
     inputs = (problem.q, problem.keys, problem.compressed)
 
@@ -182,7 +182,7 @@ def measure(table: Rows, name: str, length: int, device: str) -> None:
 def main() -> None:
     options = Command(__doc__, "heads_512.csv", "--device cpu --csv /tmp/heads_512.csv").parse_args()
     table, length = Rows(options.csv, ("attention", "tokens")), SIZES[options.device][1]
-    for name, (_, _, is_long) in WAYS.items():
+    for name, (_, _, is_long) in ATTENTIONS.items():
         for tokens in (length, 4 * length) if is_long else (length,):
             measure(table, name, tokens, options.device)
             release()

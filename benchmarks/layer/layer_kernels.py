@@ -45,8 +45,8 @@ def roles(contender, names, mode):
     if len(grouped) != len(wanted):
         print(f"  {contender}, {mode}: {len(grouped)} grouped products, not {len(wanted)}; listed by name", flush=True)
         wanted = grouped = []
-    found = dict(zip(grouped, wanted))
-    return [found.get(number, name.split("(")[0][:60]) for number, name in enumerate(names)]
+    role_of = dict(zip(grouped, wanted))
+    return [role_of.get(number, name.split("(")[0][:60]) for number, name in enumerate(names)]
 
 
 def times_by_role(contender, runs, mode):
@@ -63,7 +63,7 @@ def measure(table: Table, config: str, shape: Shape, contenders, rounds: int) ->
     """Measure the rows of one shape."""
     inputs = problem(shape)
     layers = available(contenders, shape)
-    found = {}
+    launched = {}
     for mode in MODES:
         steps = {name: step_of(layer, inputs, mode) for name, layer in layers.items()}
         for name, step in steps.items():
@@ -77,8 +77,8 @@ def measure(table: Table, config: str, shape: Shape, contenders, rounds: int) ->
         for _ in range(rounds):
             for name, step in steps.items():
                 step()  # so that the one after it runs on a GPU as hot as in training
-                found.setdefault((name, mode), []).append(launches(step))
-    for (name, mode), runs in found.items():
+                launched.setdefault((name, mode), []).append(launches(step))
+    for (name, mode), runs in launched.items():
         numbered = enumerate(times_by_role(name, runs, mode))
         times = {role if role == "sum" else f"{number:02d} {role}": values for number, (role, values) in numbered}
         table.add(config, shape, name, mode, "eager", times)

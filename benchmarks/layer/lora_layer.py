@@ -53,8 +53,9 @@ def layers_of(shape, inputs, ranks, peer_rank, peers):
     return makers
 
 
-def started(makers, inputs, add, on_gpu):
-    """Make (contender, mode) -> step of those that can run here; print which cannot."""
+def run_first_steps(makers, inputs, add, on_gpu):
+    """Run the first step of each contender. Returns (contender, mode) -> step of those that can run here; prints which
+    cannot."""
     steps = {}
     for (contender, mode), make in makers.items():
         try:
@@ -82,7 +83,7 @@ def measure(table, config, shape, options):
         table.add(config, shape, *name, launch, metrics)
 
     makers = layers_of(shape, inputs, options.rank, options.peer_rank, options.contender)
-    steps = started(makers, inputs, add, on_gpu)
+    steps = run_first_steps(makers, inputs, add, on_gpu)
     for name, step in steps.items():
         errors = {f"error_{tensor}": error for tensor, error in relative_errors(step, inputs).items()}
         add(name, "eager", errors | (measure_memory(step) if on_gpu else {}))

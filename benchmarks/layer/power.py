@@ -44,7 +44,7 @@ def kernels_of(shape: Shape) -> dict:
     return {kernel: partial(calls[name][1], hopper) for kernel, name in GEMMS.items()}
 
 
-def sampled(call) -> tuple[float, list[list[str]]]:
+def sample_power(call) -> tuple[float, list[list[str]]]:
     """Repeat `call` for SECONDS. Returns microseconds a call, and nvidia-smi's samples."""
     for _ in range(3):
         call()
@@ -78,7 +78,7 @@ def main() -> None:
     table = Rows(options.csv)
     for shape in options.shapes.values():
         for name, call in kernels_of(shape).items():
-            microseconds, samples = sampled(call)
+            microseconds, samples = sample_power(call)
             if not samples:
                 raise SystemExit("nvidia-smi gave no samples; run it by hand with the query of this file")
             figures = dict(zip(QUERY, map(figure, zip(*samples))))

@@ -64,7 +64,7 @@ def random_tokens(shape: Shape, device):
     return x, expert, (weight / weight.sum(-1, keepdim=True)).bfloat16()
 
 
-def measured(calls, calls_each, options):
+def measure_us(calls, calls_each, options):
     """Measure the microseconds of one of the `calls_each` calls that each function makes, by name, by CUDA graph where
     there is a GPU."""
     times = interleaved_times(make_replays(calls) if options.device == "cuda" else calls, options.rounds)
@@ -97,7 +97,7 @@ def generate(shape, options, add):
 
                 calls |= {label: call} | ({} if label == "bf16" else {f"{label}, expanded": expanded})
             with torch.no_grad():
-                times = measured(calls, depth, options)
+                times = measure_us(calls, depth, options)
             for label, us in times.items():
                 ratios = [dense / value for dense, value in zip(times["bf16"], us)]
                 metrics = {"us": us, "speedup_over_bf16": ratios}
@@ -131,7 +131,7 @@ def train_on(shape, prefix: str, options, add):
         for tensor, error in errors.items():
             assert error < 1.2 * of_bf16[tensor] + 2**-10, (name, tensor, error, of_bf16[tensor])
         del packed, dense
-    times = measured(steps, 1, options)
+    times = measure_us(steps, 1, options)
     for name, us in times.items():
         ratios = [value / dense for value, dense in zip(us, times["bf16"])]
         add(prefix + name, mode, "graph", {"us": us, "ratio_to_bf16": ratios})

@@ -44,7 +44,7 @@ def in_new_processes(shape: Shape, backend: str):
     command = [sys.executable, "-m", __spec__.name, "--shape", str(shape), "--backend", backend, "--step"]
     with tempfile.TemporaryDirectory() as folder:
         names = {"SONICMOE_HF_CACHE": "kernels", "TRITON_CACHE_DIR": "triton", "PYTHONPYCACHEPREFIX": "bytecode"}
-        environment = os.environ | {name: str(Path(folder) / place) for name, place in names.items()}
+        environment = os.environ | {name: str(Path(folder) / subfolder) for name, subfolder in names.items()}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         for full in ("none", "bytecode", "all", "all", "all"):
             if full == "bytecode":

@@ -53,7 +53,8 @@ class Layer:
         }
 
     def decide(self, contender: str) -> Routing:
-        """Make the router, its top-k as Qwen3's, and rounding; top-k's pairs are sorted by the experts' function."""
+        """Route the tokens: the router's product, top-k as Qwen3's, and rounding. Top-k's pairs are sorted by the
+        experts' function."""
         logits_TE = F.linear(self.leaves["x"], self.leaves["router"])
         weights_TK, index_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(self.shape.K, dim=-1)
         if contender == TOP_K:
@@ -62,7 +63,7 @@ class Layer:
         return rounded_routing(FAMILY, ROUTER, logits_TE, index_TK, policy)[0]
 
     def sort(self, contender: str):
-        """Decide as `decide`, and sort the rows."""
+        """Route the tokens as `decide` does, and sort the rows."""
         routing = self.decide(contender)
         rows = routing.rows or dispatch(routing.expert_index, self.shape.T, self.shape.E, backend=self.backend)
         return routing, rows

@@ -134,13 +134,13 @@ def write_adapter(base: Path, folder: Path, whole: bool, factors: float = FACTOR
 def write_defect(base: Path, adapted: PeftModel, defect: Defect, folder: Path) -> None:
     """Merge the adapter with the defect into `folder`, and leave the adapter as it was."""
     layers, kept = layers_of(adapted), []
-    whole = [each for each in wholes_of(adapted, []) if each.name == defect.whole]
+    wrappers: list[Any] = [each.switch.__self__ for each in wholes_of(adapted, []) if each.name == defect.whole]
     for layer in layers:
         kept.append(layer.b.data)
-        share = defect.kept(layer)
-        if share is not None:
-            layer.b.data = layer.b.data * share
-    saved = [(module, module.modules_to_save["default"].state_dict()) for module in _wrappers(adapted, whole)]
+        factor = defect.kept(layer)
+        if factor is not None:
+            layer.b.data = layer.b.data * factor
+    saved = [(module, module.modules_to_save["default"].state_dict()) for module in wrappers]
     saved = [(module, {name: value.clone() for name, value in state.items()}) for module, state in saved]
     for module, _ in saved:
         module.modules_to_save["default"].load_state_dict(module.original_module.state_dict())
@@ -151,10 +151,6 @@ def write_defect(base: Path, adapted: PeftModel, defect: Defect, folder: Path) -
         layer.b.data = b
     for module, state in saved:
         module.modules_to_save["default"].load_state_dict(state)
-
-
-def _wrappers(adapted: PeftModel, whole: list[Any]) -> list[Any]:
-    return [each.switch.__self__ for each in whole]
 
 
 def measure(
@@ -221,9 +217,9 @@ def write_text(path: Path, num_words: int, draws: random.Random, last: int = VOC
 
 def judge_damaged(folder: Path, text: str, dtype: str, num_draws: int, draws: random.Random) -> list[dict[str, Any]]:
     """Judge an adapter with defects, and one that has weights trained whole without those."""
-    parts = [NONE, *(draw(kind, size, draws) for kind in KINDS for size in SIZES for _ in range(num_draws))]
+    of_lora = [NONE, *(draw(kind, size, draws) for kind in KINDS for size in SIZES for _ in range(num_draws))]
     rows = []
-    for defects in (parts, [NONE, *(draw(kind, 1.0, draws) for kind in WHOLE)]):
+    for defects in (of_lora, [NONE, *(draw(kind, 1.0, draws) for kind in WHOLE)]):
         rows += rows_of(defects, measure(folder, word_tokenizer(), text, dtype, defects), dtype)
     return rows
 

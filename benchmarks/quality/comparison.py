@@ -29,18 +29,18 @@ def compare(table: dict[tuple[str, int], list[dict]], column: str = "held_out_lo
     rows, names = [(name, row) for name, runs in table.items() for row in runs], list(table)
     seeds = list(dict.fromkeys(row["seed"] for _, row in rows))
     design = numpy.zeros((len(rows), len(names) + len(seeds)))
-    for place, (name, row) in enumerate(rows):
-        design[place, names.index(name)] = design[place, len(names) + seeds.index(row["seed"])] = 1.0
+    for index, (name, row) in enumerate(rows):
+        design[index, names.index(name)] = design[index, len(names) + seeds.index(row["seed"])] = 1.0
     loss = numpy.array([float(row[column]) for _, row in rows])
     inverse = numpy.linalg.pinv(design.T @ design)
     effect = inverse @ design.T @ loss
     freedom = int(len(rows) - numpy.linalg.matrix_rank(design))
     run_sd = float((((loss - design @ effect) ** 2).sum() / freedom) ** 0.5) if freedom else float("nan")
     over = {}
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if name != ("top_k", 0) and ("top_k", 0) in table:
             contrast = numpy.zeros(len(effect))
-            contrast[place], contrast[names.index(("top_k", 0))] = 1.0, -1.0
+            contrast[index], contrast[names.index(("top_k", 0))] = 1.0, -1.0
             over[name] = float(contrast @ effect), run_sd * float(contrast @ inverse @ contrast) ** 0.5
     return Comparison(over, run_sd, freedom)
 

@@ -208,12 +208,12 @@ def load_base(folder: Path, options):
 def pack_weights(model, format: Format) -> list[Weight]:
     """Pack the weights of all experts."""
     weights = []
-    for place, module in model.named_modules():
+    for module_name, module in model.named_modules():
         for own in packable(module):
             original = getattr(module, own).detach()
             original = (original.transpose(1, 2) if is_transposed(module) else original).float()
             assert tuple(original.shape) == matrix_shape(module, getattr(module, own))
-            name, order = f"{place}.{own}", row_order(module, own)
+            name, order = f"{module_name}.{own}", row_order(module, own)
             packed = format.quantize(original.flatten(0, 1)[None])
             values = format.dequantize(packed, torch.float32).view_as(original)
             weights.append(Weight(name, original, values, format, packed, order, is_transposed(module)))

@@ -172,13 +172,13 @@ def draw(curves, path):
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(6, 3.6))
-    for place, contender in enumerate(CONTENDERS):
+    for index, contender in enumerate(CONTENDERS):
         every = [curve for (name, _), curve in curves.items() if name == contender]
         for curve in every:
-            axis.plot(list(curve), list(curve.values()), color=f"C{place}", alpha=0.25, linewidth=0.8)
+            axis.plot(list(curve), list(curve.values()), color=f"C{index}", alpha=0.25, linewidth=0.8)
         means = {step: sum(curve[step] for curve in every) / len(every) for step in every[0]}
         label = "LoRA over bf16 experts" if contender == "bf16" else f"over {contender.upper()} experts"
-        axis.plot(list(means), list(means.values()), color=f"C{place}", label=label)
+        axis.plot(list(means), list(means.values()), color=f"C{index}", label=label)
     axis.set_xlabel("step")
     axis.set_ylabel("held-out loss")
     axis.legend(frameon=False)

@@ -87,11 +87,11 @@ def package_files(distributions: Iterable[importlib.metadata.Distribution]):
         paths = sorted(str(path) for path in package.files or [] if path.suffix == ".py" and ".." not in path.parts)
         files = []
         for path in paths if licence else []:
-            place = Path(package.locate_file(path))
-            if path in taken or not place.is_file() or place.stat().st_size > MAX_FILE_BYTES:
+            located = Path(package.locate_file(path))
+            if path in taken or not located.is_file() or located.stat().st_size > MAX_FILE_BYTES:
                 continue
             taken.add(path)
-            files.append((path, place.read_text(encoding="utf-8", errors="replace")))
+            files.append((path, located.read_text(encoding="utf-8", errors="replace")))
         if files:
             yield package.metadata["Name"], package.version, licence, files
 

@@ -68,9 +68,9 @@ def main(arguments=None) -> None:
         for form, is_3d in FORMS.items():
             versions.is_3d, seconds = is_3d, []
             for _ in range(options.rounds):
-                started = time.perf_counter()
+                began = time.perf_counter()
                 path = versions.publish().folder / "adapter_model.safetensors"
-                seconds.append(time.perf_counter() - started)
+                seconds.append(time.perf_counter() - began)
             size = {"GB": path.stat().st_size / 1e9, "tensors": len(headers_of(path))}
             table.add(f"{MODEL}, {config.num_hidden_layers} layers", form, {"seconds": seconds, **size})
     table.write()

@@ -89,7 +89,7 @@ def load(folder: Path) -> dict:
     return {"seconds": seconds, **watched.peak}
 
 
-def forget(folder: Path) -> None:
+def drop_from_page_cache(folder: Path) -> None:
     """Drop the folder's files from the page cache, so that the next reader goes to the disk."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
@@ -123,12 +123,12 @@ def main() -> None:
         table.add(**common, what=what, **values, machine=f"{platform.machine()}, {os.cpu_count()} cores")
 
     for layout, src, dst, kind in (("hub -> native", hub, native, "native"), ("native -> hub", native, back, "hub")):
-        forget(src)
+        drop_from_page_cache(src)
         add(f"convert {layout}", in_process(convert, src, dst, kind, arguments.shard_size))
     for layout, folder in (("hub", hub), ("native", native)):
         for cache in ("cold", "warm", "warm"):
             if cache == "cold":
-                forget(folder)
+                drop_from_page_cache(folder)
             add(f"load {layout}, {cache} page cache", in_process(load, folder))
     table.write()
     shutil.rmtree(arguments.folder)

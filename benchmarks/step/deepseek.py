@@ -107,9 +107,9 @@ def measure(table: Table, layers: int, options, rank: int, world: int) -> None:
     model = prepare(base, run)
     metrics = {"built_s": seconds, "host_GiB": taken / GIB, **first_losses(model, options, rank, world)}
     shape = f"{layers} layers, {options.tokens} tokens a GPU, {world} {'GPUs' if world > 1 else 'GPU'}"
-    place = "on the GPU" if options.resident else "in host memory"
+    location = "on the GPU" if options.resident else "in host memory"
     format, linear = MODELS[options.model].packed.upper(), ", NF4 linear" if options.linear else ""
-    contender = f"{format} experts {place}{linear}, {options.optimizer}"
+    contender = f"{format} experts {location}{linear}, {options.optimizer}"
     called, optimizer = wrap_in_ddp(model, world), make_optimizer(options, model)
     tokens = batch_of(model, options, rank)
     release()

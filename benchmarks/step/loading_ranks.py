@@ -27,7 +27,7 @@ from transformers.distributed import DistributedConfig
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
-from benchmarks.step.checkpoints import PeakMemory, forget, gigabytes, make
+from benchmarks.step.checkpoints import PeakMemory, drop_from_page_cache, gigabytes, make
 
 SHARD_SIZE = "500MB"
 CONFIG = {
@@ -90,7 +90,7 @@ def main() -> None:
     for stored in arguments.stored:
         held_as, folder = HELD_AS[stored], arguments.folder / stored
         for ranks in arguments.ranks:
-            forget(folder)
+            drop_from_page_cache(folder)
             for rank, loading in enumerate(load_on_ranks(ranks, folder, held_as)):
                 names = {"stored": stored, "held_as": held_as, "ranks": ranks, "rank": rank}
                 figures = {"checkpoint_gb": sum(gigabytes(folder)), "file_gb": max(gigabytes(folder)), **loading}

@@ -46,8 +46,8 @@ def save(folder: str, options) -> None:
 def load(folder: str, experts: str, options, distributed: DistributedConfig | None = None):
     """Load the model and give it adapters, the same on one GPU and on several."""
     packed = {} if experts == "bf16" else {"experts_quantization": experts}
-    place = {"distributed_config": distributed} if distributed else {"device_map": options.device}
-    model = sonicmoe_hf.from_pretrained(folder, dtype=torch.bfloat16, **packed, **place)
+    location = {"distributed_config": distributed} if distributed else {"device_map": options.device}
+    model = sonicmoe_hf.from_pretrained(folder, dtype=torch.bfloat16, **packed, **location)
     spread_load(model)
     torch.manual_seed(0)
     adapters = sonicmoe_hf.lora_config(model, RANK, target_modules=list(WHOLE_ATTENTION), init_lora_weights=False)

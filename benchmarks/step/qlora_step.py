@@ -31,7 +31,7 @@ CARD_GIB = 24
 
 
 class Case(NamedTuple):
-    """is_capped: to the memory of a card."""
+    """A run, and whether the GPU's memory is capped to that of a card."""
 
     run: Run
     is_capped: bool

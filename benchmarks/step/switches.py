@@ -7,10 +7,9 @@ Layers of Qwen3-30B-A3B with random weights, experts in NF4, adapters of rank 16
 names what is set: `plain` nothing, `liger` use_liger_kernel=True, `loss` Liger's fused loss alone, `torch_compile` the
 argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192), `unpacked`
 attach(packed_tokens=False), without which `torch_compile` and `layers` pack by themselves, `lengths`
-attach(few_lengths=True),
-`unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss, `bf16` experts in bf16. Liger's patches
-of one case would meet the next, hence the processes. A setting is the tokens of a step, or `field`: four micro-batches of
-two padded rows, of 190 tokens in the mean, new at every step.
+attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss, `bf16` experts
+in bf16. Liger's patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or
+`field`: four micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
 
 `second` is no switch: it names the second start of the same run in the table, whose graphs torch's cache has.
 

@@ -34,7 +34,7 @@ class StepMeasurements(NamedTuple):
 
 
 def adapt(model, mode: str, rank: int = RANK, targets: Sequence[str] | None = ATTENTION):
-    """Set up what a mode trains. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the
+    """Set up the weights that a mode trains. "full": all. "LoRA", or "QLoRA" of packed experts: adapters on the
     experts and on `targets` (None: the whole attention), in fp32. "frozen": on the targets alone."""
     if mode == "full":
         return model.requires_grad_(True)

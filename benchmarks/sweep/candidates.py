@@ -61,7 +61,7 @@ def products(shape: Shape, inputs, rows=None) -> dict[str, tuple[int, Callable]]
 
 
 class NothingKept(dict):
-    """Every launch is a first one: here the first only compiles."""
+    """A cache of launches that keeps none, so that every launch is a first one, which here only compiles."""
 
     def __setitem__(self, key, value):
         pass

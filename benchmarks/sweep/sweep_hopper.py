@@ -49,9 +49,9 @@ def use(tile: Tile):
 
 def asked_for(call, tile: Tile):
     """Find the kernel that a call asks for, compiling and launching nothing; none where Triton's runs in its place."""
-    found = []
+    asked = []
     kernels = ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad")
-    notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
+    notes = {name: (lambda *parameters, name=name: asked.append((name, parameters))) for name in kernels}
     use(tile)
     with (
         mock.patch.multiple(compiled, **notes),
@@ -59,7 +59,7 @@ def asked_for(call, tile: Tile):
         mock.patch.object(cache, "compile_ahead"),
     ):
         call(hopper)
-    return found
+    return asked
 
 
 def compile_all(shapes, wanted):
@@ -69,9 +69,9 @@ def compile_all(shapes, wanted):
     for shape in shapes:
         of_shape = products(shape, problem(shape))
         for name in wanted:
-            found = {tile: asked_for(of_shape[name][1], tile) for tile in CANDIDATES[name]}
-            kernels |= dict.fromkeys(kernel for asked in found.values() for kernel in asked)
-            candidates[shape, name] = [tile for tile, asked in found.items() if asked]
+            by_tile = {tile: asked_for(of_shape[name][1], tile) for tile in CANDIDATES[name]}
+            kernels |= dict.fromkeys(kernel for asked in by_tile.values() for kernel in asked)
+            candidates[shape, name] = [tile for tile, asked in by_tile.items() if asked]
     for _ in warmup.compile_kernels(list(kernels), os.cpu_count()):
         pass
     print(f"{len(kernels)} kernels compiled", flush=True)

@@ -71,15 +71,15 @@ def jobs(shape: Shape, weights):
 
 def packed_weights(shape: Shape, layers):
     _, H, I, E, _ = shape
-    found = {}
+    by_format = {}
     for name in FORMATS:
         sizes = ((2 * I, H), "concatenated"), ((H, I), "whole")
         pair = [FORMATS[name].quantize(torch.randn(E, *size, device="cuda"), order) for size, order in sizes]
-        found[name] = [
+        by_format[name] = [
             [PackedOperand(*(None if p is None else p.clone() for p in packed), name) for packed in pair]
             for _ in range(layers)
         ]
-    return found
+    return by_format
 
 
 def main():

@@ -64,12 +64,12 @@ def jobs(shape: Shape, wanted, inputs):
     """Make kernel -> ([(name, what has the candidate used, call)], FLOP)."""
     x, _, _, expert, weight, _ = inputs
     T, H, _, E, K = shape
-    found: dict[str, tuple[list, float]] = {}
+    by_kernel: dict[str, tuple[list, float]] = {}
 
     def add(kernel, tile, candidates, flop, call):
         for candidate in candidates if kernel in wanted else ():
             name = f"{tile}:{'' if candidate is None else ' '.join(map(str, candidate))}"
-            found.setdefault(kernel, ([], flop))[0].append((name, partial(use, tile, candidate), call))
+            by_kernel.setdefault(kernel, ([], flop))[0].append((name, partial(use, tile, candidate), call))
 
     for tile in (64, 128) if T * K <= 512 * E else (128,):
         use(tile, None)
@@ -82,7 +82,7 @@ def jobs(shape: Shape, wanted, inputs):
     y, weight = torch.randn(T * K, H, device=x.device, dtype=x.dtype), weight.float().reshape(-1)
     add("combine", tile, [None], 0, lambda: kernels.combine(y, weight, rows, T))
     add("dispatch", tile, [None], 0, lambda: kernels.dispatch(expert, None, T, E, False)[:5])
-    return found
+    return by_kernel
 
 
 def unwritten(shape: Shape):

@@ -53,7 +53,7 @@ PADDED = (
 )
 _last: LastAnswer[list[int] | None] = LastAnswer()  # of masks: the first token of each row
 _warned: set[str] = set()
-PAD = (
+PAD_REMEDY = (
     "pad sequences (TRL: packing=False, padding_free=False; no packed_tokens of attach(trainer), no "
     "DataCollatorWithFlattening)"
 )
@@ -75,7 +75,7 @@ def check_rows(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         return
     by_kernels = any(name in (config._attn_implementation or "") for name in BY_KERNELS)
     why, needed = LEAKING.get(config.model_type.removeprefix("sonicmoe_"), (None, ()))
-    remedy = PAD
+    remedy = PAD_REMEDY
     if why is None:
         if by_kernels or positions is not None:
             return
@@ -103,9 +103,9 @@ def _restarts(position_ids: torch.Tensor | None, four_rows: bool) -> bool:
     return are_packed({"position_ids": position_ids})
 
 
-class Sequence(NamedTuple):
-    """A sequence of a batch. shift: by how much earlier in the row its positions are: those of a row padded left count
-    from the row's start, unless the caller gave others."""
+class SequenceSpan(NamedTuple):
+    """The span of one sequence in a batch. shift: by how much earlier in the row its positions begin: those of a row that
+    is padded left count from the row's start, unless the caller gave others."""
 
     span: Span
     shift: int = 0
@@ -140,7 +140,7 @@ def _run_apart(self, original: Callable, given: dict[str, Any]) -> torch.Tensor 
     return _join(pieces, sequences, given)
 
 
-def _sequences(given: dict[str, Any]) -> list[Sequence] | None:
+def _sequences(given: dict[str, Any]) -> list[SequenceSpan] | None:
     """Find the sequences of a layer's call; None where each fills its row from the start on."""
     (size, length, _), mask = given["hidden_states"].shape, given["attention_mask"]
     if are_packed(given) and _all_are_tokens(mask):
@@ -148,13 +148,14 @@ def _sequences(given: dict[str, Any]) -> list[Sequence] | None:
         assert starts is not None, "packed rows have starts inside"
         begins = starts.tolist()
         ends = itertools.pairwise(begins)
-        return [Sequence(Span(first // length, first % length, (last - 1) % length + 1)) for first, last in ends]
+        return [SequenceSpan(Span(first // length, first % length, (last - 1) % length + 1)) for first, last in ends]
     firsts = _first_tokens(mask, size)
     if firsts is None:
         return None
     counts = _count_from_the_row(given, firsts)
     return [
-        Sequence(Span(row, first, length), first * counted) for row, (first, counted) in enumerate(zip(firsts, counts))
+        SequenceSpan(Span(row, first, length), first * counted)
+        for row, (first, counted) in enumerate(zip(firsts, counts))
     ]
 
 
@@ -177,7 +178,7 @@ def _check_cached(given: dict[str, Any]) -> None:
         logger.warning(f"sonicmoe_hf: {PADDED}")
 
 
-def _own_keys(mask: torch.Tensor) -> torch.Tensor:
+def _see_themselves(mask: torch.Tensor) -> torch.Tensor:
     """Tell which tokens see themselves, [B, 1, S], by a mask [B, 1, S, T] of the last S of T keys, or uint8 [B, 1, S, W]
     of the W keys up to a token: padding does not, whose positions begin no sequence."""
     own = mask[..., -1] if mask.dtype == torch.uint8 else mask.diagonal(mask.shape[-1] - mask.shape[-2], -2, -1)
@@ -185,7 +186,7 @@ def _own_keys(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _all_are_tokens(mask: torch.Tensor | None) -> bool:
-    return mask is None or bool(_own_keys(mask).all())
+    return mask is None or bool(_see_themselves(mask).all())
 
 
 def _first_tokens(mask: torch.Tensor | None, batch_size: int) -> list[int] | None:
@@ -194,7 +195,7 @@ def _first_tokens(mask: torch.Tensor | None, batch_size: int) -> list[int] | Non
         return None
 
     def compute() -> list[int] | None:
-        firsts = _own_keys(mask)[:, 0].int().argmax(1).expand(batch_size).tolist()
+        firsts = _see_themselves(mask)[:, 0].int().argmax(1).expand(batch_size).tolist()
         return firsts if any(firsts) else None
 
     return _last.get(mask, batch_size, compute)
@@ -209,7 +210,7 @@ def _count_from_the_row(given: dict[str, Any], firsts: list[int]) -> list[bool]:
     return [int(rows[row, first]) == first for row, first in enumerate(firsts)]
 
 
-def _cut_to_sequence(given: dict[str, Any], sequence: Sequence) -> dict[str, Any]:
+def _cut_to_sequence(given: dict[str, Any], sequence: SequenceSpan) -> dict[str, Any]:
     """Cut a layer's arguments to a sequence, with the positions that it has alone, and the mask to its queries and
     keys."""
     (row, first, last), shift = sequence
@@ -222,7 +223,7 @@ def _cut_to_sequence(given: dict[str, Any], sequence: Sequence) -> dict[str, Any
     return piece
 
 
-def _join(pieces: list[torch.Tensor], sequences: list[Sequence], given: dict[str, Any]) -> torch.Tensor:
+def _join(pieces: list[torch.Tensor], sequences: list[SequenceSpan], given: dict[str, Any]) -> torch.Tensor:
     """Join the sequences' results [1, S of a sequence, .] to [B, S, .], with zeros for tokens of none."""
     size, length, _ = given["hidden_states"].shape
     joined, end = [], 0

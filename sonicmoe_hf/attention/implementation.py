@@ -1,6 +1,6 @@
 """attn_implementation="torch_sinks": the attention function that Transformers' models call.
 
-Importing this module makes the name known to Transformers.
+registration.py makes the name known to Transformers; models.py says which models take it.
 """
 
 from __future__ import annotations

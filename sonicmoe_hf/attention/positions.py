@@ -54,8 +54,8 @@ def are_packed(given: dict[str, Any]) -> bool:
 
 
 def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
-    """Compute the `sequence_starts` of position_ids, once for all layers of a model; a graph of torch.compile has one of
-    the layers' ops for it."""
+    """Compute the `sequence_starts` of position_ids, once for all layers of a model. In a graph of torch.compile each
+    layer calls the op on the same tensor, and one of these calls remains."""
 
     def compute():
         return sequence_starts(begins_of(position_ids, batch_size))

@@ -8,10 +8,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-OURS, RUN = (
-    "sonicmoe_hf",
-    "sonicmoe-hf run",
-)  # who replaces a function; the command may replace those of the package too
+# who replaces a function: the package, or the command, which may replace functions of the package too
+OURS, RUN = "sonicmoe_hf", "sonicmoe-hf run"
 
 
 class Replaced(NamedTuple):

@@ -103,14 +103,14 @@ def mark_initialized(parameter: Any) -> None:
 def auto_class_of(config):
     """Find the Auto class of the model that the config's `architectures` names, which is more than a base model; else the
     first that has a model for this config, of text before images and sound; None without any."""
-    having = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class._model_mapping]
+    with_model = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class._model_mapping]
     declared = set(getattr(config, "architectures", None) or ())
     named = (
         auto_class
-        for auto_class in (*having, *CLASSIFIERS)
+        for auto_class in (*with_model, *CLASSIFIERS)
         if auto_class is not AutoModel and declared & _models_of(auto_class, config)
     )
-    return next(named, next(iter(having), None))
+    return next(named, next(iter(with_model), None))
 
 
 def _models_of(auto_class, config) -> set[str]:

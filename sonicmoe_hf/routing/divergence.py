@@ -52,13 +52,13 @@ def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tenso
         if len(runs) != len(own_runs):
             raise ValueError(f"{layer} ran {len(own_runs)} times, but {len(runs)} times in the recorded call")
         if runs:
-            shares[layer] = _share(layer, runs, own_runs, mask)
+            shares[layer] = _differing_share(layer, runs, own_runs, mask)
     device = next(iter(shares.values())).device
     names, values = list(shares), torch.stack([share.to(device) for share in shares.values()]).tolist()
     return dict(zip(names, values))
 
 
-def _share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], mask: torch.Tensor | None):
+def _differing_share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], mask: torch.Tensor | None):
     """Compute a layer's share, a scalar tensor; nan where no token is known."""
     counts = []
     for given_TK, own_TK in zip(runs, own_runs):

@@ -152,7 +152,7 @@ class ModelHook:
         call = forward.call
         if forward.is_outermost:
             if not is_compiling:
-                self._check(model)
+                self._check_policy(model)
             self._prepare(model, call, kwargs)
         if call.trains:
             arguments = {**dict(zip(self.parameters, args)), **kwargs}
@@ -221,11 +221,12 @@ class ModelHook:
         implementations = map(expert_parallelism, self.experts)
         return next((ours.batch_group for ours in implementations if ours is not None), None)
 
-    def _check(self, model: nn.Module) -> None:
+    def _check_policy(self, model: nn.Module) -> None:
+        """Check once that the layers support the policy, and hook the routers that came since it was set."""
         policy = self.state.policy
         if policy is not None and policy != self.checked_policy:
             check_routing(model, policy)
-            hook_routers(model, self.state)  # of those that came into the model since
+            hook_routers(model, self.state)
             self.experts, self.checked_policy = every_experts(model), policy
 
     def leave(self, model: nn.Module, args, output):

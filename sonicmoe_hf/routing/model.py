@@ -25,7 +25,7 @@ def routing_state(model: nn.Module) -> RoutingState:
     Raises:
         ValueError: the model is not patched.
     """
-    return find_state(model) or _hook(_patched_root(model))
+    return find_state(model) or _install(_patched_root(model))
 
 
 def _patched_root(model: nn.Module) -> nn.Module:
@@ -36,7 +36,7 @@ def _patched_root(model: nn.Module) -> nn.Module:
     return root
 
 
-def _hook(root: nn.Module) -> RoutingState:
+def _install(root: nn.Module) -> RoutingState:
     """Install the hooks of routing, if they are not there, and return their state."""
     state = find_state(root) or RoutingState()
     install_hooks(root, state)
@@ -48,7 +48,7 @@ def set_policy(root: nn.Module, policy: TokenRounding | None) -> None:
     ranks share the experts: they exchange their numbers of tokens once for each call of the model."""
     is_shared = any(expert_parallelism(experts) is not None for experts in every_experts(root))
     if policy is not None or is_shared or find_state(root) is not None:
-        state = _hook(root)
+        state = _install(root)
         state.policy = policy
         state.before_step.pop("policy", None)
 
@@ -82,7 +82,7 @@ def use_routers(
     """
     root = _patched_root(model)
     check_routing(root, policy, remedy)
-    return _hook(root)
+    return _install(root)
 
 
 def router_hooks(model: nn.Module) -> list[RouterHook]:

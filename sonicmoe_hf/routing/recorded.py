@@ -86,9 +86,9 @@ class RecordedRouting:
             ValueError: in a call a layer did not run once; RuntimeError: layers had other tokens. `calls` has what each
                 used.
         """
-        return [self._tensor(number, call) for number, call in enumerate(self.calls)]
+        return [self._stack_layers(number, call) for number, call in enumerate(self.calls)]
 
-    def _tensor(self, number: int, call: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
+    def _stack_layers(self, number: int, call: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
         for name in self.layers:
             if len(call.get(name, ())) != 1:
                 raise ValueError(

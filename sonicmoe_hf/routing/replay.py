@@ -21,8 +21,8 @@ from .recorded import RecordedRouting, ReplayedCall
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of given indices
 
 
-def _layers(model: nn.Module) -> dict[str, int]:
-    """Read {layer: its number of experts} of a patched model, in order.
+def _experts_by_layer(model: nn.Module) -> dict[str, int]:
+    """Read {layer: its number of experts} of a patched model, in the order of its layers.
 
     Raises:
         UnsupportedModelError: a layer's router is not known. ValueError: as `use_routers`.
@@ -53,7 +53,7 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
     Raises:
         UnsupportedModelError, ValueError: as `replay_routing`.
     """
-    layers = _layers(model)
+    layers = _experts_by_layer(model)
     weight = next(find_layers(model)).router.weight
     device = None if weight.is_meta else weight.device  # of an offloaded router only its call tells
     if isinstance(routing, RecordedRouting) and None in routing.num_experts.values():
@@ -114,7 +114,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
         with sonicmoe_hf.replay_routing(model, routing):
             new = model(**batch).logits
     """
-    routing = RecordedRouting(_layers(model))
+    routing = RecordedRouting(_experts_by_layer(model))
     with _following(model, routing):
         yield routing
 

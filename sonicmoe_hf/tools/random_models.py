@@ -177,11 +177,11 @@ def _build(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
     return model
 
 
-def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tuple[str, ...]) -> None:
+def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, packed_later: tuple[str, ...]) -> None:
     """Initialise a module's own parameters and buffers, on the meta device until now, to the values that its model begins
-    with; the parameters `left` stay there."""
-    on_meta = {name: module._parameters[name] for name in left}
-    module._parameters.update(dict.fromkeys(left))
+    with; the parameters `packed_later` stay there."""
+    on_meta = {name: module._parameters[name] for name in packed_later}
+    module._parameters.update(dict.fromkeys(packed_later))
     module.to_empty(device=device, recurse=False)
     if not isinstance(
         module, nn.Linear | nn.Embedding

@@ -137,9 +137,9 @@ def attach(
             the gradients of its micro-batches; dropout draws other numbers. It is for Transformers' own loss, on one GPU
             or by DDP. By default, where layers are compiled, by `compile_layers` before training too, rows have at most
             as many tokens as the largest micro-batch so far has with padding, and 4,096, so that memory does not grow.
-            Micro-batches are computed one by one, and
-            the reason is said, where a row would not be as they are, where attention is not "sdpa", flash attention or
-            "torch_sinks", and where CUDA graphs are captured. False, or 0, leaves rows out.
+            Micro-batches are computed one by one, and the reason is said, where a row would not be as they are, where
+            attention is not "sdpa", flash attention or "torch_sinks", and where CUDA graphs are captured. False, or 0,
+            leaves rows out.
         few_lengths: whether training micro-batches are padded at the end to a few lengths, by less than a tenth or 8
             tokens. Where lengths vary, sizes come again, and with them what was prepared for them; losses and gradients
             stay the same. Batches with more than input_ids, labels and attention_mask [B, L] stay as they are. By default

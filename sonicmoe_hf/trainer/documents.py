@@ -27,6 +27,6 @@ def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs)
     positions = inputs.get("position_ids") if is_whole or is_cut else None  # GRPO's inputs are a list of prompts
     if positions is not None and positions.dim() == 2 and "attention_mask" not in inputs:
         has_begin = is_whole or torch.distributed.get_rank() % config.sp_size == 0
-        if (positions == 0).sum(1).max() > has_begin:
+        if (positions == 0).sum(1).max() > has_begin:  # one more begin than that of the sequence itself
             raise ValueError(SEVERAL_DOCUMENTS.format(option="cp_size" if is_whole else "sp_size"))
     return training_step(model, inputs, *args, **kwargs)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-SHARE = 10  # of the tokens, padding adds less than one in so many
+PADDING_DIVISOR = 10  # padding adds less than a tenth of the tokens
 ALIGNMENT = 8
 PLAIN = {"input_ids", "labels", "attention_mask"}
 
@@ -26,7 +26,7 @@ def few_length(length: int) -> int:
 
     Between a length and its double lie ten such multiples at most.
     """
-    multiple = max(1 << max((length // SHARE).bit_length() - 1, 0), ALIGNMENT)
+    multiple = max(1 << max((length // PADDING_DIVISOR).bit_length() - 1, 0), ALIGNMENT)
     return -(-length // multiple) * multiple
 
 

@@ -64,20 +64,20 @@ def draw_experts(figure, axes, rows_of_layers: dict[str, np.ndarray], steps: lis
     """Draw one line of pixels per expert, layer under layer, over training steps. Layers: rows [logs, experts]."""
     from matplotlib.colors import TwoSlopeNorm
 
-    shares = []
+    ratios = []
     for rows in rows_of_layers.values():
         busiest_first = np.argsort(-rows[-max(1, len(rows) // 4) :].sum(axis=0))
         rows = rows[:, busiest_first]
-        shares.append((rows / np.maximum(rows.mean(axis=1, keepdims=True), 1)).T)
-    ends = np.cumsum([len(share) for share in shares])
+        ratios.append((rows / np.maximum(rows.mean(axis=1, keepdims=True), 1)).T)
+    ends = np.cumsum([len(ratio) for ratio in ratios])
     first_interval = steps[1] - steps[0] if len(steps) > 1 else steps[0]
     edges = [max(0, steps[0] - first_interval), *steps]
     image = axes.pcolormesh(
-        edges, np.arange(ends[-1] + 1), np.concatenate(shares), cmap="RdBu_r", norm=TwoSlopeNorm(1, 0, MAX_RATIO)
+        edges, np.arange(ends[-1] + 1), np.concatenate(ratios), cmap="RdBu_r", norm=TwoSlopeNorm(1, 0, MAX_RATIO)
     )
     axes.invert_yaxis()
     for end in ends[:-1]:
-        axes.axhline(end, color="white", linewidth=4 if len(shares) <= 8 else 1)
+        axes.axhline(end, color="white", linewidth=4 if len(ratios) <= 8 else 1)
     axes.set(xlabel="optimiser step", ylabel="experts, the busiest at the end on top, not by number")
     axes.set_yticks(ends - np.diff(ends, prepend=0) / 2, labels_of(list(rows_of_layers)))
     axes.set_title(

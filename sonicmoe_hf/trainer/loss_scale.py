@@ -20,7 +20,9 @@ def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwa
     state = find_state(trainer.model)
     if state is None or state.balancing is None or not state.balancing.loss_weight:
         return compute_loss(model, inputs, *args, **kwargs)
-    share = _share(trainer, inputs, kwargs.get("num_items_in_batch"))  # before the Trainer takes the labels out
+    share = _share_of_step(
+        trainer, inputs, kwargs.get("num_items_in_batch")
+    )  # before the Trainer takes the labels out
     calls: list[ModelCall] = []
     state.calls_of_loss = calls
     try:
@@ -33,7 +35,7 @@ def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwa
     return result
 
 
-def _share(trainer: Any, inputs, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
+def _share_of_step(trainer: Any, inputs, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
     """Compute the fraction of an optimiser step that this micro-batch is, where the loss is divided for the whole step;
     1.0 where the Trainer divides it afterwards. As in Trainer.training_step and compute_loss."""
     is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)  # since 5.19

@@ -205,10 +205,10 @@ def _counts(batches: list) -> tuple[list[int], str | None]:
     reason = next((why for batch in batches if (why := why_not_plain(batch)) is not None), None)
     if reason is not None:
         return [], reason
-    facts = torch.stack([_facts(batch) for batch in batches]).tolist()
-    if not all(is_packable for _, is_packable in facts):
+    counted = torch.stack([_count_and_check(batch) for batch in batches]).tolist()
+    if not all(is_packable for _, is_packable in counted):
         return [], "padding comes before tokens, or has labels"
-    return [count for count, _ in facts], None
+    return [count for count, _ in counted], None
 
 
 def _group(batches: list, counts: list[int], max_tokens: int) -> list[list]:
@@ -229,7 +229,7 @@ def _is_token(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
-def _facts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _count_and_check(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Compute (the tokens that are no padding, whether padding comes after them and has no labels) as int64 [2]."""
     is_token = _is_token(batch)
     is_last = (is_token[:, 1:] <= is_token[:, :-1]).all()

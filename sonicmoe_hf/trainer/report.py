@@ -61,7 +61,7 @@ def _expanded(modules: _Modules) -> str:
     return f" and in {count} of {len(layers)} layers expanded" if count else ""
 
 
-def _ranks(modules: _Modules) -> str:
+def _lora_ranks(modules: _Modules) -> str:
     """Write the ranks of the experts' adapters, which PEFT may choose apart for each weight; "" without any."""
     of_weight: dict[str, set[int]] = {}
     for module in modules.named.values():
@@ -73,7 +73,7 @@ def _ranks(modules: _Modules) -> str:
     return " and ".join(f"rank {ranks} on {name}" for name, ranks in sorted(written.items()))
 
 
-def _beside(modules: _Modules) -> list[str]:
+def _adapted_beside(modules: _Modules) -> list[str]:
     """Say which modules beside the experts have adapters, by the last part of their names."""
     adapted = {
         name.rpartition(".")[2]
@@ -83,9 +83,9 @@ def _beside(modules: _Modules) -> list[str]:
     return [f"  LoRA beside the experts: on {', '.join(sorted(adapted))}"] if adapted else []
 
 
-def _training(model: nn.Module, modules: _Modules, remedies: Remedies) -> str:
+def _trained_weights(model: nn.Module, modules: _Modules, remedies: Remedies) -> str:
     """Say which of the experts' weights are trained, and what would change it."""
-    ranks = _ranks(modules)
+    ranks = _lora_ranks(modules)
     weights: list[Any] = [weight for experts in modules.experts for weight in experts.parameters()]
     formats = (weight.format for weight in weights if isinstance(weight, PackedWeight))
     packed = next(filter(None, formats), None)  # dense weights on the host have the format ""
@@ -101,21 +101,21 @@ def _training(model: nn.Module, modules: _Modules, remedies: Remedies) -> str:
     return f"{held}, beside LoRA that leaves them out; {remedies.adapt} adapts them too" if has_lora else held
 
 
-def _balancing(model: nn.Module, args: Any) -> list[str]:
+def _balanced_by(model: nn.Module, args: Any) -> list[str]:
     """Say what balances the experts, and whether the routers learn from it. args: of the Trainer, if it is known."""
     state, (coefficient, is_trainers) = find_state(model), router_loss(model, args)
     weight, counting = (0.0, False) if state is None or state.balancing is None else state.balancing
-    ways = [f"a loss of weight {weight:g}"] * bool(weight) + ["the routers' correction biases"] * counting
+    balancers = [f"a loss of weight {weight:g}"] * bool(weight) + ["the routers' correction biases"] * counting
     if coefficient:
-        ways.append(
+        balancers.append(
             f"a loss of {'the trainer' if is_trainers else 'the model'}'s own, router_aux_loss_coef={coefficient:g}"
         )
-    if not ways:
+    if not balancers:
         return []
     weights = [weight for _, _, router in routers(model) for weight in router.parameters()]
     is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
     frozen = "; the routers are frozen, so it reaches what they read" if is_frozen and (weight or coefficient) else ""
-    return [f"  balancing: by {' and '.join(ways)}{frozen}"]
+    return [f"  balancing: by {' and '.join(balancers)}{frozen}"]
 
 
 def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies: Remedies, args: Any = None) -> str:
@@ -134,7 +134,11 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     if weight.device.type == "cpu" and "OMP_WAIT_POLICY" not in os.environ:
         lines.append(f"  threads: {SPINNING}")
     if trains:
-        lines += [f"  experts: {_training(model, modules, remedies)}", *_beside(modules), *_balancing(model, args)]
+        lines += [
+            f"  experts: {_trained_weights(model, modules, remedies)}",
+            *_adapted_beside(modules),
+            *_balanced_by(model, args),
+        ]
     return "\n".join(lines)
 
 

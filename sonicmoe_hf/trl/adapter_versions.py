@@ -103,16 +103,16 @@ class AdapterVersions:
             CheckpointError: vLLM takes no such adapter, or not of this model.
         """
         factors = gathered_factors(self.model, self.adapter, self.accelerator.device)
-        found: list[Any] = [None]
+        box: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                found = [self._inspect(factors)]
+                box = [self._inspect(factors)]
             except (CheckpointError, OSError) as error:
-                found = [error]
-        broadcast_object_list(found, from_process=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        self.rank, self.takes_3d, self.number = found[0]
+                box = [error]
+        broadcast_object_list(box, from_process=0)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        self.rank, self.takes_3d, self.number = box[0]
 
     def _inspect(self, factors: dict[str, torch.Tensor]) -> tuple[int, bool, int]:
         """Compute the adapter's rank, rounded up for vLLM, whether vLLM takes PEFT's own form, and the last number."""

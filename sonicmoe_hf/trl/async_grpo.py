@@ -15,7 +15,7 @@ from .adapter_versions import AdapterVersions, adapter_of
 from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks
 from .serving import Serving, dtype_of
 
-BUILDER = "validate_lora_for_vllm_sync"
+BUILDER = "validate_lora_for_vllm_sync"  # a global of its module, by which factory.py knows AsyncGRPOTrainer
 WHOLE = (
     "AsyncGRPOTrainer would merge the adapter and send whole weights, which vLLM does not take of these experts; start "
     "the server with {flags}, one replica (no --data-parallel-size), and give no weight_transfer"

@@ -60,7 +60,7 @@ class AdapterGeneration(Theirs):
         if self.accelerator.is_main_process:
             self.server = VllmServer(self.vllm_client, self.versions, self.replay, dtype)
             self._check_base(self.serving.served_base or self.server.base)
-        self._share_number()
+        self._broadcast_number()
 
     def _module(self) -> Any:
         import trl.generation.vllm_generation
@@ -71,7 +71,7 @@ class AdapterGeneration(Theirs):
         given = self.serving.vllm_options.get("dtype")
         return getattr(torch, str(given).removeprefix("torch.")) if given not in (None, "auto") else dtype
 
-    def _share_number(self) -> None:
+    def _broadcast_number(self) -> None:
         """Tell all ranks the number that versions go on after."""
         box = [self.versions.number]
         broadcast_object_list(box, from_process=0)

@@ -55,8 +55,8 @@ def check_hooks(hooks: tuple[Hook, ...]) -> None:
 
 
 def check_replay_hooks(trainer_class: type) -> None:
-    """Do the same for the methods of TRL's GRPOTrainer that replay overrides. 1.14 hands positional arguments on to two
-    functions by the way that computes logits."""
+    """Check as `check_hooks` does the methods of TRL's GRPOTrainer that replay overrides. TRL 1.14 hands the positional
+    arguments of one on to two functions, of which each computes logits in its own way."""
     owner = next(
         cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.") and "_generate" in vars(cls)
     )

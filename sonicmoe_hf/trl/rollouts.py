@@ -52,7 +52,7 @@ class GeneratedSequences:
         Raises:
             RuntimeError: none of them was generated.
         """
-        generated = self._beginning(ids) or self._containing(ids)
+        generated = self._prefix_of(ids) or self._continuation_of(ids)
         if generated is None:
             raise RuntimeError(
                 "a completion is none that vLLM generated in this rollout, so its experts are not known; leave out what "
@@ -69,17 +69,17 @@ class GeneratedSequences:
         unknown = rows.new_full((len(ids) - 1 - len(rows), *rows.shape[1:]), -1)
         return torch.cat([rows, unknown])
 
-    def _beginning(self, ids: list[int]) -> Generated | None:
+    def _prefix_of(self, ids: list[int]) -> Generated | None:
         """Find the longest sequence that `ids` begins with, where all that was cut off is behind it."""
         hashes = list(_hashes(ids))
         for length in range(len(ids), 0, -1):
             for number, each in enumerate(same := self._by_hash.get(hashes[length], [])):
                 if each.ids == ids[:length]:
-                    is_cut = length < len(ids) and self._containing(ids) is not None
+                    is_cut = length < len(ids) and self._continuation_of(ids) is not None
                     return None if is_cut else (same.pop(number) if len(same) > 1 else each)
         return None
 
-    def _containing(self, ids: list[int]) -> Generated | None:
+    def _continuation_of(self, ids: list[int]) -> Generated | None:
         """Find a sequence that begins with `ids`."""
         every = (each for same in self._by_hash.values() for each in same)
         return next((each for each in every if each.ids[: len(ids)] == ids), None)

@@ -23,7 +23,7 @@ from .serving import Serving
 
 logger = logging.getLogger(__name__)
 ROUTING = "routing"  # beside TRL's own tensors of a batch, which it shuffles and splits together: [B, S, L, K]
-BUILDER = "VLLMGeneration"
+BUILDER = "VLLMGeneration"  # the global by which a trainer's module builds its engine
 SCORING_ARGUMENTS = ("input_ids", "attention_mask", "logits_to_keep", "batch_size")  # as TRL gives them by position
 UNTRUNCATED = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None)}
 TRUNCATED = (
@@ -166,16 +166,16 @@ class ReplaysRouting(SendsAdapters):
             mask = batch["completion_mask"].bool() & ~sampled.isnan()
             if "tool_mask" in batch:
                 mask &= batch["tool_mask"].bool()
-            ratio = (old - sampled)[mask].double()
-            if len(ratio):
-                kl, gap = (ratio.exp() - 1 - ratio).mean().item(), ratio.abs().max().item()
+            log_ratio = (old - sampled)[mask].double()
+            if len(log_ratio):
+                kl, gap = (log_ratio.exp() - 1 - log_ratio).mean().item(), log_ratio.abs().max().item()
         seconds = self.vllm_generation.sync_seconds if self.use_vllm else float("nan")
         values = torch.tensor([kl, divergence, seconds, gap], dtype=torch.float64, device=self.accelerator.device)
         every = self.accelerator.gather(values).view(-1, len(values))
         means, largest = every.nanmean(0).tolist(), every[:, 3].nan_to_num(nan=-1.0).max().item()
         log = self._metrics["train" if self.model.training else "eval"]
-        found = {"kl": means[0], "divergence": means[1], "sync_seconds": means[2], "largest_gap": largest}
-        for name, value in found.items():
+        metrics = {"kl": means[0], "divergence": means[1], "sync_seconds": means[2], "largest_gap": largest}
+        for name, value in metrics.items():
             if value == value and value >= 0:
                 log[f"serving/{name}"].append(value)
 

@@ -91,7 +91,7 @@ def packed_batch(lengths=(5, 1, 9), num_labels=VOCABULARY, with_starts=False, de
 
 
 def split_packed(lengths=(5, 1, 9)):
-    """Split the sequences of `packed` into batches of their own."""
+    """Split the sequences of `packed_batch` into batches of their own."""
     parts = {name: tensor.split(lengths, 1) for name, tensor in packed_batch(lengths).items()}
     return [dict(zip(parts, each)) for each in zip(*parts.values())]
 

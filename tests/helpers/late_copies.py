@@ -29,6 +29,9 @@ class Event:
 
 
 class Buffer:
+    """Memory of a buffer. written, read: the last work of the copying stream that wrote to it, and of the computing
+    stream that read it."""
+
     def __init__(self, memory, read):
         self.memory, self.written, self.read = memory, 0, read
 
@@ -37,8 +40,11 @@ class Buffer:
 
 
 class LateCopies:
-    """See the module. log: ("copy", number of the buffer, address of the source), ("read", number of the buffer) and
-    ("over the bus", address of the pinned memory). reading: memory that work may be reading over the bus."""
+    """The copy engine of this module, in the place of those of `streaming.copies`.
+
+    log: ("copy", number of the buffer, address of the source), ("read", number of the buffer) and ("over the bus",
+    address of the pinned memory). reading: memory that work may be reading over the bus.
+    """
 
     every: ClassVar[list["LateCopies"]] = []
 

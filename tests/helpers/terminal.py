@@ -74,7 +74,7 @@ def output_of(command: str) -> str:
     """Run a command of sonicmoe-hf and return its output in a terminal of COLUMNS columns, without times and the
     folder's path; of a program that it runs, its own lines and LOGGED."""
     words = shlex.split(command.replace("\\\n", " "))[1:]
-    shown = ON_A_CPU.get(words[0], str)
+    shown = SHOWN_OF.get(words[0], str)
     apart = words[0] == "run" or (shown is not str and torch.cuda.is_available())
     printed = shown(_of_process(words) if apart else _of_main(words))
     printed = re.sub(r"\d+ s$", "0 s", printed.replace(f"{Path.cwd()}/", ""), flags=re.MULTILINE)
@@ -119,7 +119,8 @@ def _shown(line: str) -> str | None:
     return line if line.startswith("sonicmoe-hf:") else None
 
 
-ON_A_CPU = {"run": _of_run, "doctor": _of_doctor}  # commands that depend on the machine: what is shown of them
+# of the output of commands that depend on the machine, the part that is shown
+SHOWN_OF = {"run": _of_run, "doctor": _of_doctor}
 
 
 def sessions() -> list[Session]:

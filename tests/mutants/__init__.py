@@ -19,7 +19,10 @@ REPOSITORY = FOLDER.parents[1]
 
 
 class Mutation(NamedTuple):
-    """tests: files or node ids for pytest, separated by spaces, of which one fails."""
+    """A wrong change: the code `before` that stands in the file, and `after` it; why that is wrong.
+
+    tests: files or node ids for pytest, separated by spaces, of which one fails.
+    """
 
     path: str
     before: str

@@ -48,17 +48,17 @@ def compile_ahead(name: str, settings: Settings) -> Graphs:
     """Train a step of a model's first layers, of each kind at least one, with random weights, and where lengths vary
     another as one row."""
     on_meta = build_on_meta(name)
-    model: Any = random_packed_model(_cut(on_meta), experts=settings.quantize, dtype=settings.dtype)
+    model: Any = random_packed_model(_config_with_each_kind(on_meta), experts=settings.quantize, dtype=settings.dtype)
     model = get_peft_model(model, lora_config(model, r=settings.rank))
     batches = _batches(settings, model.config.get_text_config().vocab_size)
     before = cached_graphs()
     for packed_tokens in [0] if settings.tokens else [0, sum(batch["input_ids"].numel() for batch in batches)]:
         _train(model, settings, batches, packed_tokens)
-    found = cached_graphs() - before
+    counted = cached_graphs() - before
     return Graphs(
-        there=found["autograd_cache_hit"],
-        added=found["autograd_cache_saved"],
-        refused=found["autograd_cache_bypass"],
+        there=counted["autograd_cache_hit"],
+        added=counted["autograd_cache_saved"],
+        refused=counted["autograd_cache_bypass"],
         reasons=why_in_python(model),
     )
 
@@ -88,7 +88,7 @@ def _train(model: Any, settings: Settings, batches: list, packed_tokens: int) ->
         trainer.train()
 
 
-def _cut(model: PreTrainedModel) -> PreTrainedConfig:
+def _config_with_each_kind(model: PreTrainedModel) -> PreTrainedConfig:
     """Make the config of a model with as few layers as have all of its kinds."""
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or ()

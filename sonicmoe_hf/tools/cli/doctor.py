@@ -24,7 +24,7 @@ from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import LayerSupport, accelerated_layers, loading_remedy, supports
 from ...private.versions import untested_versions, versions
 from ...routing.support import why_not_rounded, with_rounding
-from .warmup import placement
+from .warmup import describe_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANK = 16  # lora_config's own
@@ -113,7 +113,9 @@ def examine(
     dtype = torch.get_default_dtype() if model.dtype is None else model.dtype
     backend, reason = _backend(device, dtype)
     has_kernels = backend in backends.KERNELS and device.type != "cpu"  # and not the reference in plain PyTorch
-    layers = [_layer(layers, not_rounding, has_kernels) for layers in collapse(support, _placements(model, support))]
+    layers = [
+        _layer(layers, not_rounding, has_kernels) for layers in collapse(support, _kernels_by_layer(model, support))
+    ]
     supported = bool(layers) and all(layer["supported"] for layer in layers)
     return {
         "name": name,
@@ -250,12 +252,12 @@ def _adapter_forecast(model, support: list[LayerSupport]) -> dict[str, Any] | No
     }
 
 
-def _placements(model, support: list[LayerSupport]) -> dict[str, str]:
+def _kernels_by_layer(model, support: list[LayerSupport]) -> dict[str, str]:
     """Say by layer what runs on the Hopper kernels on a Hopper GPU."""
     if backends.missing_for_hopper():
         return {}
-    placements = {}
+    kernels = {}
     for layer in accelerated_layers(model, support):
         sizes, activation = sizes_of(layer.experts), experts_facts(layer.experts).activation
-        placements[layer.name] = placement(sizes.hidden, sizes.intermediate, activation)
-    return placements
+        kernels[layer.name] = describe_kernels(sizes.hidden, sizes.intermediate, activation)
+    return kernels

@@ -89,8 +89,10 @@ def runnable(command: str) -> str:
     return EXAMPLE.sub(lambda match: shlex.quote(f"{FOLDER}/"), command)
 
 
-def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, known: int, is_all: bool = False) -> None:
-    """Print the ways that fit as a table, their commands, and what does not fit. known: ways, with those left out.
+def _print(
+    sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, num_ways: int, is_all: bool = False
+) -> None:
+    """Print the ways that fit as a table, their commands, and what does not fit. num_ways: those left out included.
     is_all: whether all were asked for, and what they leave room for."""
     from rich import box
     from rich.markup import escape
@@ -130,7 +132,7 @@ def _print(sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, know
             f"does not fit: {escape(way.name)}: {way.needed:.0f} GiB (at the {way.memory.moment} "
             f"{way.memory.total / GIB:.0f})"
         )
-    if len(ways) < known:
+    if len(ways) < num_ways:
         console.print("Experts can be packed in other formats too: --all")
     console.print(
         f"A way fits if its peak, {GAPS - 1:.0%} more for gaps between blocks, and {CONTEXT:g} GiB for CUDA's context "

@@ -119,7 +119,7 @@ def warmup(
     print(f"{total} kernels in {cache_folder()}: {compiled} compiled now, {seconds:.1f} s")
     on_triton_too = [kind for kind in kinds if on_triton(kind.hidden, kind.inner, kind.activation)]
     for kind in on_triton_too:
-        print(placement(kind.hidden, kind.inner, kind.activation))
+        print(describe_kernels(kind.hidden, kind.inner, kind.activation))
     return 1 if on_triton_too else 0
 
 
@@ -152,7 +152,7 @@ def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind
     return list(dict.fromkeys(kinds))
 
 
-def placement(hidden: int, inner: int, activation: Activation) -> str:
+def describe_kernels(hidden: int, inner: int, activation: Activation) -> str:
     """Say which of a layer's products run on the Hopper kernels; triton is installed."""
     from ...kernels.hopper.variants import on_triton
     from ...kernels.triton.config import FEW_ROWS

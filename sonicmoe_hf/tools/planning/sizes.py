@@ -42,7 +42,7 @@ class AttentionLinear(NamedTuple):
 
 
 MASKED_BY_HEAD = "minimax_m3_sparse"  # a kind of layers, whose mask is [B, heads, S, S]
-# By model type, bytes of a pair of tokens and head (kept, made): masks with a bias of each head; probabilities in fp32.
+# By model type, bytes of a query, a key and a head (kept, made): masks with a bias of each head; probabilities in fp32.
 OF_HEADS = {
     "inkling_text": (2.0, 2.0),
     "inkling2_text": (6.0, 8.1),
@@ -77,11 +77,11 @@ class ModelSizes:
     norms: of a layer's hidden states, more than two where what layers add is normalised too.
     heads: of the attention. mixer, mixer_output: features that the linear layers of attentions, linear attentions and
     Mamba layers make, and those that become hidden states again, averaged over the layers. head_norms: features of q and
-    k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
+    k where these have norms. attention_linears: the attentions' linear layers, which `lora_config` adapts.
     plain_inner: I of the dense and shared MLPs, summed over the layers; plain_copies: tensors of it that they keep.
     linear: parameters of all linear layers but the head. attention: "sdpa", or "eager" where a model has nothing
-    else. streams: hidden states of a token between two layers (hyper-connections have several). kept_of_pair,
-    made_of_pair: bytes that a layer's own attention keeps of a pair of tokens for backward, and makes beside that.
+    else. streams: hidden states of a token between two layers (hyper-connections have several). kept_per_score,
+    made_per_score: bytes that a layer's own attention keeps of a query and a key for backward, and makes beside that.
     gated_output: features of an attention's output that a sigmoid gates; gated_norms: of a layer's hidden states,
     with a sigmoid of their own in fp32. lightning: features of what lightning attention, plain PyTorch in fp32, makes,
     averaged over the layers. queries: features of all queries. index_heads: of the indexer that picks index_topk keys of
@@ -109,15 +109,15 @@ class ModelSizes:
     heads: int
     mixer: int
     mixer_output: int
-    projections: list[AttentionLinear]
+    attention_linears: list[AttentionLinear]
     head_norms: int
     plain_inner: int
     linear: int
     attention: str
     norms: float = 2.0
     streams: int = 1
-    kept_of_pair: float = 0.0
-    made_of_pair: float = 0.0
+    kept_per_score: float = 0.0
+    made_per_score: float = 0.0
     plain_copies: int = 4
     gated_output: int = 0
     gated_norms: float = 0.0
@@ -182,14 +182,14 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     inner = shapes[1][2]
     top_k = next((layer.router.top_k for layer in layers if layer.router is not None), None) or _entry(config, *TOP_K)
     decoder = model.get_decoder()  # without towers for images or sound
-    mixers, names = _projections(decoder, MIXERS), {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
+    mixers, names = _linear_layers(decoder, MIXERS), {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
     outputs = [p for p in mixers if p.features_out == config.hidden_size and p.name.startswith("o")]
     widest = max((p.features_in for p in outputs), default=0)
     experts = {id(parameter) for each in every_experts for parameter in each.parameters()}
     parameters = list(model.parameters())
     ends = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
     embeddings = {id(parameter): parameter for module in ends for parameter in module.parameters()}
-    of_pair = _of_pair(config, _entry(config, "num_attention_heads"))
+    score_bytes = _score_bytes(config, _entry(config, "num_attention_heads"))
     return ModelSizes(
         name=name,
         model_type=config.model_type,
@@ -209,7 +209,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         heads=_entry(config, "num_attention_heads"),
         mixer=_of_a_layer(config, ((p, p.features_out) for p in mixers if p not in outputs)),
         mixer_output=_of_a_layer(config, ((p, p.features_in) for p in outputs)),
-        projections=_projections(model, ("Attention",)),
+        attention_linears=_linear_layers(model, ("Attention",)),
         head_norms=_of_a_layer(
             config,
             (
@@ -232,17 +232,17 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         attention=_attention(config),
         norms=max(2.0, _norms(decoder, config.hidden_size) / config.num_hidden_layers),
         streams=getattr(config, "hc_mult", 1),
-        kept_of_pair=of_pair[0],
+        kept_per_score=score_bytes[0],
         gated_output=_of_a_layer(config, ((p, p.features_in) for p in outputs if _is_gated(mixers, p))),
         gated_norms=_norms(decoder, config.hidden_size, "GatedRMSNorm") / config.num_hidden_layers,
         lightning=_of_a_layer(
-            config, ((p, p.features_in) for p in _projections(decoder, ("Lightning",)) if p.name == "out_proj")
+            config, ((p, p.features_in) for p in _linear_layers(decoder, ("Lightning",)) if p.name == "out_proj")
         ),
         queries=max((p.features_out for p in mixers if p.name.startswith("q")), default=0),
         index_heads=getattr(config, "index_n_heads", None) or 0,
         index_topk=getattr(config, "index_topk", None) or 0,
         index_rate=min((getattr(config, "compress_rates", None) or {"": 1}).values()),
-        made_of_pair=of_pair[1],
+        made_per_score=score_bytes[1],
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
         is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
@@ -276,8 +276,8 @@ def _attention(config: Any) -> str:
     return "sdpa" if getattr(config, "_attn_implementation", None) == "sdpa" else "eager"
 
 
-def _of_pair(config: Any, heads: int) -> tuple[float, float]:
-    """Count the bytes that a layer's attention keeps of a pair of tokens for backward, and those that it makes beside
+def _score_bytes(config: Any, heads: int) -> tuple[float, float]:
+    """Count the bytes that a layer's attention keeps of a query and a key for backward, and those that it makes beside
     that, by what layers take at real sizes on tensors without memory."""
     if config.model_type in FP32_SCORES:  # and the compressed keys of DeepSeek-V4 beside the tokens'
         keys = 1.0 + 1.0 / min((getattr(config, "compress_rates", None) or {"": float("inf")}).values())
@@ -293,7 +293,8 @@ def _of_pair(config: Any, heads: int) -> tuple[float, float]:
 
 
 def of_eager(heads: int) -> tuple[float, float]:
-    """Count the same of eager attention in bf16: probabilities; gradients of scores and probabilities."""
+    """Count as `_score_bytes` does the bytes of eager attention in bf16: probabilities; gradients of scores and
+    probabilities."""
     return 2.0 * heads, 3 * 2.0 * heads
 
 
@@ -317,7 +318,7 @@ def _entry(config: Any, *names: str) -> int:
     )
 
 
-def _projections(model: nn.Module, kinds: tuple[str, ...]) -> list[AttentionLinear]:
+def _linear_layers(model: nn.Module, kinds: tuple[str, ...]) -> list[AttentionLinear]:
     """Count the linear layers of modules whose classes have one of these words in their names."""
     counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for module in model.modules():
@@ -330,7 +331,7 @@ def _projections(model: nn.Module, kinds: tuple[str, ...]) -> list[AttentionLine
 
 def _of_a_layer(config: Any, features: Iterable[tuple[AttentionLinear, int]]) -> int:
     """Count the features in a layer, on average."""
-    return sum(projection.num_layers * count for projection, count in features) // config.num_hidden_layers
+    return sum(linear.num_layers * count for linear, count in features) // config.num_hidden_layers
 
 
 def _notes(model: PreTrainedModel, support: list[LayerSupport]) -> tuple[str, ...]:

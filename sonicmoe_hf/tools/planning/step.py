@@ -35,7 +35,7 @@ class Step(NamedTuple):
     def adapted(self) -> list[AttentionLinear]:
         """The attention's linear layers that have adapters."""
         targets, r = self.training.targets, self.training.r
-        return [p for p in self.sizes.projections if (targets is None or p.name in targets) and r]
+        return [p for p in self.sizes.attention_linears if (targets is None or p.name in targets) and r]
 
     @property
     def adapter_parameters(self) -> tuple[int, int]:
@@ -116,11 +116,11 @@ class Step(NamedTuple):
         return (2.0 if is_liger else 6.0 if self.training.full else 4.0) * features
 
     @property
-    def pair_bytes(self) -> tuple[float, float]:
-        """Bytes of a pair of tokens in a layer's attention, (kept for backward, made beside that)."""
+    def score_bytes(self) -> tuple[float, float]:
+        """Bytes of a query and a key in a layer's attention, (kept for backward, made beside that)."""
         sizes, training = self
         if training.attention in (None, sizes.attention):
-            return sizes.kept_of_pair, sizes.made_of_pair
+            return sizes.kept_per_score, sizes.made_per_score
         return of_eager(sizes.heads) if training.attention == "eager" else (0.0, 0.0)
 
     @property
@@ -140,9 +140,9 @@ class Step(NamedTuple):
         kept += 2.0 * (sizes.mixer + sizes.mixer_output) + self.norm_bytes(sizes.head_norms, fp32=False)
         if full or any(p.name == "o_proj" for p in adapted):
             kept += 2.0 * sizes.mixer_output  # the contiguous copy that o_proj reads
-        read = sizes.projections if full else adapted
+        read = sizes.attention_linears if full else adapted
         kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
-        kept += self.pair_bytes[0] * training.sequence
+        kept += self.score_bytes[0] * training.sequence
         kept += 2 * 2.0 * sizes.gated_output  # the gate's sigmoid and what it gates
         kept += (4.0 + 2.0) * hidden * sizes.gated_norms  # likewise, the sigmoid in fp32
         kept += LIGHTNING * sizes.lightning
@@ -175,7 +175,7 @@ class Step(NamedTuple):
         before = max(dh + a + dh - h, dh + dx - h + (a if training.full else 0.0)) + around
         if self.is_in_pieces:  # attention's: dq in fp32 too, dk and dv of every query head, and dout
             before = max(before, 12.0 * sizes.mixer_output)
-        before = max(before, self.pair_bytes[1] * training.sequence)
+        before = max(before, self.score_bytes[1] * training.sequence)
         if training.liger is not True:  # a norm's backward: behind the experts beside h; before them; of q and k
             h = 0.0 if sizes.norms > 2 else h
             of_heads = NORM_COPIES * sizes.head_norms - 2.0 * (sizes.mixer + sizes.mixer_output) - 4.0 * sizes.hidden

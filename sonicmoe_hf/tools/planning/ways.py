@@ -19,7 +19,9 @@ from .training import METHODS, SHARDED, Training
 SEQUENCE = 4096  # the longest, unless asked otherwise
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
 CONTEXT = 1.0  # GiB of CUDA's context and of NCCL's buffers
-GAPS = 1.05  # of what the allocator reserves for what is allocated: 1.01 to 1.05 on one GPU in results/recipes.csv
+GAPS = (
+    1.05  # bytes that the allocator reserves for one that is allocated: 1.01 to 1.05 on one GPU in results/recipes.csv
+)
 LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger 0.8 has kernels
     (
         "deepseek_v2",
