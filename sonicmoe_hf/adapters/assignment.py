@@ -146,9 +146,9 @@ class Assignment:
     def _lacks(self, what: str, names: list[str]) -> CheckpointError:
         listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         return CheckpointError(
-            f"{self.path} has no {what}{listed}, though it is adapted: {self.config.path.name} names it. If this is another "
-            f"base than it was trained on ({self.both_models}), give that one; or save the whole adapter again, or name "
-            "there only what was trained (target_modules, target_parameters, modules_to_save)"
+            f"{self.path} has no {what}{listed}, though it is adapted: {self.config.path.name} names it. Save the whole "
+            "adapter again, or name there only what was trained (target_modules, target_parameters, modules_to_save), or "
+            f"give the base that it was trained on, if this is another: {self.both_models}"
         )
 
     def _check_shapes(self, adapted: AdaptedWeight) -> None:

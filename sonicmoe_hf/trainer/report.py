@@ -33,7 +33,7 @@ class Remedies(NamedTuple):
     pack: str
 
 
-SPINNING = "set OMP_WAIT_POLICY=PASSIVE before Python starts: on busy cores threads that wait slow the others down much"
+SPINNING = "OMP_WAIT_POLICY=PASSIVE, before Python starts: on busy cores threads that wait slow the others down much"
 OF_A_SCRIPT = Remedies("sonicmoe_hf.lora_config(model)", 'experts_quantization="nf4"')
 
 

@@ -28,7 +28,7 @@ BF16, NF4 = torch.bfloat16, PackedKind("nf4", "uint8", 64)
 )
 def test_sizes_decide_what_runs_on_triton(H, I, refused):
     assert len(on_triton(H, I, Activation())) == refused
-    words = warmup.placement(H, I, Activation())
+    words = warmup.describe_kernels(H, I, Activation())
     assert ("every product runs on the Hopper kernels" in words) == (refused == 0)
     assert refused == 0 or "multiples of 8" in words
 

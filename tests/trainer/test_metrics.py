@@ -160,7 +160,7 @@ def test_a_cpu_whose_waiting_threads_spin_is_told_of_the_variable_that_stops_it(
         if policy is not None:
             monkeypatch.setenv("OMP_WAIT_POLICY", policy)
         run_trainer(build("qwen3_moe", num_hidden_layers=1), tmp_path, max_steps=1)
-        assert ("threads: set OMP_WAIT_POLICY=PASSIVE before" in capsys.readouterr().err) is (policy is None)
+        assert ("threads: OMP_WAIT_POLICY=PASSIVE, before" in capsys.readouterr().err) is (policy is None)
 
 
 def test_a_router_loss_of_the_models_or_trainers_own_is_told(tmp_path, capsys):
