@@ -107,11 +107,12 @@ def compile_layers(model: nn.Module, **options) -> int:
     if captures and partly_in_python:
         names = " and ".join(sorted(cls.__name__ for cls in partly_in_python))
         logger.warning(NOT_CAPTURED.format(mode=options["mode"], layers=names))
+    settings = {captured: _write_settings(options, captured) if captures else options for captured in (True, False)}
     for layer in layers:
         is_partly_in_python = type(layer) in partly_in_python
         is_captured = captures and not is_partly_in_python
         for module in _modules_of(layer, is_partly_in_python):
-            module.compile(**(_write_settings(options, is_captured) if captures else options))
+            module.compile(**settings[is_captured])
             set_compiled_call(module, _Call(module, layer, is_captured))
     return len(layers)
 

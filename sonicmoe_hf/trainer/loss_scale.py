@@ -20,9 +20,8 @@ def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwa
     state = find_state(trainer.model)
     if state is None or state.balancing is None or not state.balancing.loss_weight:
         return compute_loss(model, inputs, *args, **kwargs)
-    share = _share_of_step(
-        trainer, inputs, kwargs.get("num_items_in_batch")
-    )  # before the Trainer takes the labels out
+    # before the Trainer takes the labels out
+    share = _share_of_step(trainer, inputs, kwargs.get("num_items_in_batch"))
     calls: list[ModelCall] = []
     state.calls_of_loss = calls
     try:

@@ -50,7 +50,7 @@ class PackedSteps(TrainerCallback):
     def __init__(self) -> None:
         self.given: int | None = None
         self.few_lengths: bool | None = None
-        self.is_compiled = self.is_automatic = False
+        self.is_compiled = False
         self._forget()
 
     def _forget(self) -> None:
@@ -64,8 +64,13 @@ class PackedSteps(TrainerCallback):
     def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool | None) -> None:
         """Choose by what `attach` was given; None leaves what was chosen before."""
         self.given = self.given if packed_tokens is None else int(packed_tokens)
-        self.is_compiled, self.is_automatic = is_compiled, self.given is None and is_compiled
+        self.is_compiled = is_compiled
         self.few_lengths = self.few_lengths if few_lengths is None else few_lengths
+
+    @property
+    def is_automatic(self) -> bool:
+        """Tell whether rows, which nobody asked for, go with compiled layers."""
+        return self.given is None and self.is_compiled
 
     @property
     def is_on(self) -> bool:
@@ -75,8 +80,7 @@ class PackedSteps(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Forget a run that ended inside a step, and look whether `compile_layers` was called before it."""
         self._forget()
-        is_compiled = self.is_compiled or (model is not None and bool(calls_of_layers(model)))
-        self.is_automatic = self.given is None and is_compiled
+        self.is_compiled = self.is_compiled or (model is not None and bool(calls_of_layers(model)))
 
     def arrange(self, trainer: Any, batches: list, num_items: Any) -> None:
         """Make the rows of a step.
