@@ -145,7 +145,7 @@ def test_attention_that_counts_keys_from_a_rows_start_trains_on_each_sequence_ap
 @pytest.mark.parametrize("implementation", ["eager", "torch_pieces"])
 @pytest.mark.parametrize("given", [False, True], ids=["", "position_ids"])
 def test_a_row_that_is_padded_left_is_computed_as_it_is_apart(given, implementation, folder):
-    """As trainers of reinforcement learning pad prompts; Transformers compresses keys in blocks from the padding on."""
+    """Trainers of reinforcement learning pad prompts so. Transformers compresses keys in blocks from the padding on."""
     model = model_of(folder)
     if implementation == "torch_pieces":
         choose_attention(model)

@@ -262,7 +262,7 @@ def test_packing_and_back():
 
 
 def test_rows_that_hold_one_sequence_each_are_not_packed():
-    """None: nothing else begins one, and the kernels take the batch as it is."""
+    """The kernels take the batch as it is, since nothing else begins a sequence."""
     begins = torch.zeros(3, 5, dtype=torch.bool)
     begins[:, 0] = True
     assert sequence_starts(begins) is None

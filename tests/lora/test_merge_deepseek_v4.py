@@ -93,7 +93,7 @@ def test_a_packed_copy_keeps_its_format_or_becomes_dense_under_the_hubs_names(tr
 
 
 def test_routers_that_were_trained_bring_their_table_which_must_be_the_bases(trained, tmp_path):
-    """As LoadBalancing(bias_update=...) asks for beside adapters: modules_to_save writes the table of integers too."""
+    """LoadBalancing(bias_update=...) asks for modules_to_save beside adapters, which writes the table of integers too."""
     model = from_pretrained(trained / "fp4", experts_quantization="mxfp4", dtype=torch.float32)
     config = lora_config(model, r=2)
     config.modules_to_save = ["gate"]

@@ -130,7 +130,7 @@ def test_checkpointing_records_replays_and_counts_a_tables_layer_once(kind, mode
 
 
 def test_what_a_server_recorded_is_replayed_in_any_order_and_a_wrong_order_shows_in_the_table(model):
-    """As in reinforcement learning: a server computes each sequence alone, and a batch of them is padded left and
+    """In reinforcement learning a server computes each sequence alone, and a batch of them is padded left and
     shuffled. fp32, sums over other blocks of keys: 1e-5."""
     model.eval()
     lengths, ids = [9, 14, 11, 14], batch()["input_ids"][:, :14].clone()
@@ -183,7 +183,7 @@ def test_reports_name_the_layers_that_rounding_leaves_as_they_are(model):
 
 
 def test_no_bias_is_counted_for_a_table(model):
-    """Nothing would reset it, and compiled layers take no counter that begins in them."""
+    """A count would be reset by nothing, and compiled layers take no counter that begins in them."""
     LoadBalancing(bias_update=1e-3).start(model)
     loss_and_gradients(model, batch())
     fixed, counted = (hook.balance.rows_E for hook in router_hooks(model))
