@@ -54,7 +54,8 @@ class Format:
     Quantized. values: by suffix, the float dtype that a tensor's bytes stand for. loss: the error of rounding normally
     distributed weights, in percent (root mean squares of error and weight). element_size: bytes a weight that device_map
     counts with, somewhat more than is stored. is_whole: whether some numbers are stored for several experts together, so
-    that a share of the experts cannot always be cut out. has_our_blocks: True, which a HubFormat may differ in.
+    that a share of the experts cannot always be cut out. has_our_blocks: True, in which formats of single matrices may
+    differ.
     """
 
     name: str
@@ -157,9 +158,9 @@ class Format:
         """Pack a weight of this shape [E, N, K] whose experts [N, K] come one after the other, on their device. Raises
         ValueError as `quantize`."""
         packed = [
-            torch.empty(stored, dtype=self.dtypes(field)[0], device=device)
-            for field, stored in zip(Quantized._fields, self.shapes(shape, order))
-            if stored is not None
+            torch.empty(size, dtype=self.dtypes(field)[0], device=device)
+            for field, size in zip(Quantized._fields, self.shapes(shape, order))
+            if size is not None
         ]
         for expert, weight in enumerate(experts):
             for tensor, values in zip(packed, self.pack_expert(in_fp32(weight), *ORDERS[order]), strict=True):
@@ -220,7 +221,7 @@ class Format:
     def read(self, name: str, tensors: dict[str, torch.Tensor], first: int = 0) -> Quantized:
         """Assemble the weight `name` from a checkpoint's tensors, the inverse of `tensors`. Raises ValueError as
         `check`."""
-        packed = Quantized(*(tensors[stored] for stored in self.names(name)))
+        packed = Quantized(*(tensors[tensor] for tensor in self.names(name)))
         self.check(name, packed, first)
         return packed
 
@@ -246,7 +247,7 @@ class Format:
         is_bytes = tensor.dtype == torch.uint8 and suffix in self.values
         return is_sound(tensor.view(self.values[suffix]) if is_bytes else tensor)
 
-    def stored(self, name: str, shape: tuple[int, ...], order: str, group: int | None = None) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...], order: str, group: int | None = None) -> TensorSpecs:
         """Describe the tensors that store the weight `name` [E, N, K]: by name their shape and the dtypes that they may
         have, first the one that `pack` makes. group: as of `shapes`. Raises ValueError where K is no multiple of the
         format's block."""
@@ -255,7 +256,7 @@ class Format:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         fields = zip(self.names(name), Quantized._fields, shapes)
-        return {stored: (shape, self.dtypes(field)) for stored, field, shape in fields if shape is not None}
+        return {tensor: (shape, self.dtypes(field)) for tensor, field, shape in fields if shape is not None}
 
     def rows(self, packed: Quantized) -> list[torch.Tensor]:
         """List the tensors that store a weight, each [E, rows, ...] with its rows in the weight's order, so that whatever
@@ -263,7 +264,7 @@ class Format:
         return [tensor for tensor in packed if tensor is not None]
 
     def has_blocks_of(self, other: Any) -> bool:
-        """Tell whether `other`, a Format, a HubFormat or None, has the same codes in blocks of the same size."""
+        """Tell whether `other`, a format of all experts or of single matrices, or None, has the same codes and blocks."""
         return other is not None and other.name == self.name and other.has_our_blocks
 
     # A rank's share of the experts. Tensors [E, ...] are cut along E; these methods are for formats with others.
@@ -299,10 +300,10 @@ def check_finite(weight: torch.Tensor) -> None:
         raise ValueError("the weight has NaN or infinite values, which no format holds; load a sound one")
 
 
-def is_sound(stored: torch.Tensor) -> bool:
-    """Tell whether a stored tensor has no NaN or infinity; plain integers have none."""
-    if stored.dtype == torch.float8_e4m3fn:
-        return not has_e4m3_nan(stored.view(torch.uint8))
-    if stored.dtype == torch.float8_e8m0fnu:
-        return not bool((stored.view(torch.uint8) == E8M0_NAN).any())
-    return not stored.is_floating_point() or bool(torch.isfinite(stored).all())
+def is_sound(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor of a checkpoint has no NaN or infinity; plain integers have none."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return not has_e4m3_nan(tensor.view(torch.uint8))
+    if tensor.dtype == torch.float8_e8m0fnu:
+        return not bool((tensor.view(torch.uint8) == E8M0_NAN).any())
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

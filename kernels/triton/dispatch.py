@@ -23,7 +23,7 @@ from ..interface import Rows, unwritten_rows
 from ..tape import Taped
 from .config import tile_rows
 from .launch import cdiv, launch_kernel, next_power_of_2
-from .tile_table import tile_table_length, write_tiles
+from .tile_table import tile_table_length, write_tile_table
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32  # pairs that those of a block are compared with at a time
@@ -201,7 +201,7 @@ def dispatch_place_kernel(
         bins = tl.arange(0, BINS)
         first = tl.load(offsets + bins, mask=bins < NUM_EXPERTS, other=0)
         end = tl.load(offsets + bins + 1, mask=bins < NUM_EXPERTS, other=0)
-        write_tiles(tiles, first, end, own_expert, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        write_tile_table(tiles, first, end, own_expert, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
         if token is None and own_expert == NUM_EXPERTS:
             tl.store(token_offsets + num_tokens, num_pairs)
 
@@ -251,7 +251,7 @@ def dispatch_few_kernel(
         count = tl.histogram(every_expert, BINS, mask=every_pair < num_pairs)
         count = tl.where(bins < NUM_EXPERTS, count, 0)
         end = tl.cumsum(count)
-        write_tiles(tiles, end - count, end, own_expert, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        write_tile_table(tiles, end - count, end, own_expert, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
         if own_expert == NUM_EXPERTS:
             tl.store(offsets + bins, end - count, mask=bins <= NUM_EXPERTS)
             tl.store(token_offsets + num_tokens, num_pairs)

@@ -33,7 +33,7 @@ from .rounding_search import (
     search,
     sum_scores,
 )
-from .tile_table import tile_table_length, write_tiles
+from .tile_table import tile_table_length, write_tile_table
 
 MIN_HELD, MAX_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches, at most
 MAX_PLACED = 1 << 11  # (token, expert) of which a program finds the rows
@@ -266,7 +266,7 @@ def rounding_place_kernel(
         tl.store(token_rows + entry, row, mask=is_pair)
     elif block <= num_blocks + NUM_EXPERTS:
         own_expert = block - num_blocks
-        write_tiles(tiles, first_row, end_row, own_expert, num_row_tiles, NUM_EXPERTS, EXPERTS, TILE_ROWS)
+        write_tile_table(tiles, first_row, end_row, own_expert, num_row_tiles, NUM_EXPERTS, EXPERTS, TILE_ROWS)
         is_own = expert == own_expert
         end = tl.sum(tl.where(is_own, end_row, 0))
         for start in range(tl.sum(tl.where(is_own, first_row, 0)), end, FILL):

@@ -1,7 +1,7 @@
 """The tile table of sorted rows (interface.Rows.tiles): row tiles of one expert each, and the tile scheduler's state.
 
-A tile's entry is its expert, its first row and its end. The entries that are left over have expert -1, and the last one
-is the state.
+A tile's entry is its expert, its first row and the end of its rows. Entries that no tile takes have expert -1. The last
+one is the state (interface.Rows.scheduler_state).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def tile_table_length(num_pairs, num_experts):
 
 
 @triton.jit
-def write_tiles(
+def write_tile_table(
     tiles,
     first_row,
     end_row,
@@ -31,8 +31,13 @@ def write_tiles(
     BINS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Write the row tiles of one expert; for own_expert = E -1 in the rest of the `num_row_tiles` entries, and behind
-    them the state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
+    """Write a program's part of the table: that of expert `own_expert`, or of E, which stands for the rest.
+
+    An expert's part is its row tiles, behind those of the experts before it. The rest is expert -1 in the entries that no
+    tile takes, and the tile scheduler's state in the last one.
+
+    first_row, end_row [BINS]: of each expert's rows; equal from E on. num_row_tiles: the entries before the last.
+    """
     bins = tl.arange(0, BINS)
     num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
     if own_expert < NUM_EXPERTS:

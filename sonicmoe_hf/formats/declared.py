@@ -90,7 +90,7 @@ class DeclaredQuantization(NamedTuple):
             return "nvfp4"
         return self.hub_format().name if self.is_per_expert else self.method
 
-    def stored(self) -> Format | HubFormat | None:
+    def stored_format(self) -> Format | HubFormat | None:
         """Find how the files store weights: the Format of experts stored [E, ...] under their parameter's name, packed
         here or as gpt-oss's are; or the HubFormat of matrices, those of experts and of linear layers, each stored by
         itself. None of other checkpoints.

@@ -76,14 +76,14 @@ class HubFormat(ABC):
         return shape
 
     @abstractmethod
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """Describe, by name, shape and dtypes of the tensors that store a matrix [N, K]."""
 
     def check(self, *tensors: torch.Tensor) -> None:
         """Raise CheckpointError where a matrix and its scales do not fit together."""
-        expected = self.stored("weight", self.dense_shape(tensors[0].shape)).items()
-        for tensor, (stored, (shape, dtypes)) in zip(tensors, expected):
-            check_matrix(tensor, shape, dtypes, stored)
+        expected = self.specs("weight", self.dense_shape(tensors[0].shape)).items()
+        for tensor, (name, (shape, dtypes)) in zip(tensors, expected):
+            check_matrix(tensor, shape, dtypes, name)
 
     @abstractmethod
     def grid(self, *scales: torch.Tensor) -> Grid:
@@ -155,7 +155,7 @@ class HubFP8(HubFormat):
         short = [weight, weight.removesuffix(WEIGHT) + SHORT_SCALE]
         return short if short[1] in there else self.names(weight)
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat. The last blocks are cut off."""
         if len(shape) != 2:
             raise CheckpointError(f"fp8 tensors have two dimensions; {name} has shape {tuple(shape)}")
@@ -194,7 +194,7 @@ class MXFP4Matrix(HubFormat):
         """See HubFormat."""
         return (*shape[:-1], 2 * shape[-1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         scales = (torch.float8_e8m0fnu, torch.uint8)
@@ -260,12 +260,12 @@ class HubNVFP4(HubFormat):
         """See HubFormat."""
         return (*shape[:-1], 2 * shape[-1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), ()
         dtypes = self.dtype, torch.float8_e4m3fn, torch.float32
-        return {stored: (shape, (dtype,)) for stored, shape, dtype in zip(self.names(name), shapes, dtypes)}
+        return {tensor: (shape, (dtype,)) for tensor, shape, dtype in zip(self.names(name), shapes, dtypes)}
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat. weight_scale_2 stays: engines that fuse projections want theirs to be equal."""

@@ -176,7 +176,7 @@ class CompressedInt4(HubIntegers):
         """See HubFormat."""
         return (shape[0], PER_WORD * shape[1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
@@ -238,7 +238,7 @@ class GPTQInt4(HubIntegers):
         """See HubFormat."""
         return (shape[1], PER_WORD * shape[0])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
@@ -296,7 +296,7 @@ class AWQInt4(HubIntegers):
         """See HubFormat."""
         return (PER_WORD * shape[1], shape[0])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
@@ -326,7 +326,7 @@ class CompressedInt8(_RenamedFormat):
         """See HubFormat."""
         return (shape[0], 4 * shape[1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         shapes = (rows, columns // 4), (rows, -(-columns // (self.group or columns))), (2,)
@@ -370,12 +370,12 @@ class CompressedNVFP4(_RenamedFormat):
         """See HubFormat."""
         return (shape[0], 2 * shape[1])
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
+    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See HubFormat."""
         rows, columns = shape
         shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), (1,)
         dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
-        return {stored: (shape, (dtype,)) for stored, shape, dtype in zip(self.names(name), shapes, dtypes)}
+        return {tensor: (shape, (dtype,)) for tensor, shape, dtype in zip(self.names(name), shapes, dtypes)}
 
     def check(self, *tensors: torch.Tensor) -> None:
         """See HubFormat."""

@@ -133,7 +133,7 @@ def gather_rows(stretch: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
 def dense_shard(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many stretches as the weight,
     but blocks need not end where these do."""
-    _, ((num_blocks, _), _) = format.stored("", parameter.shape).values()
+    _, ((num_blocks, _), _) = format.specs("", parameter.shape).values()
     whole, first = gather_rows(scales, num_blocks, parameter)
     return format.dense_rows(weight, whole, parameter.shape[0], first)
 

@@ -91,7 +91,7 @@ class Source(StoredWeights):
 
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
         state = self.model.state_dict()
-        shapes = {stored: tuple(state[name].shape) for stored, name in self.own_names.items()}
+        shapes = {there: tuple(state[name].shape) for there, name in self.own_names.items()}
         shapes |= {name: shape for parameter in self.experts.values() for name, shape in parameter.shapes().items()}
         missing = sorted(set(shapes) - set(self.weights) - self._tied_to_stored())
         unknown = sorted(name for name in set(self.weights) - set(shapes) if not self.is_unused(name))
@@ -104,8 +104,8 @@ class Source(StoredWeights):
             raise CheckpointError(f"{self.folder} is declared to be in {self.format.name.upper()}, but no weight is")
         for name, weight in self.weights.items():
             order = self.experts[self.parameter_of[name]].order if name in self.parameter_of else "whole"
-            for stored, (shape, dtypes) in weight.stored_as(shapes.get(name, weight.shape), order).items():
-                self._check_tensor(stored, self.tensors[stored].shape or (1,), shape or (1,), dtypes)
+            for tensor, (shape, dtypes) in weight.specs(shapes.get(name, weight.shape), order).items():
+                self._check_tensor(tensor, self.tensors[tensor].shape or (1,), shape or (1,), dtypes)
             if not self.is_unused(name):
                 self.check_float(weight)
 

@@ -73,7 +73,7 @@ class StoredWeights(TensorFiles):
             )
         self.declared = quantization_of(self.config, folder)
         try:
-            self.format = None if self.declared is None else self.declared.stored()
+            self.format = None if self.declared is None else self.declared.stored_format()
         except CheckpointError as error:
             raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
 

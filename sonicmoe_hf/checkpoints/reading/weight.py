@@ -119,7 +119,7 @@ class Weight:
         else:
             yield from ((expert, [each[expert] for each in tensors]) for expert in range(self.change.num_experts))
 
-    def stored_as(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
+    def specs(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """Describe by name the shape of each tensor that stores a weight of this shape, its rows in this order (of
         kernels.packed.ORDERS), and the dtypes that it may have: () is any."""
         return {self.name: (shape, ())}
@@ -212,10 +212,10 @@ class PackedExperts(Weight):
         stored = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
         return self._transpose_shape(self.format.shape(stored))
 
-    def stored_as(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
+    def specs(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight. Of how many values share a scale the files alone know."""
         turned, scales = self._transpose_shape(shape), self._files.tensors[self.tensor_names[1]].shape
-        return self.format.stored(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
+        return self.format.specs(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
 
     def round_change(self, expert: int | None = None) -> RoundedMatrix:
         """See Weight."""
@@ -271,9 +271,9 @@ class HubMatrix(Weight):
         header = super().scales_header
         return header._replace(shape=self.format.scales_shape(self.shape, header.shape))
 
-    def stored_as(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
+    def specs(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight."""
-        return dict(zip(self.tensor_names, self.format.stored(self.name, shape).values()))
+        return dict(zip(self.tensor_names, self.format.specs(self.name, shape).values()))
 
     def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See Weight."""

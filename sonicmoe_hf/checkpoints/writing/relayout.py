@@ -188,11 +188,11 @@ class _Relaid:
         for name in names:
             if there.is_per_expert:
                 assert self._output.hub_format is not None
-                expected |= self._output.hub_format.stored(name, there.shape)
+                expected |= self._output.hub_format.specs(name, there.shape)
             else:
                 group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
-                expected |= format.stored(name, (there.num_experts, *there.shape), there.order, group)
-        return {stored: shell(shape, _dtype_like(scales, dtypes)) for stored, (shape, dtypes) in expected.items()}
+                expected |= format.specs(name, (there.num_experts, *there.shape), there.order, group)
+        return {name: shell(shape, _dtype_like(scales, dtypes)) for name, (shape, dtypes) in expected.items()}
 
 
 def _as_matrix(packed: Quantized) -> Quantized:

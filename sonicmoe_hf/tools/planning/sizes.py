@@ -301,7 +301,7 @@ def of_eager(heads: int) -> tuple[float, float]:
 def _is_convertible(config: PreTrainedConfig) -> bool:
     try:
         declared = quantization_of(config.to_dict(), Path())
-        return declared is not None and declared.stored() is not None
+        return declared is not None and declared.stored_format() is not None
     except CheckpointError:
         return False
 
