@@ -103,7 +103,7 @@ def measure(model, run: str, options) -> dict[str, float]:
     count = {"packing": 8, "dpo": 4}.get(run, 1)  # sequences of a micro-batch
     rows, batch, accumulation = rows_of(setting, steps * count, vocabulary, options.tiny)
     others = [row for length in ("1024", "1536") for row in rows_of(length, 2, vocabulary, options.tiny)[0]]
-    times, trainer_class = StepIntervals(), PreferenceTrainer if run == "dpo" else Trainer
+    times, trainer_class = StepIntervals(steps), PreferenceTrainer if run == "dpo" else Trainer
     trainer = trainer_class(
         model,
         arguments_of(case, batch * count, accumulation, steps, on_gpu, **settings),
@@ -113,7 +113,7 @@ def measure(model, run: str, options) -> dict[str, float]:
         callbacks=[times, *([Generation()] if run == "generation" else [])],
     )
     sonicmoe_hf.attach(trainer)
-    return train(trainer, times, steps // 2)
+    return train(trainer, times)
 
 
 def main() -> None:

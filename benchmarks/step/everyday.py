@@ -100,6 +100,11 @@ def profile_kernels(step) -> Kernels:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
+    return kernels_of(trace)
+
+
+def kernels_of(trace: profile) -> Kernels:
+    """Sum up the kernels of a trace."""
     ms, launches, spans = collections.Counter(), collections.Counter(), []
     for event in trace.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():

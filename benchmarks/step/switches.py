@@ -1,21 +1,23 @@
 """Times a step of Transformers' Trainer after `sonicmoe_hf.attach`, in milliseconds, with the switches that people set.
 
-    python -m benchmarks.step.switches CASE [--settings 2048 field] [--layers 12] [--profile]    # one case a process
+    python -m benchmarks.step.switches CASE [--settings 2048 field] [--layers 12] [--busy] [--profile]   # a process each
     python -m benchmarks.step.switches liger+torch_compile --device cpu --tiny --csv /tmp/switches.csv
 
 Layers of Qwen3-30B-A3B with random weights, experts in NF4, adapters of rank 16, gradient checkpointing, bf16. A case
 names what is set: `plain` nothing, `liger` use_liger_kernel=True, `loss` Liger's fused loss alone, `torch_compile` the
-argument of that name, `layers` compile_layers before the Trainer is made, `packed` attach(packed_tokens=8192), `unpacked`
-attach(packed_tokens=False), without which `torch_compile` and `layers` pack by themselves, `lengths`
-attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits for no micro-batch's loss, `bf16` experts
-in bf16. Liger's patches of one case would meet the next, hence the processes. A setting is the tokens of a step, or
-`field`: four micro-batches of two padded rows, of 190 tokens in the mean, new at every step.
+argument of that name, `layers` compile_layers before the Trainer is made, `captured` the mode reduce-overhead of either,
+`packed` attach(packed_tokens=8192), `unpacked` attach(packed_tokens=False), without which `torch_compile` and `layers`
+pack by themselves, `lengths` attach(few_lengths=True), `unfiltered` logging_nan_inf_filter=False, which waits for no
+micro-batch's loss, `bf16` experts in bf16. Liger's patches of one case would meet the next, hence the processes.
+A setting is the tokens of a step, or `field`: four micro-batches of two padded rows, of 190 tokens in the mean, new at
+every step.
 
 `second` is no switch: it names the second start of the same run in the table, whose graphs torch's cache has.
 
 ms: from the end of a step to the end of the next one; mean_ms: of the last half of the steps together, between which the
 host waits for the GPU only where the Trainer does. graphs: what torch compiled, and cached: how much of it came from
-its cache on disk. `--profile` trains six more steps, whose Python is printed, and as many of a loop without Trainer.
+its cache on disk. busy_ms, with `--busy`: in which the GPU computes, of each of two steps more. `--profile` trains six
+more steps, whose Python is printed, and as many of a loop without Trainer.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import time
 import torch
 from peft import get_peft_model
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sonicmoe_hf
@@ -36,40 +39,59 @@ from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
 from benchmarks.common.timing import synchronize
 from benchmarks.step import models
-from benchmarks.step.everyday import FIELD, MICRO_BATCHES, ROWS
+from benchmarks.step.everyday import FIELD, MICRO_BATCHES, ROWS, kernels_of
 from sonicmoe_hf.tools.random_models import random_packed_model
 
 STEPS = 24  # of which the last half counts
-PROFILED = 6
+BUSY, PROFILED = 2, 6  # further steps
 CASES = (
     *("plain", "liger", "liger+torch_compile", "torch_compile", "layers", "liger+layers", "loss+layers"),
     *("plain+lengths", "liger+torch_compile+lengths", "layers+lengths", "layers+unfiltered", "layers+expanded"),
     *("layers+bf16", "liger+torch_compile+second", "liger+torch_compile+packed+second"),
+    *("layers+captured", "liger+torch_compile+captured", "liger+torch_compile+captured+second"),
     *("liger+torch_compile+unpacked", "liger+torch_compile+unpacked+second"),
     *("plain+packed", "liger+torch_compile+packed", "layers+packed", "liger+torch_compile+packed+lengths"),
 )
+CAPTURED = "reduce-overhead"
 UNFUSED = "aot_eager"  # compiles in seconds: a run on a CPU checks the script
 LOSS_ALONE = {"swiglu": False, "rms_norm": False, "rope": False}
 
 
 class StepIntervals(TrainerCallback):
-    """Times each step of a Trainer, in ms, the fetching of its batches included.
+    """Times each of a Trainer's first `steps` steps, in ms, the fetching of their batches included.
 
     It waits for the GPU after the first half of the steps and after the last.
     """
 
-    def __init__(self):
-        self.ms: list[float] = []
+    def __init__(self, steps: int):
+        self.steps, self.ms = steps, []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.last = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step in (1, state.max_steps // 2, state.max_steps):
+        if state.global_step in (1, self.steps // 2, self.steps):
             synchronize()
         now = time.perf_counter()
         self.ms.append(1e3 * (now - self.last))
         self.last = now
+
+
+class Busy(TrainerCallback):
+    """Traces the kernels of a Trainer's steps after `first_step`, and counts the ms in which the GPU computed in each."""
+
+    def __init__(self, first_step: int):
+        self.first_step, self.trace = first_step, profile(activities=[ProfilerActivity.CUDA])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.first_step:
+            synchronize()
+            self.trace.start()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        synchronize()
+        self.trace.stop()
+        self.busy_ms = kernels_of(self.trace).busy_ms / (state.global_step - self.first_step)
 
 
 class Profile(TrainerCallback):
@@ -153,16 +175,17 @@ def arguments_of(case: str, batch: int, accumulation: int, steps: int, on_gpu: b
         logging_nan_inf_filter="unfiltered" not in switches,
         torch_compile="torch_compile" in switches,
         torch_compile_backend=None if on_gpu or "torch_compile" not in switches else UNFUSED,
+        torch_compile_mode=CAPTURED if on_gpu and {"torch_compile", "captured"} <= set(switches) else None,
         **{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, **settings},
     )
 
 
-def train(trainer: Trainer, times: StepIntervals, counted: int) -> dict[str, float]:
-    """Train, and return the metrics: those in ms are of the last `counted` steps."""
+def train(trainer: Trainer, times: StepIntervals) -> dict[str, float]:
+    """Train, and return the metrics: those in ms are of the last half of the timed steps."""
     before, began = count_graphs(), time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - began
-    ms = times.ms[-counted:]
+    ms = times.ms[times.steps // 2 : times.steps]
     on_gpu = trainer.args.device.type == "cuda"
     return {
         "ms": statistics.median(ms),
@@ -190,13 +213,16 @@ def measure(model, case: str, setting: str, options) -> dict[str, float]:
     """Train with one setting, and return its metrics."""
     on_gpu = options.device == "cuda"
     steps = STEPS if on_gpu else 2
-    extra = PROFILED if options.profile else 0
+    busy = [Busy(steps)] if options.busy and on_gpu else []
+    extra = PROFILED if options.profile else BUSY * len(busy)
     rows, batch, accumulation = rows_of(setting, steps + extra, model.config.vocab_size, options.tiny)
-    arguments = arguments_of(case, batch, accumulation, steps, on_gpu)
-    times = StepIntervals()
-    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate_padded, callbacks=[times])
+    arguments = arguments_of(case, batch, accumulation, steps + BUSY * len(busy), on_gpu)
+    times = StepIntervals(steps)
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate_padded, callbacks=[times, *busy])
     attach(trainer, case)
-    metrics = train(trainer, times, steps // 2)
+    metrics = train(trainer, times)
+    for each in busy:
+        metrics["busy_ms"] = each.busy_ms
     if options.profile:
         arguments = arguments_of(case, batch, accumulation, steps + extra, on_gpu)
         trainer = Trainer(
@@ -247,18 +273,21 @@ def main() -> None:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--settings", nargs="+", default=["2048", "field"])
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--busy", action="store_true", help="trace two steps more for busy_ms, on a GPU")
     parser.add_argument("--profile", action="store_true", help="print what Python does in a step")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     options = parser.parse_args()
     config = models.config_of("Qwen3-30B-A3B", options.layers, options.tiny)
     torch.manual_seed(0)
-    experts = None if "bf16" in options.case.split("+") else "nf4"
+    switches = options.case.split("+")
+    experts = None if "bf16" in switches else "nf4"
     model = random_packed_model(
         config, experts=experts, linear=None, device=options.device, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=16))
-    if "layers" in options.case.split("+"):
-        sonicmoe_hf.compile_layers(model, **({} if options.device == "cuda" else {"backend": UNFUSED}))
+    if "layers" in switches:
+        on_gpu = {"mode": CAPTURED} if "captured" in switches else {}
+        sonicmoe_hf.compile_layers(model, **(on_gpu if options.device == "cuda" else {"backend": UNFUSED}))
     table = Rows(options.csv, ("case", "setting", "metric"))
     for setting in options.settings:
         for metric, value in measure(model, options.case, setting, options).items():
