@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.step import models
+from sonicmoe_hf.kernels.hopper.config import MAX_DECODED_ROWS
+from sonicmoe_hf.kernels.hopper.config import decodes as hopper_decodes
 from sonicmoe_hf.tools.planning.memory import GIB, memory
 from sonicmoe_hf.tools.planning.sizes import sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
@@ -34,6 +36,7 @@ COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan off
 
 
 KEPT = "2026-11-26"  # from then on a layer's packed weights stay expanded from its recomputation to its backward
+DECODED = "2026-11-29"  # from then on Hopper decodes some packed weights in the product
 
 
 @cache
@@ -177,12 +180,14 @@ def of_everyday(row):
 
 
 def of_switches(row):
-    # see COMPILED; a step of four micro-batches; with Liger's loss the peak is a layer's backward, in which Hopper decodes
-    # so few rows' weights in the product (7.8 GiB), and other cards expand them, as plan counts (8.9)
-    if row["case"] != "plain" or row["setting"] == "field":
+    if (
+        row["case"] not in ("plain", "liger") or row["setting"] == "field"
+    ):  # see COMPILED; a step of four micro-batches
         return None
     tokens = int(row["setting"])
-    training = Training(method="qlora", tokens=tokens, sequence=tokens, r=16, experts_r=16, experts="nf4", liger=False)
+    training = Training(
+        method="qlora", tokens=tokens, sequence=tokens, r=16, experts_r=16, experts="nf4", liger=row["case"] == "liger"
+    )
     return sizes_of("Qwen3-30B-A3B", 12), training
 
 
@@ -276,6 +281,12 @@ def is_of_ours(name, row):
     return name in OURS or contender.split(",")[0] in PLANNED or contender.endswith("sonicmoe-hf")
 
 
+def is_decoded(sizes, training):
+    """Tell whether Hopper's kernels decode the experts in all products of a checkpointed layer, and none is expanded."""
+    rows = training.tokens * sizes.top_k
+    return hopper_decodes(training.experts, rows, sizes.num_experts, is_expanded=True) and not training.splits_experts
+
+
 def measured():
     for name, read in READERS.items():
         for row in rows_of(name):
@@ -283,8 +294,11 @@ def measured():
                 keys = ("recipe", "config", "shape", "case", "contender", "mode", "launch")
                 label = " ".join([name, *(row[key] for key in keys if key in row)])
                 sizes, training = found
-                keeps = row["date"] >= KEPT and row["commit"] not in OLDER_COMMITS and training.experts != "bf16"
-                training = replace(training, keeps_expanded=keeps and training.checkpointing)
+                expands = row["date"] >= KEPT and row["commit"] not in OLDER_COMMITS and training.checkpointing
+                if row["date"] >= DECODED and is_decoded(sizes, training):
+                    training = replace(training, expanded=0)
+                elif expands:
+                    training = replace(training, expanded=2)
                 yield label, float(row.get("median") or row["value"]), sizes, training
 
 
@@ -297,6 +311,18 @@ def test_every_measured_peak_is_met_within_7_percent_and_none_is_promised_too_lo
             missed.append(f"{label}: {planned:.1f} GiB, measured {peak:.1f}")
     assert not missed, "\n".join(missed)
     assert count > 50, "rows were read"
+
+
+def test_plan_is_not_too_low_where_hopper_decodes_few_rows_and_the_document_says_how_few():
+    document = (RESULTS.parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
+    rows = {format: limit // 2 for format, limit in MAX_DECODED_ROWS.items()}
+    assert rows["mxfp4"] == rows["int4"]
+    said = "up to {nf4} in NF4, {mxfp4} in MXFP4 and INT4, {uint4} in UINT4".format(**rows)
+    assert said in " ".join(document.split())
+    ((peak, sizes, training),) = [row for label, *row in measured() if label == "switches.csv liger"]
+    planned = memory(Step(sizes, replace(training, expanded=1))).total / GIB
+    assert training.expanded == 0 and planned > peak
+    assert f"took {peak:.1f} GiB, where `plan` says {planned:.1f}." in " ".join(document.split())
 
 
 def test_every_file_with_peaks_is_compared():

@@ -3,7 +3,7 @@
 All formulas count bytes, with the letters of step.py, which counts what tokens take. Where the others come from:
 - The loss is Transformers', in fp32: backward holds log-softmax, its gradient and the logits', 4 bytes each for the
   whole vocabulary; Liger's none.
-- Backward of a layer expands packed weights to bf16.
+- Backward of a layer expands packed weights to bf16, one at a time, as all GPUs do but Hopper's with few rows.
 - Adam: torch's fused AdamW, moments in the weights' dtype; torchao's AdamW8bit, one byte each and a scale for 256.
 - FSDP2: torch's fully_shard, a unit a layer and the rest in the root's, which stays gathered; ZeRO-3: DeepSpeed's bf16
   optimizer, with its default buckets.
@@ -58,7 +58,7 @@ def memory(step: Step) -> Memory:
     between = RESIDENT_STATES if training.offloading else sizes.layers
     kept = (between * stream if checkpointing else sizes.layers * layer) + _casts(step)
     kept_by_last = (0.0 if checkpointing else layer) + stream  # when only the last layer's backward is left
-    weights = sizes.experts / sizes.moe_layers if training.keeps_expanded else sizes.largest_weight
+    weights = (0.0, sizes.largest_weight, sizes.experts / sizes.moe_layers)[training.expanded]
     expanded = 0.0 if training.experts == "bf16" else 2.0 * weights
     recomputed = (layer if checkpointing else 0.0) + expanded / (training.gpus if training.splits_experts else 1)
     root, gathered = _root(step), _communication(step)

@@ -19,7 +19,8 @@ class Training:
     attention's adapted linear layers; None: all. checkpointing; save: what a layer keeps; offloading: whether what is
     kept between checkpointed layers goes to host memory. liger: whether Liger's kernels compute the rest; "loss": its
     loss alone. extra_rows: of token rounding, for each expert. attention: its implementation; None: the model's own.
-    keeps_expanded: whether backward keeps both expanded weights of a layer, as it does where there is room.
+    expanded: how many packed weights of a layer backward has expanded at a time: 1, or where there is room 2; 0 where
+    Hopper's kernels decode them, with few rows an expert, of which a plan, which knows no GPU, says nothing.
     experts_memory: bytes of experts that stay on the GPU while the others are in host memory; None: all are on the GPU.
     """
 
@@ -41,7 +42,7 @@ class Training:
     save: str = "preactivation"
     extra_rows: int = 0
     attention: str | None = None
-    keeps_expanded: bool = False
+    expanded: int = 1
     experts_memory: int | None = None
 
     @property
