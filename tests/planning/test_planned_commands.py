@@ -128,5 +128,7 @@ def test_of_ways_with_experts_in_host_memory_one_begins_with_that_which_copies_t
     printed = capsys.readouterr().out
     assert "1 GPU of 23.5 GiB" in printed and "QLoRA FP8, r=8, 16 GiB of experts in host memory" in printed
     held = "beside weights in NF4, 1 GiB of them in host memory, from where each step copies them"
-    assert f"begin with 2: adapters of all experts, {held}; other ways copy more." in printed
+    assert f"begin with 1: adapters of all experts, {held}; other ways copy more." in printed
+    rows = [line for line in printed.splitlines() if line.startswith((" 1 ", " 2 "))]
+    assert "QLoRA NF4" in rows[0] and "QLoRA FP8" in rows[1], "what one begins with is first"
     assert "library without --dataset" in printed and "[all]" in printed

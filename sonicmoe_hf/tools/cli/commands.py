@@ -4,6 +4,7 @@ their names and returns the exit code. Nothing here imports torch, which takes s
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,14 +51,16 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def gibibytes(text: str) -> float:
-    """Read GiB from "80GB", "80", "23.5GiB" or MiB. Cards are named by GB and have about as many GiB, so all units
-    count in 1024s."""
+    """Read GiB from "23.5GiB" or MiB, or from a card's name, "80GB" or "80", of which LARGE or SMALL is there."""
     given = re.sub(r"(?<=[MGT])B?$", "iB", text.strip(), flags=re.IGNORECASE)
     unit = "" if given[-1:].lower() == "b" else "GiB"
     try:
-        return as_bytes(given + unit, GPU_MEMORY) / 2**30
+        gib = as_bytes(given + unit, GPU_MEMORY) / 2**30
     except ValueError:
         raise argparse.ArgumentTypeError(GPU_MEMORY.format(repr(text))) from None
+    if CARD_NAME.search(text):
+        return math.floor(10 * gib * (LARGE if gib >= 80 else SMALL)) / 10
+    return gib
 
 
 def _sizes(text: str) -> tuple[int, int]:
@@ -73,6 +76,11 @@ def _json(what: str = " instead of tables") -> Option:
     )
 
 
+# GiB for each GB of a card's name, from 80 GB on and below. torch has 139.7 to 139.8 GiB of an H200, 79.1 to 79.3 of an
+# A100 or H100, 31.3 of an RTX 5090, 23.6 to 23.7 of an RTX 3090 or 4090, 23.5 of an A30: "GPU 0 has a total capacity of
+# ..." in what people report of its OutOfMemoryError. Where ECC lies in that memory, as in A10 and L4, 22 GiB are there.
+LARGE, SMALL = 0.988, 0.98
+CARD_NAME = re.compile(r"[\d.]\s*(GB?)?\s*$", flags=re.IGNORECASE)
 GPU_MEMORY = "it is {}; give the memory of a GPU in MiB, MB, GiB, GB or TiB, such as 80GB, 23.5GiB or 24564MiB"
 MODEL = "hub id or local folder"
 SHAPE = "hidden and intermediate size of a layer; may be given several times"
@@ -166,10 +174,10 @@ COMMANDS = {
             _option(
                 "--gpu-memory",
                 type=gibibytes,
-                default=80.0,
+                default="80GB",
                 metavar="80GB",
-                help="of each (default 80GB, which counts as 80 GiB); a card has less than its name says, so give what "
-                "sonicmoe-hf doctor prints there, such as 23.5GiB, or MiB",
+                help="of each: by a card's name, 80GB (default) for 79 GiB or 24GB for 23.5, or as sonicmoe-hf doctor "
+                "prints it there, such as 22.1GiB, or MiB",
             ),
             _option("--tokens", type=_at_least(1), help="of a step on each GPU (default: 4096, or one sequence)"),
             _option("--sequence-length", type=_at_least(1), default=4096, help="at most (default %(default)s)"),

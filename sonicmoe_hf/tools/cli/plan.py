@@ -136,6 +136,7 @@ def _print(
         console.print("Experts can be packed in other formats too: --all")
     console.print(
         f"A way fits if its peak, {GAPS - 1:.0%} more for gaps between blocks, and {CONTEXT:g} GiB for CUDA's context "
-        "do. Ways stand in the order of what trains, and of how near to bf16 experts are. A card has fewer GiB than its "
-        "name says: sonicmoe-hf doctor prints them there, for --gpu-memory."
+        "do. The way to begin with is first, the others stand by what trains, and by how near to bf16 experts are. A "
+        "card has fewer GiB than its name says: 80GB counts as 79, 24GB as 23.5, and sonicmoe-hf doctor prints what is "
+        "there, for --gpu-memory."
     )

@@ -213,15 +213,17 @@ def usual(sizes: ModelSizes, ways: list[Way]) -> list[Way]:
 
 
 def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
-    """Choose the ways to show, from all weights in fp32 to experts rounded the most: (of each kind the first way that
-    fits; of kinds of which none fits, the smallest way)."""
+    """Choose the ways to show: (of each kind the first way that fits; of kinds of which none fits, the smallest way). The
+    way to begin with comes first, the others from all weights in fp32 to experts rounded the most."""
     ways = sorted(ways, key=_distance)
     kinds: dict[str, list[Way]] = {}
     for way in ways:
         kinds.setdefault(way.kind, []).append(way)
-    fitting = [next((way for way in kind if way.fits), None) for kind in kinds.values()]
+    fitting = [fits[0] for kind in kinds.values() if (fits := [way for way in kind if way.fits])]
     too_large = [min(kind, key=lambda way: way.needed) for kind in kinds.values() if not any(w.fits for w in kind)]
-    return [way for way in fitting if way is not None], too_large
+    adapted = [way for way in fitting if not way.training.full]
+    first = min(adapted or fitting, key=lambda way: way.memory.host, default=None)  # each step copies what is there
+    return sorted(fitting, key=lambda way: way is not first), too_large
 
 
 def _distance(way: Way) -> tuple:
@@ -232,20 +234,17 @@ def _distance(way: Way) -> tuple:
 
 
 def advice(fitting: list[Way]) -> str:
-    """Say which of the ways that fit, as `shown` orders them, to begin with."""
-    adapted = [(way.memory.host, n) for n, way in enumerate(fitting, 1) if not way.training.full]
-    host, number = min(adapted, default=(0.0, 1))  # what is in host memory is copied in each forward and backward
-    training = fitting[number - 1].training
+    """Say what the first of the ways that fit, as `shown` orders them, trains, and what others do beside it."""
+    training, host = fitting[0].training, fitting[0].memory.host
     what = "all weights train"
     if not training.full:
         held = "in bf16, nothing rounded" if training.experts == "bf16" else f"in {training.experts.upper()}"
         what = f"adapters of all experts, beside weights {held}"
     if host:
         what += f", {host / GIB:.0f} GiB of them in host memory, from where each step copies them"
-    rest = "; 1 trains all weights" if fitting[0].training.full and number > 1 else ""
-    if host and len({gib for gib, _ in adapted}) > 1:
-        rest = "; other ways copy more" + rest
-    return f"To fine-tune, begin with {number}: {what}{rest}."
+        what += "; other ways copy more" * any(way.memory.host > host for way in fitting)
+    rest = "; 2 trains all weights" if not training.full and any(way.training.full for way in fitting) else ""
+    return f"To fine-tune, begin with 1: {what}{rest}."
 
 
 def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iterator[Training]:
