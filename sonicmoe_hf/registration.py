@@ -30,8 +30,10 @@ from .attention.piecewise import attention_in_pieces, mask_in_pieces
 from .checkpoints.modeling import NATIVE
 from .formats.declared import QUANT_METHOD
 from .formats.quantizer import ExpertsQuantizationConfig, ExpertsQuantizer
+from .formats.sharding import OPERATIONS
 from .layer.experts_module import IMPLEMENTATION
 from .layer.holding import has_expert_parallelism
+from .layer.packed_weight import PackedWeight
 from .patching.experts import sonicmoe_hf_experts_forward
 from .private.replaced import is_replaced, put_back, replace
 from .private.transformers import experts_implementation, read_scalars_whole
@@ -54,6 +56,7 @@ def install() -> None:
     AttentionMaskInterface.register(TORCH_PIECES, mask_in_pieces)
     AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = ExpertsQuantizationConfig
     AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = ExpertsQuantizer
+    PackedWeight.operations.update(OPERATIONS)
     for classes in NATIVE.values():
         classes.register()
     if has_expert_parallelism():

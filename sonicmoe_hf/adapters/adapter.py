@@ -91,7 +91,7 @@ def is_in_pefts_form(folder: Path, model: PreTrainedModel) -> bool:
     except NotPlainLoRAError:
         return True
     trained, sides = assignment.trained, assignment.sides
-    as_named = all(name == f"{PREFIX}{key}" for key, name in assignment.stored.items())
+    as_named = all(name == f"{PREFIX}{key}" for key, name in assignment.names_in_file.items())
     in_layout = trained.is_native == any(map(is_native, trained.experts.values()))
     return as_named and in_layout and not any(each.part or assignment.is_grouped_by_expert(each) for each in sides)
 

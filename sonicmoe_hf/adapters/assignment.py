@@ -26,18 +26,18 @@ class Assignment:
     """The tensors of an adapter's file by the weights of the model that they are for.
 
     Attributes:
-        path, config, headers: the file, its adapter_config.json, and its tensors' headers. stored: names in the file, by
-            those in the trained model. trained: that model. sides: of each weight, or of an expert's own, the names of
-            lora_A and lora_B in the file. replaced: the names of whole weights in the file, by those of the model.
+        path, config, headers: the file, its adapter_config.json, and its tensors' headers. names_in_file: by those in the
+            trained model. trained: that model. sides: of each weight, or of an expert's own, the names of lora_A and
+            lora_B in the file. replaced: the names of whole weights in the file, by those of the model.
     Raises:
         CheckpointError: as `Adapter.read`.
     """
 
     def __init__(self, path: Path, config: AdapterConfig, model: PreTrainedModel):
         self.path, self.config, self.headers = path, config, headers_of(path)
-        self.stored: dict[str, str] = {}
+        self.names_in_file: dict[str, str] = {}
         for name in self.headers:
-            if (other := self.stored.setdefault(name_in_trained_model(name), name)) != name:
+            if (other := self.names_in_file.setdefault(name_in_trained_model(name), name)) != name:
                 raise CheckpointError(
                     f"{path} has {name} and {other}, which are one name; keep the one that was trained"
                 )
@@ -45,11 +45,11 @@ class Assignment:
         place = f" of {folder}" if (folder := model.config.name_or_path) else ""
         # for errors: the model of training beside the given one
         self.both_models = f"the adapter was trained on {base}, and this model is a {type(model).__name__}{place}"
-        self.trained = TrainedModel(model, config, self.stored)
+        self.trained = TrainedModel(model, config, self.names_in_file)
         self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
         self.replaced: dict[str, str] = {}
         self.sides: dict[AdaptedWeight, dict[str, str]] = {}
-        for key, name in self.stored.items():
+        for key, name in self.names_in_file.items():
             self._assign(key, name)
         single = {adapted.module for adapted in self.sides if adapted.part is not None}
         for module in single & {adapted.module for adapted in self.sides if adapted.part is None}:
@@ -94,7 +94,7 @@ class Assignment:
         return AdaptedWeight(f"{name}.{parameter}", f"{trained}.weight", part, expert)
 
     def _unknown(self, name: str, module: str) -> CheckpointError:
-        keys = map(KEY.match, self.stored)
+        keys = map(KEY.match, self.names_in_file)
         if self.trained.in_model(module) in self.trained.experts and any(
             key and EXPERT.match(key["module"]) for key in keys
         ):
@@ -109,7 +109,7 @@ class Assignment:
         )
 
     def _assign_replacement(self, name: str, weight: str) -> None:
-        if (own := SAVED_TWICE.sub("", weight)) != weight and own in self.stored:
+        if (own := SAVED_TWICE.sub("", weight)) != weight and own in self.names_in_file:
             return
         module, _, parameter = weight.rpartition(".")
         module = self.trained.in_model(module)

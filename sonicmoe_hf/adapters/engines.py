@@ -127,21 +127,21 @@ def engine_form(
         )
     check_for_engine(adapter, model, engine)
     is_3d = engine == "vllm" and name in VLLM_FUSED
-    hub, by_name = HubNames(model), dict[str, Factors]()
+    hub_names, by_name = HubNames(model), dict[str, Factors]()
     for weight, factors in _complete_factors(adapter, model, engine).items():
-        templates = _matrices(model, hub, weight) if factors.a.dim() == 3 and not is_3d else []
+        templates = _matrices(model, hub_names, weight) if factors.a.dim() == 3 and not is_3d else []
         if len(templates) == 2:
             interleaved = is_interleaved(model.get_submodule(weight.rpartition(".")[0]))
             by_name.update(zip(templates, split_gate_and_up(factors, interleaved)))
         else:
-            by_name[templates[0] if templates else hub.parameter(weight)] = factors
+            by_name[templates[0] if templates else hub_names.parameter(weight)] = factors
     rank = max(factors.rank for factors in by_name.values())
     if engine == "vllm" and rank > VLLM_RANKS[-1]:
         raise CheckpointError(f"the adapter's largest rank is {rank}, and vLLM's is {VLLM_RANKS[-1]}; {MERGED}")
     alpha = _common_alpha(by_name, rank)
     by_name = {name: factors.rescale(alpha / rank).pad_to(rank) for name, factors in by_name.items()}
     tensors = _tensors(by_name)
-    every = _modules_of_the_hub(model, hub)
+    every = _modules_of_the_hub(model, hub_names)
     linear = {name.removesuffix(".weight") for name, factors in by_name.items() if factors.a.dim() == 2}
     single = [
         name
@@ -150,7 +150,7 @@ def engine_form(
     ]
     fused = [name for name in by_name if by_name[name].a.dim() == 3 and "{expert}" not in name]
     target_modules = [*sorted(endings(linear, every, lengths=(1, 2))), *sorted(endings(single, every, lengths=(1, 3)))]
-    target_parameters = sorted(endings(fused, map(hub.parameter, model.state_dict()), lengths=(3,)))
+    target_parameters = sorted(endings(fused, map(hub_names.parameter, model.state_dict()), lengths=(3,)))
     config = new_config(adapter.config, rank, alpha, target_modules, target_parameters)
     has_experts = any(factors.a.dim() == 3 for factors in by_name.values())
     return tensors, config, _hints(engine, rank, has_experts, is_3d)
@@ -188,15 +188,15 @@ def _zeros(like: Factors, weight: torch.Tensor) -> Factors:
     return like._replace(a=like.a.new_zeros(*experts, 1, size_in), b=like.b.new_zeros(*experts, size_out, 1))
 
 
-def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
+def _matrices(model: PreTrainedModel, hub_names: HubNames, weight: str) -> list[str]:
     """List the engines' names of an expert's matrices in a weight that holds all experts, "{expert}" for the number."""
-    templates = hub.per_expert(weight)
+    templates = hub_names.per_expert(weight)
     if templates:
         return [template.removesuffix(".weight") for template in templates]
     module, _, name = weight.rpartition(".")
     first, _ = weight_names(experts := model.get_submodule(module))
     names = ENGINE_MATRICES[0 if has_gate(experts) else 1 : 2] if name == first else ENGINE_MATRICES[2:]
-    return [f"{hub.module(module)}.{{expert}}.{projection}" for projection in names]
+    return [f"{hub_names.module(module)}.{{expert}}.{projection}" for projection in names]
 
 
 def _common_alpha(by_name: dict[str, Factors], rank: int) -> float:
@@ -225,15 +225,15 @@ def _tensors(by_name: dict[str, Factors]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _modules_of_the_hub(model: PreTrainedModel, hub: HubNames) -> set[str]:
+def _modules_of_the_hub(model: PreTrainedModel, hub_names: HubNames) -> set[str]:
     """List the names of all modules that have a weight, those of single experts included."""
     names = set()
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         if not is_experts(module):
-            names.add(hub.parameter(name).rpartition(".")[0])
+            names.add(hub_names.parameter(name).rpartition(".")[0])
         elif name.rpartition(".")[2] in weight_names(module):
-            matrices = _matrices(model, hub, name)
+            matrices = _matrices(model, hub_names, name)
             names |= {matrix.format(expert=expert) for matrix in matrices for expert in range(len(parameter))}
     return names
 

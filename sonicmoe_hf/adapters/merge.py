@@ -26,7 +26,7 @@ from ..checkpoints.reading.converters import (
 from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, local_folder
 from ..checkpoints.reading.source import Source
 from ..checkpoints.reading.stored import TIED, StoredWeights
-from ..checkpoints.reading.weight import Change, GroupChange, HubMatrix, Weight
+from ..checkpoints.reading.weight import Change, GroupChange, MatrixWeight, Weight
 from ..checkpoints.writing.atomic_folder import new_folder
 from ..checkpoints.writing.companions import OF_TRAINING
 from ..checkpoints.writing.model_card import origin_of
@@ -213,7 +213,9 @@ def packed_base_of(
         own = [groups[name] for each in packable(experts) if (name := f"{module}.{each}") in groups]
         owners = {name: owner for group in own for name, owner in group.owners.items() if not owner}
         weights = [stored.weights[name] for name in owners]
-        if any(each.format is None or (isinstance(each, HubMatrix) and owners[each.name] is None) for each in weights):
+        if any(
+            each.format is None or (isinstance(each, MatrixWeight) and owners[each.name] is None) for each in weights
+        ):
             return PackedBase(stored.quantization, [])  # some are dense, which loading packs, or need all experts
         if weights:
             layers.append(weights)
@@ -222,7 +224,7 @@ def packed_base_of(
 
 def _first_codes(weight: Weight) -> torch.Tensor:
     """Read the codes of a packed weight's first expert: it holds all experts, or is that expert's own."""
-    return weight.raw(None if isinstance(weight, HubMatrix) else 0)[0]
+    return weight.raw(None if isinstance(weight, MatrixWeight) else 0)[0]
 
 
 def _dither_of_part(dither: Dither, group: WeightGroup, name: str) -> Dither:
@@ -257,11 +259,11 @@ def _untie(
     ours = sorted({*tied, *tied.values()}.intersection(changed))
     if not ours:
         return []
-    state, hub, names = model.state_dict(), HubNames(model), {}
+    state, hub_names, names = model.state_dict(), HubNames(model), {}
     for pair in tied.items():
         for name, other in (pair, pair[::-1]):
             if name not in groups:
-                held, (own, shape) = hub.parameter(name), next(iter(groups[other].shapes.items()))
+                held, (own, shape) = hub_names.parameter(name), next(iter(groups[other].shapes.items()))
                 names[held], groups[name] = own, WeightGroup(None, name, state, model.config)
                 groups[name].add(name, held, shape)
     stored.untie(names)

@@ -66,7 +66,7 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
     Raises:
         CheckpointError: PEFT would load factors under another name than they have.
     """
-    hub, modules = HubNames(model), dict[str, Any](model.named_modules())
+    hub_names, modules = HubNames(model), dict[str, Any](model.named_modules())
     renames_experts = get_checkpoint_conversion_mapping(model.config.model_type) is not None
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in adapter.replaced.items()}
     settings: dict[str, tuple[int, float]] = {}  # by what PEFT compares with patterns
@@ -84,7 +84,7 @@ def peft_form(adapter: Adapter, model: PreTrainedModel) -> tuple[dict[str, torch
     for module, names in adapted.items():
         factors = {name: adapter.factors[f"{module}.{name}"] for name in modules[module]._parameters if name in names}
         factors = {name: own.strip_padding() for name, own in factors.items() if not own.is_zero()}
-        if (loaded := hub.in_adapter(module)) is None:
+        if (loaded := hub_names.in_adapter(module)) is None:
             raise CheckpointError(f"PEFT loads factors of {module} under another name, and would lose them; {MERGED}")
         tensors |= wrapper_tensors(loaded, list(factors.values()))
         for name, own in factors.items():

@@ -80,12 +80,12 @@ class TrainedModel:
             raise CheckpointError(f"{self.config.path}: target_parameters {targets} name experts of both layouts")
         return bool(last & set(NATIVE_ORDER))
 
-    def _names_by_hub_name(self, hub: HubNames) -> dict[str, str]:
+    def _names_by_hub_name(self, hub_names: HubNames) -> dict[str, str]:
         """Map the hub's names of modules with weights to the model's."""
-        names = {hub.module(name): name for name, module in self.modules.items() if module._parameters}
+        names = {hub_names.module(name): name for name, module in self.modules.items() if module._parameters}
         for name, module in self.experts.items():
             for parameter in module._parameters:
-                for template in hub.per_expert(f"{name}.{parameter}"):
+                for template in hub_names.per_expert(f"{name}.{parameter}"):
                     names[template.split(".{expert}.")[0]] = name
         return names
 
@@ -173,7 +173,7 @@ def decoder_name(model: PreTrainedModel) -> str:
 
 
 def product_shape(module: Any, parameter: str) -> tuple[int | None, tuple[int, int], bool]:
-    """Compute (E, (out, in), whether it is stored as [E, in, out]) of a parameter by PEFT's rules; of one matrix E is
+    """Compute (E, (out, in), whether it is transposed, [E, in, out]) of a parameter by PEFT's rules; of one matrix E is
     None."""
     shape = tuple(module._parameters[parameter].shape)
     if len(shape) not in (2, 3):

@@ -69,7 +69,7 @@ class ExpertsParameter(NamedTuple):
         return [name.format(expert=expert) for name in self.names]
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
+    def weight_shape(self) -> tuple[int, ...]:
         """The shape of each dense weight."""
         shape = self.shape[::-1] if self.is_transposed else self.shape
         return shape if self.is_per_expert else (self.num_experts, *shape)
@@ -77,7 +77,7 @@ class ExpertsParameter(NamedTuple):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """List the shapes of all weights, by name."""
         experts = range(self.num_experts if self.is_per_expert else 1)
-        return {name: self.stored_shape for expert in experts for name in self.names_of(expert)}
+        return {name: self.weight_shape for expert in experts for name in self.names_of(expert)}
 
     def split(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         """Take one expert's weights, [rows, ...] each, apart into gate's and up's rows, or down's."""
@@ -113,11 +113,11 @@ def _parameter(family: NativeFamily, layout: str, block: str, name: str, sizes: 
     if layout == "per_expert":
         names = tuple(f"{block}.experts.{{expert}}.{each}.weight" for each in HUB_MATRICES[name])
         return ExpertsParameter(names, num_experts, (rows // len(names), columns))
-    stored = {"native": f"experts.{NATIVE_NAMES[name]}", "upstream": UPSTREAM_NAMES[NATIVE_NAMES[name]]}
+    own_names = {"native": f"experts.{NATIVE_NAMES[name]}", "upstream": UPSTREAM_NAMES[NATIVE_NAMES[name]]}
     shape = (rows,) if is_bias else (rows, columns)
     order, is_transposed = ROW_ORDERS[layout] if is_first else "whole", layout == "gpt_oss" and not is_bias
     return ExpertsParameter(
-        (f"{block}.{stored.get(layout, f'experts.{name}')}",), num_experts, shape, order, is_transposed
+        (f"{block}.{own_names.get(layout, f'experts.{name}')}",), num_experts, shape, order, is_transposed
     )
 
 

@@ -19,7 +19,7 @@ from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from ..errors import CheckpointError
-from ..formats.state import stored_names
+from ..formats.state import state_dict_names
 from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily
@@ -111,7 +111,7 @@ class SonicMoEExperts(nn.Module):
 
 def _check_native_names(experts: nn.Module, state_dict, prefix: str, *_) -> None:
     foreign = [name for name in state_dict if name.startswith(prefix)]
-    foreign = [name for name in foreign if name[len(prefix) :] not in stored_names(experts)]
+    foreign = [name for name in foreign if name[len(prefix) :] not in state_dict_names(experts)]
     if foreign:
         raise CheckpointError(
             f"{foreign[0]} is not a weight of the native layout (experts.c_fc, experts.c_proj): it belongs to the "

@@ -1,6 +1,7 @@
 """Checkpoints with experts in 4 or 8 bits: how they are declared, named, loaded, saved and shared by ranks.
 
-In the order of reading: declared and declared_integers (what config.json says), hub and hub_integers (a matrix in each
-format of the hub), conversions (what becomes of tensors while they load; it has the table), quantizer (which Transformers
-calls), state (state dicts), then ranks: shares (expert parallelism), sharding (FSDP2) and refusals (what does not go).
+In the order of reading: declared and declared_integers (what config.json says), matrix_format, float_matrices and
+integer_matrices (how a file stores a matrix), hub_names, conversions (what becomes of tensors while they load; it has the
+table), quantizer (which Transformers calls), state (state dicts), then ranks: shares (expert parallelism), sharding
+(FSDP2) and refusals (what does not go).
 """

@@ -3,7 +3,7 @@
     a checkpoint has                      conversion     makes
     experts in floats                     PackExperts    a packed weight
     experts that were packed here         TakePacked     the same packed weight
-    experts in a format of the hub's      TakeExperts    a packed weight, in that format or in another
+    experts in a matrix format      TakeExperts    a packed weight, in that format or in another
     linear layers beside these            TakeDense      a dense weight, or what the linear layers' quantizer makes of it
 
 Where a checkpoint has a tensor for each expert and projection, LeaveApart keeps Transformers from merging them: they are
@@ -37,15 +37,16 @@ from ..kernels.packed.format import Mean
 from ..layer.experts_module import is_transposed, packable, row_order
 from ..layer.holding import Holding, holding_of, local_shape, mesh_of
 from ..layer.packed_weight import PackedWeight, as_parameter
-from .hub import WEIGHT, HubFormat, HubFP8
+from .float_matrices import FP8Matrix
 from .loading_errors import keeping_errors
-from .shares import dense_shard, pack_share, stored_share
+from .matrix_format import WEIGHT, MatrixFormat
+from .shares import assemble_share, dense_shard, pack_share
 from .state import check_shape
 
 # DeepSeek-V4's names of scales, and those that we go by
 SHORT_NAMES = (r"^(.+)(?<!_l2_clip)\.scale$", r"\1.weight_scale_inv")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-LOADS_HUB_FORMATS = hasattr(HfQuantizer, "get_new_dtype")  # since 5.19: it casts nothing on its own
+LOADS_MATRICES = hasattr(HfQuantizer, "get_new_dtype")  # since 5.19: it casts nothing on its own
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 MERGES = (
     [(MergeModulelist, 0)],
@@ -123,7 +124,7 @@ class LeaveApart(MergeModulelist):
 
 
 class _ParameterConversion(ConversionOps):
-    """A conversion that makes one parameter of what is stored of it."""
+    """A conversion that makes one parameter of the tensors that store it."""
 
     def __init__(self, hf_quantizer):
         self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
@@ -189,7 +190,7 @@ class TakePacked(_ParameterConversion):
                 f"{target.full_name}: {missing} is missing, which stores this {format.name} weight too"
             )
         if target.holding.group is not None:
-            tensors = dict(zip(names, stored_share(format, [tensors[name] for name in names], target.holding)))
+            tensors = dict(zip(names, assemble_share(format, [tensors[name] for name in names], target.holding)))
         with _naming_weight(target.full_name.rpartition(".")[0], ", "):
             packed = format.read(target.name, tensors, target.holding.experts.start)
         weight = PackedWeight.of(packed, format.name, target.dense.dtype, is_transposed(target.module))
@@ -198,10 +199,10 @@ class TakePacked(_ParameterConversion):
 
 
 class TakeExperts(_ParameterConversion):
-    """Make a packed weight of experts in a format of the hub's; or in floats, in layers that the checkpoint's
+    """Make a packed weight of experts in a matrix format; or in floats, in layers that the checkpoint's
     modules_to_not_convert names. sources: the names of gate's and up's weights, or down's, with "*" for the expert."""
 
-    def __init__(self, hf_quantizer, stored_format: HubFormat, sources: list[str]):
+    def __init__(self, hf_quantizer, stored_format: MatrixFormat, sources: list[str]):
         super().__init__(hf_quantizer)
         self.stored_format, self.sources = stored_format, sources
 
@@ -273,7 +274,7 @@ class TakeExperts(_ParameterConversion):
             self.stored_format.check_stretches(*(stretch for name in there for stretch in stored[name]))
             there = []
         by_name = {name: stored.get(name, []) for name in [*self.stored_format.names(source), *there]}
-        num_experts, module = local_shape(target.dense)[0], source.removesuffix(WEIGHT)
+        num_experts, module = local_shape(target.dense)[0], source.removesuffix(f".{WEIGHT}")
         if {len(found) for found in by_name.values()} != {num_experts}:
             counts = ", ".join(f"{len(found)} {name.removeprefix(module)}" for name, found in by_name.items())
             raise CheckpointError(
@@ -291,17 +292,16 @@ class TakeExperts(_ParameterConversion):
 
 
 class TakeDense(_ParameterConversion):
-    """Make a linear layer's weight in its own dtype, of the tensors that store it in a format of the hub's."""
+    """Make a linear layer's weight in its own dtype, of the tensors that store it in a matrix format."""
 
-    def __init__(self, hf_quantizer, stored_format: HubFormat):
+    def __init__(self, hf_quantizer, stored_format: MatrixFormat):
         super().__init__(hf_quantizer)
         self.stored_format = stored_format
 
     def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See _ParameterConversion."""
-        weight_name, parameter, layer = WEIGHT[1:], target.dense, target.full_name
-        needed = self.stored_format.names(weight_name)
-        names = dict.fromkeys([*needed, *self.stored_format.optional_names(weight_name), weight_name])
+        parameter, layer = target.dense, target.full_name
+        needed, names = self.stored_format.names(WEIGHT), _all_names(self.stored_format, WEIGHT)
         by_name = {name: found[0] for name in names if (found := stored.get(name))}
         weight, *others = by_name.values()
         if weight.is_meta:
@@ -321,7 +321,7 @@ class TakeDense(_ParameterConversion):
 
     def _dense(self, weight: torch.Tensor, others: list[torch.Tensor], parameter) -> torch.Tensor:
         is_sharded = mesh_of(parameter) is not None
-        if is_sharded and isinstance(self.stored_format, HubFP8):
+        if is_sharded and isinstance(self.stored_format, FP8Matrix):
             return dense_shard(self.stored_format, weight, others[0], parameter)
         if is_sharded and weight.dtype == torch.int32:
             raise CheckpointError(
@@ -331,8 +331,8 @@ class TakeDense(_ParameterConversion):
         return self.stored_format.dense(weight, *others)
 
 
-def _kinds(stored: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in stored if tensor is not None]
+def _kinds(packed: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in packed if tensor is not None]
 
 
 # the conversions of a model, by what its checkpoint has
@@ -358,21 +358,21 @@ def of_packed_experts(hf_quantizer) -> list[WeightConverter]:
     format = FORMATS[hf_quantizer.quantization_config.experts]
     return [
         WeightConverter(
-            [f"experts.{stored}$" for stored in format.names(name)], f"experts.{name}", [TakePacked(hf_quantizer)]
+            [f"experts.{tensor}$" for tensor in format.names(name)], f"experts.{name}", [TakePacked(hf_quantizer)]
         )
         for name in WEIGHTS
     ]
 
 
-def with_hub_format(conversions: list, hf_quantizer, format: HubFormat) -> list:
-    """Change Transformers' conversions of a model so that experts in a format of the hub's stay packed and the
+def with_matrix_format(conversions: list, hf_quantizer, format: MatrixFormat) -> list:
+    """Change Transformers' conversions of a model so that experts in a matrix format stay packed and the
     rest becomes dense."""
     return [
-        *([WeightRenaming(*SHORT_NAMES)] if isinstance(format.linear, HubFP8) else []),
+        *([WeightRenaming(*SHORT_NAMES)] if isinstance(format.linear, FP8Matrix) else []),
         *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
         WeightConverter(
-            [*map(_pattern_of, _all_names(format.linear, WEIGHT[1:])), *(f"{end[1:]}$" for end in format.unused)],
-            WEIGHT[1:],
+            [*map(_pattern_of, _all_names(format.linear, WEIGHT)), *(f"{end[1:]}$" for end in format.unused)],
+            WEIGHT,
             [TakeDense(hf_quantizer, format.linear)],
         ),
     ]
@@ -380,21 +380,21 @@ def with_hub_format(conversions: list, hf_quantizer, format: HubFormat) -> list:
 
 def _pattern_of(name: str) -> str:
     """Make the pattern of tensors of this name in any module. Names that do not begin with "weight" are whole ones."""
-    return f"{name}$" if name.startswith(WEIGHT[1:]) else f"{WHOLE_NAME}{name}$"
+    return f"{name}$" if name.startswith(WEIGHT) else f"{WHOLE_NAME}{name}$"
 
 
-def _all_names(format: HubFormat, weight: str) -> list[str]:
+def _all_names(format: MatrixFormat, weight: str) -> list[str]:
     """List the names of the tensors that may store a weight, also where it is in floats."""
     return list(dict.fromkeys([*format.names(weight), *format.optional_names(weight), weight]))
 
 
-def _of_experts(converter, hf_quantizer, format: HubFormat):
+def _of_experts(converter, hf_quantizer, format: MatrixFormat):
     if not isinstance(converter, WeightConverter):
         return converter
     sources, targets = converter._original_source_patterns, converter._original_target_patterns
-    is_of_weights = all(source.endswith(WEIGHT) for source in sources)
+    is_of_weights = all(source.endswith(f".{WEIGHT}") for source in sources)
     if len(targets) != 1 or not re.search(r"experts\.\w+$", targets[0]) or not is_of_weights:
         return converter
     patterns = [f"{name}$" for source in sources for name in _all_names(format, source)]
-    patterns += [f"{source.removesuffix(WEIGHT)}{end}$" for source in sources for end in format.unused]
+    patterns += [source.removesuffix(f".{WEIGHT}") + f"{end}$" for source in sources for end in format.unused]
     return WeightConverter(patterns, targets[0], [TakeExperts(hf_quantizer, format, sources)])

@@ -12,10 +12,13 @@ from transformers import PreTrainedConfig
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Format
 from ..kernels.packed.fp8 import FP8_BLOCK
+from ..kernels.packed.int4 import GROUP
 from ..layer.config import check_choice
 from . import declared_integers
-from .hub import HUB, HubFormat, HubFP4, HubFP8
+from .float_matrices import FP4Matrix, FP8Matrix, NVFP4Matrix
+from .integer_matrices import CompressedInt4
 from .json_files import check_type, read_json
+from .matrix_format import MatrixFormat
 from .tensor_files import open_tensors
 
 TEXT_CONFIGS = ("decoder", "generator", "text_config", "thinker_config")  # where get_text_config looks for them
@@ -37,6 +40,17 @@ TO_PLAIN_NAMES = (
     'key_mapping={"proj_blocks$": "proj"}).save_pretrained(DST, save_original_format=False)'
 )
 INTEGERS = (".qweight", ".weight_packed")  # ends of names
+# by the format of experts: how a checkpoint stores a matrix in it, where its declaration does not say
+MATRIX_FORMATS: dict[str, MatrixFormat] = {
+    format.name: format
+    for format in (
+        FP8Matrix(),
+        FP4Matrix(),
+        NVFP4Matrix(),
+        CompressedInt4(GROUP, has_zeros=False),
+        CompressedInt4(GROUP, has_zeros=True),
+    )
+}
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
 
@@ -62,11 +76,11 @@ class DeclaredQuantization(NamedTuple):
         """Tell whether it is FP8, NVFP4 or integers in every linear layer, or in experts alone, with tensors for each."""
         return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
 
-    def hub_format(self) -> HubFormat:
+    def matrix_format(self) -> MatrixFormat:
         """Find the format of each matrix of experts, where `is_per_expert`. Raises CheckpointError as `format`."""
         if self.method in declared_integers.METHODS:
             return declared_integers.declared_format(self.method, self.entries)
-        return HUB[self.format()]
+        return MATRIX_FORMATS[self.format()]
 
     def format(self) -> str:
         """Name the experts' format, one of FORMATS; where it is none of these, what the quantization is called.
@@ -88,11 +102,11 @@ class DeclaredQuantization(NamedTuple):
         if self.method == MODELOPT:
             self.check_nvfp4()
             return "nvfp4"
-        return self.hub_format().name if self.is_per_expert else self.method
+        return self.matrix_format().name if self.is_per_expert else self.method
 
-    def stored_format(self) -> Format | HubFormat | None:
+    def stored_format(self) -> Format | MatrixFormat | None:
         """Find how the files store weights: the Format of experts stored [E, ...] under their parameter's name, packed
-        here or as gpt-oss's are; or the HubFormat of matrices, those of experts and of linear layers, each stored by
+        here or as gpt-oss's are; or the MatrixFormat of matrices, those of experts and of linear layers, each stored by
         itself. None of other checkpoints.
 
         Raises:
@@ -103,9 +117,9 @@ class DeclaredQuantization(NamedTuple):
             return FORMATS[self.format()]
         if self.method == MODELOPT:
             self.check_nvfp4()
-            return HUB["nvfp4"]
+            return MATRIX_FORMATS["nvfp4"]
         if self.method in declared_integers.METHODS:
-            return self.hub_format()
+            return self.matrix_format()
         if self.method != "fp8":
             return None
         block = self.entries.get("weight_block_size", FP8_BLOCKS)
@@ -113,14 +127,14 @@ class DeclaredQuantization(NamedTuple):
             raise CheckpointError(
                 f"weight_block_size of the fp8 quantization is {block!r}; it must be two sizes such as [128, 128]"
             )
-        fp8 = HubFP8((block[0], block[1]), self.entries.get("scale_fmt") == "ue8m0")
+        fp8 = FP8Matrix((block[0], block[1]), self.entries.get("scale_fmt") == "ue8m0")
         experts, taken = self.entries.get(EXPERT_DTYPE, "fp8"), FP8_TAKEN[EXPERT_DTYPE]
         if experts not in taken:
             raise CheckpointError(
                 f"the experts are in {experts!r} (expert_dtype of config.json); conversion and merging read "
                 f"{' and '.join(map(repr, taken))}"
             )
-        return HubFP4(fp8) if experts == "fp4" else fp8
+        return FP4Matrix(fp8) if experts == "fp4" else fp8
 
     def _check_fp8(self) -> None:
         for entry, taken in FP8_TAKEN.items():
@@ -208,7 +222,7 @@ def check_undeclared(files: Iterable[Path]) -> None:
                     )
 
 
-def check_stored(files: Iterable[Path], format: HubFormat) -> None:
+def check_stored(files: Iterable[Path], format: MatrixFormat) -> None:
     """Raise CheckpointError where no tensor of safetensors files is a weight in the format that config.json declares."""
     first = format.names(".weight")[0]
     for file in files:

@@ -6,16 +6,15 @@ import re
 from typing import Any, NoReturn
 
 from ..errors import CheckpointError
-from .hub import HubFormat
-from .hub_integers import (
+from .float_matrices import CompressedMXFP4, CompressedNVFP4
+from .integer_matrices import (
     TO_BF16_OR_PACK,
     AWQInt4,
     CompressedInt4,
     CompressedInt8,
-    CompressedMXFP4,
-    CompressedNVFP4,
     GPTQInt4,
 )
+from .matrix_format import MatrixFormat
 
 COMPRESSED, GPTQ, AUTO_ROUND, AWQ = METHODS = ("compressed-tensors", "gptq", "auto-round", "awq")
 EXPERT = "model.layers.1.mlp.experts.0.gate_proj"  # by which patterns of names are tried
@@ -23,7 +22,7 @@ GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format: what is missin
 AUTO_ROUND_OFFSETS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round": 0}
 
 
-def declared_format(method: str, entries: dict) -> HubFormat:
+def declared_format(method: str, entries: dict) -> MatrixFormat:
     """Find the format of matrices that one of METHODS declares by its entries in config.json.
 
     Raises:
@@ -51,7 +50,7 @@ def _check_bits(method: str, bits: Any) -> None:
         _refuse(method, f"in {bits!r} bits")
 
 
-def _of_compressed_tensors(entries: dict) -> HubFormat:
+def _of_compressed_tensors(entries: dict) -> MatrixFormat:
     groups = entries.get("config_groups") or {}
     group = _group_of_experts(groups if isinstance(groups, dict) else {}, entries.get("ignore") or ())
     weights = group.get("weights") or {}
@@ -91,7 +90,7 @@ def _matches(target: str) -> bool:
     return target == EXPERT
 
 
-def _of_gptq(entries: dict) -> HubFormat:
+def _of_gptq(entries: dict) -> MatrixFormat:
     _check_bits(GPTQ, entries.get("bits"))
     format = entries.get("checkpoint_format") or "gptq"
     if entries.get("is_marlin_format") or format not in GPTQ_OFFSETS or entries.get("pack_dtype", "int32") != "int32":
@@ -100,7 +99,7 @@ def _of_gptq(entries: dict) -> HubFormat:
     return GPTQInt4(size, not entries.get("sym", True), GPTQ_OFFSETS[format])
 
 
-def _of_auto_round(entries: dict) -> HubFormat:
+def _of_auto_round(entries: dict) -> MatrixFormat:
     _check_bits(AUTO_ROUND, entries.get("bits"))
     if entries.get("data_type", "int") != "int" or (entries.get("act_bits") or 16) < 16:
         _refuse(
@@ -114,7 +113,7 @@ def _of_auto_round(entries: dict) -> HubFormat:
     return GPTQInt4(size, not entries.get("sym", True), AUTO_ROUND_OFFSETS[packing])
 
 
-def _of_awq(entries: dict) -> HubFormat:
+def _of_awq(entries: dict) -> MatrixFormat:
     _check_bits(AWQ, entries.get("bits", entries.get("w_bit")))
     version = str(entries.get("version", "gemm")).lower()
     if version != "gemm":

@@ -24,12 +24,12 @@ from ..kernels.packed import FORMATS
 from ..layer.experts_module import matrix_shape, packable, row_order, why_replaced_by_liger
 from ..layer.holding import Holder, holding_of, is_partitioned
 from ..layer.packed_weight import PackedWeight
-from .conversions import PackExperts, of_packed_experts, with_experts_apart, with_hub_format
+from .conversions import PackExperts, of_packed_experts, with_experts_apart, with_matrix_format
 from .declared import QUANT_METHOD, DeclaredQuantization, check_format, check_stored, check_undeclared
 from .declared_integers import METHODS
 from .refusals import check_distributed, guard_deepspeed
 from .shares import gather_for_saving, is_split, keep_from_fsdp, restore_parameters
-from .state import use_stored_names
+from .state import hook_state_dicts
 
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",
@@ -42,7 +42,7 @@ MAX_PARAMETERS = 4  # of experts: two weights and two biases, each with a wrappe
 class ExpertsQuantizationConfig(QuantizationConfigMixin):
     """experts: a name of FORMATS. linear: a BitsAndBytesConfig (or its dict) for the linear layers, or None.
 
-    hub: the quantization_config of a checkpoint whose experts are packed under the hub's names, and as "experts" the
+    declared: the quantization_config of a checkpoint whose experts are stored in a MatrixFormat, and as "experts" the
     format that they have there; it is not saved.
     """
 
@@ -50,13 +50,13 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
         self,
         experts: str = "nf4",
         linear: BitsAndBytesConfig | dict | None = None,
-        hub: dict | None = None,
+        declared: dict | None = None,
         **_,
     ):
         check_format("experts_quantization", experts)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a str is what register_quantizer takes
         self.experts = experts
-        self.hub = hub
+        self.declared = declared
         self.linear = BitsAndBytesConfig.from_dict(linear) if isinstance(linear, dict) else linear
 
     def to_dict(self) -> dict:
@@ -105,9 +105,9 @@ class ExpertsQuantizer(HfQuantizer):
         self.linear: Any = None
         if quantization_config.linear is not None:
             linear = copy.deepcopy(quantization_config.linear)
-            is_stored = self.pre_quantized and quantization_config.hub is None
-            self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=is_stored)
-        self.stored: list[str] = []  # the names under which the model that is loaded saves its packed weights
+            is_packed = self.pre_quantized and quantization_config.declared is None
+            self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=is_packed)
+        self.tensor_names: list[str] = []  # of the packed weights of the model that is loaded, in its state dict
 
     def packs(self, model: PreTrainedModel, param_name: str) -> bool:
         """Tell whether the parameter is a weight of experts."""
@@ -149,25 +149,26 @@ class ExpertsQuantizer(HfQuantizer):
         return [*of_packed_experts(self), *conversions]
 
     def update_weight_conversions(self, weight_conversions, *model):
-        hub = self.quantization_config.hub
-        if hub is None:
+        declared = self.quantization_config.declared
+        if declared is None:
             if self.pre_quantized:
-                weight_conversions = [each for each in weight_conversions if not _renames(each, self.stored)]
+                weight_conversions = [each for each in weight_conversions if not _renames(each, self.tensor_names)]
             conversions = super().update_weight_conversions(weight_conversions, *model)
             return conversions if self.pre_quantized else with_experts_apart(conversions)
-        return with_hub_format(weight_conversions, self, DeclaredQuantization(hub["quant_method"], hub).hub_format())
+        format = DeclaredQuantization(declared["quant_method"], declared).matrix_format()
+        return with_matrix_format(weight_conversions, self, format)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
-        hub = self.quantization_config.hub
+        declared = self.quantization_config.declared
         if not self.pre_quantized:
             check_undeclared(files)
-        elif files and hub is not None and hub["quant_method"] in METHODS:
-            check_stored(files, DeclaredQuantization(hub["quant_method"], hub).hub_format())
+        elif files and declared is not None and declared["quant_method"] in METHODS:
+            check_stored(files, DeclaredQuantization(declared["quant_method"], declared).matrix_format())
         weights = check_packable(model, self.quantization_config.experts)
-        check_distributed(model, [name for name, *_ in weights], self.linear is not None, hub)
+        check_distributed(model, [name for name, *_ in weights], self.linear is not None, declared)
         format = FORMATS[self.quantization_config.experts]
-        self.stored = [stored for name, *_ in weights for stored in format.names(name)]
+        self.tensor_names = [tensor for name, *_ in weights for tensor in format.names(name)]
         for module in {module for _, module, _ in weights}:
             keep_from_fsdp(module, packable(module), self.quantization_config.experts)
         if self.linear is not None:
@@ -180,7 +181,7 @@ class ExpertsQuantizer(HfQuantizer):
             for name in packable(module):
                 weight = module._parameters[name]
                 if isinstance(weight, PackedWeight):
-                    use_stored_names(module)
+                    hook_state_dicts(module)
                 elif holding_of(module).by is not Holder.THEIR_EXPERT_PARALLEL:  # its shares are DTensors
                     raise CheckpointError(f"the checkpoint has no {prefix}.{name}: some of its experts are missing")
         mark_model_packed(model)

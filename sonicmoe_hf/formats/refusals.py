@@ -25,17 +25,18 @@ SPLIT = "tensor parallelism cannot split packed experts; load the model without 
 
 
 def check_distributed(
-    model: PreTrainedModel, weights: list[str], is_linear_packed: bool = False, hub: dict | None = None
+    model: PreTrainedModel, weights: list[str], is_linear_packed: bool = False, declared: dict | None = None
 ) -> None:
     """Raise UnsupportedModelError where a model that is being loaded, whose `weights` will be packed, is to be sharded in
-    a way that packed weights do not take, or packed linear layers beside them. hub: as ExpertsQuantizationConfig."""
-    reason = _why_not_distributed(model, weights, is_linear_packed, hub)
+    a way that packed weights do not take, or packed linear layers beside them. declared: as of the
+    quantizer's config."""
+    reason = _why_not_distributed(model, weights, is_linear_packed, declared)
     if reason is not None:
         raise UnsupportedModelError(reason)
 
 
 def _why_not_distributed(
-    model: PreTrainedModel, weights: list[str], is_linear_packed: bool, hub: dict | None
+    model: PreTrainedModel, weights: list[str], is_linear_packed: bool, declared: dict | None
 ) -> str | None:
     if is_deepspeed_zero3_enabled():
         return DEEPSPEED
@@ -43,11 +44,11 @@ def _why_not_distributed(
     sizes = {
         name: getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
     }
-    if hub is not None and sizes["tp_size"] > 1:
+    if declared is not None and sizes["tp_size"] > 1:
         return (
             f"DistributedConfig(tp_size={sizes['tp_size']}) splits linear layers that the checkpoint stores as "
-            f"{hub['quant_method']}; convert the checkpoint first ({PACK_COMMAND}) or, unless they are in integers, use "
-            f"fsdp_size and ep_size in its place ({expert_parallel_remedy()})"
+            f"{declared['quant_method']}; convert the checkpoint first ({PACK_COMMAND}) or, unless they are in integers, "
+            f"use fsdp_size and ep_size in its place ({expert_parallel_remedy()})"
         )
     is_ours = sizes["ep_size"] > 1 and getattr(config, "ep_implementation", None) == IMPLEMENTATION
     for name in ("fsdp_size", "dp_replicate_size"):

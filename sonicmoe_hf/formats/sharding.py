@@ -7,7 +7,7 @@ formats' goes along with the experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,17 +123,16 @@ def _gather(weight, group_size, group_name):
     return _make_like(PackedWeight, weight, tensors)
 
 
-PackedWeight.operations.update(
-    {
-        aten.split.Tensor: _split,
-        aten.new_zeros.default: _new_zeros,
-        aten.slice.Tensor: _slice,
-        aten.view.default: _view,
-        aten.as_strided.default: _as_strided,
-        all_gather: _gather,
-        wait_tensor: alias,
-    }
-)
+# by torch's op: what FSDP2 does with a packed weight; registration.py puts them into PackedWeight.operations
+OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.split.Tensor: _split,
+    aten.new_zeros.default: _new_zeros,
+    aten.slice.Tensor: _slice,
+    aten.view.default: _view,
+    aten.as_strided.default: _as_strided,
+    all_gather: _gather,
+    wait_tensor: alias,
+}
 WRAP = "_c10d_functional::_wrap_tensor_autograd"  # from torch 2.13 on, for collectives under autograd
 if (wrap := getattr(collectives, WRAP.rpartition(":")[2], None)) is not None:
-    PackedWeight.operations[wrap.default] = alias
+    OPERATIONS[wrap.default] = alias

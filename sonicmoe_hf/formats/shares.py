@@ -20,7 +20,7 @@ from ..kernels.packed.nf4 import NF4, NF4_BLOCK, SCALE_SCALES, SCALES_PER_SCALE
 from ..layer.holding import Holder, Holding, holding_of, local_tensor, mesh_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
-from .hub import HubFP8
+from .float_matrices import FP8Matrix
 
 
 def pack_share(
@@ -50,7 +50,7 @@ def pack_share(
     return packed
 
 
-def stored_share(format: Format, tensors: list[torch.Tensor], holding: Holding) -> list[torch.Tensor]:
+def assemble_share(format: Format, tensors: list[torch.Tensor], holding: Holding) -> list[torch.Tensor]:
     """Assemble the tensors that store a rank's experts from those that Transformers read for it, each a stretch of a
     tensor's first dimension. NF4's state belongs to the whole weight, and is gathered from the ranks' stretches. All
     ranks of the group call it."""
@@ -130,7 +130,7 @@ def gather_rows(stretch: torch.Tensor, rows: int, parameter: Any) -> tuple[torch
     return received[:rows].view(stretch.dtype), rank * -(-parameter.shape[0] // count)
 
 
-def dense_shard(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter: Any) -> torch.Tensor:
+def dense_shard(format: FP8Matrix, weight: torch.Tensor, scales: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Compute a rank's rows of a sharded weight. Transformers cuts the scales into as many stretches as the weight,
     but blocks need not end where these do."""
     _, ((num_blocks, _), _) = format.specs("", parameter.shape).values()
@@ -162,11 +162,11 @@ def gather_for_saving(
     `gather_sharded_state_dict_for_save` of a model whose ranks share packed experts, and all ranks call it."""
     whole: dict[str, Any] = {}
     shared = {
-        f"{prefix}.{stored}": (FORMATS[weight.format], suffix, holding)
+        f"{prefix}.{tensor_name}": (FORMATS[weight.format], suffix, holding)
         for prefix, module in model.named_modules()
         for name, weight in module._parameters.items()
         if isinstance(weight, PackedWeight) and (holding := holding_of(module)).is_share
-        for stored, suffix in zip(FORMATS[weight.format].names(name), FORMATS[weight.format].suffixes)
+        for tensor_name, suffix in zip(FORMATS[weight.format].names(name), FORMATS[weight.format].suffixes)
     }
     for name, tensor in state_dict.items():
         if name in shared:

@@ -1,4 +1,4 @@
-"""Packed weights in state dicts: as the plain tensors that are stored, under their own names."""
+"""Packed weights in state dicts: as plain tensors, codes and scales, under their own names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from ..kernels.packed import FORMATS
 from ..layer.holding import local_shape
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
-from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
 
 
 def check_shape(name: str, found: tuple[int, ...], dense: torch.Tensor) -> None:
@@ -20,7 +19,7 @@ def check_shape(name: str, found: tuple[int, ...], dense: torch.Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(found)} in the checkpoint; the model's is {tuple(shape)}")
 
 
-def stored_names(module: nn.Module) -> set[str]:
+def state_dict_names(module: nn.Module) -> set[str]:
     """List the names of the module's own parameters in a state dict."""
     names = set()
     for name, parameter in module._parameters.items():
@@ -31,31 +30,31 @@ def stored_names(module: nn.Module) -> set[str]:
 def hold_packed(module: nn.Module, name: str, weight: PackedWeight | nn.Parameter) -> None:
     """Make `weight` the module's frozen parameter `name`."""
     setattr(module, name, weight if isinstance(weight, nn.Parameter) else as_parameter(weight))
-    use_stored_names(module)
+    hook_state_dicts(module)
 
 
-def use_stored_names(module: nn.Module) -> None:
-    """Make the module's state dicts hold what its packed weights store, under `stored_names`."""
-    if not hasattr(module, attributes.HAS_STORED_NAMES):
-        setattr(module, attributes.HAS_STORED_NAMES, True)
-        module.register_state_dict_post_hook(_write_stored)
-        module.register_load_state_dict_pre_hook(_read_stored)
+def hook_state_dicts(module: nn.Module) -> None:
+    """Make the module's state dicts hold the tensors of its packed weights, under `state_dict_names`."""
+    if not hasattr(module, attributes.HAS_STATE_DICT_HOOKS):
+        setattr(module, attributes.HAS_STATE_DICT_HOOKS, True)
+        module.register_state_dict_post_hook(_write_tensors)
+        module.register_load_state_dict_pre_hook(_read_tensors)
 
 
-def _write_stored(module, state_dict, prefix, local_metadata):
+def _write_tensors(module, state_dict, prefix, local_metadata):
     for name, parameter in module._parameters.items():
         if isinstance(parameter, PackedWeight) and prefix + name in state_dict:
             packed = state_dict.pop(prefix + name).packed
             state_dict.update(FORMATS[parameter.format].tensors(prefix + name, packed))
 
 
-def _read_stored(module, state_dict, prefix, *_):
+def _read_tensors(module, state_dict, prefix, *_):
     for name, parameter in module._parameters.items():
         if isinstance(parameter, PackedWeight):
             format = FORMATS[parameter.format]
             names = format.names(prefix + name)
-            if all(stored in state_dict for stored in names):
-                tensors = {stored: state_dict.pop(stored) for stored in names}
+            if all(tensor in state_dict for tensor in names):
+                tensors = {tensor: state_dict.pop(tensor) for tensor in names}
                 packed = format.read(prefix + name, tensors)
                 options = parameter.format, parameter.dtype, parameter.is_transposed
                 state_dict[prefix + name] = PackedWeight.of(packed, *options)

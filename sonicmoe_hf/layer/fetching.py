@@ -80,8 +80,8 @@ def with_device_weights(call: LayerCall, dtype: torch.dtype) -> AbstractContextM
 
 def _copy_to_device(projection: Projection, device: torch.device) -> Quantized:
     """Copy the weight to the device where it is not there."""
-    stored = projection.stored()
-    return Quantized(*(tensor if tensor is None else tensor.to(device) for tensor in stored))  # type: ignore[arg-type]
+    tensors = projection.quantized()
+    return Quantized(*(tensor if tensor is None else tensor.to(device) for tensor in tensors))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -96,9 +96,9 @@ def _with_weights(
 def _replace_weights(call: LayerCall, weights: Mapping[str, Quantized], dtype: torch.dtype) -> LayerCall:
     """Replace the weights of both projections; cast dense ones, as autocast casts those on the device."""
 
-    def replace_weight(projection: Projection, stored: Quantized) -> Projection:
-        codes = stored.codes if projection.format else stored.codes.to(dtype)
-        return projection._replace(weight=codes, scales=stored.scales, state=stored.state)
+    def replace_weight(projection: Projection, weight: Quantized) -> Projection:
+        codes = weight.codes if projection.format else weight.codes.to(dtype)
+        return projection._replace(weight=codes, scales=weight.scales, state=weight.state)
 
     return call._replace(
         gate_up=replace_weight(call.gate_up, weights["gate_up"]), down=replace_weight(call.down, weights["down"])

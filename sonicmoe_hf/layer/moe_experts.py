@@ -178,7 +178,7 @@ def moe_experts(
 
     Args:
         x: [T, H], fp64, fp32, bf16 or fp16.
-        gate_up, down: the experts' weights in x's dtype, stored as `layout` says: [E, 2I, H] and [E, H, I], or for the
+        gate_up, down: the experts' weights in x's dtype, as `layout` says: [E, 2I, H] and [E, H, I], or for the
             transposed layouts [E, H, 2I] and [E, I, H]. An activation without a gate has I for 2I, here and below, and
             no interleaved layout. A `PackedWeight` stands for one of that shape: it is expanded to
             x's dtype for as long as a product takes, and has no gradient.

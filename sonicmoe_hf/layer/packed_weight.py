@@ -30,8 +30,8 @@ OFFLOADED = (
 )
 
 
-def map_stored(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
-    """Apply a function to each of the stored tensors."""
+def map_tensors(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
+    """Apply a function to each tensor of a packed weight."""
     return Quantized(*(None if tensor is None else function(tensor) for tensor in packed))  # type: ignore[arg-type]
 
 
@@ -39,12 +39,12 @@ class PackedWeight(torch.Tensor):
     """A weight of experts in 4 or 8 bits with the shape and dtype of the dense weight that it stands for.
 
     Shape: [E, N, K], or [E, K, N] if `is_transposed` (gpt-oss). dtype: what experts compute in; casts (`.half()`,
-    `.to(torch.float32)`) leave it as it is, moves and copies move and copy what is stored. It is never trained, and
+    `.to(torch.float32)`) leave it as it is, moves and copies move and copy its tensors. It is never trained, and
     every operation that would read it as a dense tensor raises RuntimeError.
 
-    codes, scales, state: what is stored (kernels.packed.Quantized), of the transpose if `is_transposed`.
+    codes, scales, state: its tensors (kernels.packed.Quantized), of the transpose if `is_transposed`.
     format: "nf4", "mxfp4", "fp8", "nvfp4", "int4" or "uint4".
-    expanded: the dense weight, where `expanded_memory` keeps it beside what is stored.
+    expanded: the dense weight, where `expanded_memory` keeps it beside them.
     """
 
     codes: torch.Tensor
@@ -75,7 +75,7 @@ class PackedWeight(torch.Tensor):
 
     @property
     def packed(self) -> Quantized:
-        """The stored tensors."""
+        """The codes, scales and state."""
         return Quantized(self.codes, self.scales, self.state)
 
     @classmethod
@@ -102,7 +102,7 @@ class PackedWeight(torch.Tensor):
     @classmethod
     def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
         """Make a weight of the tensors that store it. Raises ValueError where they do not fit together."""
-        packed = map_stored(packed, torch.Tensor.contiguous)
+        packed = map_tensors(packed, torch.Tensor.contiguous)
         FORMATS[format].check_shapes(packed)
         return cls(packed, format, dtype, is_transposed)
 
@@ -114,33 +114,33 @@ class PackedWeight(torch.Tensor):
     def resident(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Copy the weight to a device (default: its own), as an ordinary one."""
         return self._ordinary(
-            map_stored(self.packed, lambda tensor: tensor.to(device=device or self.device, copy=True))
+            map_tensors(self.packed, lambda tensor: tensor.to(device=device or self.device, copy=True))
         )
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The number of stored bytes."""
+        """The number of bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.packed if tensor is not None)
 
     def element_size(self) -> float:  # type: ignore[override]
-        """Compute the bytes stored for each entry, less than one: model.get_memory_footprint() multiplies them by
+        """Compute the bytes held for each entry, less than one: model.get_memory_footprint() multiplies them by
         numel()."""
         return self.nbytes / self.numel()
 
     def _ordinary(self, packed: Quantized) -> torch.Tensor:
-        """Make a weight of other stored tensors; a copy of a HostWeight is no HostWeight."""
+        """Make a weight of other tensors; a copy of a HostWeight is no HostWeight."""
         return type(self)(packed, self.format, self.dtype, self.is_transposed)
 
     def _alias(self) -> torch.Tensor:
         return self._ordinary(self.packed)
 
     def _before_write(self, source: torch.Tensor) -> None:
-        """Prepare for a change of the stored bytes to those of `source`."""
+        """Prepare for a change of the tensors' bytes to those of `source`."""
 
     def _set_data(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
         self._hold(
-            map_stored(value.packed, lambda tensor: tensor.to(value.device))
+            map_tensors(value.packed, lambda tensor: tensor.to(value.device))
         )  # a HostWeight's tensors are elsewhere
 
     __torch_function__ = without_torch_function  # type: ignore[assignment]
@@ -167,7 +167,7 @@ class PackedWeight(torch.Tensor):
     def __tensor_unflatten__(tensors, context, size, stride):
         return PackedWeight(Quantized(tensors["codes"], tensors["scales"], tensors.get("state")), *context)
 
-    # `weight.data = ...` would exchange the shape and the device, and leave what is stored
+    # `weight.data = ...` would exchange the shape and the device, and leave its tensors
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:
         return self.detach()
@@ -193,8 +193,8 @@ class PackedWeight(torch.Tensor):
         return self
 
     def share_memory_(self) -> PackedWeight:
-        """Move the stored tensors to memory that processes share."""
-        self._hold(map_stored(self.packed, torch.Tensor.share_memory_))
+        """Move its tensors to memory that processes share."""
+        self._hold(map_tensors(self.packed, torch.Tensor.share_memory_))
         return self
 
     def is_shared(self) -> bool:
@@ -227,14 +227,14 @@ def as_parameter(weight: torch.Tensor) -> nn.Parameter:
 
 
 def kind_of(weight: torch.Tensor) -> tuple[torch.Size, str, bool]:
-    """Describe a weight as (shape, format, is_transposed): weights of one kind are stored alike. A dense one's format is
-    ""."""
+    """Describe a weight as (shape, format, is_transposed): weights of one kind have like tensors. A dense one's format
+    is ""."""
     format = weight.format if isinstance(weight, PackedWeight) else ""
     return weight.shape, format, bool(format) and weight.is_transposed  # type: ignore[attr-defined]
 
 
 def alias(weight: PackedWeight, *_) -> torch.Tensor:
-    """Make another weight over the same stored tensors."""
+    """Make another weight over the same tensors."""
     return weight._alias()
 
 
@@ -249,10 +249,10 @@ def _to(weight, *, dtype=None, layout=None, device=None, pin_memory=None, non_bl
 
 def _empty_like(weight, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     device = weight.device if device is None else device
-    return weight._ordinary(map_stored(weight.packed, lambda tensor: torch.empty_like(tensor, device=device)))
+    return weight._ordinary(map_tensors(weight.packed, lambda tensor: torch.empty_like(tensor, device=device)))
 
 
-def _stored_tensors(weight):
+def _tensors_of(weight):
     """List the tensors that store a weight: of a dense one itself."""
     return weight.packed if isinstance(weight, PackedWeight) else (weight,)
 
@@ -262,7 +262,7 @@ def _copy(weight, source, non_blocking=False):
         return NotImplemented
     if isinstance(weight, PackedWeight):
         weight._before_write(source)
-    for tensor, value in zip(_stored_tensors(weight), _stored_tensors(source)):
+    for tensor, value in zip(_tensors_of(weight), _tensors_of(source)):
         if tensor is not None:
             tensor.copy_(value, non_blocking=non_blocking)
     if isinstance(weight, PackedWeight):

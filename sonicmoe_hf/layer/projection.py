@@ -34,9 +34,9 @@ class LowRank(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """One of a layer's two products: its weight as it is stored, its bias, its adapter.
+    """One of a layer's two products: its weight as it is held, its bias, its adapter.
 
-    weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/packed), which
+    weight, scales, state, format: of a packed weight, the codes and its other tensors (kernels/packed), which
         have no gradient; of a dense one, itself, None, None and "".
     a, b, scale: LowRank's, or None, None, 1.0. `prepare_adapters` brings a and b into the kernels' form.
     """
@@ -54,13 +54,13 @@ class Projection(NamedTuple):
         """Tell whether one of its tensors does."""
         return any(t is not None and t.requires_grad for t in (self.weight, self.bias, self.a, self.b))
 
-    def stored(self) -> Quantized:
+    def quantized(self) -> Quantized:
         """List the tensors of the packed weight."""
         return Quantized(self.weight, self.scales, self.state)  # type: ignore[arg-type]
 
     def logical_shape(self) -> tuple[int, int, int]:
         """Compute (E, out, in) of the packed weight."""
-        return FORMATS[self.format].shape(self.stored())
+        return FORMATS[self.format].shape(self.quantized())
 
     def operand(self) -> PackedOperand:
         """Describe the packed weight as the kernels take it."""

@@ -155,9 +155,9 @@ def check_parameter_options(settings: dict, remedy: str = REMEDY) -> None:
 def check_loaded_names(model: nn.Module, settings: dict) -> None:
     """Raise ValueError where target_modules has a layer whose factors PEFT saves under a name that it loads as
     another's."""
-    hub, targets = HubNames(cast(Any, model)), Names(settings.get("target_modules"))
+    hub_names, targets = HubNames(cast(Any, model)), Names(settings.get("target_modules"))
     for name in [without_base_layer(name) for name, _ in model.named_modules()]:
-        if name in targets and hub.in_adapter(name) is None:
+        if name in targets and hub_names.in_adapter(name) is None:
             raise ValueError(
                 f"target_modules has {name}, whose factors PEFT and Transformers save but do not load again: leave it out"
             )
@@ -170,7 +170,7 @@ def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
     which keys attention reads, so that no gradient reaches it.
     """
     stacks = tuple({re.split(r"(?<=\.)\d+\.", name)[0] for name in _experts(model)})
-    taken, hub = _taken_for_experts(model), HubNames(cast(Any, model))
+    taken, hub_names = _taken_for_experts(model), HubNames(cast(Any, model))
     targets = [
         f"{name}.{child}"
         for name, module in model.named_modules()
@@ -182,7 +182,7 @@ def _linear_targets(model: nn.Module, attention_alone: bool) -> list[str]:
         and child not in taken
         and not is_in_router(f"{name}.{child}")
         and READ_PAST.get(type(module).__name__) != child
-        and hub.in_adapter(without_base_layer(f"{name}.{child}")) is not None
+        and hub_names.in_adapter(without_base_layer(f"{name}.{child}")) is not None
     ]
     return endings(targets, [name for name, _ in model.named_modules()], lengths=(1,))
 

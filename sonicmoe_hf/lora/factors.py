@@ -17,7 +17,7 @@ from ..kernels.low_rank import a_as_peft, b_as_peft
 class Factors(NamedTuple):
     """A and B of one weight, and what their product is multiplied by.
 
-    is_transposed: whether the weight is stored as [..., in, out].
+    is_transposed: whether the weight is [..., in, out].
     """
 
     a: torch.Tensor
@@ -35,7 +35,7 @@ class Factors(NamedTuple):
         return self._replace(a=self.a[number], b=self.b[number])
 
     def product(self) -> torch.Tensor:
-        """Compute scale * B A of a matrix, as the weight is stored."""
+        """Compute scale * B A of a matrix, in the shape of the weight."""
         product = (self.b @ self.a).mul_(self.scale)
         return product.T if self.is_transposed else product
 

@@ -15,11 +15,11 @@ def names_that_are_loaded(model: nn.Module, tensors: dict[str, Any]) -> dict[str
     """Rename the tensors of an adapter, as PEFT saves them of `model`, to names that it loads them by again."""
     if not isinstance(model, PreTrainedModel):
         return tensors
-    hub, renamed = HubNames(model), {}
+    hub_names, renamed = HubNames(model), {}
     for name, tensor in tensors.items():
         prefix = PREFIX if name.startswith(PREFIX) else ""
         if match := KEY.match(name.removeprefix(PREFIX)):
             module = match["module"]
-            name = f"{prefix}{hub.in_adapter(module) or module}{name.removeprefix(prefix + module)}"
+            name = f"{prefix}{hub_names.in_adapter(module) or module}{name.removeprefix(prefix + module)}"
         renamed[name] = tensor
     return renamed

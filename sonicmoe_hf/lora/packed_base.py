@@ -142,12 +142,12 @@ def _norms_of(model: nn.Module) -> dict[str, float]:
 
 def option_to_load(auto_mapping: dict | None, base: Path) -> str | None:
     """Find the experts_quantization with which the folder `base` has to be loaded to have the experts that an adapter was
-    trained beside; None where it has them as it is stored."""
+    trained beside; None where its own files have them so."""
     trained = PackedBase.of_adapter(auto_mapping)
-    return None if trained is None or trained.format == _stored_format(base) else trained.option
+    return None if trained is None or trained.format == _declared_format(base) else trained.option
 
 
-def _stored_format(folder: Path) -> str | None:
+def _declared_format(folder: Path) -> str | None:
     """Find the experts' format in a model's folder; None of dense ones, and where there is no folder."""
     file = folder / "config.json"
     try:

@@ -137,9 +137,9 @@ def _auto_class(name, kwargs: dict[str, Any]):
 
 def _packs_again(kwargs: dict[str, Any]) -> bool:
     """Tell whether the checkpoint's experts are in one format and are to be in another."""
-    declared: Any = getattr(kwargs.get("config"), "quantization_config", None)
-    hub = declared.get("hub") if isinstance(declared, dict) else None
-    return hub is not None and hub["experts"] != declared["experts"]
+    wanted: Any = getattr(kwargs.get("config"), "quantization_config", None)
+    declared = wanted.get("declared") if isinstance(wanted, dict) else None
+    return declared is not None and declared["experts"] != wanted["experts"]
 
 
 def _leave(model: PreTrainedModel, name: str) -> None:

@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from ..errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
-from ..formats.conversions import LOADS_HUB_FORMATS
+from ..formats.conversions import LOADS_MATRICES
 from ..formats.declared import (
     MODELOPT_FILE,
     QUANT_METHOD,
@@ -132,15 +132,15 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     config, declared = declared_for(name, kwargs)
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
-    stored = declared.format()
-    format = stored if (format, stored) == ("int4", "uint4") else format  # which of both the checkpoint says
-    is_smaller = declared.is_per_expert and FORMATS[format].element_size < declared.hub_format().element_size
+    own = declared.format()
+    format = own if (format, own) == ("int4", "uint4") else format  # which of both the checkpoint says
+    is_smaller = declared.is_per_expert and FORMATS[format].element_size < declared.matrix_format().element_size
     is_refused = linear is not None and not declared.is_per_expert
-    if is_refused or (stored != format and not is_smaller):
+    if is_refused or (own != format and not is_smaller):
         asked = "quantization_config is given" if is_refused else f"experts_quantization is {format!r}"
-        remedy = "" if stored not in FORMATS else "leave it out, or " if is_refused else "name that format, or "
-        raise ValueError(f"{asked}, but the checkpoint is quantized already ({stored}); {remedy}{TO_BF16}")
-    if declared.is_per_expert and not LOADS_HUB_FORMATS:
+        remedy = "" if own not in FORMATS else "leave it out, or " if is_refused else "name that format, or "
+        raise ValueError(f"{asked}, but the checkpoint is quantized already ({own}); {remedy}{TO_BF16}")
+    if declared.is_per_expert and not LOADS_MATRICES:
         raise UnsupportedModelError(
             f"Transformers {transformers.__version__} casts what a checkpoint has packed; install 5.19 or "
             f"newer, or convert the checkpoint first: sonicmoe-hf convert SRC DST --layout native --quantize {format}"
@@ -153,9 +153,9 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         kept = (*FOR_MODEL, *FOR_CONFIG, *unused)
         kwargs = {key: value for key, value in kwargs.items() if key in kept}
     if not declared.is_packed_here:  # as the hub has it
-        hub = {**declared.entries, "experts": stored} if declared.is_per_expert else None
+        entries = {**declared.entries, "experts": own} if declared.is_per_expert else None
         vars(config.get_text_config()).pop("quantization_config", None)  # a model inside may be what declares it
-        config.quantization_config = {**ExpertsQuantizationConfig(format, linear).to_dict(), "hub": hub}
+        config.quantization_config = {**ExpertsQuantizationConfig(format, linear).to_dict(), "declared": entries}
     return {**without_linear(kwargs), "config": config}
 
 

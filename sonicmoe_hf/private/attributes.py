@@ -18,7 +18,7 @@ HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook 
 IN_PIECES = "_sonicmoe_hf_in_pieces"  # True: they score some queries at a time
 
 # modules that hold packed weights
-HAS_STORED_NAMES = "_sonicmoe_hf_has_stored_names"  # True: state dicts have the hooks that name what is stored
+HAS_STATE_DICT_HOOKS = "_sonicmoe_hf_has_state_dict_hooks"  # True: state dicts hold codes and scales by name
 
 # storages of tensors
 EXPANDED = "_sonicmoe_hf_expanded"  # the packed weights that a recomputation expanded, for backward

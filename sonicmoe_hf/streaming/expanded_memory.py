@@ -24,9 +24,9 @@ def expanded_nbytes(weight: PackedWeight) -> int:
 class ExpandedWeights:
     """The dense weights of a model's packed experts, of as many layers from the first on as a number of bytes holds.
 
-    Each of their products takes the dense weight, which equals what it would expand, in forward and in backward. What is
-    stored stays as it is: it is what is saved, merged and copied. Layers in host memory, sharded by FSDP2, or with FP8
-    products have none.
+    Each of their products takes the dense weight, which equals what it would expand, in forward and in backward. The
+    packed weights stay as they are, and are what is saved, merged and copied. Layers in host memory, sharded by FSDP2, or
+    with FP8 products have none.
 
     Args:
         expanded_memory: bytes, such as "20GiB".

@@ -145,10 +145,10 @@ def digest_of(packed: Quantized) -> str:
     for tensor in packed:
         if tensor is not None:
             digest.update(repr((tensor.shape, tensor.dtype)).encode())
-            stored = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            stored = stored.clone() if stored.storage_offset() % 8 else stored
-            nbytes = stored.numel() - stored.numel() % (8 * COLUMNS)
-            table, rest = stored[:nbytes].view(torch.int64).view(-1, COLUMNS), stored[nbytes:]
+            bytes_ = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            bytes_ = bytes_.clone() if bytes_.storage_offset() % 8 else bytes_
+            nbytes = bytes_.numel() - bytes_.numel() % (8 * COLUMNS)
+            table, rest = bytes_[:nbytes].view(torch.int64).view(-1, COLUMNS), bytes_[nbytes:]
             for words in (table.sum(0), table.sum(1), rest):
                 digest.update(words.cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -23,7 +23,7 @@ UNLIMITED = 2**60  # cgroups of version 1 say so by a larger number
 def packed_nbytes(
     format: str, shape: tuple[int, int, int], order: str = "whole", like: Quantized | None = None
 ) -> int:
-    """Count the bytes stored of a weight [E, N, K] whose rows stand in an order of kernels.packed.ORDERS.
+    """Count the packed bytes of a weight [E, N, K] whose rows stand in an order of kernels.packed.ORDERS.
 
     like: another weight of the format, with as many values for a scale, and scales of the same dtype; None: what
         quantizing makes.
@@ -33,9 +33,9 @@ def packed_nbytes(
     made = FORMATS[format]
     shapes = made.shapes(shape, order, None if like is None else made.group(like))
     total = 0
-    for name, stored, own in zip(Quantized._fields, shapes, like or [None] * len(shapes)):
-        if stored is not None:
-            total += math.prod(stored) * (made.dtypes(name)[0] if own is None else own.dtype).itemsize
+    for name, size, own in zip(Quantized._fields, shapes, like or [None] * len(shapes)):
+        if size is not None:
+            total += math.prod(size) * (made.dtypes(name)[0] if own is None else own.dtype).itemsize
     return total
 
 

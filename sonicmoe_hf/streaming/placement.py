@@ -20,7 +20,7 @@ from .host_memory import HostMemory, digest_of
 from .memory import AUTO, EXPERTS_MEMORY, bytes_for_auto, choose_resident, free_on_host, packed_nbytes
 from .stream import ExpertsStream, HostLayer, room_for
 from .units import as_bytes
-from .weight import HostWeight, stored
+from .weight import HostWeight, quantized_of
 
 PROJECTIONS = ("gate_up", "down")
 
@@ -137,10 +137,10 @@ class Placement:
             return _frozen(weight.resident() if _is_host(weight) else weight)
         if _is_host(weight) and weight.layer is layer:
             return weight
-        keep_stored_names(experts)
+        keep_dense_in_state_dicts(experts)
         projection = PROJECTIONS[weight_names(experts).index(name)]
         if layer.is_shared:
-            self._digests[self._name(experts, name)] = digest_of(stored(weight))
+            self._digests[self._name(experts, name)] = digest_of(quantized_of(weight))
         return as_parameter(HostWeight.from_weight(layer, projection, weight, is_transposed(experts)))
 
 
@@ -186,7 +186,7 @@ def _frozen(weight: Any) -> nn.Parameter:
 
 
 def _digest(experts: nn.Module, name: str) -> str:
-    return digest_of(stored(experts._parameters[name]))  # type: ignore[arg-type]
+    return digest_of(quantized_of(experts._parameters[name]))  # type: ignore[arg-type]
 
 
 def _bytes_of_weight(experts: nn.Module, name: str, format: str | None, like: Quantized | None) -> int:
@@ -255,7 +255,7 @@ class LoadingPlacement:
             self.placement.finish()
 
 
-def keep_stored_names(experts: nn.Module) -> None:
+def keep_dense_in_state_dicts(experts: nn.Module) -> None:
     """Make state dicts hold dense weights that live in host memory as the tensors that they are."""
     if not hasattr(experts, attributes.HAS_HOST_HOOK):
         setattr(experts, attributes.HAS_HOST_HOOK, True)

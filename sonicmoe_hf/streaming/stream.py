@@ -54,7 +54,7 @@ class _Buffer:
 class HostLayer:
     """The weights of one layer in host memory.
 
-    weights: by "gate_up" and "down", the stored tensors, over pinned bytes. fills: whether this process writes them.
+    weights: by "gate_up" and "down", the tensors, over pinned bytes. fills: whether this process writes them.
     is_shared: whether other ranks read them too.
     """
 
@@ -93,7 +93,7 @@ class HostLayer:
         return held
 
     def holds(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-        """Tell whether these stored tensors are the codes of its two weights."""
+        """Tell whether these tensors are the codes of its two weights."""
         pointers = [self.weights[name].codes.data_ptr() for name in ("gate_up", "down") if name in self.weights]
         return pointers == [gate_up.data_ptr(), down.data_ptr()]
 

@@ -44,12 +44,12 @@ def check_served_base(model: nn.Module, served: str, is_given: bool) -> None:
         return
     try:
         stored = StoredWeights(local_folder(served))
-        hub = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-        groups = weight_groups(hub, stored.shapes)
+        served_model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
+        groups = weight_groups(served_model, stored.shapes)
     except (CheckpointError, OSError) as error:
         logger.warning(f"sonicmoe_hf: the base that vLLM serves was not compared with the trainer's: {error}")
         return
-    layers = [(name, module) for name, module in hub.named_modules() if is_experts(module)]
+    layers = [(name, module) for name, module in served_model.named_modules() if is_experts(module)]
     if len(layers) != len(trained):
         raise ValueError(f"{served} has {len(layers)} layers with experts, and the trainer's model {len(trained)}")
     for number in sorted({0, len(layers) // 2, len(layers) - 1})[:LAYERS]:

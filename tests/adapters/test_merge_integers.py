@@ -7,14 +7,14 @@ import torch
 from helpers.adapters import adapt
 from helpers.checkpoints import config_in, edit_tensors, make, packed_in, same_bits, tensors_in
 from helpers.integers import EXPERTS, format_of, to_integers
-from helpers.marks import loads_hub_formats, rest_pinned, rest_slow
+from helpers.marks import loads_matrices, rest_pinned, rest_slow
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter, quantize_experts
 from sonicmoe_hf.tools.comparing import relative_error
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 KINDS = ["ct-32", "gptq-asym", "ct-asym", "awq", "auto-round", "gptq-v2"]
-pytestmark = loads_hub_formats
+pytestmark = loads_matrices
 
 
 def base_and_adapter(folder, kind, size):

@@ -24,7 +24,8 @@ from helpers.models import build, logits_of, relative_error
 from peft import LoraConfig, get_peft_model
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
-from sonicmoe_hf.formats.hub import HUB, HubFP8
+from sonicmoe_hf.formats.declared import MATRIX_FORMATS
+from sonicmoe_hf.formats.float_matrices import FP8Matrix
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.tools.cli.main import main
 
@@ -163,7 +164,7 @@ def test_an_unchanged_fp8_weight_keeps_its_bits_and_a_changed_one_is_rounded_as_
         factors = scales.float()
     factors = factors.repeat_interleave(8, 0).repeat_interleave(8, 1)
     stored = (weight / factors).to(torch.float8_e4m3fn)
-    grid = HubFP8((8, 8)).grid(scales)
+    grid = FP8Matrix((8, 8)).grid(scales)
     same = grid.round(stored.float() * factors, scales)
     assert same_bits({"codes": same.codes, "scales": same.scales}, {"codes": stored, "scales": scales})
     changed = stored.float() * factors + 3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
@@ -173,7 +174,7 @@ def test_an_unchanged_fp8_weight_keeps_its_bits_and_a_changed_one_is_rounded_as_
 def test_powers_of_two_stay_powers_of_two():
     weight = torch.randn(20, 36, generator=torch.Generator().manual_seed(0))
     scales = torch.full((3, 5), 2.0**-20)
-    rounded = HubFP8((8, 8), has_powers=True).grid(scales).round(weight, scales)
+    rounded = FP8Matrix((8, 8), has_powers=True).grid(scales).round(weight, scales)
     assert torch.all(torch.frexp(rounded.scales)[0] == 0.5)
     assert rounded.values.shape == weight.shape and relative_error(rounded.values, weight) < 0.04, "blocks are cut off"
 
@@ -181,9 +182,9 @@ def test_powers_of_two_stay_powers_of_two():
 def test_of_powers_of_two_the_smallest_that_holds_a_blocks_largest_value_is_taken():
     """1 holds 448 of E4M3 and 6 of E2M1; half of it half as much, and of more it takes 2."""
     held = torch.tensor([1.0, 0.5, 1.001, 0.999])
-    for grid, largest in ((HubFP8(BLOCK).grid(held.to(torch.uint8)), 448), (FORMATS["mxfp4"].grid(), 6)):
+    for grid, largest in ((FP8Matrix(BLOCK).grid(held.to(torch.uint8)), 448), (FORMATS["mxfp4"].grid(), 6)):
         assert grid.new_scales(held * largest).tolist() == [127, 126, 128, 127]
-    powers = HubFP8(BLOCK, has_powers=True).grid(held).new_scales(held * 448)
+    powers = FP8Matrix(BLOCK, has_powers=True).grid(held).new_scales(held * 448)
     assert powers.tolist() == [1.0, 0.5, 2.0, 1.0]
 
 
@@ -192,7 +193,7 @@ def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
     weight = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 3, 32:] = 0.0  # NVFP4's scale of these is zero
     packed = FORMATS[format].quantize(weight)
-    grid = FORMATS["mxfp4"].grid() if format == "mxfp4" else HUB["nvfp4"].grid(packed.scales, packed.state)
+    grid = FORMATS["mxfp4"].grid() if format == "mxfp4" else MATRIX_FORMATS["nvfp4"].grid(packed.scales, packed.state)
     scales = packed.scales[0] if format == "mxfp4" else packed.scales[0].view(torch.float8_e4m3fn)
     values = FORMATS[format].dequantize(packed, torch.float32)[0]
     same = grid.round(values, scales)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint
 from sonicmoe_hf.checkpoints.reading import files
-from sonicmoe_hf.formats.hub import HubFP8
+from sonicmoe_hf.formats.float_matrices import FP8Matrix
 from sonicmoe_hf.tools.cli.main import main
 
 EVERY_KIND = [(family, kind) for family in FAMILIES for kind in KINDS[family]]
@@ -99,7 +99,7 @@ def test_save_pretrained_and_from_pretrained_across_both_layouts_keep_logits(tmp
 def test_fp8_is_read_as_transformers_quantizes_it():
     weight = torch.randn(64, 48)
     quantized, scale_inv = fp8_by_transformers(weight, (16, 24))
-    read = HubFP8((16, 24)).dense(quantized, scale_inv).to(torch.bfloat16)
+    read = FP8Matrix((16, 24)).dense(quantized, scale_inv).to(torch.bfloat16)
     assert relative_error(read, weight) < 0.04, "three mantissa bits: at most 1/16 of a value is lost, 1/30 on average"
     exact = quantized.double() * scale_inv.double().repeat_interleave(16, 0).repeat_interleave(24, 1)
     assert torch.equal(read, exact.float().to(torch.bfloat16))

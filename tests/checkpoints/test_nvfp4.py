@@ -16,7 +16,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_nvfp4,
 )
-from helpers.marks import loads_hub_formats
+from helpers.marks import loads_matrices
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained
 
@@ -52,7 +52,7 @@ def test_it_becomes_bf16_with_modelopts_values(declared, tmp_path):
     assert not (tmp_path / "hub" / "hf_quant_config.json").exists()
 
 
-@loads_hub_formats
+@loads_matrices
 def test_its_experts_are_taken_bit_for_bit(declared, tmp_path):
     folder, stored, values = declared
     model = from_pretrained(folder, experts_quantization="nvfp4")
@@ -77,7 +77,7 @@ def test_its_experts_are_taken_bit_for_bit(declared, tmp_path):
     assert same_bits(tensors_in(tmp_path / "hub"), values)
 
 
-@loads_hub_formats
+@loads_matrices
 @pytest.mark.parametrize(
     "change, match",
     [
@@ -110,7 +110,7 @@ def test_its_experts_are_packed_for_training(checkpoint, tmp_path):
         from_pretrained(folder, experts_quantization="nf4")
 
 
-@loads_hub_formats
+@loads_matrices
 def test_experts_without_a_gate_are_taken_as_they_are(tmp_path):
     sizes = {"hidden_size": 64, "moe_latent_size": 32, "moe_intermediate_size": 64}
     make(tmp_path, "nemotron_h", **sizes)

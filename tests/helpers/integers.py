@@ -9,7 +9,7 @@ import torch
 from helpers.checkpoints import edit_config, rewrite, tensors_in
 
 from sonicmoe_hf.formats.declared import DeclaredQuantization
-from sonicmoe_hf.formats.hub_integers import words
+from sonicmoe_hf.formats.integer_matrices import words
 from sonicmoe_hf.kernels.packed import Quantized
 from sonicmoe_hf.kernels.packed.int4 import group_of, int4_grid
 
@@ -60,7 +60,7 @@ DECLARED = {  # by kind: what config.json says
 def format_of(kind, **changes):
     """Make the reader of the hub's matrices that a kind's config declares."""
     declared = {**DECLARED[kind], **changes}
-    return DeclaredQuantization(declared["quant_method"], declared).hub_format()
+    return DeclaredQuantization(declared["quant_method"], declared).matrix_format()
 
 
 def stored_as(format, name, weight):

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from sonicmoe_hf.formats.conversions import LOADS_HUB_FORMATS
+from sonicmoe_hf.formats.conversions import LOADS_MATRICES
 
-loads_hub_formats = pytest.mark.skipif(
-    not LOADS_HUB_FORMATS, reason="Transformers casts what FP8 checkpoints hold before 5.19"
+loads_matrices = pytest.mark.skipif(
+    not LOADS_MATRICES, reason="Transformers casts what FP8 checkpoints hold before 5.19"
 )
 
 

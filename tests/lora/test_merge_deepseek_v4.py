@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers.checkpoints import config_in, edit_tensors, load_whole, make_deepseek_v4, same_bits, tensors_in
-from helpers.marks import loads_hub_formats
+from helpers.marks import loads_matrices
 from helpers.models import relative_error
 from helpers.trl_trainers import word_tokenizer
 from peft import PeftModel, get_peft_model
@@ -22,7 +22,7 @@ from sonicmoe_hf import (
 from sonicmoe_hf.tools.checking.check import check_adapter
 from sonicmoe_hf.tools.checking.models import Loading
 
-pytestmark = loads_hub_formats
+pytestmark = loads_matrices
 BF16 = 2**-8  # half a step of bf16, doubled: Transformers' and our sum may be rounded to neighbours
 WHOLE = 0.05  # relative error of logits: every weight is rounded to bf16, in two layers of four streams
 STEPS = {"mxfp4": 0.2, "fp8": 0.05}  # relative error of a matrix that is rounded up or down at random

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import config_in, make, to_fp8
-from helpers.marks import loads_hub_formats
+from helpers.marks import loads_matrices
 from helpers.models import batch, build
 from peft import get_peft_model
 from transformers import (
@@ -41,7 +41,7 @@ def in_fp8(tmp_path):
     return tmp_path / "fp8"
 
 
-@loads_hub_formats
+@loads_matrices
 def test_a_config_that_is_given_stays_as_it_is(in_fp8):
     config = AutoConfig.from_pretrained(in_fp8)
     before = copy.deepcopy(config.to_dict())
@@ -49,7 +49,7 @@ def test_a_config_that_is_given_stays_as_it_is(in_fp8):
     assert config.to_dict() == before
 
 
-@loads_hub_formats
+@loads_matrices
 def test_overrides_of_a_config_inside_leave_its_other_entries(tmp_path):
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     Qwen3_5MoeConfig(text_config={"num_hidden_layers": 4}, quantization_config=declared).save_pretrained(tmp_path)
@@ -59,7 +59,7 @@ def test_overrides_of_a_config_inside_leave_its_other_entries(tmp_path):
     assert (text.num_hidden_layers, text.hidden_size) == (4, 128)
 
 
-@loads_hub_formats
+@loads_matrices
 def test_overrides_by_keyword_reach_the_config_of_a_quantized_checkpoint(in_fp8):
     model = from_pretrained(in_fp8, experts_quantization="fp8", num_hidden_layers=1, dtype=torch.bfloat16)
     assert len(model.model.layers) == model.config.num_hidden_layers == 1 < config_in(in_fp8)["num_hidden_layers"]

@@ -10,7 +10,7 @@ from test_plan import GPT_OSS, sizes_of
 from transformers import Qwen3MoeConfig
 
 from sonicmoe_hf import convert_checkpoint
-from sonicmoe_hf.tools.planning.memory import stored_bytes
+from sonicmoe_hf.tools.planning.memory import experts_bytes
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.pinned
@@ -23,7 +23,7 @@ MODELS = {"gpt-oss-20b": (GPT_OSS, "mxfp4"), "Qwen3-30B-A3B": (Qwen3MoeConfig(**
 def bytes_of(config, format):
     """Count the bytes of the tensors of a checkpoint whose experts are in a format, and everything else in bf16."""
     sizes = sizes_of(config)
-    return 2 * (sizes.total - sizes.experts) + stored_bytes(sizes, format)
+    return 2 * (sizes.total - sizes.experts) + experts_bytes(sizes, format)
 
 
 @pytest.mark.parametrize(

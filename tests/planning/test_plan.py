@@ -29,7 +29,7 @@ from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.cli.commands import gibibytes
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.cli.plan import PARTS, runnable
-from sonicmoe_hf.tools.planning.memory import GIB, memory, stored_bytes
+from sonicmoe_hf.tools.planning.memory import GIB, experts_bytes, memory
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import Training
@@ -108,7 +108,7 @@ def test_a_card_that_the_experts_do_not_fit_has_as_many_of_them_as_it_holds(hub,
 def test_layers_in_host_memory_leave_those_that_stay_and_two_buffers():
     sizes = sizes_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
     training = Training(method="qlora", experts="nf4", tokens=2048)
-    layer, resident = stored_bytes(sizes, "nf4") / 48, memory(Step(sizes, training))
+    layer, resident = experts_bytes(sizes, "nf4") / 48, memory(Step(sizes, training))
     for kept, expected in ((0, 2), (3 * layer, 5), (3.5 * layer, 5), (100 * layer, 48)):
         streamed = memory(Step(sizes, replace(training, experts_memory=int(kept) + (kept > 0))))
         assert streamed.experts == pytest.approx(expected * layer, rel=1e-9)
@@ -237,7 +237,7 @@ def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_sp
     assert way.training.liger
     on_experts, on_attention = way.step.adapter_parameters
     assert way.memory.adapters == 12 * (on_experts / 8 + on_attention)
-    assert way.memory.experts == stored_bytes(sizes, "nf4") / 8
+    assert way.memory.experts == experts_bytes(sizes, "nf4") / 8
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_deepseek_v3_fits_on_few_gpus_of_80_gib_with_its_experts_in_host_memory(
     (way,), _ = shown(ways_of(sizes, gpus=gpus, gpu_memory=80, tokens=tokens, method="qlora"))
     parallel = "DDP" if gpus > 1 else "one GPU"
     assert way.name == f"QLoRA NF4 {parts}, 314 GiB of experts in host memory, {parallel} + checkpointing"
-    assert way.command.endswith(options) and way.memory.host == stored_bytes(sizes, "nf4")
+    assert way.command.endswith(options) and way.memory.host == experts_bytes(sizes, "nf4")
     trained = sum(way.step.adapter_parameters)  # 2.5e9, which Adam keeps in 12 bytes each, or in 6
     assert way.memory.adapters == pytest.approx((6.03 if "8-bit" in parts else 12) * trained, rel=1e-3)
     assert way.memory.rest / GIB == pytest.approx(10.9, abs=0.1), "31.9 in bf16"
@@ -265,7 +265,7 @@ def test_kimi_k25_fits_on_one_card_of_80_gib_by_a_small_rank_and_on_eight_of_141
     model = MODELS["Kimi-K2.5"]
     config = config_from(model.model_type, model.sizes | {"quantization_config": compressed_config()}, model.layers)
     sizes = sizes_of(config, "moonshotai/Kimi-K2.5")
-    assert stored_bytes(sizes, "int4") / GIB == pytest.approx(531.6, abs=0.1)
+    assert experts_bytes(sizes, "int4") / GIB == pytest.approx(531.6, abs=0.1)
     small = " --linear-nf4 --optim adamw_8bit --rank 4"
     for gpus, memory_, words, options in (
         (
@@ -286,7 +286,7 @@ def test_kimi_k25_fits_on_one_card_of_80_gib_by_a_small_rank_and_on_eight_of_141
 @pytest.mark.parametrize(("format", "bits"), [("nf4", 4.127), ("mxfp4", 4.25), ("fp8", 8.002), ("nvfp4", 4.5)])
 def test_packed_experts_take_the_bits_of_their_format(format, bits):
     sizes = sizes_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
-    assert 8 * stored_bytes(sizes, format) / sizes.experts == pytest.approx(bits, abs=1e-3)
+    assert 8 * experts_bytes(sizes, format) / sizes.experts == pytest.approx(bits, abs=1e-3)
 
 
 def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.checkpoints import make, to_fp8
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
-from helpers.marks import loads_hub_formats
+from helpers.marks import loads_matrices
 from helpers.small_families import small_config
 from peft import get_peft_model
 from safetensors.torch import load_file
@@ -365,7 +365,7 @@ def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_pa
         qlora.load_packed(str(tmp_path / "awq"), qlora.parse_arguments([]))
 
 
-@loads_hub_formats
+@loads_matrices
 def test_qlora_packs_the_linear_layers_of_a_checkpoint_in_fp8(tmp_path, monkeypatch):
     functional = pytest.importorskip("bitsandbytes.functional")
     monkeypatch.syspath_prepend(str(EXAMPLES))

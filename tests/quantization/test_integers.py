@@ -24,20 +24,20 @@ from helpers.integers import (
     stored_as,
     to_integers,
 )
-from helpers.marks import loads_hub_formats, rest_pinned
+from helpers.marks import loads_matrices, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, merge_adapter, quantize_experts
 from sonicmoe_hf.checkpoints.reading.files import same_bytes
-from sonicmoe_hf.formats.hub_integers import HubIntegers
+from sonicmoe_hf.formats.integer_matrices import Int4Matrix
 
 GOLDEN = Path(__file__).with_name("golden") / "integers.safetensors"
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 KINDS = [kind for kind in DECLARED if kind not in ("ct-8", "mxfp4", "nvfp4")]
 BATCH = batch(2, 8)
-pytestmark = loads_hub_formats
+pytestmark = loads_matrices
 
 
 def digest(values):
@@ -55,7 +55,7 @@ def test_every_matrix_of_the_libraries_is_read_as_they_do_and_written_back_byte_
     values = format.dense(*stored)
     # compressed-tensors computes FP4 in bf16
     assert digest(values.bfloat16() if kind in ("mxfp4", "nvfp4") else values) == expected
-    if isinstance(format, HubIntegers):
+    if isinstance(format, Int4Matrix):
         back = format.unpack(format.pack(*stored), stored)
         assert len(back) == len(stored) and all(map(same_bytes, back, stored))
         assert format.pack(*stored).scales.dtype == stored[1].dtype

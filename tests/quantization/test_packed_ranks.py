@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonicmoe_hf
-from sonicmoe_hf.formats.hub import HubFP8
+from sonicmoe_hf.formats.float_matrices import FP8Matrix
 from sonicmoe_hf.formats.shares import dense_shard
 
 
@@ -113,7 +113,7 @@ def fp8_rows(rank, sizes):
             distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
             for tensor in (values, scales, dense, torch.empty_like(dense))
         )
-        found.append((dense_shard(HubFP8(), values.to_local(), scales.to_local(), parameter), wanted.to_local()))
+        found.append((dense_shard(FP8Matrix(), values.to_local(), scales.to_local(), parameter), wanted.to_local()))
     return found
 
 

@@ -10,7 +10,7 @@ from helpers.adapters import adapt
 from helpers.checkpoints import config_in, edit_config, edit_tensors, load_whole, make, tensors_in, to_fp8
 from helpers.engine_adapters import edit_adapter_config
 from helpers.integers import to_integers
-from helpers.marks import loads_hub_formats
+from helpers.marks import loads_matrices
 from helpers.models import batch, logits_of, relative_error
 from helpers.said import says, silent
 from peft import PeftModel
@@ -145,7 +145,7 @@ def test_a_damaged_folder_is_written_anew(words, place):
     assert place.gives(place.path / "native", logits_of(load_whole(place.base)))
 
 
-@loads_hub_formats
+@loads_matrices
 def test_modelopts_file_is_written_anew(tmp_path):
     make(tmp_path / "base", "qwen3_moe", **ONE)
     (tmp_path / "base" / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}}')
@@ -246,7 +246,7 @@ def test_native_classes_read_what_was_converted(place):
     assert place.gives(place.path / "again", logits_of(load_whole(place.base)))
 
 
-@loads_hub_formats
+@loads_matrices
 def test_zeros_that_the_config_denies(tmp_path):
     make(tmp_path / "base", "qwen3_moe", **ONE, hidden_size=128, moe_intermediate_size=128)
     to_integers(tmp_path / "base", "gptq-asym")

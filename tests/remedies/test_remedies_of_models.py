@@ -10,7 +10,7 @@ import torch
 from helpers.adapters import lora
 from helpers.checkpoints import config_in, edit_config, load_whole, make, packed_in, to_fp8, to_nvfp4
 from helpers.integers import DECLARED, to_integers
-from helpers.marks import loads_hub_formats
+from helpers.marks import loads_matrices
 from helpers.models import OF_64, batch, build, build_patched, logits_of, relative_error
 from helpers.said import says, silent
 from helpers.small_families import small_model
@@ -108,7 +108,7 @@ def test_experts_are_packed_while_a_model_loads_or_before_it_is_patched(hub, fp8
     assert same(from_pretrained(hub, experts_quantization="nf4", device_map={"": "cpu"}), model)
 
 
-@loads_hub_formats
+@loads_matrices
 def test_formats_of_a_checkpoint_that_is_quantized(fp8, tmp_path):
     packed = from_pretrained(fp8, experts_quantization="fp8", dtype=torch.bfloat16)
     with says(
@@ -120,9 +120,9 @@ def test_formats_of_a_checkpoint_that_is_quantized(fp8, tmp_path):
     assert relative_error(logits_of(packed).float(), logits_of(dense).float()) < 0.02, "bf16"
 
 
-@loads_hub_formats
+@loads_matrices
 def test_before_transformers_5_19_fp8_is_converted_first(fp8, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantize, "LOADS_HUB_FORMATS", False)
+    monkeypatch.setattr(quantize, "LOADS_MATRICES", False)
     with says("or convert the checkpoint first: sonicmoe-hf convert SRC DST --layout native --quantize fp8"):
         from_pretrained(fp8, experts_quantization="fp8")
     convert_checkpoint(fp8, tmp_path / "native", layout="native", quantize="fp8")
@@ -131,7 +131,7 @@ def test_before_transformers_5_19_fp8_is_converted_first(fp8, tmp_path, monkeypa
     assert relative_error(logits_of(native), logits_of(load_whole(fp8.with_name("dense")))) < 0.01, "rounded to bf16"
 
 
-@loads_hub_formats
+@loads_matrices
 def test_mxfp4_nvfp4_and_integers_load_as_the_message_says(tmp_path):
     make(tmp_path / "gpt-oss", "gpt_oss", "mxfp4", **ONE)
     kept = build("gpt_oss", **ONE)
@@ -171,7 +171,7 @@ def test_mxfp4_nvfp4_and_integers_load_as_the_message_says(tmp_path):
         assert logits_of(model).isfinite().all()
 
 
-@loads_hub_formats
+@loads_matrices
 def test_what_config_json_says_of_a_quantization(hub, fp8, tmp_path):
     shutil.copytree(fp8, tmp_path / "undeclared")
     declared = config_in(fp8)["quantization_config"]

@@ -16,7 +16,7 @@ from helpers.checkpoints import (
     to_fp8,
 )
 from helpers.integers import DECLARED, to_int8, to_integers
-from helpers.marks import loads_hub_formats
+from helpers.marks import loads_matrices
 from helpers.models import logits_of, relative_error
 from helpers.said import says
 
@@ -25,7 +25,7 @@ from sonicmoe_hf.formats.declared import DeclaredQuantization
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.tools.cli.main import main
 
-pytestmark = [pytest.mark.pinned, loads_hub_formats]
+pytestmark = [pytest.mark.pinned, loads_matrices]
 OF_128 = {"num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 128}
 FOUR_BITS = 0.4  # of each weight 10%, through a router's choices
 LAYER = "model.layers.0.mlp.experts.3.up_proj"
@@ -104,7 +104,7 @@ def test_experts_in_8_bit_integers_are_merged_into_bf16_or_from_it(bf16, tmp_pat
     assert relative_error(merge(tmp_path / "base", "merged"), expected) < 0.15, "8 bits, and routers' choices"
     assert relative_error(merge(bf16, "int4", quantize="int4"), expected) < FOUR_BITS
     with says("no format here holds experts in 8-bit integers", 'where experts_quantization="int4" packs the experts'):
-        DeclaredQuantization("compressed-tensors", DECLARED["ct-8"]).hub_format().pack()
+        DeclaredQuantization("compressed-tensors", DECLARED["ct-8"]).matrix_format().pack()
     model = from_pretrained(bf16, experts_quantization="int4")
     assert {weight.format for weight in packed_in(model).values()} == {"int4"}
 

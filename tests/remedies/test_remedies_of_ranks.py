@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing
-from sonicmoe_hf.formats.hub import HubFP8
+from sonicmoe_hf.formats.float_matrices import FP8Matrix
 from sonicmoe_hf.formats.shares import dense_shard
 from sonicmoe_hf.layer.holding import has_expert_parallelism
 from sonicmoe_hf.patching.support import find_layers
@@ -225,7 +225,7 @@ def rows_or_message(rank, dim):
         for tensor in (values, scales, dense, torch.empty_like(dense))
     )
     try:
-        return dense_shard(HubFP8(), values.to_local(), scales.to_local(), parameter), wanted.to_local()
+        return dense_shard(FP8Matrix(), values.to_local(), scales.to_local(), parameter), wanted.to_local()
     except KINDS as error:
         return str(error)
 

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from ...errors import CheckpointError
 from ...formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
 from ...formats.declared_integers import METHODS
-from ...formats.hub import HubFormat
+from ...formats.matrix_format import MatrixFormat
 from ...private.transformers import missing_allowed
 from .converters import WeightGroup, weight_groups
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, TensorFiles, check_float, read_config
-from .weight import HubMatrix, PackedExperts, UntiedWeight, Weight
+from .weight import MatrixWeight, PackedExperts, UntiedWeight, Weight
 
 # model types whose dense experts are [E, in, out], and packed ones [E, out, in]
 TRANSPOSED = ("aria", "aria_text", "gpt_oss", "openai_privacy_filter")
@@ -53,8 +53,8 @@ class StoredWeights(TensorFiles):
     Attributes:
         folder, config: where it is, and its config.json.
         declared: what its config declares of its quantization; None where it is not quantized.
-        format: the Format of experts stored [E, ...] under their parameter's name; or the HubFormat of matrices that are
-            stored each by itself: those of all linear layers, or of experts beside linear layers in `HubFormat.linear`.
+        format: the Format of experts stored [E, ...] under their parameter's name; or the MatrixFormat of matrices, each
+            stored by itself: those of all linear layers, or of experts beside linear layers in `MatrixFormat.linear`.
             None where nothing is quantized.
         keep_fp32: modules of the model that are never cast, where it is known.
     Raises:
@@ -100,28 +100,28 @@ class StoredWeights(TensorFiles):
     def weights(self) -> dict[str, Weight]:
         """Every weight, by name."""
         formats: list[Any] = [] if self.format is None else [self.format]
-        if isinstance(self.format, HubFormat) and self.format.linear is not self.format:
+        if isinstance(self.format, MatrixFormat) and self.format.linear is not self.format:
             formats.append(self.format.linear)
         weights: dict[str, Weight] = {}
         beside: set[str] = set()
         for name, header in self.tensors.items():
             there = ((format.weight_of(name, header.dtype), format) for format in formats)
             weight, format = next((each for each in there if each[0] is not None), (None, None))
-            if weight is None and header.dtype == torch.float8_e4m3fn and not isinstance(self.format, HubFormat):
+            if weight is None and header.dtype == torch.float8_e4m3fn and not isinstance(self.format, MatrixFormat):
                 raise CheckpointError(
                     f"{name} is float8, but config.json declares no fp8 quantization; add quantization_config as the "
                     "original has it"
                 )
-            stored = Weight(self, name) if weight is None else self._quantized_weight(weight, format)
-            if missing := [tensor for tensor in stored.tensor_names if tensor not in self.tensors]:
+            read = Weight(self, name) if weight is None else self._quantized_weight(weight, format)
+            if missing := [tensor for tensor in read.tensor_names if tensor not in self.tensors]:
                 raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")
-            weights[stored.name] = stored
-            beside.update(stored.tensor_names[1:])
+            weights[read.name] = read
+            beside.update(read.tensor_names[1:])
         return {name: weight for name, weight in weights.items() if name not in beside}
 
     def _quantized_weight(self, name: str, format: Any) -> Weight:
-        if isinstance(format, HubFormat):
-            return HubMatrix(self, name, format)
+        if isinstance(format, MatrixFormat):
+            return MatrixWeight(self, name, format)
         return PackedExperts(self, name, format, self.dense_dtype, self.config.get("model_type") in TRANSPOSED)
 
     def groups(self, model: PreTrainedModel) -> dict[str, WeightGroup]:
@@ -169,7 +169,7 @@ class StoredWeights(TensorFiles):
 
     def is_unused(self, name: str) -> bool:
         """Tell whether the format has the tensor for inference alone."""
-        return isinstance(self.format, HubFormat) and name.endswith(self.format.unused)
+        return isinstance(self.format, MatrixFormat) and name.endswith(self.format.unused)
 
     @property
     def dense_dtype(self) -> torch.dtype:

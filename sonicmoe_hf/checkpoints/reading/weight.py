@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import CheckpointError
-from ...formats.hub import HubFormat
+from ...formats.matrix_format import MatrixFormat
 from ...kernels.packed import FORMATS, Format, Quantized
 from ...kernels.packed.dither import Dither
 from ...kernels.packed.format import TensorSpecs
@@ -91,8 +91,8 @@ class Weight:
 
     Attributes:
         name: the weight's. tensor_names: of the tensors that store it: values or codes, scales and what else the format
-            has. format: a Format or HubFormat of quantized weights, None of others. change: what is done to it when it is
-            written; None where nothing is.
+            has. format: a Format or MatrixFormat of quantized weights, None of others. change: what is done to it when it
+            is written; None where nothing is.
     """
 
     change: Change | None = None
@@ -209,8 +209,8 @@ class PackedExperts(Weight):
     def shape(self) -> tuple[int, ...]:
         """See Weight."""
         shapes = (self._files.tensors[tensor].shape for tensor in self.tensor_names)
-        stored = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
-        return self._transpose_shape(self.format.shape(stored))
+        packed = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
+        return self._transpose_shape(self.format.shape(packed))
 
     def specs(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight. Of how many values share a scale the files alone know."""
@@ -250,12 +250,12 @@ class PackedExperts(Weight):
         return self.format.rows(packed)
 
 
-class HubMatrix(Weight):
-    """A matrix [out, in] in a format of the hub: an expert's projection, or a linear layer's weight."""
+class MatrixWeight(Weight):
+    """A matrix [out, in] in a MatrixFormat: an expert's projection, or a linear layer's weight."""
 
     dtype = torch.bfloat16
 
-    def __init__(self, files: TensorFiles, name: str, format: HubFormat):
+    def __init__(self, files: TensorFiles, name: str, format: MatrixFormat):
         super().__init__(files, name, format)
         optional = [tensor for tensor in format.optional_names(name) if tensor in files.tensors]
         self.tensor_names = [*format.names_in(name, files.tensors), *optional]
@@ -290,8 +290,8 @@ class HubMatrix(Weight):
 
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """See Weight."""
-        stored = self.raw() if rounded is None else self.rewrite(rounded)
-        rows, format = self.format.pack(*stored), FORMATS[self.format.name]
+        tensors = self.raw() if rounded is None else self.rewrite(rounded)
+        rows, format = self.format.pack(*tensors), FORMATS[self.format.name]
         for suffix, tensor in zip(format.suffixes, rows):
             if not format.is_sound(suffix, tensor):
                 raise CheckpointError(

@@ -75,10 +75,10 @@ class HubNamed(Output):
 
 def _groups(model: PreTrainedModel) -> dict[str, WeightGroup]:
     """Group the hub's weights of a model, by its parameters."""
-    hub = HubNames(model)
+    hub_names = HubNames(model)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
-        for weight in hub.weights(name) or [hub.parameter(name)]:
+        for weight in hub_names.weights(name) or [hub_names.parameter(name)]:
             experts = range(len(tensor)) if "{expert}" in weight else (0,)
             shapes |= {weight.replace("{expert}", str(expert)): tuple(tensor.shape) for expert in experts}
     return weight_groups(model, shapes)

@@ -113,8 +113,8 @@ class Output:
 
     def _round(self, weight: Weight, outs: list[torch.Tensor]) -> None:
         """Write a changed weight in the format that it has, one expert after the other."""
-        for out, stored in zip(outs[2:], weight.raw()[2:]):
-            out.copy_(stored)
+        for out, tensor in zip(outs[2:], weight.raw()[2:]):
+            out.copy_(tensor)
         for expert, own in weight.by_expert(outs):
             before, exact, rounded = weight.round_change(expert)
             self.roundings.add(weight.name, before, exact, rounded.values, expert, weight.is_dithered)
@@ -123,5 +123,5 @@ class Output:
 
 
 def _copy(weight: Weight, outs: list[torch.Tensor]) -> None:
-    for out, stored in zip(outs, weight.raw()):
-        out.copy_(stored)
+    for out, tensor in zip(outs, weight.raw()):
+        out.copy_(tensor)

@@ -19,7 +19,7 @@ from ..reading.files import Header
 from ..reading.source import Source
 from ..reading.weight import Weight
 from .output import Output, OutputTensors, cast_in_range, shell
-from .packed_config import hub_format
+from .packed_config import matrix_format
 from .rounding_effects import Roundings
 
 
@@ -34,7 +34,7 @@ class Relayout(Output):
     def __init__(self, source: Source, layout: str, dtype: torch.dtype | None = None, format: Format | None = None):
         super().__init__(source, dtype)
         self._source, self.format = source, format
-        self.hub_format = None if format is None or layout == "native" else hub_format(source, format.name)
+        self.matrix_format = None if format is None or layout == "native" else matrix_format(source, format.name)
         self._experts = experts_parameters(source.family, layout, source.blocks)
         owners = source.parameter_of
         self._first = {owners[name]: name for name in reversed(source.weights) if name in owners}
@@ -94,7 +94,7 @@ class _Relaid:
         make: Callable[[Sequence[int]], Iterable[torch.Tensor]]
         if format is None:
             dtype = self._output.dtype_of(names[0], weights)
-            shells = {name: shell(there.stored_shape, dtype) for name in names}
+            shells = {name: shell(there.weight_shape, dtype) for name in names}
             make = partial(self._make_dense, dtype)
         elif all(format.has_blocks_of(weight.format) for weight in weights):
             shells = self._make_shells(names, format, weights[0].scales_header)
@@ -138,8 +138,8 @@ class _Relaid:
         changes."""
         here, moved = self._here, []
         own = None if here.is_per_expert else experts[0]
-        stored = [self._rows(weight, own) for weight in self._weights_of(experts[0])]
-        for tensors in zip(*stored):
+        rows_of_weights = [self._rows(weight, own) for weight in self._weights_of(experts[0])]
+        for tensors in zip(*rows_of_weights):
             rows = here.split([tensor if here.is_per_expert else tensor[0] for tensor in tensors])
             moved.append(self.there.join(rows))
         return self._store([Quantized(*own) for own in zip(*moved)], shells)
@@ -173,11 +173,11 @@ class _Relaid:
 
     def _store(self, packed: list[Quantized], shells: list[torch.Tensor]) -> list[torch.Tensor]:
         """Make the tensors that store weights, like `shells`."""
-        stored: Iterable[Iterable[torch.Tensor | None]] = packed
+        of_weights: Iterable[Iterable[torch.Tensor | None]] = packed
         if self.there.is_per_expert:
-            assert self._output.hub_format is not None
-            stored = [self._output.hub_format.unpack_new(_as_matrix(each)) for each in packed]
-        tensors = (tensor for own in stored for tensor in own if tensor is not None)
+            assert self._output.matrix_format is not None
+            of_weights = [self._output.matrix_format.unpack_new(_as_matrix(each)) for each in packed]
+        tensors = (tensor for own in of_weights for tensor in own if tensor is not None)
         return [tensor.view(like.dtype) for tensor, like in zip(tensors, shells, strict=True)]
 
     def _make_shells(self, names: list[str], format: Format, scales: Header | None = None) -> dict[str, torch.Tensor]:
@@ -187,8 +187,8 @@ class _Relaid:
         expected: TensorSpecs = {}
         for name in names:
             if there.is_per_expert:
-                assert self._output.hub_format is not None
-                expected |= self._output.hub_format.specs(name, there.shape)
+                assert self._output.matrix_format is not None
+                expected |= self._output.matrix_format.specs(name, there.shape)
             else:
                 group = None if scales is None else there.shape[-1] // max(1, *scales.shape[-1:])
                 expected |= format.specs(name, (there.num_experts, *there.shape), there.order, group)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...errors import CheckpointError
 from ...formats.declared import EXPERT_DTYPE
-from ...formats.hub import HubFormat
+from ...formats.matrix_format import MatrixFormat
 from ...kernels.packed import FORMATS
 from ...layer.config import check_choice
 from ..layouts import CHECKPOINT_LAYOUTS, hub_config, native_config
@@ -123,7 +123,9 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
             "result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
         )
     untied = next((name for name, weight in stored.weights.items() if isinstance(weight, UntiedWeight)), None)
-    if untied is not None and isinstance(stored.format, HubFormat):  # whose config lists what is dense, in many forms
+    if untied is not None and isinstance(
+        stored.format, MatrixFormat
+    ):  # whose config lists what is dense, in many forms
         raise CheckpointError(
             f"{untied} has no weight of its own in {stored.folder}, and gets one, which loading would take to be in "
             f"{stored.quantization}; leave quantize='keep' (--quantize keep) out, so that all weights become bf16"

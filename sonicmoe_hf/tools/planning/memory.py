@@ -96,7 +96,7 @@ def memory(step: Step) -> Memory:
 # weights, optimiser, gradients
 
 
-def stored_bytes(sizes: ModelSizes, format: str) -> float:
+def experts_bytes(sizes: ModelSizes, format: str) -> float:
     """Count the bytes of the experts' weights and biases in a format.
 
     Raises:
@@ -125,7 +125,7 @@ def _fixed_memory(step: Step) -> Memory:
         adam = {"adam": 2.0 * width, "adam8bit": ADAM8}[training.optimizer]
         optimiser = sizes.total * (12.0 if training.parallel == "ZeRO-3" else adam)  # fp32 weights and two moments
     if training.method == "qlora":
-        experts = stored_bytes(sizes, training.experts)
+        experts = experts_bytes(sizes, training.experts)
         if training.linear != "bf16":
             rest -= sizes.linear * (2 - 0.5 - 1 / 64)  # bitsandbytes: 4 bits, and 8 of a scale for 64, about
     host = 0.0
@@ -212,7 +212,7 @@ def _communication(step: Step) -> float:
     outside_experts = 2.0 * (sizes.layer - sizes.experts // sizes.moe_layers)
     if training.parallel == "FSDP2":
         in_flight = 1 if training.full else 2  # the next layer's weights come while this one's backward runs
-        gathered = outside_experts + stored_bytes(sizes, training.experts) / sizes.moe_layers
+        gathered = outside_experts + experts_bytes(sizes, training.experts) / sizes.moe_layers
         return _root(step) + in_flight * gathered
     if training.parallel == "ZeRO-3":
         return 2.0 * min(LIVE_PARAMETERS, sizes.total) + 2 * 2.0 * REDUCE_BUCKET

@@ -11,7 +11,7 @@ from typing import Any
 from ...attention.names import TORCH_PIECES, TORCH_SINKS
 from ...errors import UnsupportedModelError
 from ...kernels.packed import FORMATS
-from .memory import GIB, Memory, expanded_bytes, memory, stored_bytes
+from .memory import GIB, Memory, expanded_bytes, experts_bytes, memory
 from .sizes import ModelSizes
 from .step import Step
 from .training import METHODS, SHARDED, Training
@@ -296,7 +296,7 @@ def _formats(sizes: ModelSizes) -> Iterator[str]:
     smaller = ["nf4"] if stored == "fp8" and not sizes.is_packed else []
     for format in PACKED_HERE if stored is None else [stored, *smaller]:
         try:
-            stored_bytes(sizes, format)
+            experts_bytes(sizes, format)
         except (KeyError, ValueError):  # no format of ours; not for experts of this size
             continue
         yield format

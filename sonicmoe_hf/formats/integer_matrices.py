@@ -1,5 +1,5 @@
-"""Matrices that weight-only checkpoints of the hub store in integers, (code - zero) * scale: compressed-tensors'
-pack-quantized, GPTQ (and AutoRound) and AWQ, beside compressed-tensors' forms of MXFP4 and NVFP4."""
+"""Matrices of 4-bit and 8-bit integers, (code - zero) * scale, as weight-only checkpoints store them: compressed-tensors'
+pack-quantized, GPTQ (and AutoRound) and AWQ."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from abc import abstractmethod
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.packed import FORMATS, Quantized, nvfp4
+from ..kernels.packed import FORMATS, Quantized
 from ..kernels.packed.format import TensorSpecs
 from ..kernels.packed.grid import Grid, Rounded
 from ..kernels.packed.int4 import GROUP, LARGEST, ZERO, group_of, int4_grid, to_bytes, to_nibbles
-from .hub import HUB, HubFormat, MXFP4Matrix, check_matrix
+from .matrix_format import RenamedMatrix
 
 WORD = torch.int32
 PER_WORD = 8  # codes of a word
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT = "weight"
 AWQ_ORDER = torch.tensor(
     [0, 2, 4, 6, 1, 3, 5, 7], dtype=torch.int64, device="cpu"
 )  # which of eight columns each nibble of a word has
@@ -36,45 +35,23 @@ def words(bytes_: torch.Tensor) -> torch.Tensor:
     return bytes_.clone(memory_format=torch.contiguous_format).view(WORD)
 
 
-def bytes_of_words(stored: torch.Tensor) -> torch.Tensor:
+def bytes_of_words(words_: torch.Tensor) -> torch.Tensor:
     """View rows of words as bytes."""
-    return stored.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-class _RenamedFormat(HubFormat):
-    """A format whose tensors have names of their own in the place of "weight", such as "X.weight_packed".
-
-    ends: these names, in the order of `pack`'s arguments; those in `optional`, which a checkpoint may lack, come last.
-    """
-
-    dtype = WORD
-    ends: tuple[str, ...]
-    unused = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
-
-    def names(self, weight: str) -> list[str]:
-        """See HubFormat."""
-        return [weight.removesuffix(WEIGHT) + end for end in self.ends]
-
-    def optional_names(self, weight: str) -> list[str]:
-        """See HubFormat."""
-        return [weight.removesuffix(WEIGHT) + end for end in self.optional]
-
-    def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
-        """See HubFormat."""
-        end = f".{self.ends[0]}"
-        return f"{name.removesuffix(end)}.{WEIGHT}" if name.endswith(end) and dtype == self.dtype else None
+    return words_.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _as_one_expert(packed: Quantized) -> Quantized:
     return Quantized(*(None if tensor is None else tensor[None] for tensor in packed))  # type: ignore[arg-type]
 
 
-class HubIntegers(_RenamedFormat):
+class Int4Matrix(RenamedMatrix):
     """A matrix [N, K] of 4-bit codes in words.
 
     group: values of a row that share a scale, the last of them perhaps fewer; None: the whole row. has_zeros: whether it
     is declared that some zero is not 8.
     """
+
+    dtype = WORD
 
     def __init__(self, group: int | None, has_zeros: bool):
         self.group, self.name = group, "uint4" if has_zeros else "int4"
@@ -97,7 +74,7 @@ class HubIntegers(_RenamedFormat):
         """Make the tensors that store what `_read` returns, in the order of `ends`."""
 
     def pack(self, *tensors: torch.Tensor) -> Quantized:
-        """See HubFormat. Groups that K or a format here does not take become several with the same scale."""
+        """See MatrixFormat. Groups that K or a format here does not take become several with the same scale."""
         self.check(*tensors)
         codes, scales, zeros = self._read(*tensors)
         size_in = 2 * codes.shape[1]
@@ -132,19 +109,19 @@ class HubIntegers(_RenamedFormat):
         return [*self._write(codes, scales, zeros), *like[len(self.ends) :]]
 
     def grid(self, *scales: torch.Tensor) -> Grid:
-        """See HubFormat: of what `pack` makes."""
+        """See MatrixFormat: of what `pack` makes."""
         return int4_grid(GROUP, scales[0].dtype, *scales[1:])
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """See HubFormat."""
+        """See MatrixFormat."""
         return FORMATS[self.name].expert(_as_one_expert(self.pack(*tensors)), 0)
 
     def scales_shape(self, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
-        """See HubFormat."""
+        """See MatrixFormat."""
         return (shape[0], shape[1] // max(1, group_of(shape[1], self.group or shape[1])))
 
     def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
-        """See HubFormat. Scales stay where several groups here have one of the checkpoint's."""
+        """See MatrixFormat. Scales stay where several groups here have one of the checkpoint's."""
         packed = self.pack(*stored)
         if packed.scales.shape[1] == self.num_groups(weight.shape[1]):
             return FORMATS[self.name].round_expert(_as_one_expert(packed), 0, weight, uniform)
@@ -152,16 +129,16 @@ class HubIntegers(_RenamedFormat):
         return grid._replace(new_scales=None).round(weight, packed.scales, packed.codes, uniform)
 
     def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
-        """See HubFormat."""
+        """See MatrixFormat."""
         return self.unpack(self.pack(*stored)._replace(codes=rounded.codes, scales=rounded.scales), stored)
 
     def join(self, parts: list[list[Quantized]]) -> Quantized:
-        """See HubFormat: zeros have rows, as scales have."""
+        """See MatrixFormat: zeros have rows, as scales have."""
         joined = super().join(parts)
         return joined if joined.state is None else joined._replace(state=joined.state.flatten(1, 2))
 
 
-class CompressedInt4(HubIntegers):
+class CompressedInt4(Int4Matrix):
     """compressed-tensors' pack-quantized (Kimi K2, llm-compressor's W4A16): X.weight_packed int32 [N, K/8], whose
     nibbles, the low one first, are values + 8; X.weight_scale [N, K/group]; X.weight_zero_point int32 [N/8, K/group] of
     weights that are not symmetric, packed along N; X.weight_shape (N, K), in one of two dtypes."""
@@ -173,22 +150,20 @@ class CompressedInt4(HubIntegers):
         self.ends = ("weight_packed", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See HubFormat."""
+        """See MatrixFormat."""
         return (shape[0], PER_WORD * shape[1])
 
     def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
-        """See HubFormat."""
+        """See MatrixFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
-        stored: list = [((rows, columns // PER_WORD), (WORD,)), ((rows, groups), SCALES)]
+        specs: list = [((rows, columns // PER_WORD), (WORD,)), ((rows, groups), SCALES)]
         if self.has_zeros:
-            stored.append(((-(-rows // PER_WORD), groups), (WORD,)))
-        return dict(
-            zip([*self.names(name), *self.optional_names(name)], [*stored, ((2,), (torch.int64, torch.int32))])
-        )
+            specs.append(((-(-rows // PER_WORD), groups), (WORD,)))
+        return dict(zip([*self.names(name), *self.optional_names(name)], [*specs, ((2,), (torch.int64, torch.int32))]))
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """See HubFormat."""
+        """See MatrixFormat."""
         super().check(*tensors)
         for shape in tensors[len(self.ends) :]:
             if not shape.is_meta and shape.tolist() != list(self.dense_shape(tensors[0].shape)):
@@ -198,7 +173,7 @@ class CompressedInt4(HubIntegers):
                 )
 
     def unpack_new(self, packed: Quantized) -> list[torch.Tensor]:
-        """See HubFormat. Larger groups become several with the same scale."""
+        """See MatrixFormat. Larger groups become several with the same scale."""
         codes, scales, zeros = packed
         size_out, size_in = len(codes), 2 * codes.shape[1]
 
@@ -223,7 +198,7 @@ class CompressedInt4(HubIntegers):
         return [words(codes), scales, words(to_bytes(padded)).t().contiguous()]
 
 
-class GPTQInt4(HubIntegers):
+class GPTQInt4(Int4Matrix):
     """GPTQ's: X.qweight int32 [K/8, N], packed along K, the low nibble first; X.scales [K/group, N]; X.qzeros int32
     [K/group, N/8], packed along N, zeros less `offset` (1, or 0 in gptq_v2); X.g_idx int32 [K], the group of each column,
     which AutoRound leaves out."""
@@ -235,11 +210,11 @@ class GPTQInt4(HubIntegers):
         self.offset = offset
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See HubFormat."""
+        """See MatrixFormat."""
         return (shape[1], PER_WORD * shape[0])
 
     def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
-        """See HubFormat."""
+        """See MatrixFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
         shapes = (columns // PER_WORD, rows), (groups, rows), (groups, rows // PER_WORD), (columns,)
@@ -247,7 +222,7 @@ class GPTQInt4(HubIntegers):
         return dict(zip([*self.names(name), *self.optional_names(name)], zip(shapes, dtypes)))
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """See HubFormat; also where columns of a group do not lie side by side."""
+        """See MatrixFormat; also where columns of a group do not lie side by side."""
         super().check(*tensors)
         for g_idx in tensors[len(self.ends) :]:
             columns = torch.arange(len(g_idx), dtype=torch.int64, device=g_idx.device)
@@ -255,7 +230,7 @@ class GPTQInt4(HubIntegers):
                 raise CheckpointError(IN_ORDER_OF_ACTIVATIONS)
 
     def check_stretches(self, *stretches: torch.Tensor) -> None:
-        """See HubFormat."""
+        """See MatrixFormat."""
         for stretch in stretches:
             groups, sizes = torch.unique_consecutive(stretch, return_counts=True)
             if not bool((groups.diff() == 1).all() and (sizes[1:-1] == (self.group or len(stretch))).all()):
@@ -267,8 +242,8 @@ class GPTQInt4(HubIntegers):
         return Quantized(bytes_of_words(qweight.t()), scales.t().contiguous(), zeros.contiguous())
 
     def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
-        stored = to_bytes((zeros - self.offset).t() & LARGEST)
-        return [words(codes).t().contiguous(), scales.t().contiguous(), words(stored)]
+        packed_zeros = to_bytes((zeros - self.offset).t() & LARGEST)
+        return [words(codes).t().contiguous(), scales.t().contiguous(), words(packed_zeros)]
 
 
 def _in_awq_order(bytes_: torch.Tensor) -> torch.Tensor:
@@ -283,7 +258,7 @@ def _to_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
     return words(to_bytes(ordered))
 
 
-class AWQInt4(HubIntegers):
+class AWQInt4(Int4Matrix):
     """AutoAWQ's "gemm": X.qweight int32 [K, N/8] and X.qzeros int32 [K/group, N/8], packed along N in an order of AWQ's,
     zeros as they are; X.scales [K/group, N]."""
 
@@ -293,11 +268,11 @@ class AWQInt4(HubIntegers):
         super().__init__(group, has_zeros=True)
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See HubFormat."""
+        """See MatrixFormat."""
         return (PER_WORD * shape[1], shape[0])
 
     def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
-        """See HubFormat."""
+        """See MatrixFormat."""
         rows, columns = shape
         groups = self.num_groups(columns)
         shapes = (columns, rows // PER_WORD), (groups, rows), (groups, rows // PER_WORD)
@@ -312,22 +287,22 @@ class AWQInt4(HubIntegers):
         return [_to_awq_order(to_nibbles(codes).t()), scales.t().contiguous(), _to_awq_order(zeros.t())]
 
 
-class CompressedInt8(_RenamedFormat):
+class CompressedInt8(RenamedMatrix):
     """compressed-tensors' pack-quantized in 8 bits (W8A16), which no format here holds: X.weight_packed int32 [N, K/4],
     whose bytes are values + 128, and X.weight_scale [N, K/group]."""
 
-    name, ends, optional = "int8", ("weight_packed", "weight_scale"), ("weight_shape",)
+    name, dtype, ends, optional = "int8", WORD, ("weight_packed", "weight_scale"), ("weight_shape",)
     element_size = 1.1
 
     def __init__(self, group: int | None):
         self.group = group
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See HubFormat."""
+        """See MatrixFormat."""
         return (shape[0], 4 * shape[1])
 
     def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
-        """See HubFormat."""
+        """See MatrixFormat."""
         rows, columns = shape
         shapes = (rows, columns // 4), (rows, -(-columns // (self.group or columns))), (2,)
         dtypes = (WORD,), SCALES, (torch.int64, torch.int32)
@@ -341,7 +316,7 @@ class CompressedInt8(_RenamedFormat):
         )
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """See HubFormat."""
+        """See MatrixFormat."""
         self.check(*tensors)
         codes, scales = bytes_of_words(tensors[0]).int() - 128, tensors[1].float()
         spread = scales.repeat_interleave(self.group or codes.shape[1], 1)[:, : codes.shape[1]]
@@ -350,47 +325,3 @@ class CompressedInt8(_RenamedFormat):
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """Raise CheckpointError: no format here holds it."""
         raise CheckpointError(f"no format here holds experts in 8-bit integers; {TO_BF16_OR_PACK}")
-
-
-class CompressedMXFP4(_RenamedFormat, MXFP4Matrix):
-    """compressed-tensors' mxfp4-pack-quantized: X.weight_packed uint8 [N, K/2], two E2M1 values a byte, the first in the
-    low half; X.weight_scale uint8 [N, K/32], each for 2^(scale - 127)."""
-
-    dtype, ends = torch.uint8, ("weight_packed", "weight_scale")
-
-
-class CompressedNVFP4(_RenamedFormat):
-    """compressed-tensors' nvfp4-pack-quantized: X.weight_packed uint8 [N, K/2]; X.weight_scale float8_e4m3 [N, K/16];
-    X.weight_global_scale, one fp32 number, of which a value is e2m1 * weight_scale / weight_global_scale. Here it is
-    e2m1 * (weight_scale * (1 / weight_global_scale)), as engines compute it, which may differ by a bit in fp32."""
-
-    name, dtype, ends = "nvfp4", torch.uint8, ("weight_packed", "weight_scale", "weight_global_scale")
-
-    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See HubFormat."""
-        return (shape[0], 2 * shape[1])
-
-    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
-        """See HubFormat."""
-        rows, columns = shape
-        shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), (1,)
-        dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
-        return {tensor: (shape, (dtype,)) for tensor, shape, dtype in zip(self.names(name), shapes, dtypes)}
-
-    def check(self, *tensors: torch.Tensor) -> None:
-        """See HubFormat."""
-        check_matrix(tensors[2].reshape(-1), (1,), (torch.float32,), self.ends[2])
-        super().check(*tensors[:2], tensors[2].reshape(-1))
-
-    def grid(self, *scales: torch.Tensor) -> Grid:
-        """See HubFormat."""
-        return nvfp4.nvfp4_grid(1 / scales[1].reshape(()))
-
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
-        """See HubFormat."""
-        self.check(*tensors)
-        codes, scales, of_all = tensors
-        return Quantized(codes, scales.view(torch.uint8), (1 / of_all.float()).reshape(1))
-
-
-HUB.update({each.name: each for each in (CompressedInt4(GROUP, False), CompressedInt4(GROUP, True))})

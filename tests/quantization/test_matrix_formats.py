@@ -24,7 +24,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_fp8,
 )
-from helpers.marks import crossed, loads_hub_formats, rest_pinned
+from helpers.marks import crossed, loads_matrices, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -39,12 +39,12 @@ from sonicmoe_hf import (
     patch_model,
     quantize_experts,
 )
-from sonicmoe_hf.formats.hub import HUB
+from sonicmoe_hf.formats.declared import MATRIX_FORMATS
 
 SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
 BATCH = batch(2, 8)
-pytestmark = loads_hub_formats
+pytestmark = loads_matrices
 
 
 def make_fp8(folder, family, kind="fp32", **declared):
@@ -164,7 +164,7 @@ def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others()
     theirs = Fp8Dequantize(None)._dequantize_one
     for rows, is_cut in ((256, False), (192, True)):
         values, scales, expected = fp8_of(torch.randn(rows, 128), "fp32")
-        assert torch.equal(HUB["fp8"].dense(values, scales), expected)
+        assert torch.equal(MATRIX_FORMATS["fp8"].dense(values, scales), expected)
         assert torch.equal(theirs(values, scales, torch.float32), expected) != is_cut
 
 
