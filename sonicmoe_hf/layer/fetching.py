@@ -26,11 +26,11 @@ ROWS_OVER_THE_BUS = 0.75
 class StreamedLayer(Protocol):
     """A layer whose weights live in host memory."""
 
-    def fetched(self) -> AbstractContextManager[Mapping[str, Quantized]]:
+    def fetch(self) -> AbstractContextManager[Mapping[str, Quantized]]:
         """Copy the layer's weights to the device, by "gate_up" and "down", inside `with`; of a dense weight `codes` is
         itself."""
 
-    def mapped(self) -> Mapping[str, Quantized] | None:
+    def map(self) -> Mapping[str, Quantized] | None:
         """Map the layer's weights in host memory, as tensors that kernels of the device read; None where they cannot."""
 
     def holds(self, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -73,9 +73,9 @@ def with_device_weights(call: LayerCall, dtype: torch.dtype) -> AbstractContextM
     is_packed = gate_up.format and down.format and not call.options.fp8
     rows = call.rows
     has_few_rows = rows.token.numel() <= ROWS_OVER_THE_BUS * (rows.offsets.numel() - 1)
-    if is_packed and has_few_rows and (mapped := layer.mapped()) is not None:
+    if is_packed and has_few_rows and (mapped := layer.map()) is not None:
         return contextlib.nullcontext(_replace_weights(call, mapped, dtype))
-    return _with_weights(call, layer.fetched(), dtype)
+    return _with_weights(call, layer.fetch(), dtype)
 
 
 def _copy_to_device(projection: Projection, device: torch.device) -> Quantized:

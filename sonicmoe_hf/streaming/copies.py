@@ -46,7 +46,7 @@ class Copies:
     def unpin(self, host: torch.Tensor) -> None:
         """Undo `pin`, when no copy from it is under way."""
 
-    def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
+    def map(self, host: torch.Tensor) -> torch.Tensor | None:
         """Map pinned memory as a tensor of the device, which its kernels read over the bus; None where they cannot."""
         return host
 
@@ -72,7 +72,7 @@ class Copies:
         """Identify the stream that computes now, whose work runs in order."""
 
     def finish(self) -> None:
-        """Wait on the host until all copies have ended, and all work that reads `mapped` memory."""
+        """Wait on the host until all copies have ended, and all work that reads memory of `map`."""
 
 
 def _device_address(host: torch.Tensor) -> int | None:
@@ -112,7 +112,7 @@ class CudaCopies(Copies):
     def unpin(self, host: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
-    def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
+    def map(self, host: torch.Tensor) -> torch.Tensor | None:
         with torch.cuda.device(self.device):
             address = _device_address(host)
         return (

@@ -81,40 +81,43 @@ class Placement:
     ):
         layers, is_loading = expert_layers(model), device is not None
         _check_streamable(layers)
-        self.device = device = torch.device(device) if is_loading else _device_of(layers)
-        if device.type == "cuda" and device.index is None:
-            self.device = device = torch.device("cuda", torch.cuda.current_device())
-        sizes = {experts: bytes_of(experts, format, like) for _, experts in layers}
+        self.device = _with_index(torch.device(device) if is_loading else _device_of(layers))
+        self.memory = HostMemory()
+        self._names = {experts: name for name, experts in layers}
+        self._digests: dict[str, str] = {}
+        sizes = {experts: bytes_of(experts, format, like) for experts in self._names}
         held = [weight for experts in sizes for weight in _weights(experts)]
-        self.memory = memory = HostMemory()
-        budget = _budget(model, experts_memory, device, held, max(sizes.values(), default=0))
-        # ranks that share host memory decide alike
-        bytes_of_ranks = memory.exchange("bytes that stay, and are free", [budget, free_on_host()])
-        budget = min(stay for stay, _ in bytes_of_ranks)
-        free = min((free for _, free in bytes_of_ranks if free is not None), default=None)
+        budget = _budget(model, experts_memory, self.device, held, max(sizes.values(), default=0))
+        budget, free = self._agree_on_bytes(budget)
         stays = dict(zip(sizes, choose_resident(list(sizes.values()), budget)))
-        streams = [weight.layer.stream for weight in held if _is_host(weight)]
-        stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
         # of each experts module; None: its weights stay on the device
         self.layers = {experts: None if stays[experts] else _layer_of(experts) for experts in sizes}
         new = [experts for experts in sizes if not stays[experts] and self.layers[experts] is None]
-        self._names = {experts: name for name, experts in layers}
-        self._digests: dict[str, str] = {}
         weights = {self._name(experts, name): (experts, name) for experts in new for name in weight_names(experts)}
         rooms = {name: room_for(_bytes_of_weight(*weight, format, like)) for name, weight in weights.items()}
-        memory.agree("sizes", {name: str(room) for name, room in rooms.items()})
-        if memory.num_copies > 1 and not is_loading:
-            memory.agree("weights", {name: _digest(*weight) for name, weight in weights.items()})
-        memory.open([*rooms.values()])
-        nbytes = memory.num_copies * sum(rooms.values())
+        stream = _stream_of(held, self.device)
+        self._open_memory(rooms, None if is_loading else weights)
+        nbytes = self.memory.num_copies * sum(rooms.values())
         if free is not None and nbytes > free:
             raise MemoryError(
                 f"experts_memory={experts_memory!r} puts {nbytes / 2**30:.1f} GiB of experts in host memory, where "
                 f"{free / 2**30:.1f} GiB are free; {REMEDY}"
             )
-        made = [HostLayer(stream, memory.fills(2 * number), memory.is_shared) for number in range(len(new))]
-        self.layers |= dict(zip(new, made))
-        _reserve(made, memory, [*rooms.values()])
+        self.layers |= zip(new, _reserve(stream, len(new), self.memory, [*rooms.values()]))
+
+    def _agree_on_bytes(self, budget: int) -> tuple[int, int | None]:
+        """Find (the bytes of experts that stay on the device, the free bytes of the host or None) for all of its ranks,
+        so that they decide alike. budget: the bytes that stay on this rank's."""
+        of_ranks = self.memory.exchange("bytes that stay, and are free", [budget, free_on_host()])
+        free = min((free for _, free in of_ranks if free is not None), default=None)
+        return min(stay for stay, _ in of_ranks), free
+
+    def _open_memory(self, rooms: dict[str, int], weights: dict[str, tuple[nn.Module, str]] | None) -> None:
+        """Open memory of these sizes on the host, whose ranks compare them, and their weights where they hold them."""
+        self.memory.agree("sizes", {name: str(room) for name, room in rooms.items()})
+        if self.memory.num_copies > 1 and weights is not None:
+            self.memory.agree("weights", {name: _digest(*weight) for name, weight in weights.items()})
+        self.memory.open([*rooms.values()])
 
     def finish(self) -> None:
         """Wait until the ranks that share host memory have filled it. Raises ValueError where they had other weights."""
@@ -156,8 +159,22 @@ def _budget(model: nn.Module, experts_memory: Any, device: torch.device, held: l
     return bytes_for_auto(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
 
 
-def _reserve(layers: list[HostLayer], memory: HostMemory, sizes: list[int]) -> None:
-    """Pin host memory of these layers' weights, of all or of none."""
+def _with_index(device: torch.device) -> torch.device:
+    """Name the GPU that "cuda" stands for."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _stream_of(held: list[Any], device: torch.device) -> ExpertsStream:
+    """Find the stream of the weights that live in host memory already, or make one to the device."""
+    streams = [weight.layer.stream for weight in held if _is_host(weight)]
+    return streams[0] if streams and streams[0].device == device else ExpertsStream(device)
+
+
+def _reserve(stream: ExpertsStream, count: int, memory: HostMemory, sizes: list[int]) -> list[HostLayer]:
+    """Make so many layers, and pin host memory of their weights' sizes, of all or of none."""
+    layers = [HostLayer(stream, memory.fills(2 * number), memory.is_shared) for number in range(count)]
 
     def pin(number: int, host: torch.Tensor) -> None:
         layer, projection = divmod(number, len(PROJECTIONS))
@@ -169,6 +186,7 @@ def _reserve(layers: list[HostLayer], memory: HostMemory, sizes: list[int]) -> N
         for made in layers:
             made.release()  # the traceback keeps the layers
         raise
+    return layers
 
 
 def _layer_of(experts: nn.Module) -> HostLayer | None:

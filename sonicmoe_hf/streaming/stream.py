@@ -98,7 +98,7 @@ class HostLayer:
         return pointers == [gate_up.data_ptr(), down.data_ptr()]
 
     @contextlib.contextmanager
-    def fetched(self) -> Iterator[Mapping[str, Quantized]]:
+    def fetch(self) -> Iterator[Mapping[str, Quantized]]:
         """Bring the layer's weights to the device: between entry and exit the op launches all that reads them."""
         try:
             yield self.stream.begin(self)
@@ -106,10 +106,10 @@ class HostLayer:
             self.stream.end()
 
     @torch.inference_mode(False)  # what is kept must serve calls of every mode
-    def mapped(self) -> dict[str, Quantized] | None:
+    def map(self) -> dict[str, Quantized] | None:
         """Map the layer's weights in host memory, as tensors that kernels of the device read; None where they cannot."""
         if self._mapped is None:
-            memories = {name: self.stream.copies.mapped(host) for name, host in self._bytes.items()}
+            memories = {name: self.stream.copies.map(host) for name, host in self._bytes.items()}
             self._mapped = {} if None in memories.values() else self.views(memories)
         return self._mapped or None
 

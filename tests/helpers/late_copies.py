@@ -65,7 +65,7 @@ class LateCopies:
         del self.pinned[host.data_ptr()]
         self.mappings.pop(host.data_ptr(), None)
 
-    def mapped(self, host):
+    def map(self, host):
         assert host.data_ptr() in self.pinned, "kernels read no memory that is not pinned"
         self.mappings[host.data_ptr()] = host.nbytes
         return host

@@ -89,7 +89,7 @@ def test_steps_of_few_and_of_many_tokens_have_the_resident_gradients(late_copies
 
 
 def test_where_the_driver_maps_nothing_few_tokens_are_copied(late_copies, monkeypatch):
-    monkeypatch.setattr(late_copies, "mapped", lambda self, host: None)
+    monkeypatch.setattr(late_copies, "map", lambda self, host: None)
     model = made()
     assert torch.equal(logits(model, 1), logits(made(None), 1))
     assert set(work(model)) == {"copy"}
@@ -109,7 +109,7 @@ def test_host_memory_is_not_written_while_the_device_reads_it(late_copies, token
     model = made()
     weight = next(each for each in model.parameters() if isinstance(each, HostWeight))
     logits(model, tokens)
-    with weight.layer.fetched():
+    with weight.layer.fetch():
         pass  # the next layer's copy is under way
     engine = copies_of(model)
     assert engine.queue and bool(engine.reading) == (tokens == 1)

@@ -55,10 +55,10 @@ def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch
     other = next(layer for layer in layers if layer not in held)
     with monkeypatch.context() as patching:
         patching.setattr(late_copies, "copy", cut_off)
-        with pytest.raises(KeyboardInterrupt), other.fetched():
+        with pytest.raises(KeyboardInterrupt), other.fetch():
             pass
     for layer in held:
-        with layer.fetched() as weights:
+        with layer.fetch() as weights:
             assert torch.equal(weights["gate_up"].codes, layer.weights["gate_up"].codes)
     assert torch.equal(model(**BATCH).logits, expected)
 
@@ -69,7 +69,7 @@ def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
     inside, leave, errors = threading.Barrier(3), threading.Event(), []
 
     def use(number):
-        with layers[number].fetched():
+        with layers[number].fetch():
             inside.wait(10)
             leave.wait(10)
 
@@ -77,12 +77,12 @@ def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
     for thread in threads:
         thread.start()
     inside.wait(10)
-    with pytest.raises(RuntimeError, match="more than two threads"), layers[1].fetched():
+    with pytest.raises(RuntimeError, match="more than two threads"), layers[1].fetch():
         errors.append("a third layer was in two buffers")
     leave.set()
     for thread in threads:
         thread.join()
-    with layers[1].fetched():
+    with layers[1].fetch():
         assert not errors
 
 
@@ -92,7 +92,7 @@ def test_what_one_thread_computes_with_is_not_overwritten_for_another(late_copie
     inside, leave, found = threading.Event(), threading.Event(), []
 
     def use():
-        with layers[0].fetched() as weights:
+        with layers[0].fetch() as weights:
             inside.set()
             leave.wait(10)
             found.append(torch.equal(weights["gate_up"].codes, layers[0].weights["gate_up"].codes))
@@ -101,7 +101,7 @@ def test_what_one_thread_computes_with_is_not_overwritten_for_another(late_copie
     thread.start()
     inside.wait(10)
     for number in (2, 3, 2):
-        with layers[number].fetched():
+        with layers[number].fetch():
             pass
     leave.set()
     thread.join()

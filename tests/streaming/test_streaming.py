@@ -233,7 +233,7 @@ def test_memory_is_unpinned_when_the_model_is_gone_and_no_copy_is_under_way(late
     model = add_adapter(streamed(0))
     engine = copies_of(model)
     loss_and_gradients(model, BATCH)
-    with streamed_layers(model)[2].fetched():
+    with streamed_layers(model)[2].fetch():
         pass  # another layer's copy is under way
     assert engine.queue and len(engine.pinned) == 2 * LAYERS and len(STREAMED) >= LAYERS
     del model
