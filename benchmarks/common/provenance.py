@@ -35,8 +35,8 @@ def commit() -> str:
         return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
-        return found.stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+        return result.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -44,14 +44,14 @@ def commit() -> str:
 def versions() -> str:
     """List "torch 2.11.0, triton 3.6.0, ...", of the packages installed here; peers with the digest of their
     sources."""
-    found = []
+    installed = []
     for package in PACKAGES:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            installed.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    found += [f"{name} {_digest(spec.origin)}" for name in PEERS if (spec := importlib.util.find_spec(name))]
-    return ", ".join(found)
+    installed += [f"{name} {_digest(spec.origin)}" for name in PEERS if (spec := importlib.util.find_spec(name))]
+    return ", ".join(installed)
 
 
 def columns() -> dict[str, str]:

@@ -86,10 +86,10 @@ def measure(table, format, tokens, rounds):
     shape = SHAPES[SHAPE]._replace(T=tokens)
     inputs, mode = problem(shape), f"LoRA, {tokens} tokens"
     steps, dense = steps_of(shape, inputs, format)
-    found, expected = (steps[name].results() for name in ("decoded", "expanded"))
-    other = [name for name in expected if not torch.equal(found[name], expected[name])]
+    decoded, expected = (steps[name].results() for name in ("decoded", "expanded"))
+    other = [name for name in expected if not torch.equal(decoded[name], expected[name])]
     print(f"{format} {tokens:6} tokens: other bits than expanded in {', '.join(other) or 'nothing'}", flush=True)
-    del found, expected
+    del decoded, expected
     for name, errors in errors_of(steps, inputs, dense).items():
         table.add(SHAPE, shape, f"{format} {name}", mode, "eager", {f"error_{key}": e for key, e in errors.items()})
     del dense

@@ -42,9 +42,9 @@ class Assignment:
                     f"{path} has {name} and {other}, which are one name; keep the one that was trained"
                 )
         base = config.entries.get("base_model_name_or_path") or "a model that it does not name"
-        place = f" of {folder}" if (folder := model.config.name_or_path) else ""
+        origin = f" of {folder}" if (folder := model.config.name_or_path) else ""
         # for errors: the model of training beside the given one
-        self.both_models = f"the adapter was trained on {base}, and this model is a {type(model).__name__}{place}"
+        self.both_models = f"the adapter was trained on {base}, and this model is a {type(model).__name__}{origin}"
         self.trained = TrainedModel(model, config, self.names_in_file)
         self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
         self.replaced: dict[str, str] = {}

@@ -40,7 +40,7 @@ from ..layer.config import check_choice
 from ..layer.experts_module import packable
 from ..lora.dithering import MERGE_ROUNDINGS, dither_of
 from ..lora.named_base import other_family
-from ..lora.packed_base import SCALED, PackedBase, option_to_load
+from ..lora.packed_base import OTHER_NORMS, PackedBase, option_to_load
 from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
 from .rules import ADAPTER_WEIGHTS, AdapterConfig
@@ -180,7 +180,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
                 weight.change = Change.of(name, groups[parameter], partial(delta, parameter), dither)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is not None and trained.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
-        raise CheckpointError(SCALED.format(place=stored.folder))
+        raise CheckpointError(OTHER_NORMS.format(model=stored.folder))
     if trained is not None:
         here = packed_base_of(stored, model, groups)
         if sentence := trained.difference_from(here, str(stored.folder)):

@@ -6,7 +6,7 @@ import torch
 
 from . import flash
 from .flash import MAX_HEAD, NO_WINDOW
-from .sinks import AttentionInputs, AttentionOptions, Sequences, attention_with_sinks
+from .sinks import AttentionInputs, AttentionOptions, Masking, attention_with_sinks
 
 
 def torch_sinks(
@@ -35,10 +35,10 @@ def torch_sinks(
     """
     _check(query, key, value, sinks, causal, window)
     options = AttentionOptions(query.shape[-1] ** -0.5 if scale is None else scale, causal, window or NO_WINDOW)
-    sequences = Sequences()
+    masking = Masking()
     if not flash.uses_cuda_kernels(query.device):
-        sequences = Sequences(mask=_mask(query, key, causal, window))
-    return attention_with_sinks(AttentionInputs(query, key, value, sinks), sequences, options)
+        masking = Masking(mask=_mask(query, key, causal, window))
+    return attention_with_sinks(AttentionInputs(query, key, value, sinks), masking, options)
 
 
 def _mask(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor | None:

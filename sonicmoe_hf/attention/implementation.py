@@ -12,7 +12,7 @@ from .flash import MAX_HEAD, NO_WINDOW
 from .models import check_model
 from .names import EAGER, TORCH_SINKS
 from .positions import begins_of, starts_of
-from .sinks import AttentionInputs, AttentionOptions, Sequences, attention_with_sinks
+from .sinks import AttentionInputs, AttentionOptions, Masking, attention_with_sinks
 
 _MISSING = object()
 
@@ -70,12 +70,12 @@ def sinks_attention_forward(
     if attention_mask is not None or not _tells_sequences(position_ids, q, k):
         position_ids = None
     if flash.uses_cuda_kernels(q.device):
-        sequences = _sequences(attention_mask if position_ids is None else starts_of(position_ids, q.shape[0]))
+        masking = _masking_of(attention_mask if position_ids is None else starts_of(position_ids, q.shape[0]))
     elif attention_mask is not None:
-        sequences = Sequences(mask=_additive(attention_mask, q, k))
+        masking = Masking(mask=_additive(attention_mask, q, k))
     else:
-        sequences = Sequences(mask=_causal_mask(q, k, options, position_ids))
-    return attention_with_sinks(AttentionInputs(q, k, v, s_aux), sequences, options), None
+        masking = Masking(mask=_causal_mask(q, k, options, position_ids))
+    return attention_with_sinks(AttentionInputs(q, k, v, s_aux), masking, options), None
 
 
 def _check(module, query, value, dropout, s_aux, kwargs) -> None:
@@ -113,14 +113,14 @@ def _cast(query, key, value):
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
+def _masking_of(attention_mask: torch.Tensor | None) -> Masking:
     """Read the mask of the CUDA kernels, which `sinks_mask` made."""
     if attention_mask is None:
-        return Sequences()
+        return Masking()
     if attention_mask.dim() == 1:
-        return Sequences(starts_q=attention_mask)
+        return Masking(starts_q=attention_mask)
     if attention_mask.dim() == 2 and attention_mask.dtype == torch.uint8:
-        return Sequences(flags=attention_mask)
+        return Masking(flags=attention_mask)
     raise ValueError(
         f"{TORCH_SINKS} takes no mask of shape {tuple(attention_mask.shape)} on CUDA: pass the model a 2-D "
         f"attention_mask, or position_ids or cu_seq_lens_q of packed sequences; or load it with {EAGER}"
@@ -137,11 +137,11 @@ def _attend_packed(
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in inputs[:3])
     rows = AttentionInputs(q, k, v, inputs.sinks)
     if flash.uses_cuda_kernels(rows.query.device):
-        sequences = Sequences(starts_q=starts[0], starts_k=starts[1])
+        masking = Masking(starts_q=starts[0], starts_k=starts[1])
         options = options._replace(max_q=int(max_q or 0), max_k=int(max_k or 0))
     else:
-        sequences = Sequences(mask=_mask_of_starts(rows.query, rows.key, options, starts))
-    return attention_with_sinks(rows, sequences, options).squeeze(0).unflatten(0, shape)
+        masking = Masking(mask=_mask_of_starts(rows.query, rows.key, options, starts))
+    return attention_with_sinks(rows, masking, options).squeeze(0).unflatten(0, shape)
 
 
 def _additive(mask: torch.Tensor, q, k) -> torch.Tensor:

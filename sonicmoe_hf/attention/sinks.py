@@ -31,8 +31,8 @@ class AttentionInputs(NamedTuple):
     sinks: torch.Tensor | None
 
 
-class Sequences(NamedTuple):
-    """The keys that a query may see beside what `AttentionOptions` says, in one of three forms, or all None.
+class Masking(NamedTuple):
+    """The masking of keys: which a query may see beside what `AttentionOptions` says, in one of three forms, or all None.
 
     mask: for a CPU, added to the scores; it contains what the options say. flags: for the CUDA kernels, of a padded
     batch, uint8 [B, S] (packing.py). starts_q, starts_k: for the CUDA kernels, where packed sequences begin and end,
@@ -67,18 +67,18 @@ def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[t
 
 
 def _sides(
-    inputs: AttentionInputs, sequences: Sequences, options: AttentionOptions
+    inputs: AttentionInputs, masking: Masking, options: AttentionOptions
 ) -> tuple[Side | None, Side | None, flash.Visible]:
     """Make the packed queries and keys, None where the batch stays as it is, and find the keys that each query sees."""
     q, k = inputs.query, inputs.key
-    visible = flash.Visible(options.causal, options.window, mask=sequences.mask)
-    if sequences.flags is not None:
-        queries, keys = sides_of(sequences.flags, q.shape[1])
+    visible = flash.Visible(options.causal, options.window, mask=masking.mask)
+    if masking.flags is not None:
+        queries, keys = sides_of(masking.flags, q.shape[1])
         bounds = flash.Bounds(queries.starts, keys.starts, q.shape[1], k.shape[1])
         return queries, keys, visible._replace(bounds=bounds)
-    if sequences.starts_q is None:
+    if masking.starts_q is None:
         return None, None, visible
-    starts_q, starts_k = sequences.starts_q, sequences.starts_k
+    starts_q, starts_k = masking.starts_q, masking.starts_k
     if starts_k is None:
         if starts_q.device.type == "cpu":
             starts_q = ending_once(starts_q)
@@ -117,14 +117,12 @@ def _sink_gradient(do, o, l, sinks) -> torch.Tensor:
     return each.sum([dim for dim in range(each.dim()) if dim != each.dim() - 2]).to(sinks.dtype)
 
 
-def _attention_with_sinks(
-    inputs: AttentionInputs, sequences: Sequences, options: AttentionOptions
-) -> list[torch.Tensor]:
+def _attention_with_sinks(inputs: AttentionInputs, masking: Masking, options: AttentionOptions) -> list[torch.Tensor]:
     """Compute o' [B, T, H, D], and L [B, H, T], or [H, B * T] where sequences were packed."""
     if _has_nothing(inputs):
-        return [like.zero_() for like in _fake_forward(inputs, sequences, options)]
+        return [like.zero_() for like in _fake_forward(inputs, masking, options)]
     q, k, v, sinks = inputs
-    queries, keys, visible = _sides(inputs, sequences, options)
+    queries, keys, visible = _sides(inputs, masking, options)
     o, l = flash.forward(_pack(queries, q), _pack(keys, k), _pack(keys, v), visible, options.scale)
     if sinks is not None:
         o, l = _add_sinks(o, l, sinks)
@@ -133,10 +131,10 @@ def _attention_with_sinks(
     return [_unpack(queries, o).contiguous(), l]
 
 
-def _fake_forward(inputs, sequences, options):
+def _fake_forward(inputs, masking, options):
     q, v = inputs.query, inputs.value
     num_sequences, num_queries, num_heads, _ = q.shape
-    is_packed = sequences.flags is not None or sequences.starts_q is not None
+    is_packed = masking.flags is not None or masking.starts_q is not None
     tokens = (num_heads, num_sequences * num_queries) if is_packed else (num_sequences, num_heads, num_queries)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return [q.new_empty(num_sequences, num_queries, num_heads, v.shape[-1]), q.new_empty(tokens, dtype=dtype)]
@@ -147,16 +145,16 @@ def _attention_with_sinks_backward(
     o: torch.Tensor,
     l: torch.Tensor,
     inputs: AttentionInputs,
-    sequences: Sequences,
+    masking: Masking,
     options: AttentionOptions,
     needs: list[bool],
 ) -> list[torch.Tensor]:
     """Compute the gradients of inputs that `needs` asks for, in their order."""
     if _has_nothing(inputs):
-        return [like.zero_() for like in _fake_backward(do, o, l, inputs, sequences, options, needs)]
+        return [like.zero_() for like in _fake_backward(do, o, l, inputs, masking, options, needs)]
     q, k, v, sinks = inputs
     need = AttentionInputs._make(needs)
-    queries, keys, visible = _sides(inputs, sequences, options)
+    queries, keys, visible = _sides(inputs, masking, options)
     do, o = _pack(queries, do), _pack(queries, o)
     gradients: dict[str, torch.Tensor] = {}
     if need.query or need.key or need.value:
@@ -169,15 +167,15 @@ def _attention_with_sinks_backward(
     return [gradients[name].contiguous() for name, needed in zip(AttentionInputs._fields, need) if needed]
 
 
-def _fake_backward(do, o, l, inputs, sequences, options, needs):
+def _fake_backward(do, o, l, inputs, masking, options, needs):
     return [like.new_empty(like.shape) for like, needed in zip(inputs, needs) if needed]
 
 
 def _setup_context(ctx, arguments, output):
-    inputs, sequences, ctx.options = arguments
+    inputs, masking, ctx.options = arguments
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*output, *inputs, *sequences)
+    ctx.save_for_backward(*output, *inputs, *masking)
 
 
 def _backward(ctx, do):
@@ -185,12 +183,12 @@ def _backward(ctx, do):
     if do is None:
         return ()
     o, l, *tensors = ctx.saved_tensors
-    inputs, sequences = (
+    inputs, masking = (
         AttentionInputs._make(tensors[: len(AttentionInputs._fields)]),
-        Sequences._make(tensors[len(AttentionInputs._fields) :]),
+        Masking._make(tensors[len(AttentionInputs._fields) :]),
     )
     needs = list(ctx.needs_input_grad[: len(inputs)])
-    computed = iter(_BACKWARD.gradients(do, o, l, inputs, sequences, ctx.options, needs))
+    computed = iter(_BACKWARD.gradients(do, o, l, inputs, masking, ctx.options, needs))
     return [next(computed) if needed else None for needed in needs]
 
 
@@ -199,7 +197,7 @@ _FORWARD = torch_op.Op(_attention_with_sinks, _fake_forward, WHAT, _setup_contex
 _BACKWARD = torch_op.GradientOp(_attention_with_sinks_backward, _fake_backward, WHAT)
 
 
-def attention_with_sinks(inputs: AttentionInputs, sequences: Sequences, options: AttentionOptions) -> torch.Tensor:
+def attention_with_sinks(inputs: AttentionInputs, masking: Masking, options: AttentionOptions) -> torch.Tensor:
     """Compute attention [B, T, H, D]. A query that sees no key has zeros, and gives zero gradients."""
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return _FORWARD(needs_gradient, inputs, sequences, options)[0]
+    return _FORWARD(needs_gradient, inputs, masking, options)[0]

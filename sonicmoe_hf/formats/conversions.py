@@ -162,10 +162,10 @@ class PackExperts(_ParameterConversion):
 
     def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See _ParameterConversion."""
-        (found,) = stored.values()
+        (sources,) = stored.values()
         if target.name not in packable(target.module):
-            return found[0]
-        value, order = found if isinstance(found, Apart) else found[0], row_order(target.module, target.name)
+            return sources[0]
+        value, order = sources if isinstance(sources, Apart) else sources[0], row_order(target.module, target.name)
 
         def pack(mean=torch.mean):
             check_shape(target.full_name, value.shape, target.dense)
@@ -181,7 +181,7 @@ class TakePacked(_ParameterConversion):
 
     def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See _ParameterConversion."""
-        tensors = {name.rpartition(".")[2]: found[0] for name, found in stored.items()}
+        tensors = {name.rpartition(".")[2]: tensor for name, (tensor, *_) in stored.items()}
         format = FORMATS[self.format]
         names = format.names(target.name)
         missing = next((name for name in names if name not in tensors), None)
@@ -275,8 +275,8 @@ class TakeExperts(_ParameterConversion):
             there = []
         by_name = {name: stored.get(name, []) for name in [*self.stored_format.names(source), *there]}
         num_experts, module = local_shape(target.dense)[0], source.removesuffix(f".{WEIGHT}")
-        if {len(found) for found in by_name.values()} != {num_experts}:
-            counts = ", ".join(f"{len(found)} {name.removeprefix(module)}" for name, found in by_name.items())
+        if {len(tensors) for tensors in by_name.values()} != {num_experts}:
+            counts = ", ".join(f"{len(tensors)} {name.removeprefix(module)}" for name, tensors in by_name.items())
             raise CheckpointError(
                 f"{target.full_name}: weights or scales of {source} are missing, or there are too many: of {num_experts} "
                 f"experts the checkpoint has {counts}"
@@ -302,7 +302,7 @@ class TakeDense(_ParameterConversion):
         """See _ParameterConversion."""
         parameter, layer = target.dense, target.full_name
         needed, names = self.stored_format.names(WEIGHT), _all_names(self.stored_format, WEIGHT)
-        by_name = {name: found[0] for name in names if (found := stored.get(name))}
+        by_name = {name: tensors[0] for name in names if (tensors := stored.get(name))}
         weight, *others = by_name.values()
         if weight.is_meta:
             return torch.empty_like(parameter, device="meta")

@@ -72,7 +72,7 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
         UnsupportedExpertsError: there is none, or one is sharded, on the meta device without a checkpoint to come, or of
             a size that the format does not take.
     """
-    found = []
+    weights = []
     for prefix, module in model.named_modules():
         for name in packable(module):
             weight, full_name = getattr(module, name), f"{prefix}.{name}"
@@ -84,15 +84,15 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
                 FORMATS[format].shapes(matrix_shape(module, weight), row_order(module, name))
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{full_name}: {error}") from error
-            found.append((full_name, module, name))
+            weights.append((full_name, module, name))
         if (replaced := why_replaced_by_liger(module)) is not None:
             raise UnsupportedExpertsError(f"{prefix}: {replaced}")
-    if not found:
+    if not weights:
         raise UnsupportedExpertsError(
             f"{type(model).__name__} has no experts that go through Transformers' experts interface; leave out "
             "experts_quantization"
         )
-    return found
+    return weights
 
 
 class ExpertsQuantizer(HfQuantizer):

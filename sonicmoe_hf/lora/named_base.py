@@ -13,18 +13,18 @@ from ..model_patches import NATIVE_PREFIX
 
 logger = logging.getLogger(__name__)
 OTHER = (
-    "the adapter was trained on {named}, of the family {trained}, and {place} is of {here}: its shapes fit, but it "
+    "the adapter was trained on {named}, of the family {trained}, and {model} is of {here}: its shapes fit, but it "
     "computes something else there; name its own base"
 )
 _said: set[str] = set()
 
 
-def other_family(named: str | None, config: Mapping[str, Any], place: str) -> str | None:
+def other_family(named: str | None, config: Mapping[str, Any], model_name: str) -> str | None:
     """Tell, in a sentence, that a model is of another family than the base that an adapter names; None if not, or where
     that base's config is neither in a folder nor in the hub's cache.
 
     Args:
-        named: the adapter's base_model_name_or_path. config: the model's. place: what to call the model.
+        named: the adapter's base_model_name_or_path. config: the model's. model_name: what to call it.
     """
     if not named:
         return None
@@ -34,7 +34,7 @@ def other_family(named: str | None, config: Mapping[str, Any], place: str) -> st
         return None
     if not trained or not here or trained & here:
         return None
-    return OTHER.format(named=named, trained=min(trained, key=len), place=place, here=min(here, key=len))
+    return OTHER.format(named=named, trained=min(trained, key=len), model=model_name, here=min(here, key=len))
 
 
 def warn_of_other_family(config: Any, model: nn.Module) -> None:

@@ -29,16 +29,16 @@ ENTRY = "sonicmoe_hf_base"
 AUTO_MAPPING = "auto_mapping of adapter_config.json"
 LAYERS = 4
 OTHER = (
-    "the adapter was trained on experts in {trained}, and those of {place} are in {here}; it may have learned to make up "
+    "the adapter was trained on experts in {trained}, and those of {model} are in {here}; it may have learned to make up "
     "for that rounding, so take the base that it was trained on"
 )
 NOT_PACKED = (
-    "the adapter was trained on experts in {trained}, and those of {place} are not packed: what it gives lacks the "
+    "the adapter was trained on experts in {trained}, and those of {model} are not packed: what it gives lacks the "
     "rounding of training, so compare the losses, or load the base with experts_quantization={name!r} "
     "(sonicmoe-hf check: --experts-quantization {name})"
 )
-SCALED = (
-    "the adapter was trained beside other norms than {place} has: AWQ scales norms and rows before it packs, so the "
+OTHER_NORMS = (
+    "the adapter was trained beside other norms than {model} has: AWQ scales norms and rows before it packs, so the "
     "inputs of the experts are others here, and the adapter does not belong to these weights; merge it into the "
     "checkpoint that it was trained on, or into what sonicmoe-hf convert made of that"
 )
@@ -114,13 +114,13 @@ class PackedBase(NamedTuple):
             abs(_magnitude(norm) - trained) > NORM_TOLERANCE * trained for trained, norm in pairs if norm is not None
         )
 
-    def difference_from(self, here: PackedBase | None, place: str) -> str | None:
-        """Tell, in a sentence, that the experts of `place` are packed otherwise than those of training; None if not."""
+    def difference_from(self, here: PackedBase | None, model_name: str) -> str | None:
+        """Tell, in a sentence, that the experts of a model are packed otherwise than those of training; None if not."""
         if here and self.format == here.format and (self.codes == here.codes or [] in (self.codes, here.codes)):
             return None
         if here is None:
-            return NOT_PACKED.format(trained=self.format, place=place, name=self.option)
-        return OTHER.format(trained=self, place=place, here=here)
+            return NOT_PACKED.format(trained=self.format, model=model_name, name=self.option)
+        return OTHER.format(trained=self, model=model_name, here=here)
 
 
 def _magnitude(norm: torch.Tensor) -> float:

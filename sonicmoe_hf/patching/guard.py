@@ -101,8 +101,8 @@ def guard_of(model: nn.Module) -> ExpertsGuard | None:
 
 def guards_of(model: nn.Module) -> Iterator[ExpertsGuard]:
     """Yield the guards of a model and of those in it."""
-    found = (vars(module).get(attributes.GUARD) for module in model.modules())
-    yield from (guard[0] for guard in found if guard is not None)
+    guards = (vars(module).get(attributes.GUARD) for module in model.modules())
+    yield from (guard[0] for guard in guards if guard is not None)
 
 
 def install_guards(model: nn.Module, own_configs: dict[int, Any]) -> None:

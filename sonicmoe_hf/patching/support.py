@@ -200,7 +200,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 def _outermost_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
     """Find the Transformers models in a wrapper, by name. A Trainer's step asks several times, so that no module inside
     them is looked at unless there are several."""
-    found: dict[str, PreTrainedModel] = {}
+    models: dict[str, PreTrainedModel] = {}
     seen, waiting = {wrapper}, [("", wrapper)]
     while waiting:
         path, module = waiting.pop(0)
@@ -209,13 +209,13 @@ def _outermost_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
                 continue
             seen.add(child)
             if isinstance(child, PreTrainedModel):
-                found[path + name] = child
+                models[path + name] = child
             else:
                 waiting.append((f"{path}{name}.", child))
-    if len(found) > 1:
-        inside = {each for model in found.values() for each in model.modules() if each is not model}
-        found = {name: model for name, model in found.items() if model not in inside}
-    return found
+    if len(models) > 1:
+        inside = {each for model in models.values() for each in model.modules() if each is not model}
+        models = {name: model for name, model in models.items() if model not in inside}
+    return models
 
 
 def models_with_experts(model: nn.Module) -> list[PreTrainedModel]:

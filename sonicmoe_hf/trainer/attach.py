@@ -167,7 +167,7 @@ def attach(
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
         if isinstance(callback, TokenRoundingCallback):
-            callback._check_trainer(trainer, trainer.args)
+            callback.check_trainer(trainer, trainer.args)
     if isinstance(trainer.model, nn.Module):
         forget_dequantization(trainer.model)
     save_rank_states(trainer)

@@ -118,7 +118,7 @@ class TokenRoundingCallback(StepCallback):
         self.end = end
         self.allow_policy_optimization = allow_policy_optimization
 
-    def _check_trainer(self, *objects) -> None:
+    def check_trainer(self, *objects) -> None:
         """Raise ValueError if a Trainer, or its arguments, compares log-probabilities of a policy."""
         if not self.allow_policy_optimization:
             check_no_policy_trainer(
@@ -135,11 +135,11 @@ class TokenRoundingCallback(StepCallback):
 
     def on_init_end(self, args, state, control, **kwargs):
         """Raise an error in trainers of reinforcement learning and preference optimization."""
-        self._check_trainer(args)
+        self.check_trainer(args)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Patch the model if it is not patched, and check that it can round."""
-        self._check_trainer(args)
+        self.check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
         self._of_model = self._with_tile_of(routing_policy(model))
         use_routers(model, self._of_model, remedy="leave TokenRoundingCallback out")

@@ -94,7 +94,7 @@ class AdapterVersions:
 
     def continue_after(self, names: Iterable[str]) -> None:
         """Make the next version's number one above those of an earlier run."""
-        self.number = max([self.number, *(int(found[1]) for name in names if (found := NUMBER.search(name)))])
+        self.number = max([self.number, *(int(match[1]) for name in names if (match := NUMBER.search(name)))])
 
     def _check(self) -> None:
         """Convert the adapter once, before an engine starts, and read its rank.

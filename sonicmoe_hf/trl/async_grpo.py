@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..errors import CheckpointError
 from ..private.replaced import temporarily_replaced
 from .adapter_versions import AdapterVersions, adapter_of
-from .hooks import ASYNC, ASYNC_GRPO, Theirs, check_hooks
+from .functions import ASYNC, ASYNC_GRPO, TrlClass, check_functions
 from .serving import Serving, dtype_of
 
 BUILDER = "validate_lora_for_vllm_sync"  # a global of its module, by which factory.py knows AsyncGRPOTrainer
@@ -23,13 +23,13 @@ WHOLE = (
 FLAGS = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank RANK"
 
 
-class SendsAdaptersInBackground(Theirs):
+class SendsAdaptersInBackground(TrlClass):
     """AsyncGRPOTrainer; comes before it among the bases of a class. Nothing is replayed: its workers keep no experts."""
 
     serving: ClassVar[Serving]
 
     def __init__(self, *args: Any, **options: Any):
-        check_hooks(ASYNC)
+        check_functions(ASYNC)
         self._versions: AdapterVersions | None = None
         with self._ours():
             super().__init__(*args, **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .async_grpo import BUILDER as ASYNC_BUILDER
 from .async_grpo import SendsAdaptersInBackground
-from .hooks import builder_of
+from .functions import builder_of
 from .serving import Serving
 from .trainers import BUILDER, ReplaysRouting, SendsAdapters
 

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from ..private.replaced import temporarily_replaced
 from .adapter_versions import AdapterVersions
 from .engine import EngineWithAdapter
-from .hooks import Theirs
+from .functions import TrlClass
 from .rollouts import GeneratedSequences
 from .served_base import check_served_base
 from .server import VllmServer
@@ -25,7 +25,7 @@ NOT_RETURNED = (
 )
 
 
-class AdapterGeneration(Theirs):
+class AdapterGeneration(TrlClass):
     """VLLMGeneration's methods for adapters; stands before it among the bases of a class.
 
     sequences: what was generated since a rollout began, with the experts that vLLM used. sync_seconds: how long the last

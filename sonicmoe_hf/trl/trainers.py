@@ -16,8 +16,8 @@ from ..patching.support import every_experts, is_patched
 from ..private.replaced import temporarily_replaced
 from ..routing.divergence import serving_divergence
 from ..routing.replay import record_routing, replay_routing
+from .functions import SYNC, TrlClass, builder_of, check_functions, check_replay_functions
 from .generation import AdapterGeneration
-from .hooks import SYNC, Theirs, builder_of, check_hooks, check_replay_hooks
 from .rollouts import DTYPE, Rollout, as_calls
 from .serving import Serving
 
@@ -32,7 +32,7 @@ TRUNCATED = (
 )
 
 
-class SendsAdapters(Theirs):
+class SendsAdapters(TrlClass):
     """A trainer that builds VLLMGeneration: its vLLM gets the adapter alone."""
 
     serving: ClassVar[Serving]
@@ -47,10 +47,10 @@ class SendsAdapters(Theirs):
         """Make TRL's constructor, inside the `with`, build a generation that sends adapters.
 
         Raises:
-            RuntimeError: TRL has other hooks.
+            RuntimeError: TRL has other functions.
         """
         module = builder_of(type(self), BUILDER)
-        check_hooks(SYNC)
+        check_functions(SYNC)
         with temporarily_replaced(module, BUILDER, functools.partial(self._generation, vars(module)[BUILDER])):
             yield
         if every_experts(self.model) and not is_patched(self.model):
@@ -74,7 +74,7 @@ class ReplaysRouting(SendsAdapters):
     @contextmanager
     def constructing(self) -> Iterator[None]:
         """See SendsAdapters."""
-        check_replay_hooks(type(self))
+        check_replay_functions(type(self))
         self._rollout: Rollout | None = None  # until its batch is scored
         self._aligned: torch.Tensor | None = None
         self._num_rollouts = 0

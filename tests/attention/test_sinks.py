@@ -11,7 +11,7 @@ from sonicmoe_hf.attention.mask import sinks_mask
 from sonicmoe_hf.attention.names import TORCH_SINKS
 from sonicmoe_hf.attention.packing import sequence_starts, sides_of
 from sonicmoe_hf.attention.positions import starts_of
-from sonicmoe_hf.attention.sinks import AttentionInputs, AttentionOptions, Sequences, attention_with_sinks
+from sonicmoe_hf.attention.sinks import AttentionInputs, AttentionOptions, Masking, attention_with_sinks
 
 CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
     "one_sequence": (1, 7, 7, 2, 2, 8, 8, None, True),
@@ -362,6 +362,6 @@ def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkey
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(attention_with_sinks, fullgraph=True)
-        compiled(inputs, Sequences(), AttentionOptions(1.0, True)._replace(source=source)).sum().backward()
+        compiled(inputs, Masking(), AttentionOptions(1.0, True)._replace(source=source)).sum().backward()
         hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0]

@@ -78,13 +78,13 @@ def _text(folder: str) -> str:
 @cache
 def architectures() -> list[Architecture]:
     """List, of every folder of transformers.models, the experts classes that use_experts_implementation decorates."""
-    found = []
+    architectures = []
     for folder in sorted(path.name for path in MODELS.iterdir() if (path / f"modeling_{path.name}.py").exists()):
         lines = _text(folder).splitlines()
         for line, following in itertools.pairwise(lines):
             if line.startswith("@use_experts_implementation") and following.startswith("class "):
-                found.append(Architecture(folder, following[6:].partition("(")[0]))
-    return found
+                architectures.append(Architecture(folder, following[6:].partition("(")[0]))
+    return architectures
 
 
 def _shrink(config) -> PreTrainedConfig:

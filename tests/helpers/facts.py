@@ -53,7 +53,7 @@ FACTS = [
     Fact("sonicmoe_hf.tools.planning.sizes", ("MIXERS", "TOP_K"), "transformers", "5.24.0", "2026-11-28"),
     Fact("sonicmoe_hf.tools.planning.ways", ("LIGER",), "liger_kernel", "0.8.5", "2026-11-28"),
     Fact("sonicmoe_hf.compiling.liger_tracing", ("FUNCTIONS",), "liger_kernel", "0.8.5", "2026-11-28"),
-    Fact("sonicmoe_hf.trl.hooks", ("REPLAY", "ASYNC"), "trl", "1.16.0", "2026-11-28"),
+    Fact("sonicmoe_hf.trl.functions", ("REPLAY", "ASYNC"), "trl", "1.16.0", "2026-11-28"),
 ]
 
 

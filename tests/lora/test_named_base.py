@@ -10,7 +10,7 @@ import sonicmoe_hf
 from sonicmoe_hf import convert_checkpoint, merge_adapter
 from sonicmoe_hf.lora import named_base
 
-WORDS = "trained on {base}, of the family qwen3_moe, and {place} is of olmoe"
+WORDS = "trained on {base}, of the family qwen3_moe, and {model} is of olmoe"
 
 
 @pytest.mark.pinned
@@ -24,9 +24,9 @@ def test_a_model_of_another_family_than_the_adapters_base_is_told(tmp_path, capl
     for _ in range(2):
         PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(other), adapter)
     (record,) = caplog.records
-    assert WORDS.format(base=base, place="this OlmoeForCausalLM") in record.getMessage()
+    assert WORDS.format(base=base, model="this OlmoeForCausalLM") in record.getMessage()
     notices = merge_adapter(other, adapter, tmp_path / "wrong").notices
-    assert any(WORDS.format(base=base, place=other) in notice for notice in notices)
+    assert any(WORDS.format(base=base, model=other) in notice for notice in notices)
     for own in ("base", "native"):
         assert not any(
             "trained on" in notice

@@ -58,7 +58,7 @@ def test_a_server_to_which_trl_would_send_whole_weights_is_refused(answers, buil
         built(server)
 
 
-def test_no_adapter_one_that_vllm_serves_in_part_and_a_hook_that_has_gone_are_refused(built, base, monkeypatch):
+def test_no_adapter_one_that_vllm_serves_in_part_and_a_function_that_has_gone_are_refused(built, base, monkeypatch):
     with serving(base) as server:
         with pytest.raises(ValueError, match="the model has none; give peft_config="):
             built(server, peft_config=None)

@@ -110,13 +110,13 @@ class Source(StoredWeights):
                 self.check_float(weight)
 
     def _check_tensor(
-        self, name: str, found: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
+        self, name: str, own: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
     ) -> None:
         dtype = self.tensors[name].dtype
-        if found != shape or (dtypes and dtype not in dtypes):
+        if own != shape or (dtypes and dtype not in dtypes):
             expected = " of ".join(map(str, (shape, *dtypes[:1])))
             raise CheckpointError(
-                f"{self.path_of(name)}: {name} has shape {found} of {dtype}; by config.json it must be {expected}"
+                f"{self.path_of(name)}: {name} has shape {own} of {dtype}; by config.json it must be {expected}"
             )
 
     def _tied_to_stored(self) -> set[str]:

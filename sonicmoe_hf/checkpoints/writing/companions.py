@@ -107,11 +107,11 @@ def _list_files(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
 
 
 def _refuse_link_outside(file: Path, folder: Path) -> None:
-    """Raise CheckpointError where `file`, in `folder`, is a link to a place that is neither in the folder nor, if this
+    """Raise CheckpointError where `file`, in `folder`, is a link to what is neither in the folder nor, if this
     is a snapshot in the hub's cache, among the blobs of its repository."""
     target, folder = file.resolve(), folder.resolve()
     blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
-    if not any(target.is_relative_to(place) for place in (folder, *blobs)):
+    if not any(target.is_relative_to(root) for root in (folder, *blobs)):
         raise CheckpointError(
             f"{file} is a link to {target}, outside of {folder}; put a copy in its place, or remove the link"
         )

@@ -255,9 +255,9 @@ def reload_and_compare(demo: Demo) -> None:
     logits["eval()"] = held_out_logits(demo, demo.model.eval())
     for implementation in ("eager", "sonicmoe_hf"):
         expected = reloaded_logits(demo, folder, experts_implementation=implementation)
-        for mode, found in logits.items():
+        for mode, actual in logits.items():
             name = f'{mode}: logits equal those of the reloaded model, "{implementation}"'
-            _check_logits(demo, name, found, expected)
+            _check_logits(demo, name, actual, expected)
 
 
 def reloaded_logits(demo: Demo, folder: Path, **options) -> torch.Tensor:
@@ -266,8 +266,8 @@ def reloaded_logits(demo: Demo, folder: Path, **options) -> torch.Tensor:
     return held_out_logits(demo, reloaded.to(demo.model.device).eval())
 
 
-def _check_logits(demo: Demo, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    error = relative_error(found, expected)
+def _check_logits(demo: Demo, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    error = relative_error(actual, expected)
     demo.check(name, error <= LOGIT_TOLERANCE, f"relative error {error:.1e}")
 
 
@@ -277,8 +277,8 @@ def convert_and_compare(demo: Demo) -> None:
     for folder in (native, back):
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     convert_checkpoint(hub, native, layout="native", verify=True)
-    found, expected = reloaded_logits(demo, native), held_out_logits(demo, demo.model.eval())
-    _check_logits(demo, "native layout: logits equal the model's", found, expected)
+    actual, expected = reloaded_logits(demo, native), held_out_logits(demo, demo.model.eval())
+    _check_logits(demo, "native layout: logits equal the model's", actual, expected)
     convert_checkpoint(native, back, layout="hub")
     first, second = (load_file(folder / "model.safetensors") for folder in (hub, back))
     same = first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)

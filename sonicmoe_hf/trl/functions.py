@@ -1,5 +1,5 @@
-"""The functions of TRL that are called or overridden here, checked by their signatures when a trainer is made: a hook
-that TRL no longer calls would be silent."""
+"""The functions of TRL that are called or overridden here, checked by their signatures when a trainer is made: one
+that TRL calls no longer would stay silent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..private.versions import versions
 OLDEST, NEWEST = "1.11", "1.16"  # of TRL, with which these were read
 GENERATION = "trl.generation.vllm_generation"
 CLIENT = "trl.generation.vllm_client"
-Theirs: Any = object  # to mypy the class of TRL's that a mixin comes before
+TrlClass: Any = object  # the base of our mixins, which stand before a class of TRL's; Any to mypy
 ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
-class Hook(NamedTuple):
+class TrlFunction(NamedTuple):
     """A function of TRL. owner: the module, or "module:class", that has it. parameters: the first ones of it."""
 
     owner: str
@@ -26,11 +26,13 @@ class Hook(NamedTuple):
 
 
 SYNC = (
-    Hook(f"{GENERATION}:VLLMGeneration", "_init_vllm", ("self",)),
-    Hook(f"{GENERATION}:VLLMGeneration", "sync_weights", ("self",)),
-    Hook(f"{GENERATION}:VLLMGeneration", "generate", ("self", "prompts", "images", "num_generations", "profiler")),
-    Hook(f"{CLIENT}:VLLMClient", "_post", ("self", "url")),
-    Hook(f"{CLIENT}:VLLMClient", "init_communicator", ("self", "device")),
+    TrlFunction(f"{GENERATION}:VLLMGeneration", "_init_vllm", ("self",)),
+    TrlFunction(f"{GENERATION}:VLLMGeneration", "sync_weights", ("self",)),
+    TrlFunction(
+        f"{GENERATION}:VLLMGeneration", "generate", ("self", "prompts", "images", "num_generations", "profiler")
+    ),
+    TrlFunction(f"{CLIENT}:VLLMClient", "_post", ("self", "url")),
+    TrlFunction(f"{CLIENT}:VLLMClient", "init_communicator", ("self", "device")),
 )
 SCORING_PARAMETERS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep")
 REPLAY = {  # of TRL's GRPOTrainer
@@ -40,22 +42,22 @@ REPLAY = {  # of TRL's GRPOTrainer
     "compute_loss": ("self", "model", "inputs"),
 }
 ASYNC = (
-    Hook(ASYNC_GRPO, "validate_lora_for_vllm_sync", ("model",)),
-    Hook(ASYNC_GRPO, "save_lora_adapter", ("model", "accelerator", "adapter_name", "dest_dir")),
-    Hook(f"{ASYNC_GRPO}:AsyncGRPOTrainer", "_sync_weight", ("self",)),
+    TrlFunction(ASYNC_GRPO, "validate_lora_for_vllm_sync", ("model",)),
+    TrlFunction(ASYNC_GRPO, "save_lora_adapter", ("model", "accelerator", "adapter_name", "dest_dir")),
+    TrlFunction(f"{ASYNC_GRPO}:AsyncGRPOTrainer", "_sync_weight", ("self",)),
 )
 
 
-def check_hooks(hooks: tuple[Hook, ...]) -> None:
+def check_functions(functions: tuple[TrlFunction, ...]) -> None:
     """Raise RuntimeError, with the installed versions, where TRL lacks one of these functions or its parameters."""
-    for hook in hooks:
-        module, _, cls = hook.owner.partition(":")
+    for wanted in functions:
+        module, _, cls = wanted.owner.partition(":")
         owner = importlib.import_module(module)
-        _check(getattr(owner, cls, None) if cls else owner, hook)
+        _check(getattr(owner, cls, None) if cls else owner, wanted)
 
 
-def check_replay_hooks(trainer_class: type) -> None:
-    """Check as `check_hooks` does the methods of TRL's GRPOTrainer that replay overrides. TRL 1.14 hands the positional
+def check_replay_functions(trainer_class: type) -> None:
+    """Check, as `check_functions`, the methods of TRL's GRPOTrainer that replay overrides. TRL 1.14 hands the positional
     arguments of one on to two functions, of which each computes logits in its own way."""
     owner = next(
         cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.") and "_generate" in vars(cls)
@@ -63,9 +65,9 @@ def check_replay_hooks(trainer_class: type) -> None:
     for name, parameters in REPLAY.items():
         if name == "_get_per_token_logps_and_entropies" and _hands_on(getattr(owner, name, None)):
             for each in ("_full_logits_logps", "_chunked_logps"):
-                _check(owner, Hook(owner.__name__, each, parameters))
+                _check(owner, TrlFunction(owner.__name__, each, parameters))
         else:
-            _check(owner, Hook(owner.__name__, name, parameters))
+            _check(owner, TrlFunction(owner.__name__, name, parameters))
 
 
 def _hands_on(function: Any) -> bool:
@@ -73,15 +75,15 @@ def _hands_on(function: Any) -> bool:
     return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-def _check(owner: Any, hook: Hook) -> None:
-    function = getattr(owner, hook.name, None)
-    found = tuple(inspect.signature(function).parameters) if function is not None else None
-    if found is None or found[: len(hook.parameters)] != hook.parameters:
-        installed = versions()
+def _check(owner: Any, wanted: TrlFunction) -> None:
+    function = getattr(owner, wanted.name, None)
+    parameters = tuple(inspect.signature(function).parameters) if function is not None else None
+    if parameters is None or parameters[: len(wanted.parameters)] != wanted.parameters:
+        installed, name = versions(), f"{wanted.owner.rpartition(':')[2]}.{wanted.name}"
         raise RuntimeError(
-            f"TRL {installed['trl']} has no {hook.owner.rpartition(':')[2]}.{hook.name}({', '.join(hook.parameters)}, "
-            f"...), which sonicmoe-hf {installed['sonicmoe-hf']} needs"
-            + (f": its parameters are {', '.join(found)}" if found is not None else "")
+            f"TRL {installed['trl']} has no {name}({', '.join(wanted.parameters)}, ...), which sonicmoe-hf "
+            f"{installed['sonicmoe-hf']} needs"
+            + (f": its parameters are {', '.join(parameters)}" if parameters is not None else "")
             + f"; install trl>={OLDEST},<={NEWEST}.* or a newer sonicmoe-hf"
         )
 

@@ -1,4 +1,4 @@
-"""A hook that TRL has no more, or otherwise, is an error when a trainer is made."""
+"""A function that TRL has no more, or otherwise, is an error when a trainer is made."""
 
 import re
 
@@ -10,7 +10,7 @@ from trl.trainer import grpo_trainer
 
 import sonicmoe_hf
 from sonicmoe_hf.trl import GRPOTrainer
-from sonicmoe_hf.trl import hooks as of_trl
+from sonicmoe_hf.trl import functions as of_trl
 
 INSTALLED = re.escape(f"TRL {trl.__version__} has no")
 OURS = re.escape(f"sonicmoe-hf {sonicmoe_hf.__version__} needs")
@@ -27,7 +27,9 @@ OURS = re.escape(f"sonicmoe-hf {sonicmoe_hf.__version__} needs")
         (grpo_trainer.GRPOTrainer, "compute_loss", None),
     ],
 )
-def test_a_hook_that_has_gone_or_changed_is_named_with_both_versions(owner, name, other, base, tmp_path, monkeypatch):
+def test_a_function_that_has_gone_or_changed_is_named_with_both_versions(
+    owner, name, other, base, tmp_path, monkeypatch
+):
     if other is None and name in vars(owner):
         other = property(None)
         monkeypatch.setattr(owner, name, None)
@@ -50,10 +52,10 @@ def test_1_14_hands_positional_arguments_on_to_functions_that_are_looked_at_in_i
         def _full_logits_logps(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None): ...
         def _chunked_logps(self, model, input_ids, attention_mask, logits_to_keep): ...
 
-    of_trl.check_replay_hooks(Trainer)
+    of_trl.check_replay_functions(Trainer)
     monkeypatch.setattr(Trainer, "_chunked_logps", lambda self, model, inputs: None)
     with pytest.raises(RuntimeError, match=r"_chunked_logps\(self, model, input_ids"):
-        of_trl.check_replay_hooks(Trainer)
+        of_trl.check_replay_functions(Trainer)
 
 
 def test_a_class_that_samples_otherwise_or_sends_adapters_already_is_refused():
