@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from helpers.memory import peak_bytes
 from helpers.models import gradients_of, relative_error
-from helpers.peaks import peak_bytes
 from helpers.small_families import CHANGES, families_here, small_model
 from transformers import CONFIG_MAPPING
 

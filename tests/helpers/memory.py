@@ -2,11 +2,12 @@
 
 import multiprocessing
 import os
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,21 +17,48 @@ reads_peaks = pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), re
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches the bytes of all tensors that operations touch. peak: of those alive at once, after any operation."""
+    """Counts the bytes of storages from when an operation first touches them until they are freed; with `new_alone` of
+    those that operations make, beside what was there before. now: the sum; peak: the largest that it was."""
 
-    def __init__(self):
+    def __init__(self, new_alone=False):
         super().__init__()
-        self.live, self.peak = {}, 0
+        self.now = self.peak = 0
+        self._new_alone, self._seen = new_alone, weakref.WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self._new_alone:  # what comes in was made before, as a weight that is first seen when it is transposed
+            self._seen.update(_storages((args, kwargs)))
+        else:
+            self._count((args, kwargs))
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, PackedWeight) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        self._count(result)
         return result
+
+    def _count(self, tree):
+        for storage in _storages(tree):
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+                self.peak = max(self.peak, self.now)
+
+    def _free(self, nbytes):
+        self.now -= nbytes
+
+
+def _storages(tree):
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [each.untyped_storage() for each in tensors if not (isinstance(each, PackedWeight) or each.is_meta)]
+
+
+def peak_bytes(make_inputs, forward) -> int:
+    """Count the bytes that `forward(*inputs)` takes at most, beside its inputs, made by `make_inputs()` on FakeTensors, so
+    that real sizes take no memory and no GPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = make_inputs()
+        with LiveBytes(new_alone=True) as new:
+            forward(*inputs)
+    return new.peak
 
 
 def _memory(key):

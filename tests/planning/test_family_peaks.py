@@ -11,7 +11,7 @@ import inspect
 import pytest
 import torch
 from helpers.marks import rest_slow
-from helpers.peaks import NewBytes
+from helpers.memory import LiveBytes
 from helpers.small_families import families_here, model_type_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING
@@ -188,7 +188,7 @@ def measured(family, config, sizes, length, checkpointed):
         if checkpointed:
             model.gradient_checkpointing_enable()
         model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
-        with NewBytes() as new:
+        with LiveBytes(new_alone=True) as new:
             model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
             new.peak = 0  # the model's forward ends in a norm that is not the layer's
             (out,) = outputs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.marks import rest_slow
-from helpers.peaks import NewBytes
+from helpers.memory import LiveBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Model
@@ -33,7 +33,7 @@ def peak_of_one_layer(kind, attention, length):
                 module.forward = lambda x, *args: x * 1.0
         model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
         ids = torch.zeros(1, length, dtype=torch.long)
-        with NewBytes() as new:
+        with LiveBytes(new_alone=True) as new:
             model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
     return new.peak
 
