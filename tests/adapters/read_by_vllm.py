@@ -90,7 +90,8 @@ def read_every_model() -> None:
 
 
 def read(title: str, adapted, folder: Path) -> None:
-    """Convert the adapter and have vLLM read it; compare with PEFT's merge, both under the names that vLLM's class has."""
+    """Convert the adapter and have vLLM read it; compare with PEFT's merge, both under the
+    names that vLLM's class has."""
     from helpers.adapters import save_with_factors
     from helpers.checkpoints import tensors_in
     from helpers.engine_adapters import merge_by_peft, split_experts
@@ -159,7 +160,8 @@ def _models_below(module, seen: set) -> set:
 
 
 def _experts_of(engine_class, config) -> list:
-    """Find vLLM's mapping of experts' weights: the one of the model, or of the layer of experts under the model's names."""
+    """Find vLLM's mapping of experts' weights: the one of the model, or of the layer of experts
+    under the model's names."""
     from torch import nn
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 

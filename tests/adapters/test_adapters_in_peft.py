@@ -21,7 +21,8 @@ BESIDE = ("shared_experts", "shared_expert", "shared_mlp", "mlp")
     "family", ["qwen3_next", "glm4_moe", "deepseek_v3", "hunyuan_v1_moe", "laguna", "mistral_large4", "deepseek_ocr2"]
 )
 def test_peft_loads_what_convert_writes_of_layers_beside_the_experts(family, tmp_path):
-    """Shared experts and dense layers have gate_proj, up_proj and down_proj too, which PEFT takes for those of experts."""
+    """Shared experts and dense layers have gate_proj, up_proj and down_proj too, which PEFT
+    takes for those of experts."""
     pytest.importorskip(f"transformers.models.{family}")
     model = small_model(family)
     model.save_pretrained(tmp_path / "base")

@@ -1,4 +1,5 @@
-"""Adapters whose changes are far below the steps of a packed base, merged by dithered rounding: in files and in memory."""
+"""Adapters whose changes are far below the steps of a packed base, merged by dithered rounding:
+in files and in memory."""
 
 from functools import partial
 

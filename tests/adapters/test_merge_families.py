@@ -1,4 +1,5 @@
-"""merge of every family that is built small here: what PEFT's merge gives, in plain Transformers, under the base's names."""
+"""merge of every family that is built small here: what PEFT's merge gives, in plain
+Transformers, under the base's names."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""convert --layout vllm and sglang raise errors with the remedy for what engines do not take; the command says how to serve."""
+"""convert --layout vllm and sglang raise errors with the remedy for what engines do not take; the
+command says how to serve."""
 
 import pytest
 import torch

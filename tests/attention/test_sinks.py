@@ -1,4 +1,5 @@
-"""The function attention_with_sinks, and the attention function of Transformers around it, against the formula in fp64."""
+"""The function attention_with_sinks, and the attention function of Transformers around it,
+against the formula in fp64."""
 
 import pytest
 import torch

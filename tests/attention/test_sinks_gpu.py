@@ -1,4 +1,5 @@
-"""torch's flash kernels for CUDA with sinks, beside what test_sinks.py tries on them: sizes of real models, and whole models."""
+"""torch's flash kernels for CUDA with sinks, beside what test_sinks.py tries on them: sizes of real
+models, and whole models."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""`sonicmoe-hf run` gives way to the program: command line, exit code, signals, standard input, tracebacks and children are
-as if the program had been run by itself."""
+"""`sonicmoe-hf run` gives way to the program: command line, exit code, signals, standard input, tracebacks and children
+are as if the program had been run by itself."""
 
 import json
 import os

@@ -74,7 +74,8 @@ train()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Make a folder with a model of trained-like weights, its tokenizer, texts and pairs of a chosen and a rejected text."""
+    """Make a folder with a model of trained-like weights, its tokenizer, texts and pairs of a
+    chosen and a rejected text."""
     folder = tmp_path_factory.mktemp("run")
     make_model(folder / "small-qwen3-moe")
     write_rows(folder / "texts", [{"text": text} for text in texts()])

@@ -1,4 +1,5 @@
-"""`check` says "applied" of no adapter that a merge has damaged: the cases that it once believed, and defects drawn at random."""
+"""`check` says "applied" of no adapter that a merge has damaged: the cases that it once believed, and
+defects drawn at random."""
 
 import random
 import shutil

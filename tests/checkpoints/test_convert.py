@@ -1,4 +1,5 @@
-"""Conversion between the layouts: bit-exact both ways, from every kind of source, or an error that names what does not fit."""
+"""Conversion between the layouts: bit-exact both ways, from every kind of source, or an error that
+names what does not fit."""
 
 import json
 import random

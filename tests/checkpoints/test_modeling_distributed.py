@@ -1,4 +1,5 @@
-"""Native models on two gloo ranks: expert and tensor parallelism, FSDP2, and token rounding refused where it cannot be."""
+"""Native models on two gloo ranks: expert and tensor parallelism, FSDP2, and token rounding
+refused where it cannot be."""
 
 import pytest
 from helpers.marks import rest_pinned

@@ -1,4 +1,5 @@
-"""mode="reduce-overhead": what keeps Inductor from capturing a graph, looked for in the graphs; and captured, on a GPU."""
+"""mode="reduce-overhead": what keeps Inductor from capturing a graph, looked for in the graphs;
+and captured, on a GPU."""
 
 from types import SimpleNamespace
 
@@ -40,8 +41,8 @@ class Graphs:
         ]
 
     def obstacles(self):
-        """Yield the nodes that Inductor does not capture: tensors on the CPU, operations that it knows cannot be, and inputs
-        that are written to and may be elsewhere at the next call."""
+        """Yield the nodes that Inductor does not capture: tensors on the CPU, operations that it knows cannot be, and
+        inputs that are written to and may be elsewhere at the next call."""
         for graph in self.graphs:
             for node in graph.graph.nodes:
                 values = node.meta.get("val")

@@ -45,7 +45,8 @@ def blocks(count, generator):
 
 
 def losses(folder):
-    """Compute the training losses, and the held-out ones (with top-k), of 20 steps with token rounding and balanced experts."""
+    """Compute the training losses, and the held-out ones (with top-k), of 20 steps with token rounding
+    and balanced experts."""
     set_seed(0)
     settings = run.DemoSettings(steps=STEPS, output=Path(folder))
     model = AutoModelForCausalLM.from_config(
@@ -68,8 +69,8 @@ def found(tmp_path):
 
 @pytest.mark.slow
 def test_the_losses_are_those_that_are_committed(found):
-    """Torch 2.11, 2.13 and 2.15 gave the same digits on one machine. Weights that differ by 2e-7, as sums in another order
-    do, were 2e-6 apart in the first six losses; after that tokens change their experts, and it grew to 7e-4."""
+    """Torch 2.11, 2.13 and 2.15 gave the same digits on one machine. Weights that differ by 2e-7, as sums in another
+    order do, were 2e-6 apart in the first six losses; after that tokens change their experts, and it grew to 7e-4."""
     expected = json.loads(GOLDEN.read_text())
     assert found["training"][:6] == pytest.approx(expected["training"][:6], rel=1e-5)
     assert found["training"] == pytest.approx(expected["training"], rel=3e-3)

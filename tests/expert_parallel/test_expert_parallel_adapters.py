@@ -1,4 +1,5 @@
-"""LoRA on experts that ranks share: factors are sharded with their experts, and all is as on one rank with all of them."""
+"""LoRA on experts that ranks share: factors are sharded with their experts, and all is as on
+one rank with all of them."""
 
 import contextlib
 import io

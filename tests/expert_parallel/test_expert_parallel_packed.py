@@ -1,5 +1,5 @@
-"""Packed experts under expert parallelism, on two and four gloo ranks: each holds its own experts, and together they compute
-what one rank with all of them computes."""
+"""Packed experts under expert parallelism, on two and four gloo ranks: each holds its own experts, and together they
+compute what one rank with all of them computes."""
 
 import functools
 

@@ -1,5 +1,5 @@
-"""A rank that dies or stops in the middle of a step: the other ends with an error within the process group's timeout, and the
-last checkpoint resumes."""
+"""A rank that dies or stops in the middle of a step: the other ends with an error within the process group's timeout,
+and the last checkpoint resumes."""
 
 import os
 import signal

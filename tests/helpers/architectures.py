@@ -1,4 +1,5 @@
-"""Every mixture-of-experts architecture of the installed Transformers: one layer of each, tiny, inside a PreTrainedModel."""
+"""Every mixture-of-experts architecture of the installed Transformers: one layer of each, tiny,
+inside a PreTrainedModel."""
 
 import importlib
 import inspect

@@ -35,7 +35,8 @@ CHANGES = {
 
 
 def build(model_type="gpt_oss", implementation=TORCH_SINKS, dtype=None, device="cpu", experts="eager", **changes):
-    """Build a model in training mode with sinks that matter: at the usual initialisation of 0.02 they all are the same."""
+    """Build a model in training mode with sinks that matter: at the usual initialisation of
+    0.02 they all are the same."""
     torch.manual_seed(0)
     options = {**COMMON, **CHANGES[model_type], **changes}
     if model_type == "openai_privacy_filter":

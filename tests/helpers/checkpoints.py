@@ -100,7 +100,8 @@ def same_bits(ours, theirs):
 
 
 def make(folder, family, kind="hub", dtype=torch.bfloat16, fp8_block=FP8_BLOCK, **changes):
-    """Write a checkpoint of the family in `folder`; returns the model whose weights it holds, as far as rounding allows."""
+    """Write a checkpoint of the family in `folder`; returns the model whose weights it holds,
+    as far as rounding allows."""
     if kind == "mxfp4":
         changes = {"intermediate_size": 32, **changes}
     model = build(family, **changes).to(dtype)
@@ -203,7 +204,8 @@ def fp8_by_transformers(weight, block):
 
 
 def fp8_of(tensor, kind, size=(128, 128)):
-    """Quantize to (values, scale_inv, what they stand for), block by block of this size, as DeepSeek's kernels have it."""
+    """Quantize to (values, scale_inv, what they stand for), block by block of this size, as
+    DeepSeek's kernels have it."""
     blocks = tuple(-(-length // of_block) for length, of_block in zip(tensor.shape, size))
     values, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(blocks)
     dense = torch.empty(tensor.shape)
@@ -222,8 +224,8 @@ def fp8_of(tensor, kind, size=(128, 128)):
 
 
 def to_fp8(folder, kind="fp32", part="", **declared):
-    """Store the matrices of a checkpoint in FP8 that have this part in their names; the dense checkpoint that it stands for
-    then lies in the folder "dense" beside it. Both sets of tensors."""
+    """Store the matrices of a checkpoint in FP8 that have this part in their names; the dense checkpoint that it stands
+    for then lies in the folder "dense" beside it. Both sets of tensors."""
     shutil.copytree(folder, folder.with_name("dense"))
     tensors = tensors_in(folder)
     chosen = {name: tensor for name, tensor in tensors.items() if part in name}

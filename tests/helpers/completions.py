@@ -1,4 +1,5 @@
-"""A server on this machine that answers as vLLM, SGLang and `transformers serve` do, with what models of the test compute."""
+"""A server on this machine that answers as vLLM, SGLang and `transformers serve` do, with what
+models of the test compute."""
 
 import json
 import threading

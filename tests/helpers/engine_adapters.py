@@ -68,8 +68,8 @@ def merge_by_peft(adapted, folder):
 
 
 def split_experts(tensors, family=None):
-    """Split the experts' weights among a checkpoint's tensors into one each, [out, in], under the names that engines give them.
-    gpt-oss stores [E, in, out], gates and ups in turn."""
+    """Split the experts' weights among a checkpoint's tensors into one each, [out, in], under the names that engines
+    give them. gpt-oss stores [E, in, out], gates and ups in turn."""
     split = {}
     for name, tensor in tensors.items():
         stem = re.sub(r"\.(?:experts\.(?:gate_up|up|down)_proj|(?:input|output)_linear\.weight)$", ".experts", name)

@@ -1,6 +1,6 @@
 """Facts about other packages that stand in our source as tables, each with the version that it was read in.
 
-    PYTHONPATH=.:tests python -m helpers.facts      # `make facts`: those read in an older version than the newest that we know
+    PYTHONPATH=.:tests python -m helpers.facts      # `make facts`: those read in older versions than the newest we know
 
 Reading one again: look the source of that version through, change the table, and enter version and day here.
 """

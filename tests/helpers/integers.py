@@ -1,5 +1,5 @@
-"""Checkpoints in integers, written by the package's own inverse of its readers, which tests/quantization/test_integers.py holds to
-what compressed-tensors, GPTQModel and AutoAWQ give."""
+"""Checkpoints in integers, written by the package's own inverse of its readers, which
+tests/quantization/test_integers.py holds to what compressed-tensors, GPTQModel and AutoAWQ give."""
 
 import json
 import re
@@ -103,9 +103,9 @@ def to_int8(folder):
 
 
 def to_integers(folder, kind, part=None):
-    """Store the matrices of a checkpoint as a kind that have this pattern in their names, by default experts and, where the kind
-    does not ignore them, the attention; the dense checkpoint of their values then lies in "dense" beside it. Both sets of
-    tensors."""
+    """Store the matrices of a checkpoint as a kind that have this pattern in their names, by default experts and, where
+    the kind does not ignore them, the attention; the dense checkpoint of their values then lies in "dense" beside it.
+    Both sets of tensors."""
     torch.manual_seed(5)
     shutil.copytree(folder, folder.with_name("dense"))
     declared, format, tensors = DECLARED[kind], format_of(kind), tensors_in(folder)

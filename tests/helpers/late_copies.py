@@ -1,7 +1,8 @@
 """A copy engine for CPUs that knows what GPUs allow: which of two streams' works may overlap, from the events alone.
 
-Copies end as late as they may: their bytes arrive when the computing stream waits for them, and until then the buffer holds
-garbage. Each stream counts its works and knows up to which work of the other it has waited, as a race detector does.
+Copies end as late as they may: their bytes arrive when the computing stream waits for them, and until then the buffer
+holds garbage. Each stream counts its works and knows up to which work of the other it has waited, as a race detector
+does.
 """
 
 from typing import ClassVar

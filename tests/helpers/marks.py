@@ -12,7 +12,8 @@ loads_matrices = pytest.mark.skipif(
 
 
 def rest_slow(cases, fast=1):
-    """List the parameters of a test, of which all but the first `fast` carry the marker `slow`: they show the same on more."""
+    """List the parameters of a test, of which all but the first `fast` carry the marker `slow`: they
+    show the same on more."""
     return _rest(cases, fast, pytest.mark.slow)
 
 
@@ -23,7 +24,8 @@ def rest_pinned(cases, everywhere=1):
 
 def crossed(*axes, everywhere=None):
     """List the combinations of values of the axes: first some in which each value comes once at least, then the others,
-    which carry the marker `slow`: they show the same on more. everywhere: so many of the first lack the marker `pinned`."""
+    which carry the marker `slow`: they show the same on more. everywhere: so many of the first lack the marker
+    `pinned`."""
     axes = [list(axis) for axis in axes]
     diagonal = [tuple(axis[number % len(axis)] for axis in axes) for number in range(max(map(len, axes)))]
     others = [case for case in itertools.product(*axes) if case not in diagonal]

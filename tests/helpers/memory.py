@@ -52,8 +52,8 @@ def _storages(tree):
 
 
 def peak_bytes(make_inputs, forward) -> int:
-    """Count the bytes that `forward(*inputs)` takes at most, beside its inputs, made by `make_inputs()` on FakeTensors, so
-    that real sizes take no memory and no GPU."""
+    """Count the bytes that `forward(*inputs)` takes at most, beside its inputs, made by `make_inputs()` on FakeTensors,
+    so that real sizes take no memory and no GPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = make_inputs()
         with LiveBytes(new_alone=True) as new:

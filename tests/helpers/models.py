@@ -98,8 +98,8 @@ OF_64 = {  # sizes that every packed format takes: NF4's are multiples of 64
 
 
 def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
-    """Build a language model whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
-    0.02 a wrong gate or a forgotten bias passes every test."""
+    """Build a language model whose hidden pre-activations are O(1) and whose biases are not zero: at the usual
+    initialisation of 0.02 a wrong gate or a forgotten bias passes every test."""
     torch.manual_seed(seed)
     auto_class = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
     config = (CONFIGS | OTHERS)[family](**changes)
@@ -167,7 +167,8 @@ def twin(model):
 
 
 def with_other_routers(model):
-    """Make a copy whose routers have moved: as after some steps of training, or as a server in other arithmetic has in effect."""
+    """Make a copy whose routers have moved: as after some steps of training, or as a server in other
+    arithmetic has in effect."""
     other = twin(model)
     with torch.no_grad():
         for layer in find_layers(other):

@@ -20,7 +20,8 @@ SIZES = {
 
 
 def run_python(code, **environment):
-    """Run this code of ours in a process of its own, which finds the package and the tests; an error there is one here."""
+    """Run this code of ours in a process of its own, which finds the package and the tests; an
+    error there is one here."""
     tests = Path(__file__).resolve().parents[1]
     paths = os.pathsep.join(map(str, (tests.parent, tests)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}

@@ -32,8 +32,8 @@ OPTIONS = {
 
 
 def train_by_trls_command(base, folder, before=""):
-    """Train two steps by `sonicmoe-hf run -- trl grpo` of attention and, as asked, experts, in a process that runs `before`
-    as it reads the reward; returns what was logged and what the command wrote to standard error."""
+    """Train two steps by `sonicmoe-hf run -- trl grpo` of attention and, as asked, experts, in a process that runs
+    `before` as it reads the reward; returns what was logged and what the command wrote to standard error."""
     write_rows(folder / "prompts", PROMPTS)
     (folder / "reward.py").write_text(before + REWARD)
     options = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]

@@ -1,4 +1,5 @@
-"""A small model of every family whose experts go through Transformers' interface, in the class that Transformers saves."""
+"""A small model of every family whose experts go through Transformers' interface, in the class
+that Transformers saves."""
 
 import importlib
 import inspect

@@ -1,16 +1,17 @@
 """Choose the tests that run with other versions of torch, Transformers, PEFT and the rest than those of constraints.txt.
 
-Every test runs with constraints.txt (`make test`). The two other environments, with the oldest and with the newest versions,
-show in CI that a change of ours works with them too; so a test need not run there whose like runs. Left out are
+Every test runs with constraints.txt (`make test`). The two other environments, with the oldest and with the newest
+versions, show in CI that a change of ours works with them too; so a test need not run there whose like runs. Left out
+are
 
 - what carries the marker `pinned`, which other versions cannot change, or another test shows with them;
-- of a test with several cases all but the first and a third, another third with each: other versions change what a function
-  of theirs does, which one case shows, and hardly what it does at one value of a parameter and not at the next;
+- of a test with several cases all but the first and a third, another third with each: other versions change what a
+  function of theirs does, which one case shows, and hardly what it does at one value of a parameter and not at the next;
 - in the folders `OURS`, whose tests call little but our own code, files and tensor operations, every other test of a file
   with the newest, and the ones between with the oldest.
 
-The tests that read or compare what other packages have, one by one, run whole, those of every family with the newest: what
-Transformers has of a model changes at first and then stays.
+The tests that read or compare what other packages have, one by one, run whole, those of every family with the newest:
+what Transformers has of a model changes at first and then stays.
 
 When versions change (.ci/*.txt, constraints.txt), every case has to be seen: `make test-newest ARGS=tests`.
 """

@@ -55,7 +55,8 @@ def make_configs(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Make the files that the sessions name: configs, small models, an adapter, a dataset; examples/, as in a checkout."""
+    """Make the files that the sessions name: configs, small models, an adapter, a dataset;
+    examples/, as in a checkout."""
     make_configs(folder)
     (folder / "examples").symlink_to(ROOT / "examples")
     make_model(folder / "small-qwen3-moe")

@@ -16,8 +16,8 @@ SENTENCE = "the quick brown fox jumps over the lazy dog, and the dog does not mi
 
 
 def word_tokenizer(word="w{}"):
-    """Make a tokenizer of the words w0 (padding), w1, w2 (the end), ..., each a token of its number. It finds special tokens
-    in longer words, the end in w21; not where `word` has an end of its own."""
+    """Make a tokenizer of the words w0 (padding), w1, w2 (the end), ..., each a token of its number. It finds special
+    tokens in longer words, the end in w21; not where `word` has an end of its own."""
     words = Tokenizer(WordLevel({word.format(i): i for i in range(VOCABULARY)}, unk_token=word.format(3)))
     words.pre_tokenizer = WhitespaceSplit()
     pad, end, unknown = map(word.format, (0, 2, 3))

@@ -1,5 +1,6 @@
-"""A stand-in for vLLM on machines without it: Transformers and PEFT sample token by token, with adapters as vLLM reads them
-from their folders, and return tokens, log-probabilities and experts as vLLM does; in this process, or over HTTP."""
+"""A stand-in for vLLM on machines without it: Transformers and PEFT sample token by token, with adapters as vLLM reads
+them from their folders, and return tokens, log-probabilities and experts as vLLM does; in this process, or over
+HTTP."""
 
 import base64
 import contextlib
@@ -37,7 +38,8 @@ class SamplingParams(SimpleNamespace):
 
 
 class StandInLLM:
-    """vLLM's LLM. options: what it was started with. loaded, removed: names of adapters, in their order. slept: levels."""
+    """vLLM's LLM. options: what it was started with. loaded, removed: names of adapters, in their
+    order. slept: levels."""
 
     made: ClassVar[list] = []
 

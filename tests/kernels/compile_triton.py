@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that need not be there, with the arguments that the backend's functions launch.
 
     python compile_triton.py 90 ...                  everything for these targets
-    python compile_triton.py representative 90 ...   REPRESENTATIVE: variants by target; of packed ones for sm_89 NF4 alone
+    python compile_triton.py representative 90 ...   REPRESENTATIVE: variants by target; packed for sm_89 NF4 alone
     python compile_triton.py others 89               the rest for sm_89: the other packed formats, and what has no variant
 
 One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts the tensor cores'

@@ -13,8 +13,8 @@ from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.layer.config import LAYOUTS
 
-# All in fp32: the sums differ in order alone (on a GPU also by tf32x3, about 2^-21 a product), which leaves room for sums of
-# some thousand terms and for nothing else.
+# All in fp32: the sums differ in order alone (on a GPU also by tf32x3, about 2^-21 a product), which leaves room for sums
+# of some thousand terms and for nothing else.
 TOLERANCE = 2e-5
 SCALE = 0.7  # of adapters
 # T, H, I, E, K: more than one tile of rows and of columns, nothing divisible; the same in multiples of 16 bytes, which

@@ -1,4 +1,5 @@
-"""The Hopper kernels compile for sm_90a without a GPU, keep everything in registers, and have several wgmmas in flight."""
+"""The Hopper kernels compile for sm_90a without a GPU, keep everything in registers, and have
+several wgmmas in flight."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The benchmarks' contenders compute the layer that they are compared on: those that run on a CPU, Liger's interpreted."""
+"""The benchmarks' contenders compute the layer that they are compared on: those that run on a
+CPU, Liger's interpreted."""
 
 import importlib
 import sys

@@ -121,8 +121,9 @@ def test_rows_are_scaled_as_in_pytorch(kernels, device):
 @pytest.mark.parametrize("kernels", rest_pinned(TRITON), indirect=True)
 @pytest.mark.parametrize(("save", "rank"), rest_slow([("input", 8), ("preactivation", 0)]))
 def test_a_layer_in_fp32_gives_what_the_eager_backend_gives(kernels, device, save, rank):
-    """out, and the gradients of x, of the routing weights and of adapters. Sums differ in their order, by which a code on an
-    edge may go to the other side: that moves dx by 1/16 of one of 144 values. Few rows an expert, and one without."""
+    """out, and the gradients of x, of the routing weights and of adapters. Sums differ in their order, by which a code
+    on an edge may go to the other side: that moves dx by 1/16 of one of 144 values. Few rows an expert, and one
+    without."""
     T, H, I, E, K = 30, 336, 144, 4, 2
     gate_up, down = torch.randn(E, 2 * I, H, device=device) * H**-0.5, torch.randn(E, H, I, device=device) * I**-0.5
     packed = [PackedWeight.quantize(gate_up, "fp8", order="concatenated"), PackedWeight.quantize(down, "fp8")]

@@ -1,5 +1,6 @@
-"""No Triton kernel reads or writes past a tensor's end: each ends where an unreadable page begins. Interpreted on a CPU, in
-processes that are forked, because a segmentation fault ends one. What the kernels compute is other tests' matter."""
+"""No Triton kernel reads or writes past a tensor's end: each ends where an unreadable page begins. Interpreted on a
+CPU, in processes that are forked, because a segmentation fault ends one. What the kernels compute is other tests'
+matter."""
 
 import ctypes
 import faulthandler

@@ -1,8 +1,8 @@
-"""The Triton kernels in fp16 and bf16, interpreted on a CPU (or run, where there is a GPU): sums are in fp32, rounded once
-where they are stored. Tests in fp32 cannot see a sum in the tensors' own dtype.
+"""The Triton kernels in fp16 and bf16, interpreted on a CPU (or run, where there is a GPU): sums are in fp32, rounded
+once where they are stored. Tests in fp32 cannot see a sum in the tensors' own dtype.
 
-The bar is what `rounded_once` loses: sums in another order differ from it by 0.2% or less, and a sum that is rounded on the
-way by 9% or more, of these sizes. Triton's own interpreter has no bf16 to test; conftest.py gives it that.
+The bar is what `rounded_once` loses: sums in another order differ from it by 0.2% or less, and a sum that is rounded on
+the way by 9% or more, of these sizes. Triton's own interpreter has no bf16 to test; conftest.py gives it that.
 """
 
 import pytest

@@ -1,7 +1,8 @@
 """Low-rank adapters inside the Hopper GEMMs, on a Hopper GPU: every product beside the eager backend's in fp32.
 
-The bar is that of test_triton_gpu.py: 1.15 times the error of the exact result rounded to the tensors' dtype once. In fp16,
-where the epilogue reads a product that has been rounded already, twice that error for what is computed from one."""
+The bar is that of test_triton_gpu.py: 1.15 times the error of the exact result rounded to the tensors' dtype once. In
+fp16, where the epilogue reads a product that has been rounded already, twice that error for what is computed from
+one."""
 
 import pytest
 import torch

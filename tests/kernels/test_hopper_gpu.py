@@ -70,7 +70,8 @@ def test_products_of_about_128_rows(hopper, T, dtype, layout):
 
 @pytest.mark.parametrize("K", (2, 4))
 def test_many_short_products(hopper, K):
-    """down and up_backward_input are scheduled statically, in many rounds; experts have about 320 or 640 rows, the last half a tile."""
+    """down and up_backward_input are scheduled statically, in many rounds; experts have about 320 or 640 rows,
+    the last half a tile."""
     H, I, E = 520, 200, 192
     assert all(gemm_down_tiles(H, depth)[row_bucket(30720 * K, E)].static for depth in (I, 2 * I))
     check(*problem(30720, H=H, I=I, E=E, K=K, empty=(0, 7), bias=True), backend="hopper")
@@ -122,7 +123,8 @@ def test_rows_beyond_two_to_the_31_elements(hopper, H, I):
 @pytest.mark.large
 @pytest.mark.parametrize("T", (16384, 65536))
 def test_deepseek_v3_sizes(hopper, T):
-    """Compared where it is cheap: some tokens, whose out, dx and dweight need no others, and the weights of two experts."""
+    """Compared where it is cheap: some tokens, whose out, dx and dweight need no others, and the
+    weights of two experts."""
     tensors, dout, (expert, _) = problem(T, H=7168, I=2048, E=256, K=8)
     found = run(tensors, dout, (expert, None), "concatenated", "swiglu", "hopper")
     sample = torch.arange(T - 4, T, device="cuda")

@@ -1,5 +1,5 @@
-"""Parts of the Hopper kernels run from their source on a CPU, over more cases than whole kernels are: the schedules of the
-tile scheduler, the activations, and the residuals of rounding."""
+"""Parts of the Hopper kernels run from their source on a CPU, over more cases than whole kernels are: the schedules of
+the tile scheduler, the activations, and the residuals of rounding."""
 
 import functools
 import itertools
@@ -115,7 +115,8 @@ def test_an_activation_and_its_slopes_are_eager_s(name):
 
 @pytest.mark.parametrize(("truncated", "bound"), [(False, -10.64), (True, -11.64)])
 def test_a_rounded_product_and_its_residual_are_the_product(truncated, bound):
-    """Four bits below the 16, and half of what is left out on average: at most 1.28 * 2^-11 of the value, or half of it."""
+    """Four bits below the 16, and half of what is left out on average: at most 1.28 * 2^-11 of the
+    value, or half of it."""
     draw = random.Random(0)
     residual = source.module("rounding_error").Residual(0, truncated)
     for _ in range(300):

@@ -1,5 +1,5 @@
-"""launch.py's short way to a compiled kernel, with a kernel and a driver that only take notes: what a kernel was compiled for
-goes straight to it, and whatever else Triton compiles for goes through Triton."""
+"""launch.py's short way to a compiled kernel, with a kernel and a driver that only take notes: what a kernel was
+compiled for goes straight to it, and whatever else Triton compiles for goes through Triton."""
 
 import contextlib
 from types import SimpleNamespace
@@ -34,7 +34,8 @@ class Pointer(NamedTuple):
 
 
 class Kernel:
-    """A JITFunction that notes what Triton is asked to launch (`by_triton`) and what is launched straight (`straight`)."""
+    """A JITFunction that notes what Triton is asked to launch (`by_triton`) and what is launched
+    straight (`straight`)."""
 
     __name__ = "kernel"
 

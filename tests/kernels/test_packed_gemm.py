@@ -1,5 +1,5 @@
-"""up and down that read packed weights: interpreted on a CPU (or run, where there is a GPU) against the eager backend on the
-dequantized weights, and their PTX, which the interpreter does not run, by a small interpreter of its own.
+"""up and down that read packed weights: interpreted on a CPU (or run, where there is a GPU) against the eager backend
+on the dequantized weights, and their PTX, which the interpreter does not run, by a small interpreter of its own.
 
 Tolerances: fp32 sums in another order as in test_triton.py; in bf16 on a GPU, one rounding of the result.
 """

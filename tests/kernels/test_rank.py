@@ -1,4 +1,5 @@
-"""Products with low-rank adapters in Triton, interpreted on a CPU (or run, where there is a GPU), against the eager backend."""
+"""Products with low-rank adapters in Triton, interpreted on a CPU (or run, where there is a GPU),
+against the eager backend."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Token rounding in Triton, interpreted on a CPU (or run, where there is a GPU), against the eager backend's definition."""
+"""Token rounding in Triton, interpreted on a CPU (or run, where there is a GPU), against the eager
+backend's definition."""
 
 import pytest
 import torch

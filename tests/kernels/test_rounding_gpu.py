@@ -1,4 +1,5 @@
-"""Token rounding on a GPU: the same set as the definition on the CPU, bit for bit, and what a training step asks of it."""
+"""Token rounding on a GPU: the same set as the definition on the CPU, bit for bit, and what a
+training step asks of it."""
 
 from types import SimpleNamespace
 
@@ -92,8 +93,8 @@ def step(tensors, dout, logits, index, policy, valid, backend):
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_a_rounded_layer_is_as_exact_as_a_top_k_layer(padding):
-    """Against fp32 by the plain backend; 5e-3 as for every kernel in bf16, and 2^-7 for gradients that end as bf16 logits'
-    after several roundings."""
+    """Against fp32 by the plain backend; 5e-3 as for every kernel in bf16, and 2^-7 for gradients that end as bf16
+    logits' after several roundings."""
     tensors, dout = layer(6000, 256, 128, 16, 0, torch.bfloat16, "cuda", bias=False)
     logits, index = decision(6000, 16)
     valid = torch.rand(6000, device="cuda") > 0.1 if padding else None

@@ -1,9 +1,9 @@
 """NaN and infinity in every input: they come out where they come out of the reference, and nowhere else.
 
-A NaN must reach the same elements as in the reference: a training run that has gone wrong must show it, and an expert that
-is broken must not break another. From an infinity, the same elements must stop being finite; whether one of them is NaN or
-infinite follows from the order in which factors are multiplied (w * (dout @ W2) here, (w * dout) @ W2 in autograd), so
-that is compared with the eager backend.
+A NaN must reach the same elements as in the reference: a training run that has gone wrong must show it, and an expert
+that is broken must not break another. From an infinity, the same elements must stop being finite; whether one of them
+is NaN or infinite follows from the order in which factors are multiplied (w * (dout @ W2) here, (w * dout) @ W2 in
+autograd), so that is compared with the eager backend.
 """
 
 import pytest

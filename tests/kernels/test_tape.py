@@ -1,5 +1,5 @@
-"""Tapes: what they compute, allocate and free is what the recorded call did, and a call that a tape cannot say is made as it
-is."""
+"""Tapes: what they compute, allocate and free is what the recorded call did, and a call that a tape
+cannot say is made as it is."""
 
 import itertools
 import textwrap

@@ -1,5 +1,5 @@
-"""The Triton kernels, interpreted on a CPU (or run, where there is a GPU), against the eager backend, kernel by kernel, and
-against the reference as a layer."""
+"""The Triton kernels, interpreted on a CPU (or run, where there is a GPU), against the eager backend, kernel by kernel,
+and against the reference as a layer."""
 
 import dataclasses
 from itertools import pairwise

@@ -1,6 +1,6 @@
-"""The Triton kernels on a GPU. The bar for bf16 and fp16: the relative error of every named tensor is at most 1.15 times
-that of fp32 arithmetic in which every stored tensor is rounded once (`rounded_once`). Only the order of sums and chance in
-the roundings differ; where a tensor has few elements, one rounding more is allowed."""
+"""The Triton kernels on a GPU. The bar for bf16 and fp16: the relative error of every named tensor is at most 1.15
+times that of fp32 arithmetic in which every stored tensor is rounded once (`rounded_once`). Only the order of sums and
+chance in the roundings differ; where a tensor has few elements, one rounding more is allowed."""
 
 import subprocess
 import sys

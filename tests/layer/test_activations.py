@@ -1,4 +1,5 @@
-"""Activations of experts, as Transformers' models name or hold them: each that we claim is the one that eager computes."""
+"""Activations of experts, as Transformers' models name or hold them: each that we claim is the
+one that eager computes."""
 
 import pytest
 import torch

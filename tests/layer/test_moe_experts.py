@@ -122,7 +122,8 @@ def test_general_routing_lists_pairs_in_any_order():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_backward_keeps_the_weights_themselves_and_no_views_of_them(layout):
-    """ZeRO-3 puts an empty tensor in a weight's place and gathers it again for backward; a view would keep the old one."""
+    """ZeRO-3 puts an empty tensor in a weight's place and gathers it again for backward; a view
+    would keep the old one."""
     inputs, index = problem(layout=layout)
     _, saved = saved_tensors(lambda: run(inputs, index, layout=layout))
     for name in ("gate_up", "down"):

@@ -218,7 +218,8 @@ def test_check_finds_the_adapter_in_what_was_merged_and_not_in_the_base(dtype, t
 
 @pytest.mark.slow
 def test_what_keeping_fp4_and_fp8_costs_is_their_rounding(tmp_path):
-    """Logits are a quarter off the trained model's, as with noise of that size, and the loss is kept; the sum is exact."""
+    """Logits are a quarter off the trained model's, as with noise of that size, and the loss is
+    kept; the sum is exact."""
     make_deepseek_v4(tmp_path)
     ids = torch.randint(0, 64, (4, 48), generator=torch.Generator().manual_seed(5))
     options = {"input_ids": ids, "labels": ids, "use_cache": False}

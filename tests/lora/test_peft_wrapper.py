@@ -1,4 +1,5 @@
-"""PEFT's LoRA on experts' parameters, computed on the rows: everything PEFT offers there, against PEFT on eager experts."""
+"""PEFT's LoRA on experts' parameters, computed on the rows: everything PEFT offers there,
+against PEFT on eager experts."""
 
 import functools
 import logging
@@ -275,9 +276,9 @@ def test_threads_that_share_a_model_each_have_their_adapters():
 @pytest.mark.pinned
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
 def test_after_a_gated_delta_rule_a_step_errs_as_far_from_fp64_as_pefts(family):
-    """The layers' gated RMSNorm divides outputs of the delta rule whose root mean square is down to 1e-4 in single rows, so that
-    another order of the experts' sums, 1e-6, comes back from it up to a hundred times as large: PEFT on eager experts is
-    itself 2e-5 to 1e-4 from fp64, where other families are 1e-6."""
+    """The layers' gated RMSNorm divides outputs of the delta rule whose root mean square is down to 1e-4 in single
+    rows, so that another order of the experts' sums, 1e-6, comes back from it up to a hundred times as large: PEFT on
+    eager experts is itself 2e-5 to 1e-4 from fp64, where other families are 1e-6."""
     exact, theirs = (train_router_and_embedding(with_lora(small_model(family))) for _ in range(2))
     ours, inputs = patch(twin(theirs)), batch()
     exact = loss_and_gradients(exact.double(), inputs)

@@ -1,7 +1,7 @@
 """Checks that the tests see small wrong changes: `make mutants`, or of some modules `make mutants ARGS="routing triton"`.
 
-Applies each mutation to a copy of the repository and runs its tests until one fails. Exit code 1 if a mutation survives, or
-tests fail without one.
+Applies each mutation to a copy of the repository and runs its tests until one fails. Exit code 1 if a mutation
+survives, or tests fail without one.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Every mixture-of-experts architecture of the installed Transformers: its experts equal eager's, and token rounding works
-or is refused."""
+"""Every mixture-of-experts architecture of the installed Transformers: its experts equal eager's, and token
+rounding works or is refused."""
 
 import ast
 import importlib.util

@@ -1,4 +1,5 @@
-"""Parts of a patched model that are copied (by deepcopy, by PEFT's modules_to_save) or put in: they keep working, or say so."""
+"""Parts of a patched model that are copied (by deepcopy, by PEFT's modules_to_save) or put in: they
+keep working, or say so."""
 
 import copy
 import pickle

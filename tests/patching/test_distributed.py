@@ -130,8 +130,8 @@ def test_compiled_layers_under_fsdp2_get_the_mean_of_ranks(ranks):
     assert_mean_of_ranks(made("qwen3_moe", None, is_adapted=True), ranks.run(compiled_under_fsdp2))
 
 
-# FSDP2 of torch 2.15 takes a gradient of a bf16 parameter as it was computed: that of gpt-oss's norms in fp32. Before, and
-# without FSDP2, autograd rounds it to bf16.
+# FSDP2 of torch 2.15 takes a gradient of a bf16 parameter as it was computed: that of gpt-oss's norms in fp32. Before,
+# and without FSDP2, autograd rounds it to bf16.
 KEEPS_COMPUTED_DTYPE = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
 
 

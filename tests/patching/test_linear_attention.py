@@ -43,7 +43,8 @@ def batch_of(padded):
 
 @pytest.mark.parametrize("folder", rest_slow(HERE, 2))
 def test_a_step_is_transformers_own_whole_padded_and_checkpointed(folder):
-    """fp32. The experts sum in another order, which the recurrence over tokens makes larger (3e-5 of Qwen3-Next): 1e-4."""
+    """fp32. The experts sum in another order, which the recurrence over tokens makes larger
+    (3e-5 of Qwen3-Next): 1e-4."""
     model = small_model(folder).train()
     batches = [batch_of(False), batch_of(True)]
     expected = [step(model, batch) for batch in batches]

@@ -1,4 +1,5 @@
-"""Two gloo ranks whose weights are gathered for each module's turn: DeepSpeed's ZeRO, and FSDP1 as accelerate sets it up."""
+"""Two gloo ranks whose weights are gathered for each module's turn: DeepSpeed's ZeRO, and FSDP1 as
+accelerate sets it up."""
 
 import contextlib
 import io
@@ -123,7 +124,8 @@ def test_zero_gives_the_unsharded_models_loss_and_gradients(
 
 @mock.patch.dict(os.environ)
 def trained(rank, folder, checkpoint, options, wrapper):
-    """Train on these ranks by a Trainer, and return its logs; a callback patches the model once the Trainer has prepared it."""
+    """Train on these ranks by a Trainer, and return its logs; a callback patches the model once the
+    Trainer has prepared it."""
     args = arguments(folder, max_steps=3, learning_rate=0.05, **options)
     if "deepspeed" in options:
         import_deepspeed()

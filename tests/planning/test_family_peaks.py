@@ -1,8 +1,9 @@
 """plan's memory of one layer of every family at the sizes of its default config, compared with tensors without memory.
 
-Both are of one moment, the largest of a layer's backward after its forward, or of a backward that computes the layer again
-first, as gradient checkpointing does: frozen weights, no adapters, no Liger, the input with a gradient. The measurement leaves out what was there before, weights and their transposes, and the norm at the
-end of the model; experts take what layer/products.py does, and a kernel of attention no scores.
+Both are of one moment, the largest of a layer's backward after its forward, or of a backward that computes the layer
+again first, as gradient checkpointing does: frozen weights, no adapters, no Liger, the input with a gradient. The
+measurement leaves out what was there before, weights and their transposes, and the norm at the end of the model;
+experts take what layer/products.py does, and a kernel of attention no scores.
 """
 
 import importlib
@@ -111,7 +112,8 @@ class Kernel(torch.autograd.Function):
 
 
 class Experts(torch.autograd.Function):
-    """Allocates the tensors of layer/products.py for frozen experts: h is kept, then come dh in its place and dx of the rows."""
+    """Allocates the tensors of layer/products.py for frozen experts: h is kept, then come dh in its
+    place and dx of the rows."""
 
     @staticmethod
     def forward(ctx, x, rows, h_features, inner, checkpointed):

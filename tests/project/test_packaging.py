@@ -170,8 +170,9 @@ NATIVE = "from transformers import AutoConfig; assert AutoConfig.for_model('soni
 
 @pytest.fixture(scope="module")
 def told(installed, with_kernels, sources, tmp_path_factory):
-    """Run programs; returns what they printed, by name. Each runs in a process of its own, forked from one that has imported what
-    Transformers does of torch, or Transformers; without site, so that an editable install's finder stays out."""
+    """Run programs; returns what they printed, by name. Each runs in a process of its own, forked from one that has
+    imported what Transformers does of torch, or Transformers; without site, so that an editable install's finder stays
+    out."""
     folder, editable = tmp_path_factory.mktemp("told"), tmp_path_factory.mktemp("editable")
     zipfile.ZipFile(build("editable", sources, editable)).extractall(editable)
     as_module = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"

@@ -1,8 +1,9 @@
-"""Experts in 4-bit integers as the hub's checkpoints have them: taken as they are, bit for bit, with adapters beside them, and
-written back byte by byte.
+"""Experts in 4-bit integers as the hub's checkpoints have them: taken as they are, bit for bit, with adapters beside
+them, and written back byte by byte.
 
-golden/integers.safetensors has a matrix in each form, made or read by the libraries themselves (golden/make_integers.py). What
-is in whole checkpoints here is written by the inverse of our readers, which that file holds to the bytes.
+golden/integers.safetensors has a matrix in each form, made or read by the libraries themselves
+(golden/make_integers.py). What is in whole checkpoints here is written by the inverse of our readers, which that file
+holds to the bytes.
 """
 
 import hashlib

@@ -1,4 +1,5 @@
-"""Every family's model with packed experts, saved by save_pretrained, loads again, and is converted to the hub's names."""
+"""Every family's model with packed experts, saved by save_pretrained, loads again, and is
+converted to the hub's names."""
 
 import pytest
 import torch

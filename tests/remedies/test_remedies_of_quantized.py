@@ -1,4 +1,5 @@
-"""Messages of checkpoints in formats that are not read: each is raised, and the bf16 checkpoint is packed in its place."""
+"""Messages of checkpoints in formats that are not read: each is raised, and the bf16 checkpoint
+is packed in its place."""
 
 import shutil
 

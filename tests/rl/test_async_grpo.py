@@ -1,4 +1,5 @@
-"""AsyncGRPOTrainer: TRL sends the adapters of experts that it refuses by itself, and never whole weights in their place."""
+"""AsyncGRPOTrainer: TRL sends the adapters of experts that it refuses by itself, and never whole
+weights in their place."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-"""Two gloo ranks: factors that they share are gathered and one of them writes, each keeps the experts of its own share, and
-what is logged is of both."""
+"""Two gloo ranks: factors that they share are gathered and one of them writes, each keeps the experts of its own share,
+and what is logged is of both."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""DeepSeek-V4's first layers take the experts of a token from a table: what replay, counting, rounding and balancing do."""
+"""DeepSeek-V4's first layers take the experts of a token from a table: what replay, counting,
+rounding and balancing do."""
 
 import pytest
 import torch

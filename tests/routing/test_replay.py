@@ -1,4 +1,5 @@
-"""record_routing and replay_routing: the same experts, weights from the current logits, the same bits from the same model."""
+"""record_routing and replay_routing: the same experts, weights from the current logits, the
+same bits from the same model."""
 
 import pytest
 import torch

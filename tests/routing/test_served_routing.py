@@ -1,4 +1,5 @@
-"""Routing that an inference server used: its arrays over padded batches, ids of -1, and how far it is from the model's."""
+"""Routing that an inference server used: its arrays over padded batches, ids of -1, and how far
+it is from the model's."""
 
 import base64
 import io
@@ -61,8 +62,8 @@ def weighted_sum(logits):
 @pytest.mark.parametrize("start", rest_pinned([START, 0]))
 @pytest.mark.parametrize("side", PADDING)
 def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, start):
-    """Beside each sequence alone, unpadded, with the same experts: logits and all gradients. The sequence of one token has
-    no row of the server's; with a cut prompt the cut is -1 there too."""
+    """Beside each sequence alone, unpadded, with the same experts: logits and all gradients. The sequence of one token
+    has no row of the server's; with a cut prompt the cut is -1 there too."""
     model = build_patched("qwen3_moe").eval()
     arrays = served_arrays(with_other_routers(model))
     ids, mask = padded(PADDING[side])
@@ -219,7 +220,8 @@ class OtherTopK(TorchFunctionMode):
 
 
 def mixed_experts(own_TK):
-    """Draw experts of a third of the tokens at random, one id or both below 0 of another third; the rest keep their own."""
+    """Draw experts of a third of the tokens at random, one id or both below 0 of another third;
+    the rest keep their own."""
     generator = torch.Generator().manual_seed(1)
     given_TK = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)])
     given_TK[1::3] = -1

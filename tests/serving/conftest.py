@@ -6,8 +6,8 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def _vllm_in_this_process():
-    """Set the variables that vLLM reads when it is imported. It returns routed experts from its newer runner alone, whose bookkeeping is in
-    Triton's kernels: interpreted here, where it looks for a backend for CPUs."""
+    """Set the variables that vLLM reads when it is imported. It returns routed experts from its newer runner alone,
+    whose bookkeeping is in Triton's kernels: interpreted here, where it looks for a backend for CPUs."""
     from triton.backends import backends
 
     os.environ |= {

@@ -1,5 +1,5 @@
-"""Models loaded with CompressedTensorsConfig(dequantize=True), whose package comes with vLLM, and trained whole: what is saved
-is plain, and loads back bit for bit."""
+"""Models loaded with CompressedTensorsConfig(dequantize=True), whose package comes with vLLM, and trained whole: what
+is saved is plain, and loads back bit for bit."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""llama.cpp's converters take what we write. LLAMA_CPP names a folder with them: a clone, or the sdist of llama-cpp-python,
-which has them in vendor/llama.cpp."""
+"""llama.cpp's converters take what we write. LLAMA_CPP names a folder with them: a clone, or the sdist of
+llama-cpp-python, which has them in vendor/llama.cpp."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""LoadBalancing(per_layer_loss=...) is scaled as the training loss is, whoever computes that: the model, the Trainer or TRL."""
+"""LoadBalancing(per_layer_loss=...) is scaled as the training loss is, whoever computes that: the
+model, the Trainer or TRL."""
 
 import pytest
 import torch

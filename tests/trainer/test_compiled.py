@@ -115,7 +115,8 @@ def test_processes_that_compile_begin_before_training(given, has_gpu, times, tmp
 
 @pytest.mark.slow
 def test_inductors_processes_are_ready_without_a_graph():
-    """Inductor compiles kernels one by one until its processes are ready, and begins them by itself at the first graph."""
+    """Inductor compiles kernels one by one until its processes are ready, and begins them by
+    itself at the first graph."""
     code = "from sonicmoe_hf.private.torch import begin_compile_workers; begin_compile_workers()\n"
     code += "from torch._inductor.async_compile import AsyncCompile; future = AsyncCompile._ready_future\n"
     code += "assert future.result(timeout=500) == 'ready' and AsyncCompile.use_process_pool()"

@@ -53,7 +53,8 @@ def test_cudnns_attention_is_off_until_the_end_where_short_lengths_vary(lengths,
 @pytest.mark.pinned
 @pytest.mark.parametrize(("compiled", "marked"), [(True, [1]), (False, [])])
 def test_compiled_layers_take_packed_rows_of_any_length(compiled, marked, tmp_path):
-    """The layers' routers read which tokens are no padding beside their arguments, so torch 2.11 needs that marked too."""
+    """The layers' routers read which tokens are no padding beside their arguments, so torch
+    2.11 needs that marked too."""
     callback, model, mask = VaryingLengths(), build_patched("qwen3_moe"), torch.ones(1, 16)
     callback.on_train_begin(arguments(tmp_path, torch_compile=compiled), TrainerState(), None, model=model)
     with mock.patch.object(lengths_module, "mark_as_any_size") as mark:

@@ -327,7 +327,8 @@ def steps_of_rank(rank, folder, packed_tokens):
 
 
 def test_ranks_of_ddp_with_different_numbers_of_rows_train_as_apart(ranks, tmp_path):
-    """The first rank has the sequences without padding, of which three are a row of 72 tokens and the fourth is another."""
+    """The first rank has the sequences without padding, of which three are a row of 72 tokens
+    and the fourth is another."""
     apart, whole = (ranks.run(steps_of_rank, str(tmp_path), tokens) for tokens in (None, 80))
     for (losses, weights), (expected, expected_weights) in zip(whole, apart, strict=True):
         assert losses == pytest.approx(expected, rel=1e-6), ORDER_OF_SUMS

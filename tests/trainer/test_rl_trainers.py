@@ -1,4 +1,5 @@
-"""TRL's trainers of reinforcement learning and preferences are recognised; those that compare no log-probabilities train."""
+"""TRL's trainers of reinforcement learning and preferences are recognised; those that compare no
+log-probabilities train."""
 
 import importlib
 
@@ -69,7 +70,8 @@ POLICY_TRAINERS = {
 
 @pytest.mark.parametrize("name", rest_pinned(POLICY_TRAINERS))
 def test_the_callback_stops_a_policy_trainer_and_says_what_to_do(name, tmp_path):
-    """The callback stops when the trainer is made; one that is added later, when it is attached or when training begins."""
+    """The callback stops when the trainer is made; one that is added later, when it is attached
+    or when training begins."""
     trainer_class, config, rows, options = POLICY_TRAINERS[name]
     with pytest.raises(ValueError, match=REFUSED.format(name=config.__name__)):
         make(trainer_class, config, rows, tmp_path, [rounding()], **options)

@@ -185,8 +185,9 @@ class Generation(TrainerCallback):
 
 @pytest.mark.parametrize("kind", rest_slow(["non_reentrant", "reentrant"]))
 def test_compiled_and_checkpointed_layers_train_evaluate_generate_and_resume_as_others(kind, tmp_path):
-    """Steps of two micro-batches, rounded and counted. Training alone is compiled: torch takes no more than eight variants
-    of a layer, and generation would have one for each. A reentrant checkpoint's forward may be another than its second."""
+    """Steps of two micro-batches, rounded and counted. Training alone is compiled: torch takes no more than eight
+    variants of a layer, and generation would have one for each. A reentrant checkpoint's forward may be another than
+    its second."""
     options = CHECKPOINTED_TRAINING[kind] | {
         "learning_rate": 0.3,
         "gradient_accumulation_steps": 2,

@@ -1,7 +1,7 @@
 """A stand-in for the parts of the CuTe DSL that kernels/hopper uses, over the GPU of machine.py.
 
-Its names are the DSL's, and it does what the DSL's documentation and PTX say, for the layouts that these kernels have. What
-only a GPU shows: whether ptxas keeps the order of what is written here, and what reads and writes cost.
+Its names are the DSL's, and it does what the DSL's documentation and PTX say, for the layouts that these kernels have.
+What only a GPU shows: whether ptxas keeps the order of what is written here, and what reads and writes cost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A GPU in plain Python: threads as generators, memory by address, barriers, and copies that land when they like.
 
-A thread runs until it has to wait. Which thread runs next, and when a copy lands, is drawn anew for every seed: warps are
-fast or slow for a while, and some lanes lag behind their warp. What only a schedule that was not drawn would show is found
-by looking twice: shared memory that a wgmma or a TMA store reads must be the same when it is issued and when it is done.
+A thread runs until it has to wait. Which thread runs next, and when a copy lands, is drawn anew for every seed: warps
+are fast or slow for a while, and some lanes lag behind their warp. What only a schedule that was not drawn would show
+is found by looking twice: shared memory that a wgmma or a TMA store reads must be the same when it is issued and when
+it is done.
 """
 
 from __future__ import annotations

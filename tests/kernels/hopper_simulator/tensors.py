@@ -200,8 +200,8 @@ class SwizzledLayout:
 class Tensor:
     """A part of a tensor in memory: its modes walk over those of the layout from an origin in it.
 
-    modes: of each (mode of the layout, step, extent). clipped: a TMA tensor, whose accesses outside the layout's shape are
-    zero or dropped; other tensors may not be accessed there.
+    modes: of each (mode of the layout, step, extent). clipped: a TMA tensor, whose accesses outside the layout's shape
+    are zero or dropped; other tensors may not be accessed there.
     """
 
     def __init__(self, pointer, layout, origin=None, modes=None, clipped=False):

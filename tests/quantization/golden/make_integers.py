@@ -1,6 +1,7 @@
-"""Writes integers.safetensors: one matrix in each form in which checkpoints store integers, as the libraries themselves make or
-read it, with digests of the values in fp32 that they give. It ran with compressed-tensors 0.20.0, whose compressors made and
-read its forms, AutoAWQ 0.2.9 and GPTQModel 7.7.0, whose own functions read what this packs by their layouts.
+"""Writes integers.safetensors: one matrix in each form in which checkpoints store integers, as the libraries themselves
+make or read it, with digests of the values in fp32 that they give. It ran with compressed-tensors 0.20.0, whose
+compressors made and read its forms, AutoAWQ 0.2.9 and GPTQModel 7.7.0, whose own functions read what this packs by
+their layouts.
 
     python make_integers.py AUTOAWQ GPTQMODEL    # folders of their unpacked source archives; no build is needed
 """
@@ -92,7 +93,8 @@ def gptqmodel_dequantize(folder, qweight, qzeros, scales, g_idx):
 
 
 def quantized(weight, group, is_symmetric, signed=False):
-    """Compute codes, zeros and fp16 scales, and the exact values; signed: scales with the extreme's sign, as AutoRound's."""
+    """Compute codes, zeros and fp16 scales, and the exact values; signed: scales with the extreme's
+    sign, as AutoRound's."""
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if is_symmetric:

@@ -1,5 +1,5 @@
-"""Adds to vLLM 0.32 what it lacks on CPUs: experts with LoRA, which it has in Triton's kernels for GPUs alone, and experts
-that are loaded anew.
+"""Adds to vLLM 0.32 what it lacks on CPUs: experts with LoRA, which it has in Triton's kernels for GPUs alone, and
+experts that are loaded anew.
 
 Three functions in torch take the place of those kernels: the experts' two products, and what an adapter adds to either.
 Names of an adapter's tensors, how they are split, stacked and kept in slots, which token has which adapter, and where the
@@ -53,7 +53,8 @@ def add_lora_w2(
 
 
 def _add(y_TKO, x_TKI, a, b, ids_TK, slots_T):
-    """Add B A x of each token's slot and expert in place; a [slots, E, r, I], b [slots, E, O, r]; no adapter in slot -1."""
+    """Add B A x of each token's slot and expert in place; a [slots, E, r, I], b [slots, E, O,
+    r]; no adapter in slot -1."""
     slots_T1 = slots_T.long().unsqueeze(1)
     a_TKRI, b_TKOR = a[slots_T1.clamp(min=0), ids_TK], b[slots_T1.clamp(min=0), ids_TK]
     product_TKO = torch.einsum("tkor,tkr->tko", b_TKOR, torch.einsum("tkri,tki->tkr", a_TKRI, x_TKI))
