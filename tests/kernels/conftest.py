@@ -1,6 +1,8 @@
 """Triton kernels run interpreted where there is no GPU; ../conftest.py imports them so."""
 
 import dataclasses
+import functools
+import inspect
 from types import SimpleNamespace
 from unittest import mock
 
@@ -52,14 +54,15 @@ def np_dtype_of(interpreter):
 
 
 def init_of_block(core):
-    """Replace block_type.__init__, which checks and writes out a shape; there are few."""
-    original, known = core.block_type.__init__, {}
+    """Replace block_type.__init__, which checks and writes out a shape; there are few, and types of one shape share it."""
+    original, known, shapes = core.block_type.__init__, {}, {}
 
     def init(self, element_ty, shape):
-        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        key = element_ty.name, sizes
         if key not in known:
             original(self, element_ty, shape)
-            known[key] = self.shape, self.numel, self.name
+            known[key] = shapes.setdefault(sizes, self.shape), self.numel, self.name
         self.element_ty = element_ty
         self.shape, self.numel, self.name = known[key]
 
@@ -71,14 +74,51 @@ def init_of_tensor(core):
     original, known = core.tensor.__init__, {}
 
     def init(self, handle, type):
-        sizes = type.shape if type.is_block() else ()
-        if sizes not in known:
+        key = type.name if type.is_block() else ""
+        if key not in known:
             original(self, handle, type)
-            known[sizes] = self.shape, self.numel
+            known[key] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[sizes]
+        self.shape, self.numel = known[key]
 
     return init
+
+
+def broadcast_of(semantic):
+    """Replace broadcast_impl_value, which compares shapes size by size and two tuples of them, where both are one shape."""
+    original = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self, lhs, rhs):
+        if getattr(lhs.type, "shape", None) is getattr(rhs.type, "shape", None):
+            return lhs, rhs
+        return original(self, lhs, rhs)
+
+    return broadcast_impl_value
+
+
+def patch_builtin_of(interpreter):
+    """Replace interpreter._patch_builtin, which looks for the built-in functions at every launch, and puts in the place of
+    each one that goes through its options at every call and calls two more."""
+
+    @functools.cache
+    def interpreted(package):
+        members = inspect.getmembers(package, interpreter.tl.core.is_builtin)
+        return [(name, with_semantic(member)) for name, member in members]
+
+    def with_semantic(member):
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args, **options):
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        return call
+
+    def patch_builtin(package, builder, scope):
+        for name, function in interpreted(package):
+            scope.set_attr(package, name, function)
+
+    return patch_builtin
 
 
 def binary_op_of(interpreter):
@@ -134,29 +174,39 @@ def dot_of(interpreter):
     return create_dot
 
 
+@functools.cache
+def replacements():
+    """List (object, attribute, value) of what the interpreter runs faster with, or gives a GPU's numbers."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    from sonicmoe_hf.kernels.triton import bias_gradient
+
+    builder, cast = interpreter.InterpreterBuilder, cast_of(interpreter)
+    # it computes every sum of integers again in int64, to assert that none overflowed, and asserts nothing
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    return [
+        (interpreter, "_patch_lang", patch_lang_of(interpreter)),
+        (interpreter, "_patch_builtin", patch_builtin_of(interpreter)),
+        (interpreter, "_get_np_dtype", np_dtype_of(interpreter)),
+        (core.block_type, "__init__", init_of_block(core)),
+        (core.tensor, "__init__", init_of_tensor(core)),
+        (semantic.TritonSemantic, "broadcast_impl_value", broadcast_of(semantic)),
+        (interpreter.interpreter_builder, "options", options),
+        (builder, "binary_op", binary_op_of(interpreter)),
+        (builder, "cast_impl", cast),
+        (builder, "create_fp_to_fp", cast),
+        (builder, "create_dot", dot_of(interpreter)),
+        (bias_gradient, "PROGRAMS_WANTED", 16),  # a GPU is filled by a thousand; here one comes after another
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     if INTERPRETED:
-        from triton.language import core
-        from triton.runtime import interpreter
-
-        from sonicmoe_hf.kernels.triton import bias_gradient
-
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_lang_of(interpreter))
-        monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype_of(interpreter))
-        monkeypatch.setattr(core.block_type, "__init__", init_of_block(core))
-        monkeypatch.setattr(core.tensor, "__init__", init_of_tensor(core))
-        # it computes every sum of integers again in int64, to assert that none overflowed, and asserts nothing
-        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op_of(interpreter))
-        cast = cast_of(interpreter)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", cast)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of(interpreter))
-        # a GPU is filled by a thousand programs; here one comes after another
-        monkeypatch.setattr(bias_gradient, "PROGRAMS_WANTED", 16)
+        for replacement in replacements():
+            monkeypatch.setattr(*replacement)
 
 
 @pytest.fixture
