@@ -61,6 +61,13 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_modules_frozen():
+    """Keep what earlier modules of tests left in caches out of collections too."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _afresh():
     """Start with the same random numbers, no tape of what another test made of the kernels, and nothing of accelerate's
