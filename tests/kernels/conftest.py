@@ -54,7 +54,8 @@ def np_dtype_of(interpreter):
 
 
 def init_of_block(core):
-    """Replace block_type.__init__, which checks and writes out a shape; there are few, and types of one shape share it."""
+    """Replace block_type.__init__, which checks and writes out a shape. There are few, and types of one
+    shape share it."""
     original, known, shapes = core.block_type.__init__, {}, {}
 
     def init(self, element_ty, shape):
@@ -85,7 +86,8 @@ def init_of_tensor(core):
 
 
 def broadcast_of(semantic):
-    """Replace broadcast_impl_value, which compares shapes size by size and two tuples of them, where both are one shape."""
+    """Replace broadcast_impl_value, which compares shapes size by size, and two tuples of them, where both
+    are one shape."""
     original = semantic.TritonSemantic.broadcast_impl_value
 
     def broadcast_impl_value(self, lhs, rhs):
@@ -97,8 +99,8 @@ def broadcast_of(semantic):
 
 
 def patch_builtin_of(interpreter):
-    """Replace interpreter._patch_builtin, which looks for the built-in functions at every launch, and puts in the place of
-    each one that goes through its options at every call and calls two more."""
+    """Replace interpreter._patch_builtin, which looks for the built-in functions at every launch, and puts in the place
+    of each one that goes through its options at every call and calls two more."""
 
     @functools.cache
     def interpreted(package):
