@@ -39,7 +39,7 @@ from ..kernels.packed.dither import Dither
 from ..layer.config import check_choice
 from ..layer.experts_module import packable
 from ..lora.dithering import MERGE_ROUNDINGS, dither_of
-from ..lora.named_base import other_family
+from ..lora.named_base import other_family, other_name
 from ..lora.packed_base import OTHER_NORMS, PackedBase, option_to_load
 from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
@@ -49,6 +49,7 @@ OTHER_TABLE = (
     "{folder} has {name}, which no training changes, with other values than {base}: it was trained on another base; give "
     "that one to merge"
 )
+OTHER_FAMILY = "{sentence}, or name this one in {config} as base_model_name_or_path, if it is meant for it"
 KEEP, DITHERED = "keep", MERGE_ROUNDINGS[0]
 QUANTIZE = (KEEP, "mxfp4", "fp8", "int4")
 
@@ -87,8 +88,8 @@ def merge_adapter(
         What was done, as `convert_checkpoint` does. Tokenizer and chat template are the adapter's where it has them. Head
         and embeddings that the base ties are two weights in the result, if the adapter changes one of them.
     Raises:
-        CheckpointError: as `convert_checkpoint`; or the adapter is not plain LoRA, does not fit the base, or makes
-            weights that are not finite. Nothing is written.
+        CheckpointError: as `convert_checkpoint`; or the adapter is not plain LoRA, does not fit the base, names one of
+            another family, or makes weights that are not finite. Nothing is written.
     Example:
         sonicmoe_hf.merge_adapter("Qwen/Qwen3-30B-A3B", "outputs/lora", "merged")
     """
@@ -103,8 +104,10 @@ def merge_adapter(
     stored = StoredWeights(local_folder(base, revision))
     folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *OF_TRAINING])
     target = _target_of_merge(stored, folder, layout, quantize, seed if rounding == DITHERED else None)
-    trained_in = option_to_load(AdapterConfig(folder).entries.get("auto_mapping"), stored.folder)
-    origin = origin_of("merge", base, adapter, trained_in)
+    entries = AdapterConfig(folder).entries
+    if sentence := other_name(entries.get("base_model_name_or_path"), os.fspath(base), stored.config):
+        target = target._replace(notices=[sentence, *target.notices])
+    origin = origin_of("merge", base, adapter, option_to_load(entries.get("auto_mapping"), stored.folder))
     return write_checkpoint(target, dst, origin, max_shard_size, verify, on_progress)
 
 
@@ -150,8 +153,8 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
         What a user should know of it, in sentences.
     Raises:
         CheckpointError: the checkpoint lacks a weight, an adapted parameter is tied to another or comes from none of the
-            files, the adapter was trained beside norms that AWQ scaled and that these are not, or has other tables of
-            experts; or as Adapter.read.
+            files, the adapter was trained beside norms that AWQ scaled and that these are not, has other tables of
+            experts, or names a base of another family; or as Adapter.read.
     """
     groups = stored.groups(model)
     adapter = Adapter.read(folder, model)
@@ -187,7 +190,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
             notices.append(sentence)
     named = adapter.config.get("base_model_name_or_path")
     if sentence := other_family(named, stored.config, str(stored.folder)):
-        notices.append(sentence)
+        raise CheckpointError(OTHER_FAMILY.format(sentence=sentence, config=folder / ADAPTER_CONFIG))
     return notices
 
 

@@ -1,9 +1,10 @@
-"""The base that an adapter names, beside the model that gets it: one of another family may fit by its shapes alone."""
+"""The base that an adapter names, beside the model that gets it: another may fit by its shapes alone."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,10 @@ logger = logging.getLogger(__name__)
 OTHER = (
     "the adapter was trained on {named}, of the family {trained}, and {model} is of {here}: its shapes fit, but it "
     "computes something else there; name its own base"
+)
+OTHER_NAME = (
+    "the adapter names {named} as its base, and was merged into {given}; if these are two models, merge it into the base "
+    "that it names"
 )
 _said: set[str] = set()
 
@@ -37,6 +42,23 @@ def other_family(named: str | None, config: Mapping[str, Any], model_name: str) 
     return OTHER.format(named=named, trained=min(trained, key=len), model=model_name, here=min(here, key=len))
 
 
+def other_name(named: str | None, given: str, config: Mapping[str, Any]) -> str | None:
+    """Tell, in a sentence, that a model has another name than the base that an adapter names; None where the names end
+    alike, as those of copies do, or where one of the two is in the native layout, which has names of its own.
+
+    Args:
+        named, config: as `other_family` has them. given: the model's hub id or folder.
+    """
+    if not named or _last(named) == _last(given):
+        return None
+    try:
+        if _is_native(_config_of(named)) != _is_native(config):
+            return None
+    except (OSError, ValueError):  # of that base nothing but its name is here
+        pass
+    return OTHER_NAME.format(named=named, given=given)
+
+
 def warn_of_other_family(config: Any, model: nn.Module) -> None:
     """Warn, once, that PEFT puts an adapter on a model of another family than its base."""
     own = getattr(model, "config", None)
@@ -50,6 +72,15 @@ def warn_of_other_family(config: Any, model: nn.Module) -> None:
 
 def _config_of(named: str) -> dict[str, Any]:
     return PreTrainedConfig.get_config_dict(named, local_files_only=True)[0]
+
+
+def _last(name: str) -> str:
+    path = Path(name).expanduser()
+    return (path.resolve() if path.is_dir() else path).name.lower()
+
+
+def _is_native(config: Mapping[str, Any]) -> bool:
+    return str(config.get("model_type")).startswith(NATIVE_PREFIX)
 
 
 def _families(config: Mapping[str, Any]) -> set[str]:

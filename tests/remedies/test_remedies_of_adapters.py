@@ -1,5 +1,8 @@
 """Messages of adapters in memory: each is raised, and then what it names is done."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from helpers.adapters import adapt, with_lora
@@ -9,7 +12,7 @@ from helpers.said import says, silent
 from peft import PeftModel, get_peft_model
 
 import sonicmoe_hf
-from sonicmoe_hf import from_pretrained
+from sonicmoe_hf import from_pretrained, merge_adapter
 from sonicmoe_hf.lora import named_base, packed_base, peft_wrapper
 from sonicmoe_hf.patching.support import find_layers
 
@@ -70,6 +73,22 @@ def test_an_adapter_beside_another_family_gets_its_own_base(tmp_path, monkeypatc
     with silent(words):
         model = PeftModel.from_pretrained(from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     assert relative_error(logits_of(model), logits_of(adapted)) < EXACT
+
+
+def test_an_adapter_of_another_family_or_name_is_merged_into_its_base_or_where_it_says_so(tmp_path):
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32, **ONE)
+    make(tmp_path / "other", "olmoe", dtype=torch.float32, **ONE)
+    shutil.copytree(tmp_path / "base", tmp_path / "of another name")
+    adapt(from_pretrained(tmp_path / "base"), tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+    with says("merge it into the base that it names"):
+        print(*merge_adapter(tmp_path / "of another name", tmp_path / "adapter", tmp_path / "merged").notices)
+    assert not merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "into its base").notices
+    config = tmp_path / "adapter" / "adapter_config.json"
+    with says(f"or name this one in {config} as base_model_name_or_path"):
+        merge_adapter(tmp_path / "other", tmp_path / "adapter", tmp_path / "meant")
+    entries = json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "other")}
+    config.write_text(json.dumps(entries))
+    assert not merge_adapter(tmp_path / "other", tmp_path / "adapter", tmp_path / "meant").notices
 
 
 def test_hooks_and_forwards_around_experts_hand_adapters_on(monkeypatch):
