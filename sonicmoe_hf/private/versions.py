@@ -16,10 +16,13 @@ PACKAGES = (
     "transformers",
     "triton",
     "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
     "accelerate",
     "peft",
     "datasets",
     "trl",
+    "bitsandbytes",
+    "liger-kernel",
 )
 # The oldest and the newest tested. pyproject.toml asks for the oldest; a newer one than the newest is used all the same,
 # so that the next release of a package locks nobody out.

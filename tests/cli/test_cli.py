@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,17 @@ def test_doctor_names_versions_outside_the_tested_range(version, says, capsys, m
     assert sentence.startswith(f"triton {version} {says} that sonicmoe-hf")
     main(["doctor"])
     assert f"triton {version} {says}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_doctor_names_the_version_of_each_package_that_an_install_for_training_brings(capsys):
+    extras = [requirement for requirement in importlib.metadata.requires("sonicmoe-hf") if "extra ==" in requirement]
+    named = {
+        re.split(r"[^\w-]", each)[0] for each in extras if re.search(r"""["'](trl|peft|train|hopper|all)["']""", each)
+    }
+    _, facts = doctor_json(capsys)
+    of_charts = {"matplotlib", "nvidia-ml-py"}
+    assert named - of_charts <= set(facts["versions"]), "what a report of a defect needs"
+    assert {"bitsandbytes", "liger-kernel", "trl", "accelerate", "datasets"} <= named
 
 
 def test_doctor_alone_prints_versions_devices_and_backends(capsys, monkeypatch):
