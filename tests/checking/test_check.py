@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import convert_adapter, merge_adapter
 from sonicmoe_hf.lora.packed_base import ENTRY
-from sonicmoe_hf.tools.checking.check import Check
+from sonicmoe_hf.tools.checking.check import Check, check_adapter
 from sonicmoe_hf.tools.checking.hypotheses import layers_of
 from sonicmoe_hf.tools.checking.server import NoAnswer, Server
 from sonicmoe_hf.tools.checking.texts import LENGTH, Text
@@ -92,6 +92,20 @@ def zero(*targets):
 def zero_half_of_the_experts(layer):
     if layer.experts is not None:
         layer.b[:, layer.b.new_tensor(range(layer.b.shape[1])) % layer.experts.num_experts < 4] = 0
+
+
+@pytest.mark.pinned
+def test_what_is_computed_of_folders_is_said_forward_by_forward(place, tmp_path):
+    merge_adapter(place.base, place.adapter, tmp_path / "merged")
+    convert_adapter(place.adapter, tmp_path / "native", "native")
+    said, folders = [], [str(tmp_path / "merged"), str(tmp_path / "native")]
+    words = random.Random(1)
+    (tmp_path / "text").write_text(" ".join(WORD.format(words.randint(4, 63)) for _ in range(12 * LENGTH)))
+    check_adapter(str(place.base), str(place.adapter), folders, text=str(tmp_path / "text"), say=said.append)
+    for verb, folder in zip(("loading", "reading"), folders):
+        start = said.index(f"{verb} {folder}")
+        forwards = [f"computing the texts with {folder}, {done} of 12" for done in (0, 8)]
+        assert said[start + 1 : start + 3] == forwards, said
 
 
 @pytest.mark.pinned

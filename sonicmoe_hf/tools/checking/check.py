@@ -78,11 +78,11 @@ def check_adapter(
     unpacked = None  # the base's scores as it is stored: an adapter of packed experts may have been merged into that
     if loading.experts_quantization is not None and any(each.dtype is not None for each in places):
         say(f"loading {base} as it is stored")
-        unpacked = scores_of(loading._replace(experts_quantization=None).model(base_folder), texts, base)
+        unpacked = scores_of(loading._replace(experts_quantization=None).model(base_folder), texts, base, say)
     say(f"loading {base}")
     trained = loading.model(base_folder)
     if unpacked is not None:
-        packed = scores_of(trained, texts, base)
+        packed = scores_of(trained, texts, base, say)
         places = [each.with_nearer_base(unpacked, packed) for each in places]
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import collections
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,23 +56,27 @@ class Loading(NamedTuple):
 
 
 @torch.no_grad()
-def scores_of(model: Any, texts: Iterable[Text], place: str) -> Scores:
-    """Compute the scores of each text's tokens from its `start` on.
+def scores_of(
+    model: Any, texts: Iterable[Text], place: str, say: Callable[[str], None] = lambda sentence: None
+) -> Scores:
+    """Compute the scores of each text's tokens from its `start` on. say: called before each forward.
 
     Raises:
         CheckpointError: the model of `place` has no such token, or its scores are not finite.
     """
-    by_length: dict[int, list[Text]] = {}
+    by_length: dict[int, list[Text]] = collections.defaultdict(list)
     last = len(model.get_input_embeddings().weight) - 1
     for text in texts:
         if max(text.ids) > last:
             raise CheckpointError(
                 f"{place} ends at token {last} and the texts have {max(text.ids)}: another vocabulary"
             )
-        by_length.setdefault(len(text.ids), []).append(text)
-    scores = {}
+        by_length[len(text.ids)].append(text)
+    scores: Scores = {}
     lengths = by_length.values()  # without padding
+    num_texts = sum(map(len, lengths))
     for alike in (texts[first : first + NUM_TEXTS] for texts in lengths for first in range(0, len(texts), NUM_TEXTS)):
+        say(f"computing the texts with {place}, {len(scores)} of {num_texts}")
         ids = torch.tensor([text.ids for text in alike], dtype=torch.int64, device=model.device)
         all_logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
         if all_logits is None or all_logits.shape[:-1] != ids.shape or all_logits.shape[-1] <= last:

@@ -78,7 +78,7 @@ def observe_merged(
         merged = loading._replace(experts_quantization=None).model(path)
         stored = stored_dtype(path)
         dtype = None if stored is None else coarser(stored, merged.dtype)
-        observation = _observation(folder, scores_of(merged, texts, folder), dtype)
+        observation = _observation(folder, scores_of(merged, texts, folder, say), dtype)
         yield observation._replace(if_lost=remedy_of_rounding(base, path)) if stored is None else observation
         del merged
         gc.collect()
@@ -91,7 +91,7 @@ def observe_adapted(
     for number, (folder, path) in enumerate(folders.items()):
         say(f"reading {folder}")
         with adapted(base, base_folder, path, new / str(number)) as (wrapped, _):
-            yield _observation(folder, scores_of(wrapped, texts, folder), base.dtype)
+            yield _observation(folder, scores_of(wrapped, texts, folder, say), base.dtype)
 
 
 def remedy_of_rounding(base: Path, merged: Path) -> str:

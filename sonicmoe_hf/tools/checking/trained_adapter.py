@@ -114,6 +114,7 @@ class TrainedAdapter:
         _, number = min(layers)
         if number not in self._target_hypotheses:
             self._target_hypotheses[number] = hypotheses_of_targets(self._layers, number)
+        self._say(f"comparing {observation.place} with the adapter without single targets of layer {number}")
         return [(each, self._runs(observation, each)) for each in self._target_hypotheses[number]]
 
     def _runs(self, observation: Observation, hypothesis: Hypothesis) -> torch.Tensor:
