@@ -126,6 +126,30 @@ def test_a_figure_keeps_its_form(written, value, rounded):
     assert figures.rounded(written, value) == rounded
 
 
+def test_the_ranges_that_the_readme_opens_with_are_those_of_the_columns_that_it_names():
+    """Of each model and setting: grouped_mm's time over ours, and our memory over grouped_mm's."""
+    rows = [
+        row for row in figures.rows_of(ROOT / "benchmarks" / "results" / "train_step.csv") if row["mode"] == "full"
+    ]
+    cases = {(row["config"], row["shape"], row["launch"]): {} for row in rows if row["contender"] == "grouped_mm"}
+    for row in rows:
+        case = cases.get((row["config"], row["shape"], row["launch"]), {})
+        case[row["contender"], row["metric"]] = float(row["median"])
+    speed, memory = (
+        {case: of["grouped_mm", metric] / of["sonicmoe-hf", metric] for case, of in cases.items()}
+        for metric in ("ms", "peak_GiB")
+    )
+    less = [case for case in cases if case[0] == "gpt-oss-20b" or "compiled layers" in case[2]]
+    usual = cases.keys() - set(less)
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    fastest, slowest = (f"{choose(speed[case] for case in usual):.2f}" for choose in (max, min))
+    smallest, largest = (f"{1 / choose(memory[case] for case in usual):.0%}" for choose in (max, min))
+    assert f"is {slowest} to {fastest} times as fast as with Transformers' default, `grouped_mm`," in text
+    assert f"in {smallest} to {largest} of its peak memory**: `ms` and `peak_GiB` in the" in text
+    first, last = (f"{choose(speed[case] for case in less):.2f}" for choose in (min, max))
+    assert f"gpt-oss-20b and compiled layers gain less, {first} to {last}." in text
+
+
 def test_figures_are_told_from_names():
     text = "bf16, sm_90, Qwen3-30B-A3B, H200: 1,453, 95.1 and 0.5%; 1.2 to 3.4k"
     assert figures.FIGURE.findall(text) == ["1,453", "95.1", "0.5%", "1.2", "3.4k"]
