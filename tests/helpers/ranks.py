@@ -1,5 +1,6 @@
 """Gloo ranks on this machine that stay up and run functions: starting processes is what costs time."""
 
+import gc
 import io
 import os
 import sys
@@ -48,6 +49,7 @@ def join(rank, world, store, **options):
 
 
 def _serve(rank, world, folder, pipe):
+    gc.freeze()  # what was imported once: the Trainer collects each time
     join(rank, world, f"{folder}/store")
     while (task := pipe.recv()) is not None:
         function, args, options = task
