@@ -299,6 +299,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         # a graph is of one length: only the last batch of an evaluation has another, and runs without
         options |= {"torch_compile_mode": "reduce-overhead", "dataloader_drop_last": True}
         torch._inductor.config.triton.cudagraph_skip_dynamic_graphs = True
+        torch._inductor.config.graph_partition = False  # or that setting leaves most operations out of the graphs
     return TrainingArguments(
         output_dir=arguments.output,
         max_steps=arguments.steps,

@@ -125,9 +125,11 @@ def begin_compiling(options: dict[str, Any]) -> None:
 
 def _write_settings(options: dict[str, Any], is_captured: bool) -> dict[str, Any]:
     """Write torch.compile's options with a mode of CAPTURED_MODES as Inductor's settings, without CUDA graphs where
-    layers are not to be captured; else for batches of one size."""
+    layers are not to be captured; else for batches of one size, each graph whole: torch 2.11 takes indices for sizes that
+    vary, and would leave most of a layer out of its graphs."""
     inductor = torch._inductor.list_mode_options(options["mode"])
-    settings = {**inductor, "triton.cudagraph_skip_dynamic_graphs": True, **(options.get("options") or {})}
+    whole = {"graph_partition": False, "triton.cudagraph_skip_dynamic_graphs": True}
+    settings = {**inductor, **whole, **(options.get("options") or {})}
     if not is_captured:
         settings["triton.cudagraphs"] = False
     return {**{name: value for name, value in options.items() if name != "mode"}, "options": settings}
@@ -161,6 +163,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def why_in_python(model: nn.Module) -> list[str]:
     """Say of a model with compiled layers what torch left to Python, each reason once with its remedy; [] of nothing."""
     return sorted({reason for call in calls_of_layers(model) for reason in call.reasons})
+
+
+def can_capture(model: nn.Module) -> bool:
+    """Tell whether compiled layers could be captured as CUDA graphs, and are not."""
+    calls = calls_of_layers(model)
+    return bool(calls) and all(call.module is call.layer and not call.is_captured for call in calls)
 
 
 def calls_of_layers(model: nn.Module) -> list[_Call]:

@@ -21,6 +21,7 @@ from .liger_loss import LigerLoss
 from .load_reports import send_histograms
 from .loss_scale import loss_with_scale
 from .methods import WhileTraining, find_callback, wrap_method
+from .module_walks import ModuleWalks
 from .packed_steps import PackedSteps, packed_step
 from .rank_states import save_rank_states
 from .report import FirstStepReport
@@ -127,7 +128,8 @@ def attach(
     The first step prints what is in force: layers, routing, backend, dtype, and which experts' weights are trained. On a
     GPU, the tenth step says how busy it is (where nvidia-ml-py is installed), and what would help. Where most of the
     first micro-batches have few tokens and new lengths, cuDNN's attention, which plans 80 ms for each new length, is off
-    until training ends. Liger's fused loss has larger chunks meanwhile: half a GiB of logits.
+    until training ends. Liger's fused loss has larger chunks meanwhile: half a GiB of logits. The model's train() and
+    parameters(), which a Trainer calls at each step, are loops in place of recursions.
 
     Args:
         compile: whether layers are compiled as by `compile_layers`, when training begins. By default where the arguments
@@ -180,7 +182,7 @@ def attach(
     if compiled is None or lengths is None or packed_steps is None:
         compiled, lengths, packed_steps = CompiledLayers(), VaryingLengths(), PackedSteps()
         callbacks[:0] = [compiled, lengths, packed_steps]  # what is compiled is compiled before others ask for it
-        for each in (LigerLoss(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
+        for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
             trainer.add_callback(each)
     if expanded_memory is not None:
         add_expanded_memory(trainer, expanded_memory)

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..compiling.layers import why_in_python
+from ..compiling.layers import can_capture, why_in_python
 from ..kernels.announce import is_first_rank
 from .lengths import VaryingLengths
 
@@ -22,6 +22,9 @@ COMPILE = (
     "compile each layer"
 )
 PACK = "attach(trainer, packed_tokens=8192), which computes the micro-batches of a step as one row without padding"
+CAPTURE = (
+    'torch_compile_mode="reduce-overhead" in the Trainer\'s arguments, which captures each layer as CUDA graphs of one size'
+)
 LARGER = "more sequences a micro-batch"
 FEW_LENGTHS = "attach(trainer, few_lengths=True), by which sizes come again"
 
@@ -71,4 +74,7 @@ class GpuAdvice(TrainerCallback):
             switches.append(FEW_LENGTHS)
         if not lengths.is_compiled and not varies:
             switches.append(COMPILE)
+        has_one_size = len(lengths.shapes) == 1 and not lengths.is_packed
+        if lengths.is_compiled and has_one_size and args.world_size == 1 and can_capture(model):
+            switches.append(CAPTURE)
         return "; ".join([*switches, LARGER])

@@ -177,6 +177,7 @@ def test_compiled_layers_follow_what_becomes_of_a_model_and_so_does_a_second_one
 def in_memory_of_a_graph(graph, inputs, options):
     """Compile as a CUDA graph does: each run of a backward pass writes to the memory of the one before."""
     assert options["triton.cudagraphs"] and options["triton.cudagraph_skip_dynamic_graphs"]
+    assert options["graph_partition"] is False, "or torch 2.11 leaves most of a layer out of its graph"
     assert options["shape_padding"] is False, "the caller's own"
 
     def backward(graph, inputs):

@@ -197,10 +197,13 @@ def trained(case, folder, compiled):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_the_trainer_captures_every_step_and_computes_the_same(case, tmp_path):
+def test_the_trainer_captures_every_step_and_computes_the_same(case, tmp_path, monkeypatch):
     expected = trained(case, tmp_path, compiled=False)
     counters.clear()
+    replayed, replay = set(), torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.add(id(graph)), replay(graph))[1])
     actual = trained(case, tmp_path, compiled=True)
+    assert 4 <= len(replayed) <= 8, "forward and backward of two layers, recorded once or twice, each graph whole"
     assert counters["inductor"]["cudagraph_skips"] == 0 and not counters["graph_break"]
     assert len(actual) == len(expected) == 6 + 6 + 2
     # bf16: compiled code rounds in other places, which the load of few tokens follows

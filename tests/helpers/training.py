@@ -141,7 +141,9 @@ def logs_of(trainer) -> list[dict]:
 def advise(trainer):
     """Let the advice of a Trainer's run see ten steps of a GPU that waits."""
     accumulated = trainer.args.gradient_accumulation_steps
-    args = SimpleNamespace(device=torch.device("cuda", 0), gradient_accumulation_steps=accumulated)
+    args = SimpleNamespace(
+        device=torch.device("cuda", 0), gradient_accumulation_steps=accumulated, world_size=trainer.args.world_size
+    )
     for step in gpu_advice.SAMPLED_STEPS:
         find_callback(trainer, gpu_advice.GpuAdvice).on_step_end(
             args, TrainerState(global_step=step), None, model=trainer.model

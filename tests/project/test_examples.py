@@ -209,7 +209,7 @@ def test_finetune_measures_a_compiled_model_with_random_weights_and_writes_nothi
         (1024, (), None, False),
     ],
 )
-@torch._inductor.config.patch("triton.cudagraph_skip_dynamic_graphs", False)
+@torch._inductor.config.patch({"triton.cudagraph_skip_dynamic_graphs": False, "graph_partition": True})
 def test_finetune_compiles_what_pays_at_the_tokens_of_a_step(tokens, options, mode, layers):
     finetune = load("finetune")
     parsed = finetune.parse_arguments(["--batch-size", "2", "--sequence-length", str(tokens // 2), *options])
@@ -217,6 +217,7 @@ def test_finetune_compiles_what_pays_at_the_tokens_of_a_step(tokens, options, mo
     assert (args.torch_compile_mode, finetune.compiles_layers(parsed)) == (mode, layers)
     assert args.torch_compile == ("--compile" in options and not layers)
     assert torch._inductor.config.triton.cudagraph_skip_dynamic_graphs == (mode is not None)
+    assert torch._inductor.config.graph_partition == (mode is None)
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,15 @@ def collated(lengths):
 SWITCHES = {
     "attach(trainer, packed_tokens=8192), which computes the micro-batches of a step as one row": (
         {"max_steps": 1, "gradient_accumulation_steps": 2},
+        {},
         {"packed_tokens": 8192},
     ),
-    "attach(trainer, few_lengths=True), by which sizes come again": ({"max_steps": 2}, {"few_lengths": True}),
+    "attach(trainer, few_lengths=True), by which sizes come again": ({"max_steps": 2}, {}, {"few_lengths": True}),
+    'torch_compile_mode="reduce-overhead" in the Trainer\'s arguments': (
+        {"max_steps": 1, "torch_compile": True, "torch_compile_backend": "eager"},
+        {"torch_compile_mode": "reduce-overhead"},
+        {},
+    ),
 }
 
 
@@ -108,16 +114,17 @@ def test_experts_whose_forward_was_replaced_under_compilation_are_patched_again(
 @pytest.mark.parametrize("words", SWITCHES)
 def test_what_the_advice_on_a_waiting_gpu_names_trains_the_same(words, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 35)
-    options, attached = SWITCHES[words]
+    options, *switches = SWITCHES[words]
     columns = batch(length=48, padding=True)
     rows = [{name: column[row] for name, column in columns.items()} for row in range(4)]
     losses = []
-    for switches in ({}, attached):
+    for arguments, attached in ({}, {}), switches:
+        options = {**options, **arguments}
         trainer = trainer_for(build_patched("qwen3_moe", **ONE), tmp_path, per_device_train_batch_size=2, **options)
         trainer.train_dataset, trainer.data_collator = rows, collated((48, 47))
-        sonicmoe_hf.attach(trainer, **switches)
+        sonicmoe_hf.attach(trainer, **attached)
         trainer.train()
-        with says("What helps"), silent(words) if switches else says(words):
+        with says("What helps"), silent(words) if arguments or attached else says(words):
             advise(trainer)
         losses.append([log["loss"] for log in logs_of(trainer)])
     assert losses[1] == pytest.approx(losses[0], rel=EXACT)

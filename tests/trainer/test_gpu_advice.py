@@ -8,6 +8,7 @@ import torch
 from helpers.models import build_patched
 from transformers import TrainerState
 
+import sonicmoe_hf
 from sonicmoe_hf.trainer import gpu_advice
 from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
 from sonicmoe_hf.trainer.lengths import VaryingLengths
@@ -55,6 +56,24 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
     ],
 )
 def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, switches):
-    observed, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=accumulated)
+    observed, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=accumulated, world_size=1)
     vars(observed).update(settings, shapes={(2, length) for length in lengths})
     assert GpuAdvice(observed)._switches(args, build_patched("qwen3_moe")) == "; ".join([*switches, gpu_advice.LARGER])
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize(
+    ("shapes", "world_size", "mode", "is_advised"),
+    [
+        ({(2, 16)}, 1, None, True),
+        ({(2, 16), (2, 17)}, 1, None, False),
+        ({(2, 16)}, 2, None, False),
+        ({(2, 16)}, 1, "reduce-overhead", False),
+    ],
+)
+def test_compiled_layers_of_one_size_could_be_captured(shapes, world_size, mode, is_advised):
+    observed, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=1, world_size=world_size)
+    observed.is_compiled, observed.shapes = True, shapes
+    model = build_patched("qwen3_moe")
+    sonicmoe_hf.compile_layers(model, mode=mode, backend=lambda graph, inputs, **options: graph)
+    assert (gpu_advice.CAPTURE in GpuAdvice(observed)._switches(args, model)) == is_advised
