@@ -23,7 +23,7 @@ COMPILE = (
 )
 PACK = "attach(trainer, packed_tokens=8192), which computes the micro-batches of a step as one row without padding"
 CAPTURE = (
-    'torch_compile_mode="reduce-overhead" in the Trainer\'s arguments, which captures each layer as CUDA graphs of one size'
+    "torch_compile_mode='reduce-overhead', which captures each layer as CUDA graphs, of one size of micro-batches"
 )
 LARGER = "more sequences a micro-batch"
 FEW_LENGTHS = "attach(trainer, few_lengths=True), by which sizes come again"

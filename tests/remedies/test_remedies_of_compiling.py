@@ -89,7 +89,7 @@ SWITCHES = {
         {"packed_tokens": 8192},
     ),
     "attach(trainer, few_lengths=True), by which sizes come again": ({"max_steps": 2}, {}, {"few_lengths": True}),
-    'torch_compile_mode="reduce-overhead" in the Trainer\'s arguments': (
+    "torch_compile_mode='reduce-overhead', which captures each layer": (
         {"max_steps": 1, "torch_compile": True, "torch_compile_backend": "eager"},
         {"torch_compile_mode": "reduce-overhead"},
         {},
