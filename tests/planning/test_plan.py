@@ -144,7 +144,7 @@ def test_a_long_sequence_takes_what_pieces_and_offloading_leave(hub, capsys):
     assert memory(Step(sizes, cut)).activations - offloaded.activations == pytest.approx((48 - 2) * stream, rel=0.05)
     per_token = (memory(Step(sizes, more)).activations - memory(Step(sizes, cut)).activations) / cut.tokens
     assert per_token == pytest.approx(
-        Step(sizes, cut).layer_bytes + 12 * sizes.mixer_output + 48 * 2 * sizes.hidden, rel=0.1
+        Step(sizes, cut).layer_bytes + 12 * sizes.attention.output + 48 * 2 * sizes.hidden, rel=0.1
     )
 
 
@@ -335,7 +335,7 @@ def test_attention_with_sinks_is_planned_as_it_is_loaded():
     by_name = {way.name: way for way in ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)}
     assert by_name["LoRA, one GPU"].training.attention == "torch_sinks"
     eager = by_name["full fp32, one GPU"]
-    assert eager.training.attention is None and sizes.attention == "eager"
+    assert eager.training.attention is None and sizes.attention.kind == "eager"
     assert (
         memory(Step(sizes, Training(method="lora", tokens=4096))).total
         > by_name["LoRA, one GPU + checkpointing"].memory.total

@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...attention.pieces import PIECE_BYTES
+from .attention_sizes import AttentionLinear, of_eager
 from .run_time import MAX_ROWS, gathers_tokens, is_in_pieces, makes_room_for_all_ranks
-from .sizes import FP32_STREAMS, AttentionLinear, ModelSizes, of_eager
+from .sizes import FP32_STREAMS, ModelSizes
 from .training import Training
 
 NORM_COPIES = 5 * 4.0  # bytes of a feature in the backward of Transformers' RMSNorm: five tensors in fp32
@@ -35,7 +36,7 @@ class Step(NamedTuple):
     def adapted(self) -> list[AttentionLinear]:
         """The attention's linear layers that have adapters."""
         targets, r = self.training.targets, self.training.r
-        return [p for p in self.sizes.attention_linears if (targets is None or p.name in targets) and r]
+        return [p for p in self.sizes.attention.linears if (targets is None or p.name in targets) and r]
 
     @property
     def adapter_parameters(self) -> tuple[int, int]:
@@ -118,16 +119,17 @@ class Step(NamedTuple):
     @property
     def score_bytes(self) -> tuple[float, float]:
         """Bytes of a query and a key in a layer's attention, (kept for backward, made beside that)."""
-        sizes, training = self
-        if training.attention in (None, sizes.attention):
-            return sizes.kept_per_score, sizes.made_per_score
-        return of_eager(sizes.heads) if training.attention == "eager" else (0.0, 0.0)
+        attention, training = self.sizes.attention, self.training
+        if training.attention in (None, attention.kind):
+            return attention.kept_per_score, attention.made_per_score
+        return of_eager(attention.heads) if training.attention == "eager" else (0.0, 0.0)
 
     @property
     def layer_bytes(self) -> float:
         """Bytes that a layer keeps of a token for backward: norms, inputs of linear layers,
         attention, h, adapters' rows."""
         sizes, training = self
+        attention = sizes.attention
         hidden, full, adapted = sizes.hidden, training.full, self.adapted
         has_experts_adapters = training.experts_r and not full
         inputs = 5 if training.fp32_stream else 2  # q, k and v share one, but for casts of autocast
@@ -137,15 +139,15 @@ class Step(NamedTuple):
         kept += 2.0 * sizes.experts_hidden if has_experts_adapters else 0.0
         if full and sizes.experts_hidden != hidden:  # latents: what experts read, and what becomes hidden states again
             kept += 2 * 2.0 * sizes.experts_hidden
-        kept += 2.0 * (sizes.mixer + sizes.mixer_output) + self.norm_bytes(sizes.head_norms, fp32=False)
+        kept += 2.0 * (attention.features + attention.output) + self.norm_bytes(attention.head_norms, fp32=False)
         if full or any(p.name == "o_proj" for p in adapted):
-            kept += 2.0 * sizes.mixer_output  # the contiguous copy that o_proj reads
-        read = sizes.attention_linears if full else adapted
+            kept += 2.0 * attention.output  # the contiguous copy that o_proj reads
+        read = attention.linears if full else adapted
         kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
         kept += self.score_bytes[0] * training.sequence
-        kept += 2 * 2.0 * sizes.gated_output  # the gate's sigmoid and what it gates
+        kept += 2 * 2.0 * attention.gated_output  # the gate's sigmoid and what it gates
         kept += (4.0 + 2.0) * hidden * sizes.gated_norms  # likewise, the sigmoid in fp32
-        kept += LIGHTNING * sizes.lightning
+        kept += LIGHTNING * attention.lightning
         if sizes.streams > 1:
             kept += STREAM_COPIES * 4.0 * sizes.hidden * sizes.streams
         rows = self.rows
@@ -164,6 +166,7 @@ class Step(NamedTuple):
         need a' only before dx, frozen experts never.
         """
         sizes, training = self
+        attention = sizes.attention
         rows = 2.0 * (MAX_ROWS / training.tokens if self.is_in_pieces else self.rows)
         dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
         a = a if training.full or training.experts_r else 0.0
@@ -174,11 +177,13 @@ class Step(NamedTuple):
             around += 2 * (2.0 * sizes.experts_hidden + self.exchanged_bytes)
         before = max(dh + a + dh - h, dh + dx - h + (a if training.full else 0.0)) + around
         if self.is_in_pieces:  # attention's: dq in fp32 too, dk and dv of every query head, and dout
-            before = max(before, 12.0 * sizes.mixer_output)
+            before = max(before, 12.0 * attention.output)
         before = max(before, self.score_bytes[1] * training.sequence)
         if training.liger is not True:  # a norm's backward: behind the experts beside h; before them; of q and k
             h = 0.0 if sizes.norms > 2 else h
-            of_heads = NORM_COPIES * sizes.head_norms - 2.0 * (sizes.mixer + sizes.mixer_output) - 4.0 * sizes.hidden
+            of_heads = (
+                NORM_COPIES * attention.head_norms - 2.0 * (attention.features + attention.output) - 4.0 * sizes.hidden
+            )
             before = max(before, max(NORM_COPIES * sizes.hidden, of_heads) - h + 2 * self.stream_bytes)
         return max(before, again), (a - h + around) if training.full else 0.0
 
@@ -190,14 +195,15 @@ class Step(NamedTuple):
         at once, beside queries before and after RoPE.
         """
         sizes, training = self
+        attention = sizes.attention
         rows = 2.0 * (MAX_ROWS / training.tokens if self.is_in_pieces else self.rows)
         around = 3 * self.stream_bytes + 2.0 * sizes.hidden  # and what the norm before made
         h = rows * sizes.up_rows * sizes.inner
         experts = rows * (sizes.inner + sizes.experts_hidden) + 2.0 * sizes.experts_hidden + around
-        keys = training.sequence / sizes.index_rate
-        if keys <= sizes.index_topk or not sizes.index_heads:
+        keys = training.sequence / attention.index_rate
+        if keys <= attention.index_topk or not attention.index_heads:
             return experts + (0.0 if self.keeps_h else h)
-        scores = min(4.0 * sizes.index_heads * keys, PIECE_BYTES / training.tokens)
+        scores = min(4.0 * attention.index_heads * keys, PIECE_BYTES / training.tokens)
         later = (h if self.keeps_h else 0.0) + sizes.plain_copies * 2.0 * sizes.plain_inner / sizes.layers
-        later += 2.0 * sizes.mixer_output + self.norm_bytes(sizes.hidden, self.has_fp32_stream)
-        return max(experts, 2 * scores + 2.0 * sizes.queries + around - later)
+        later += 2.0 * attention.output + self.norm_bytes(sizes.hidden, self.has_fp32_stream)
+        return max(experts, 2 * scores + 2.0 * attention.queries + around - later)

@@ -147,9 +147,9 @@ def ways_of(
     planned = []
     for training in _trainings(sizes, gpus, *in_sequences(tokens, sequence)):
         if method in (None, training.method):
-            if sizes.in_pieces:  # as from_pretrained chooses; of sinks with bf16 weights on a GPU
+            if sizes.attention.in_pieces:  # as from_pretrained chooses; of sinks with bf16 weights on a GPU
                 training = replace(training, attention=TORCH_PIECES)
-            elif sizes.has_sinks and _is_loaded_in_bf16(training):
+            elif sizes.attention.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=TORCH_SINKS)
             planned.append(Way(Step(sizes, training), gpu_memory))
     packed = [way for way in planned if way.training.method == "qlora"]
