@@ -17,7 +17,7 @@ from .rules import AdapterConfig, NotPlainLoRAError, name_in_trained_model
 from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel, product_shape
 
 SHOWN = 4  # of the names in an error
-EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+EXPERT_MODULE = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
 SAVED_TWICE = re.compile(r"\.(modules_to_save|original_module)(?=\.\w+$)")  # of a model whose vocabulary was resized
 MIXED = "{path} has factors of {name} for all experts and for single ones: the file mixes two forms"
 
@@ -72,7 +72,7 @@ class Assignment:
 
     def _find_weight(self, trained: str, depth: int) -> AdaptedWeight | None:
         """Find the weight that the wrapper at this depth around a module of the trained model adapts, or None."""
-        module, single = self.trained.in_model(trained), EXPERT.match(trained)
+        module, single = self.trained.in_model(trained), EXPERT_MODULE.match(trained)
         if module in self.trained.modules:
             adapted = self.trained.target_parameters(module)
             if depth < len(adapted):
@@ -96,7 +96,7 @@ class Assignment:
     def _unknown(self, name: str, module: str) -> CheckpointError:
         keys = map(KEY.match, self.names_in_file)
         if self.trained.in_model(module) in self.trained.experts and any(
-            key and EXPERT.match(key["module"]) for key in keys
+            key and EXPERT_MODULE.match(key["module"]) for key in keys
         ):
             return CheckpointError(MIXED.format(path=self.path, name=name))
         targets = ", ".join(self.config.entries.get("target_parameters") or ()) or "none"

@@ -20,7 +20,7 @@ from ..layer.experts_module import has_gate, is_experts, weight_names
 from ..lora.factors import Factors, as_alpha, split_gate_and_up
 from ..lora.names import PREFIX, endings, is_in_router
 from .adapter import Adapter, is_in_pefts_form, is_interleaved
-from .assignment import EXPERT
+from .assignment import EXPERT_MODULE
 from .peft_form import MERGED, new_config, wrapper_tensors
 from .trained_model import decoder_name
 
@@ -146,7 +146,7 @@ def engine_form(
     single = [
         name
         for name in every
-        if name not in linear and f"{PREFIX}{name}.lora_A.weight" in tensors and EXPERT.match(name)
+        if name not in linear and f"{PREFIX}{name}.lora_A.weight" in tensors and EXPERT_MODULE.match(name)
     ]
     fused = [name for name in by_name if by_name[name].a.dim() == 3 and "{expert}" not in name]
     target_modules = [*sorted(endings(linear, every, lengths=(1, 2))), *sorted(endings(single, every, lengths=(1, 3)))]

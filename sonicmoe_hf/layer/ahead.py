@@ -30,8 +30,8 @@ class Nesting(Protocol):
         """Make the arguments of their leaves."""
 
 
-class Sizes(NamedTuple):
-    """A tensor without its contents."""
+class TensorSizes(NamedTuple):
+    """The sizes of a tensor, without its contents."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ def begin(launches: Callable, form: Nesting, leaves: Sequence[Any]) -> None:
     """
     if not any(isinstance(leaf, torch.Tensor) and is_gpu(leaf.device) for leaf in leaves):
         return
-    sizes = tuple(map(_sizes, leaves))
+    sizes = tuple(map(_sizes_of, leaves))
     if (launches, sizes) not in _begun:
         _begun.add((launches, sizes))
         threading.Thread(target=_compile, args=(launches, form, sizes), name=THREAD, daemon=True).start()
@@ -81,13 +81,13 @@ def kernels_of(launches: Callable, arguments: Sequence[Any]) -> KernelList:
     return kernels
 
 
-def _sizes(leaf: Any) -> Any:
+def _sizes_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return Sizes(leaf.dtype, tuple(map(example_size, leaf.shape)), tuple(map(example_size, leaf.stride())))
+        return TensorSizes(leaf.dtype, tuple(map(example_size, leaf.shape)), tuple(map(example_size, leaf.stride())))
     return example_size(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
 
 def _on_meta(leaf: Any) -> Any:
-    if isinstance(leaf, Sizes):
+    if isinstance(leaf, TensorSizes):
         return torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="meta")
     return leaf

@@ -16,7 +16,7 @@ CAPTURED = (
     "(experts_memory=None) to capture steps"
 )
 NOT_PINNED = "the driver did not pin {gib:.1f} GiB of host memory for experts (CUDA error {code}); {remedy}"
-REMEDY = "keep more experts on the GPU (a larger experts_memory), or use a smaller format (experts_quantization)"
+HOLD_FEWER = "keep more experts on the GPU (a larger experts_memory), or use a smaller format (experts_quantization)"
 
 
 def page_aligned(nbytes: int, file: int | None = None) -> torch.Tensor:
@@ -107,7 +107,7 @@ class CudaCopies(Copies):
         with torch.cuda.device(self.device):  # a context must be there
             code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
         if code:
-            raise MemoryError(NOT_PINNED.format(gib=host.nbytes / 2**30, code=code, remedy=REMEDY))
+            raise MemoryError(NOT_PINNED.format(gib=host.nbytes / 2**30, code=code, remedy=HOLD_FEWER))
 
     def unpin(self, host: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())

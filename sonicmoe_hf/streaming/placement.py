@@ -15,7 +15,7 @@ from ..layer.holding import Holder, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from ..private.transformers import mark_initialized
-from .copies import REMEDY
+from .copies import HOLD_FEWER
 from .host_memory import HostMemory, digest_of
 from .memory import AUTO, EXPERTS_MEMORY, bytes_for_auto, choose_resident, free_on_host, packed_nbytes
 from .stream import ExpertsStream, HostLayer, room_for
@@ -101,7 +101,7 @@ class Placement:
         if free is not None and nbytes > free:
             raise MemoryError(
                 f"experts_memory={experts_memory!r} puts {nbytes / 2**30:.1f} GiB of experts in host memory, where "
-                f"{free / 2**30:.1f} GiB are free; {REMEDY}"
+                f"{free / 2**30:.1f} GiB are free; {HOLD_FEWER}"
             )
         self.layers |= zip(new, _reserve(stream, len(new), self.memory, [*rooms.values()]))
 

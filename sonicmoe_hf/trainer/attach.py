@@ -177,13 +177,7 @@ def attach(
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
-    compiled, lengths = find_callback(trainer, CompiledLayers), find_callback(trainer, VaryingLengths)
-    packed_steps = find_callback(trainer, PackedSteps)
-    if compiled is None or lengths is None or packed_steps is None:
-        compiled, lengths, packed_steps = CompiledLayers(), VaryingLengths(), PackedSteps()
-        callbacks[:0] = [compiled, lengths, packed_steps]  # what is compiled is compiled before others ask for it
-        for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
-            trainer.add_callback(each)
+    compiled, lengths, packed_steps = _step_callbacks(trainer)
     if expanded_memory is not None:
         add_expanded_memory(trainer, expanded_memory)
     lengths.few_lengths = lengths.few_lengths if few_lengths is None else few_lengths
@@ -192,6 +186,25 @@ def attach(
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
+    _wrap_methods(trainer)
+    return callback
+
+
+def _step_callbacks(trainer) -> tuple[CompiledLayers, VaryingLengths, PackedSteps]:
+    """Find the callbacks that `attach` gives settings, or add them and those that take none."""
+    compiled, lengths = find_callback(trainer, CompiledLayers), find_callback(trainer, VaryingLengths)
+    packed_steps = find_callback(trainer, PackedSteps)
+    if compiled is None or lengths is None or packed_steps is None:
+        compiled, lengths, packed_steps = CompiledLayers(), VaryingLengths(), PackedSteps()
+        # what is compiled is compiled before others ask for it
+        trainer.callback_handler.callbacks[:0] = [compiled, lengths, packed_steps]
+        for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
+            trainer.add_callback(each)
+    return compiled, lengths, packed_steps
+
+
+def _wrap_methods(trainer) -> None:
+    """Wrap the methods of the Trainer in the functions above."""
     for name in LOADING_METHODS:
         wrap_method(trainer, name, load_whole)
     wrap_method(trainer, "log", _log_with_load)
@@ -201,4 +214,3 @@ def attach(
     wrap_method(trainer, "compute_loss", _compute_loss)
     if type(trainer).floating_point_ops is Trainer.floating_point_ops:
         wrap_method(trainer, "floating_point_ops", count_flops)
-    return callback

@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
-from sonicmoe_hf.checkpoints.writing.rounding_effects import REMEDY, TO_NEAREST
+from sonicmoe_hf.checkpoints.writing.rounding_effects import SERVE_UNROUNDED, TO_NEAREST
 from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.tools.checking.places import remedy_of_rounding
@@ -81,7 +81,7 @@ def test_what_an_adapter_learned_is_in_the_merged_file(name, tmp_path):
         remedy_of_rounding(tmp_path / base, tmp_path / merged)
         for base, merged in (("base", "nearest"), ("base", "dithered"), ("bf16", "nearest"))
     ]
-    assert remedies == [TO_NEAREST, REMEDY, REMEDY], "what check says of them"
+    assert remedies == [TO_NEAREST, SERVE_UNROUNDED, SERVE_UNROUNDED], "what check says of them"
 
 
 @pytest.mark.pinned

@@ -33,7 +33,7 @@ from sonicmoe_hf.tools.planning.memory import GIB, experts_bytes, memory
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import Training
-from sonicmoe_hf.tools.planning.ways import GAPS, LIGER, in_sequences, left_out, shown, ways_of
+from sonicmoe_hf.tools.planning.ways import GAPS, LIGER, choose_shown, in_sequences, ways_of, why_left_out
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B, config_from
 
 pytestmark = pytest.mark.pinned
@@ -230,7 +230,7 @@ def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_sp
     biases = 58 * 256  # the routers', which are buffers here
     assert sizes.total + biases == 671_026_419_200, "as the model card says: 671 billion"
     ways = ways_of(sizes, gpus=8, gpu_memory=80, tokens=4096)
-    fitting, _ = shown(ways)
+    fitting, _ = choose_shown(ways)
     (way,) = fitting
     assert way.name == "QLoRA NF4, r=8, expert parallelism + checkpointing"
     assert "DeepSeek-V3 --experts-quantization nf4" in way.command and "convert" not in way.command
@@ -250,7 +250,7 @@ def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_sp
 )
 def test_deepseek_v3_fits_on_few_gpus_of_80_gib_with_its_experts_in_host_memory(hub, gpus, tokens, parts, options):
     sizes = sizes_of_checkpoint(str(hub / "deepseek-ai" / "DeepSeek-V3"))
-    (way,), _ = shown(ways_of(sizes, gpus=gpus, gpu_memory=80, tokens=tokens, method="qlora"))
+    (way,), _ = choose_shown(ways_of(sizes, gpus=gpus, gpu_memory=80, tokens=tokens, method="qlora"))
     parallel = "DDP" if gpus > 1 else "one GPU"
     assert way.name == f"QLoRA NF4 {parts}, 314 GiB of experts in host memory, {parallel} + checkpointing"
     assert way.command.endswith(options) and way.memory.host == experts_bytes(sizes, "nf4")
@@ -278,7 +278,7 @@ def test_kimi_k25_fits_on_one_card_of_80_gib_by_a_small_rank_and_on_eight_of_141
         (4, 80, "INT4 linear too, 8-bit Adam, r=4, 532 GiB of experts", f"--experts-memory 4GiB --replicate{small}"),
         (8, 141, "INT4, r=8, expert parallelism", "--sequence-length 4096 --batch-size 1"),
     ):
-        fitting, _ = shown(ways_of(sizes, gpus=gpus, gpu_memory=memory_, tokens=4096, method="qlora"))
+        fitting, _ = choose_shown(ways_of(sizes, gpus=gpus, gpu_memory=memory_, tokens=4096, method="qlora"))
         way = fitting[-1]  # beside r = 16 by FSDP2 on eight
         assert words in way.name and way.command.endswith(options) and " --experts-quantization int4" in way.command
 
@@ -309,7 +309,7 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     }  # DeepSeek-V4's, which --dequantize does not know
     ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
     assert {way.training.experts for way in ways} == {"mxfp4"}
-    assert "convert" in left_out(sizes_of(config)), "which reads both"
+    assert "convert" in why_left_out(sizes_of(config)), "which reads both"
     with pytest.raises(UnsupportedModelError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
         ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096, method="full")
 

@@ -20,7 +20,7 @@ from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.demo import corpus
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint
-from sonicmoe_hf.tools.planning.ways import left_out, shown, ways_of
+from sonicmoe_hf.tools.planning.ways import choose_shown, ways_of, why_left_out
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.pinned
@@ -76,7 +76,7 @@ def test_the_planned_commands_load_their_checkpoint(family, methods, converts, t
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     corpus.train_tokenizer([TEXT], 300).save_pretrained(folder)
     sizes = sizes_of_checkpoint(str(folder))
-    ways, _ = shown(ways_of(sizes, gpus=1, gpu_memory=80, tokens=64))
+    ways, _ = choose_shown(ways_of(sizes, gpus=1, gpu_memory=80, tokens=64))
     assert {way.training.method for way in ways} == methods
     loaders = {
         "finetune": lambda example, options: example.load_model([TEXT], options)[0],
@@ -87,7 +87,7 @@ def test_the_planned_commands_load_their_checkpoint(family, methods, converts, t
         _, path, options = parts_of(way.command)
         example = load(path.stem)
         assert sonicmoe_hf.is_patched(loaders[path.stem](example, example.parse_arguments(options))), way.command
-    _, _, convert = (left_out(sizes) or "").partition("sonicmoe-hf ")
+    _, _, convert = (why_left_out(sizes) or "").partition("sonicmoe-hf ")
     assert bool(convert) is converts
     if converts:
         assert main(shlex.split(convert.replace("FOLDER", str(tmp_path / "bf16")))) == 0
@@ -107,7 +107,7 @@ def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monk
     tokenizer.save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     ways = ways_of(sizes_of_checkpoint("tiny"), gpus=1, gpu_memory=8, tokens=64, method=method)
-    fitting, _ = shown(ways)
+    fitting, _ = choose_shown(ways)
     assert fitting
     for way in fitting:
         launcher, path, options = parts_of(way.command)

@@ -12,7 +12,7 @@ import torch
 LAYER = re.compile(r"^(.*?\.?layers\.\d+)\.")
 UNMERGED = "serve the adapter beside the base, unmerged (sonicmoe-hf convert ADAPTER DST --layout vllm)"
 PRODUCTS = (("error", "error"), ("change", "change"), ("error", "change"), ("weight", "weight"))  # that are summed
-REMEDY = f"{UNMERGED}, or leave --quantize out and serve bf16"
+SERVE_UNROUNDED = f"{UNMERGED}, or leave --quantize out and serve bf16"
 TO_NEAREST = f"merge it by --rounding dithered, or {UNMERGED}"  # where it was rounded to nearest
 DITHERED = "dithered rounding"  # so called in the card of a folder
 
@@ -39,7 +39,7 @@ class Roundings:
     def __init__(self, format: str):
         self._format = format
         self._sums: dict[tuple[str, int | None], list[float]] = {}
-        self._rounding, self._remedy = "rounding", REMEDY
+        self._rounding, self._remedy = "rounding", SERVE_UNROUNDED
 
     def add(
         self,
@@ -53,7 +53,7 @@ class Roundings:
         """Add a matrix of the weight `name`: as it was, with the change, and with the change and rounded. expert: its
         number in a weight that holds all. is_dithered: how one is rounded that had the format already; None of others."""
         if is_dithered is not None:
-            self._rounding, self._remedy = (DITHERED, REMEDY) if is_dithered else ("rounding", TO_NEAREST)
+            self._rounding, self._remedy = (DITHERED, SERVE_UNROUNDED) if is_dithered else ("rounding", TO_NEAREST)
         tensors = {
             "error": rounded - exact.float(),
             "change": exact.float() - before.float(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -64,9 +64,7 @@ def check_adapter(
     with_tokenizer = [folder for folder in (adapter_folder, base_folder) if has_tokenizer(folder)]
     if not with_tokenizer:
         raise CheckpointError(f"neither {base} nor {adapter} has a tokenizer; save the model's into one of them")
-    for file in with_tokenizer[0].glob("tokenizer*.json"):
-        read_json(file)  # which names a damaged one
-    tokenizer = AutoTokenizer.from_pretrained(with_tokenizer[0])
+    tokenizer = _read_tokenizer(with_tokenizer[0])
     texts = texts_for(tokenizer, text, MORE * NUM_TEXTS)
     client = None if server is None else Server(server, tokenizer)
 
@@ -75,15 +73,7 @@ def check_adapter(
 
     served = observe_texts(texts[:NUM_TEXTS])
     places = list(observe_merged(base_folder, merged, loading, texts, say))  # one model is in memory at a time
-    unpacked = None  # the base's scores as it is stored: an adapter of packed experts may have been merged into that
-    if loading.experts_quantization is not None and any(each.dtype is not None for each in places):
-        say(f"loading {base} as it is stored")
-        unpacked = scores_of(loading._replace(experts_quantization=None).model(base_folder), texts, base, say)
-    say(f"loading {base}")
-    trained = loading.model(base_folder)
-    if unpacked is not None:
-        packed = scores_of(trained, texts, base, say)
-        places = [each.with_nearer_base(unpacked, packed) for each in places]
+    trained, places = _load_base(base, loading, places, texts, say)
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
         places += observe_adapted(trained, base_folder, in_other_forms, texts, new, say)
@@ -96,3 +86,27 @@ def check_adapter(
             change = reference.change(used)
     results.sort(key=lambda each: folders.index(each.place) if each.place in folders else -1)
     return Check(change.abs().mean().item(), len(change), results)
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer in a folder. Raises CheckpointError, which names the file, where it is damaged."""
+    for file in folder.glob("tokenizer*.json"):
+        read_json(file)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _load_base(
+    base: str, loading: Loading, places: list[Observation], texts: list[Text], say: Callable[[str], None]
+) -> tuple[Any, list[Observation]]:
+    """Load the base, and give places the nearer of its two forms: an adapter of packed experts may have been merged into
+    the base as it is stored."""
+    folder, unpacked = local_folder(base), None
+    if loading.experts_quantization is not None and any(each.dtype is not None for each in places):
+        say(f"loading {base} as it is stored")
+        unpacked = scores_of(loading._replace(experts_quantization=None).model(folder), texts, base, say)
+    say(f"loading {base}")
+    model = loading.model(folder)
+    if unpacked is not None:
+        packed = scores_of(model, texts, base, say)
+        places = [each.with_nearer_base(unpacked, packed) for each in places]
+    return model, places

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...checkpoints.writing.model_card import is_dithered
-from ...checkpoints.writing.rounding_effects import REMEDY, TO_NEAREST
+from ...checkpoints.writing.rounding_effects import SERVE_UNROUNDED, TO_NEAREST
 from .models import Loading, Scores, adapted, scores_of, stored_dtype
 from .server import Server
 from .texts import Text
@@ -97,7 +97,7 @@ def observe_adapted(
 def remedy_of_rounding(base: Path, merged: Path) -> str:
     """Name the remedy where rounding packed weights dropped an adapter's change: a dither, unless the checkpoint had one,
     or the base is not packed, and so cannot be dithered."""
-    return TO_NEAREST if stored_dtype(base) is None and not is_dithered(merged) else REMEDY
+    return TO_NEAREST if stored_dtype(base) is None and not is_dithered(merged) else SERVE_UNROUNDED
 
 
 def _observation(folder: str, scores: Scores, dtype: torch.dtype | None) -> Observation:

@@ -6,11 +6,15 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..planning.memory import GIB
 from ..planning.sizes import ModelSizes, sizes_of_checkpoint
-from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, advice, left_out, shown, usual, ways_of
+from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, advice, choose_shown, choose_usual, ways_of, why_left_out
 from .example import FOLDER
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
     "experts": "experts",
@@ -43,7 +47,7 @@ def plan(
     sizes = sizes_of_checkpoint(model)
     batch = {"tokens": tokens or max(SEQUENCE, sequence_length), "sequence": sequence_length}
     ways = ways_of(sizes, gpus=gpus, gpu_memory=gpu_memory, method=method, **batch)
-    notes = [*sizes.notes, *filter(None, [left_out(sizes)])]
+    notes = [*sizes.notes, *filter(None, [why_left_out(sizes)])]
     if as_json:
         facts = {
             "model": sizes.name,
@@ -59,7 +63,7 @@ def plan(
     else:
         _print(
             sizes,
-            ways if all else usual(sizes, ways),
+            ways if all else choose_usual(sizes, ways),
             notes,
             f"{gpus} GPU{'s' * (gpus > 1)} of {gpu_memory:g} GiB",
             len(ways),
@@ -94,14 +98,12 @@ def _print(
 ) -> None:
     """Print the ways that fit as a table, their commands, and what does not fit. num_ways: those left out included.
     is_all: whether all were asked for, and what they leave room for."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from .console import make_console
 
     console = make_console(soft_wrap=True)
-    fitting, too_large = shown(ways)
+    fitting, too_large = choose_shown(ways)
     console.print(
         f"{escape(sizes.name)}: {sizes.total / 1e9:.1f}e9 parameters, {sizes.experts / sizes.total:.0%} of them in "
         f"experts; {gpus}, {ways[0].training.tokens:,} tokens a step and GPU"
@@ -109,16 +111,7 @@ def _print(
     for note in notes:
         console.print(f"[yellow]note: {escape(note)}[/]")
     if fitting:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
-        table.add_column("", justify="right")
-        table.add_column("what fits, GiB of a GPU at the peak")
-        for heading in ("all", *PARTS.values()):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for number, way in enumerate(fitting, 1):
-            parts = (getattr(way.memory, part) / GIB for part in PARTS)
-            cells = (f"{part:.1f}" if part >= 0.05 else "-" for part in parts)
-            table.add_row(str(number), escape(way.name), f"{way.memory.total / GIB:.1f}", *cells)
-        console.print(table, soft_wrap=False)
+        console.print(_table_of(fitting), soft_wrap=False)
         for number, way in enumerate(fitting, 1):
             console.print(f"[bold]{number}[/]  {escape(runnable(way.command))}")
         console.print(f"{escape(TRAINED_ON)}\n\n{advice(fitting)}")
@@ -140,3 +133,21 @@ def _print(
         "card has fewer GiB than its name says: 80GB counts as 79, 24GB as 23.5, and sonicmoe-hf doctor prints what is "
         "there, for --gpu-memory."
     )
+
+
+def _table_of(ways: list[Way]) -> Table:
+    """Make the table of ways and the parts of their memory."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
+    table.add_column("", justify="right")
+    table.add_column("what fits, GiB of a GPU at the peak")
+    for heading in ("all", *PARTS.values()):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, way in enumerate(ways, 1):
+        parts = (getattr(way.memory, part) / GIB for part in PARTS)
+        cells = (f"{part:.1f}" if part >= 0.05 else "-" for part in parts)
+        table.add_row(str(number), escape(way.name), f"{way.memory.total / GIB:.1f}", *cells)
+    return table

@@ -157,7 +157,7 @@ def ways_of(
         planned += [_from_host_memory(way) for way in packed if _is_of_qlora_example(way.training)]
     if not planned:
         raise UnsupportedModelError(
-            f"{sizes.name}: {left_out(sizes) or f'there is no way of training it by {method}'}"
+            f"{sizes.name}: {why_left_out(sizes) or f'there is no way of training it by {method}'}"
         )
     return planned
 
@@ -190,20 +190,20 @@ def _is_loaded_in_bf16(training: Training) -> bool:
     return training.weights == "bf16" and training.parallel != "ZeRO-3"
 
 
-def left_out(sizes: ModelSizes) -> str | None:
+def why_left_out(sizes: ModelSizes) -> str | None:
     """Say which ways the checkpoint's quantization leaves out, and what to do."""
-    stored = sizes.quantization
-    if stored is None or sizes.is_dequantized:
+    quantization = sizes.quantization
+    if quantization is None or sizes.is_dequantized:
         return None
     remedy = "plan for the bf16 checkpoint that it was made from"
     if sizes.is_convertible:
         convert = f"sonicmoe-hf convert {shlex.quote(sizes.name)} FOLDER --layout hub"
         remedy = f"for these convert it to bf16, and plan for the result: {convert}"
-    ways = "all ways but QLoRA are" if stored in FORMATS else "every way is"
-    return f"its checkpoint is quantized ({stored}), so {ways} left out; {remedy}"
+    ways = "all ways but QLoRA are" if quantization in FORMATS else "every way is"
+    return f"its checkpoint is quantized ({quantization}), so {ways} left out; {remedy}"
 
 
-def usual(sizes: ModelSizes, ways: list[Way]) -> list[Way]:
+def choose_usual(sizes: ModelSizes, ways: list[Way]) -> list[Way]:
     """Leave out ways that pack experts in another format than the checkpoint's, or in one of plain experts beside USUAL;
     but not where those alone fit."""
     formats = {"bf16", *(USUAL if sizes.quantization is None else [sizes.quantization])}
@@ -212,7 +212,7 @@ def usual(sizes: ModelSizes, ways: list[Way]) -> list[Way]:
     return kept if any(way.fits for way in packed if way in kept) or not any(way.fits for way in packed) else ways
 
 
-def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
+def choose_shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
     """Choose the ways to show: (of each kind the first way that fits; of kinds of which none fits, the smallest way). The
     way to begin with comes first, the others from all weights in fp32 to experts rounded the most."""
     ways = sorted(ways, key=_distance)
@@ -234,7 +234,7 @@ def _distance(way: Way) -> tuple:
 
 
 def advice(fitting: list[Way]) -> str:
-    """Say what the first of the ways that fit, as `shown` orders them, trains, and what others do beside it."""
+    """Say what the first of the ways that fit, as `choose_shown` orders them, trains, and what others do beside it."""
     training, host = fitting[0].training, fitting[0].memory.host
     what = "all weights train"
     if not training.full:
@@ -252,7 +252,7 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
     liger = sizes.model_type in LIGER
     of_all: dict[str, Any] = {"tokens": tokens, "sequence": sequence, "liger": liger, "gpus": gpus}
     one, divides = gpus == 1, sizes.num_experts % gpus == 0
-    if left_out(sizes) is None:
+    if why_left_out(sizes) is None:
         full = Training(method="full", **of_all)
         for parallel in ["one GPU"] if one else ["FSDP2"]:
             yield from _with_each_kept(full, weights="fp32", parallel=parallel)
@@ -292,9 +292,9 @@ def _kinds_kept(training: Training) -> tuple[dict[str, Any], ...]:
 def _formats(sizes: ModelSizes) -> Iterator[str]:
     """Yield the formats that the experts can have: the checkpoint's own, and NF4 of the hub's FP8; of plain ones all that
     their sizes take."""
-    stored = sizes.quantization
-    smaller = ["nf4"] if stored == "fp8" and not sizes.is_packed else []
-    for format in PACKED_HERE if stored is None else [stored, *smaller]:
+    quantization = sizes.quantization
+    smaller = ["nf4"] if quantization == "fp8" and not sizes.is_packed else []
+    for format in PACKED_HERE if quantization is None else [quantization, *smaller]:
         try:
             experts_bytes(sizes, format)
         except (KeyError, ValueError):  # no format of ours; not for experts of this size
