@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedModelError
 from ..layer.adapted import KEYWORD, Adapters
 from ..layer.experts_module import IMPLEMENTATION, weight_names
-from ..layer.holding import Holder, expert_parallel_remedy, expert_parallelism, holding_of, mesh_of
+from ..layer.holding import ExpertParallelism, Holder, expert_parallel_remedy, expert_parallelism, holding_of, mesh_of
 from ..layer.packed_weight import PackedWeight
 from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
@@ -61,7 +61,7 @@ class _CheckedWrapper(NamedTuple):
 
     depends_on: tuple
     obstacle: str | None
-    parallelism: Any
+    parallelism: ExpertParallelism | None
 
 
 _checked: weakref.WeakKeyDictionary[ParamWrapper, _CheckedWrapper] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ _reshard_dtensor_values_for_load.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import peft.functional
 import peft.peft_model
@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..kernels.low_rank import a_as_peft, a_of_experts, b_as_peft, b_of_experts
-from ..layer.holding import Holder, expert_parallelism, holding_of, mesh_of
+from ..layer.holding import ExpertParallelism, Holder, expert_parallelism, holding_of, mesh_of
 from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
@@ -46,7 +46,7 @@ _PEFTS_STATE = save_and_load.get_peft_model_state_dict
 _PEFTS_RESHARD: Any = getattr(save_and_load, "_reshard_dtensor_values_for_load", None)  # since 0.21
 
 
-def own_share(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
+def own_share(whole: torch.Tensor, side: str, parallelism: ExpertParallelism) -> Any:
     """Take this rank's experts of PEFT's whole factor, as a DTensor of the whole one's shape."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -59,7 +59,7 @@ def own_share(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
     )
 
 
-def whole_factor(factor: Any, side: str, parallelism: Any) -> torch.Tensor:
+def whole_factor(factor: Any, side: str, parallelism: ExpertParallelism) -> torch.Tensor:
     """Gather PEFT's factor of all experts in the memory of the host. All ranks of the group call it."""
     (of_experts, as_peft), holding = SIDES[side], parallelism.holding
     own = of_experts(factor.to_local().detach(), holding.num_local).contiguous()
@@ -86,7 +86,9 @@ def _sharded_factors(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def _take_own_share(wrapper, state_dict, prefix, *_):
-    parallelism = expert_parallelism(wrapper.get_base_layer())
+    parallelism = cast(
+        ExpertParallelism, expert_parallelism(wrapper.get_base_layer())
+    )  # ranks share what this is put on
     for name, side, factor in _factors(wrapper, prefix):
         given = state_dict.get(name)
         if given is not None and given.shape == factor.shape and mesh_of(given) is None:

@@ -15,7 +15,7 @@ import copy
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -73,6 +73,12 @@ class RoutingState:
         return {**vars(self), **self.between_steps()}
 
 
+class HookOfModel(Protocol):
+    """The part of hooks.ModelHook that a forward knows."""
+
+    state: RoutingState
+
+
 class ModelCall:
     """Call of a model, with all that its routers do in it.
 
@@ -111,7 +117,7 @@ class Forward:
     and pairs, and the maximum over the ranks.
     """
 
-    def __init__(self, call: ModelCall, hook: Any, outer: Forward | None, frame: FrameType | None):
+    def __init__(self, call: ModelCall, hook: HookOfModel, outer: Forward | None, frame: FrameType | None):
         self.call = call
         self.hook = hook
         self.outer = outer
@@ -189,7 +195,7 @@ def checkpoint_in_progress() -> CheckpointedFunction | None:
     return getattr(_thread, "checkpoint", None)
 
 
-def begin(hook: Any, frame: FrameType | None) -> Forward:
+def begin(hook: HookOfModel, frame: FrameType | None) -> Forward:
     """Begin a forward of the module with this ModelHook, which `frame` runs.
 
     It is part of the call around it, unless that is of another model or inside a forward of the same module already (a
@@ -216,7 +222,7 @@ def _is_below(frame: FrameType, above: FrameType | None) -> bool:
     return above is frame
 
 
-def _is_inside(forward: Forward, hook: Any) -> bool:
+def _is_inside(forward: Forward, hook: HookOfModel) -> bool:
     """Tell whether `forward`, or one around it in the same call, is of the module that has this hook."""
     around: Forward | None = forward
     while around is not None and around.call is forward.call:
@@ -226,7 +232,7 @@ def _is_inside(forward: Forward, hook: Any) -> bool:
     return False
 
 
-def end(hook: Any) -> Forward | None:
+def end(hook: HookOfModel) -> Forward | None:
     """End the forward of the module with this ModelHook, after an error too, and return it; None where it never began."""
     forward: Forward | None = getattr(_thread, "forward", None)
     if forward is None or forward.hook is not hook:

@@ -7,7 +7,7 @@ apply (hooks.py); an ordinary call has none.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,8 +15,9 @@ from torch import nn
 from ..layer.routing import Routing, TokenRounding, rounded_routing
 from ..model_patches import FAMILIES
 from ..private.torch import is_compiled
-from .balance import layer_loss, with_layer_loss
+from .balance import BiasLoad, layer_loss, with_layer_loss
 from .calls import Forward
+from .expert_load import ExpertLoad
 from .recorded import replayed
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,15 @@ NOT_RECORDED = (
 )
 
 
+class HookOfRouter(Protocol):
+    """The part of hooks.RouterHook that handlers know."""
+
+    family_name: str
+    layer_name: str
+    load: ExpertLoad
+    balance: BiasLoad
+
+
 class RouterRun:
     """Forward of one router.
 
@@ -35,7 +45,7 @@ class RouterRun:
     token rounding, or None; fell_back: rounding was asked for, but top-k stands; a bool or a tensor.
     """
 
-    def __init__(self, hook: Any, router: nn.Module, output: tuple, forward: Forward):
+    def __init__(self, hook: HookOfRouter, router: nn.Module, output: tuple, forward: Forward):
         self.hook = hook
         self.family = FAMILIES[hook.family_name]
         self.router: Any = router

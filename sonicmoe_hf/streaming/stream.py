@@ -109,8 +109,9 @@ class HostLayer:
     def map(self) -> dict[str, Quantized] | None:
         """Map the layer's weights in host memory, as tensors that kernels of the device read; None where they cannot."""
         if self._mapped is None:
-            memories = {name: self.stream.copies.map(host) for name, host in self._bytes.items()}
-            self._mapped = {} if None in memories.values() else self.views(memories)
+            mapped = ((name, self.stream.copies.map(host)) for name, host in self._bytes.items())
+            memories = {name: memory for name, memory in mapped if memory is not None}
+            self._mapped = self.views(memories) if len(memories) == len(self._bytes) else {}
         return self._mapped or None
 
     def targets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -122,7 +123,7 @@ class HostLayer:
         """List (target in the buffer, source) of each weight."""
         return [(target, self._bytes[name]) for name, target in self.targets(buffer).items()]
 
-    def views(self, memories: Mapping[str, Any]) -> dict[str, Quantized]:
+    def views(self, memories: Mapping[str, torch.Tensor]) -> dict[str, Quantized]:
         """View the weights in memory that holds the bytes of each."""
         views = {}
         for name, packed in self.weights.items():
