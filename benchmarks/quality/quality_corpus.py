@@ -112,6 +112,14 @@ def drop_near_duplicates(files: list[tuple]) -> list[tuple]:
     return kept
 
 
+class TokenStream(NamedTuple):
+    """Sources as token ids, one after the other; the number of their bytes, and a digest of these."""
+
+    ids: list[int]
+    num_bytes: int
+    digest: str
+
+
 def build(packages: list[tuple], file: Path, table: Path) -> None:
     """Write the token ids of `package_files` to `file`, and what they were made of to `table`.
 
@@ -133,41 +141,42 @@ def build(packages: list[tuple], file: Path, table: Path) -> None:
             "packages such as transformers, sympy, pandas, networkx"
         )
     tokenizer = train_tokenizer([text for *_, text in train[::8]], VOCAB_SIZE)
-    used: dict[str, list[int]] = {}
-
-    def stream(entries, max_tokens: int) -> tuple[list[int], int, str]:
-        ids, num_bytes, digest = [], 0, hashlib.sha256()
-        for _, name, text in entries:
-            if len(ids) >= max_tokens:
-                break
-            ids += [*tokenizer.backend_tokenizer.encode(text).ids, tokenizer.eos_token_id]
-            data = text.encode()
-            num_bytes, counts = num_bytes + len(data), used.setdefault(name, [0, 0])
-            counts[0], counts[1] = counts[0] + 1, counts[1] + len(data)
-            digest.update(data)
-        return ids, num_bytes, digest.hexdigest()[:12]
-
-    train_ids, train_bytes, train_digest = stream(train, TRAIN_TOKENS)
-    held_out_ids, held_out_bytes, held_out_digest = stream(held_out, HELD_OUT_TOKENS)
+    used: dict[str, list[int]] = {}  # by package: files, and their bytes
+    trained = _read_tokens(tokenizer, train, TRAIN_TOKENS, used)
+    evaluated = _read_tokens(tokenizer, held_out, HELD_OUT_TOKENS, used)
     description = (
-        f"{len(used)} packages: {train_bytes / 1e6:.1f} MB ({train_digest}), held out {held_out_bytes / 1e6:.2f} MB "
-        f"({held_out_digest}), {VOCAB_SIZE} tokens"
+        f"{len(used)} packages: {trained.num_bytes / 1e6:.1f} MB ({trained.digest}), held out "
+        f"{evaluated.num_bytes / 1e6:.2f} MB ({evaluated.digest}), {VOCAB_SIZE} tokens"
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     numpy.savez_compressed(
         file,
-        train=numpy.array(train_ids, dtype=numpy.uint16),
-        held_out=numpy.array(held_out_ids, dtype=numpy.uint16),
-        held_out_bytes=held_out_bytes,
+        train=numpy.array(trained.ids, dtype=numpy.uint16),
+        held_out=numpy.array(evaluated.ids, dtype=numpy.uint16),
+        held_out_bytes=evaluated.num_bytes,
         description=description,
     )
-    print(f"{file}: {description}; {len(train_ids):,} and {len(held_out_ids):,} tokens")
+    print(f"{file}: {description}; {len(trained.ids):,} and {len(evaluated.ids):,} tokens")
     with table.open("w", newline="") as opened:
         writer = csv.writer(opened)
         writer.writerow(("package", "version", "licence", "files", "bytes"))
         writer.writerows(
             (name, version, licence, *used[name]) for name, version, licence, _ in packages if name in used
         )
+
+
+def _read_tokens(tokenizer, files: list[tuple], max_tokens: int, used: dict[str, list[int]]) -> TokenStream:
+    """Read files until they have so many tokens, and count them in `used`."""
+    ids, num_bytes, digest = list[int](), 0, hashlib.sha256()
+    for _, name, text in files:
+        if len(ids) >= max_tokens:
+            break
+        ids += [*tokenizer.backend_tokenizer.encode(text).ids, tokenizer.eos_token_id]
+        data = text.encode()
+        num_bytes, counts = num_bytes + len(data), used.setdefault(name, [0, 0])
+        counts[0], counts[1] = counts[0] + 1, counts[1] + len(data)
+        digest.update(data)
+    return TokenStream(ids, num_bytes, digest.hexdigest()[:12])
 
 
 def load(file: Path = FILE) -> Corpus:

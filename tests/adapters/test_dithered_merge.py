@@ -31,7 +31,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}  # blocks of 128 are whole
 OF_GPT_OSS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZE = 1e-4  # of B A, whose factors are normal: a hundredth of weights' deviation of 0.02
-HUB = {"mxfp4": ("gpt_oss", OF_GPT_OSS), "fp8": ("qwen3_moe", SIZES), "nvfp4": ("qwen3_moe", SIZES)}
+QUANTIZED = {"mxfp4": ("gpt_oss", OF_GPT_OSS), "fp8": ("qwen3_moe", SIZES), "nvfp4": ("qwen3_moe", SIZES)}
 IN_MEMORY = [("qwen3_moe", SIZES, name) for name in FORMATS] + [("gpt_oss", OF_GPT_OSS, "mxfp4")]
 
 
@@ -42,7 +42,7 @@ def adapter_on(model, folder, size=SIZE, parameters=(GATE_UP, DOWN)):
 
 def hub_base(folder, name):
     """Write a hub's checkpoint in the format, and an adapter of it."""
-    family, sizes = HUB[name]
+    family, sizes = QUANTIZED[name]
     make(folder / "bf16", family, **sizes)
     if name == "nvfp4":
         make(folder / "base", family, **sizes)
@@ -65,7 +65,7 @@ def packed_base(folder, family, sizes, name, layout):
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_what_an_adapter_learned_is_in_the_merged_file(name, tmp_path):
     merge = partial(merge_adapter, *hub_base(tmp_path, name), quantize="keep")
     done, lost = merge(tmp_path / "dithered"), merge(tmp_path / "nearest", rounding="nearest")
