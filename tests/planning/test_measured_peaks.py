@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.step import models
 from sonicmoe_hf.kernels.hopper.config import MAX_DECODED_ROWS
 from sonicmoe_hf.kernels.hopper.config import decodes as hopper_decodes
-from sonicmoe_hf.tools.planning.memory import GIB, memory
+from sonicmoe_hf.tools.planning.memory import GIB, memory_of
 from sonicmoe_hf.tools.planning.sizes import sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import SHARDED, Training
@@ -306,7 +306,7 @@ def test_every_measured_peak_is_met_within_7_percent_and_none_is_promised_too_lo
     """More than 3% below what was measured, a way that is said to fit would not."""
     missed, count = [], 0
     for label, peak, sizes, training in measured():
-        planned, count = memory(Step(sizes, training)).total / GIB, count + 1
+        planned, count = memory_of(Step(sizes, training)).total / GIB, count + 1
         if not 0.97 * peak <= planned <= 1.07 * peak:
             missed.append(f"{label}: {planned:.1f} GiB, measured {peak:.1f}")
     assert not missed, "\n".join(missed)
@@ -320,7 +320,7 @@ def test_plan_is_not_too_low_where_hopper_decodes_few_rows_and_the_document_says
     said = "up to {nf4} in NF4, {mxfp4} in MXFP4 and INT4, {uint4} in UINT4".format(**rows)
     assert said in " ".join(document.split())
     ((peak, sizes, training),) = [row for label, *row in measured() if label == "switches.csv liger"]
-    planned = memory(Step(sizes, replace(training, expanded=1))).total / GIB
+    planned = memory_of(Step(sizes, replace(training, expanded=1))).total / GIB
     assert training.expanded == 0 and planned > peak
     assert f"took {peak:.1f} GiB, where `plan` says {planned:.1f}." in " ".join(document.split())
 
@@ -342,12 +342,12 @@ def test_a_part_is_never_negative_and_the_peak_grows_with_tokens_and_falls_with_
     for method in ("full", "lora"):
         last = 0.0
         for tokens in (1, 128, 4096, 65536):
-            found = memory(Step(sizes, Training(method=method, tokens=tokens)))
+            found = memory_of(Step(sizes, Training(method=method, tokens=tokens)))
             assert min(value for name, value in vars(found).items() if name != "moment") >= 0
             assert found.total > last
             last = found.total
         sharded = [
-            memory(Step(sizes, Training(method=method, tokens=4096, parallel="FSDP2", gpus=gpus))).total
+            memory_of(Step(sizes, Training(method=method, tokens=4096, parallel="FSDP2", gpus=gpus))).total
             for gpus in (2, 4, 8)
         ]
         assert sharded == sorted(sharded, reverse=True)
@@ -355,7 +355,7 @@ def test_a_part_is_never_negative_and_the_peak_grows_with_tokens_and_falls_with_
 
 if __name__ == "__main__":  # the comparison, row by row
     for label, peak, sizes, training in measured():
-        planned = memory(Step(sizes, training))
+        planned = memory_of(Step(sizes, training))
         print(
             f"{planned.total / GIB / peak - 1:+6.1%} {planned.total / GIB:6.1f} {peak:6.1f} {label}", file=sys.stdout
         )

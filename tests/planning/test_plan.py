@@ -29,7 +29,7 @@ from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.cli.commands import gibibytes
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.cli.plan import PARTS, runnable
-from sonicmoe_hf.tools.planning.memory import GIB, experts_bytes, memory
+from sonicmoe_hf.tools.planning.memory import GIB, experts_bytes, memory_of
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import Training
@@ -108,9 +108,9 @@ def test_a_card_that_the_experts_do_not_fit_has_as_many_of_them_as_it_holds(hub,
 def test_layers_in_host_memory_leave_those_that_stay_and_two_buffers():
     sizes = sizes_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
     training = Training(method="qlora", experts="nf4", tokens=2048)
-    layer, resident = experts_bytes(sizes, "nf4") / 48, memory(Step(sizes, training))
+    layer, resident = experts_bytes(sizes, "nf4") / 48, memory_of(Step(sizes, training))
     for kept, expected in ((0, 2), (3 * layer, 5), (3.5 * layer, 5), (100 * layer, 48)):
-        streamed = memory(Step(sizes, replace(training, experts_memory=int(kept) + (kept > 0))))
+        streamed = memory_of(Step(sizes, replace(training, experts_memory=int(kept) + (kept > 0))))
         assert streamed.experts == pytest.approx(expected * layer, rel=1e-9)
         assert resident.total - streamed.total == pytest.approx((48 - expected) * layer, abs=1)
 
@@ -140,9 +140,11 @@ def test_a_long_sequence_takes_what_pieces_and_offloading_leave(hub, capsys):
     h = 2 * 8 * 2 * sizes.inner
     assert Step(sizes, whole).layer_bytes - Step(sizes, cut).layer_bytes == h, "h of a token, which pieces do not keep"
     stream = 2 * sizes.hidden * cut.tokens
-    offloaded = memory(Step(sizes, replace(cut, offloading=True)))
-    assert memory(Step(sizes, cut)).activations - offloaded.activations == pytest.approx((48 - 2) * stream, rel=0.05)
-    per_token = (memory(Step(sizes, more)).activations - memory(Step(sizes, cut)).activations) / cut.tokens
+    offloaded = memory_of(Step(sizes, replace(cut, offloading=True)))
+    assert memory_of(Step(sizes, cut)).activations - offloaded.activations == pytest.approx(
+        (48 - 2) * stream, rel=0.05
+    )
+    per_token = (memory_of(Step(sizes, more)).activations - memory_of(Step(sizes, cut)).activations) / cut.tokens
     assert per_token == pytest.approx(
         Step(sizes, cut).layer_bytes + 12 * sizes.attention.output + 48 * 2 * sizes.hidden, rel=0.1
     )
@@ -337,7 +339,7 @@ def test_attention_with_sinks_is_planned_as_it_is_loaded():
     eager = by_name["full fp32, one GPU"]
     assert eager.training.attention is None and sizes.attention.kind == "eager"
     assert (
-        memory(Step(sizes, Training(method="lora", tokens=4096))).total
+        memory_of(Step(sizes, Training(method="lora", tokens=4096))).total
         > by_name["LoRA, one GPU + checkpointing"].memory.total
     )
 
@@ -383,10 +385,10 @@ def test_experts_that_read_a_latent_are_planned_with_its_size_and_all_else_with_
     more = Step(sizes, training).layer_bytes - Step(of_plain, training).layer_bytes
     assert more == kept_for_backward(latent, 64) - kept_for_backward(plain, 64)
     in_loss = [
-        memory(Step(each, Training(method="lora", tokens=10**6, liger=False))).logits for each in (sizes, of_plain)
+        memory_of(Step(each, Training(method="lora", tokens=10**6, liger=False))).logits for each in (sizes, of_plain)
     ]
     assert in_loss[0] == in_loss[1]
-    assert memory(Step(sizes, training)).activations > sizes.layers * 2 * 32 * 64, (
+    assert memory_of(Step(sizes, training)).activations > sizes.layers * 2 * 32 * 64, (
         "hidden states between layers, in bf16"
     )
 

@@ -50,7 +50,7 @@ class Memory:
         return sum(value for name, value in vars(self).items() if name not in ("moment", "host"))
 
 
-def memory(step: Step) -> Memory:
+def memory_of(step: Step) -> Memory:
     """Compute the peak: the largest of the loss, a layer's backward at either end of the model, the optimiser's step."""
     sizes, training = step
     fixed, tokens, checkpointing = _fixed_memory(step), training.tokens, training.checkpointing

@@ -11,7 +11,7 @@ from typing import Any
 from ...attention.names import TORCH_PIECES, TORCH_SINKS
 from ...errors import UnsupportedModelError
 from ...kernels.packed import FORMATS
-from .memory import GIB, Memory, expanded_bytes, experts_bytes, memory
+from .memory import GIB, Memory, expanded_bytes, experts_bytes, memory_of
 from .sizes import ModelSizes
 from .step import Step
 from .training import METHODS, SHARDED, Training
@@ -68,7 +68,7 @@ class Way:
     @cached_property
     def memory(self) -> Memory:
         """Memory of the step at its peak."""
-        return memory(self.step)
+        return memory_of(self.step)
 
     @property
     def command(self) -> str:
