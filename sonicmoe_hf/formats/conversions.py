@@ -38,10 +38,9 @@ from ..layer.experts_module import is_transposed, packable, row_order
 from ..layer.holding import Holding, holding_of, local_shape, mesh_of
 from ..layer.packed_weight import PackedWeight, as_parameter
 from .float_matrices import FP8Matrix
-from .loading_errors import keeping_errors
+from .loading_errors import check_shape, keeping_errors
 from .matrix_format import WEIGHT, MatrixFormat
 from .shares import assemble_share, dense_shard, pack_share
-from .state import check_shape
 
 # DeepSeek-V4's names of scales, and those that we go by
 SHORT_NAMES = (r"^(.+)(?<!_l2_clip)\.scale$", r"\1.weight_scale_inv")

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
+import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
+from ..layer.holding import local_shape
 from .tensor_files import open_tensors
 
 _errors: ContextVar[list[Exception] | None] = ContextVar("errors of conversions while a model is loaded", default=None)
@@ -32,6 +34,14 @@ def keeping_errors(convert: Callable) -> Callable:
             raise
 
     return run
+
+
+def check_shape(name: str, stored: tuple[int, ...], dense: torch.Tensor) -> None:
+    """Raise ValueError where a weight that a checkpoint brings has another shape than `dense`, the model's parameter, or
+    this rank's share of it. Transformers does not compare the shapes of what a quantizer takes."""
+    shape = local_shape(dense)
+    if stored != shape:
+        raise ValueError(f"{name} has shape {tuple(stored)} in the checkpoint; the model's is {tuple(shape)}")
 
 
 @contextlib.contextmanager

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from ..kernels.packed import FORMATS
-from ..layer.holding import local_shape
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
-
-
-def check_shape(name: str, stored: tuple[int, ...], dense: torch.Tensor) -> None:
-    """Raise ValueError where a weight that a checkpoint brings has another shape than `dense`, the model's parameter, or
-    this rank's share of it. Transformers does not compare the shapes of what a quantizer takes."""
-    shape = local_shape(dense)
-    if stored != shape:
-        raise ValueError(f"{name} has shape {tuple(stored)} in the checkpoint; the model's is {tuple(shape)}")
 
 
 def state_dict_names(module: nn.Module) -> set[str]:
