@@ -18,6 +18,7 @@ WORLD = 2  # unless a test asks for more
 # by the process that ranks are forked from, one for all tests of a run: importing is what costs time
 IMPORTED_ONCE = ["pytest", "accelerate", "peft", "torch.distributed.fsdp", "helpers.parallel", "helpers.training"]
 IMPORTED_ONCE += ["helpers.adapters", "helpers.checkpoints", "sonicmoe_hf.trainer.attach"]
+IMPORTED_ONCE += ["deepspeed"]  # accelerate does where it is installed
 SECONDS = 120  # for one function; a rank that waits for a dead one would wait for ever
 SECONDS_AFTER_FAILURE = 5
 
