@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.adapters import with_lora
+from helpers.marks import rest_slow
 from helpers.models import assert_all_close, batch, build, build_patched
 from helpers.training import run_trainer, trainer_for
 from torch.nn.utils.rnn import pad_sequence
@@ -154,7 +155,9 @@ def test_torch_compile_packs_rows_of_what_the_largest_micro_batch_takes_anyway(l
 
 
 @pytest.mark.parametrize(
-    ("adapters", "is_before"), [(False, True), (True, True), (False, False)], ids=["before", "PEFT", "after attach"]
+    ("adapters", "is_before"),
+    rest_slow([(True, True), (False, False), (False, True)], 2),
+    ids=["PEFT", "after attach", "before"],
 )
 def test_layers_compiled_before_training_have_rows_as_with_torch_compile(adapters, is_before, messages, tmp_path):
     found = {}
