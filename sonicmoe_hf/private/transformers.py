@@ -253,6 +253,12 @@ def warn_after_load(trainer, result) -> None:
     trainer._issue_warnings_after_load(result)
 
 
+def mean_logged_loss(trainer):
+    """Compute what a Trainer adds to the loss that it logs in place of one that is NaN or infinite: a tensor [] on its
+    device."""
+    return trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+
+
 def save_random_state(trainer, folder: str) -> None:
     """Write this rank's random numbers where the Trainer looks for them when it resumes."""
     trainer._save_rng_state(folder)

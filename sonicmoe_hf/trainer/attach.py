@@ -19,6 +19,7 @@ from .gpu_advice import GpuAdvice
 from .lengths import VaryingLengths
 from .liger_loss import LigerLoss
 from .load_reports import send_histograms
+from .loss_filter import LossFilter, filtered_loss
 from .loss_scale import loss_with_scale
 from .methods import WhileTraining, find_callback, wrap_method
 from .module_walks import ModuleWalks
@@ -55,8 +56,10 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
 
 
 def _training_step(trainer, training_step, *args, **kwargs):
-    """Call `trainer.training_step` with rows in place of micro-batches, and no documents that ranks would mix."""
-    return packed_step(trainer, partial(check_documents, trainer, training_step), *args, **kwargs)
+    """Call `trainer.training_step` with rows in place of micro-batches, and no documents that ranks would mix, and filter
+    its loss."""
+    step = partial(packed_step, trainer, partial(check_documents, trainer, training_step))
+    return filtered_loss(trainer, step, *args, **kwargs)
 
 
 def _compute_loss(trainer, compute_loss, model, inputs, *args, **kwargs):
@@ -129,7 +132,8 @@ def attach(
     GPU, the tenth step says how busy it is (where nvidia-ml-py is installed), and what would help. Where most of the
     first micro-batches have few tokens and new lengths, cuDNN's attention, which plans 80 ms for each new length, is off
     until training ends. Liger's fused loss has larger chunks meanwhile: half a GiB of logits. The model's train() and
-    parameters(), which a Trainer calls at each step, are loops in place of recursions.
+    parameters(), which a Trainer calls at each step, are loops in place of recursions, and `logging_nan_inf_filter`
+    filters losses on the GPU, where the Trainer waits for each.
 
     Args:
         compile: whether layers are compiled as by `compile_layers`, when training begins. By default where the arguments
@@ -197,7 +201,7 @@ def _step_callbacks(trainer) -> tuple[CompiledLayers, VaryingLengths, PackedStep
     if compiled is None or lengths is None or packed_steps is None:
         compiled, lengths, packed_steps = CompiledLayers(), VaryingLengths(), PackedSteps()
         # what is compiled is compiled before others ask for it
-        trainer.callback_handler.callbacks[:0] = [compiled, lengths, packed_steps]
+        trainer.callback_handler.callbacks[:0] = [compiled, lengths, packed_steps, LossFilter()]
         for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
             trainer.add_callback(each)
     return compiled, lengths, packed_steps

@@ -79,6 +79,8 @@ USED = {  # the name, or "place: what its source sets"
     "transformers.Trainer._load_optimizer_and_scheduler": "resuming adapters of sharded models",
     "transformers.Trainer._save_rng_state": "resuming adapters of sharded models",
     "transformers.Trainer._issue_warnings_after_load": "warnings after restoring experts",
+    "transformers.trainer: _tr_loss": "filtering losses on the GPU",
+    "transformers.trainer: _globalstep_last_logged": "filtering losses on the GPU",
     "transformers.trainer: _replicated_grad_hook_registered": "averaging adapters' gradients once where the Trainer does it too",
     "transformers.distributed.fsdp.fully_shard": "experts of one rank outside FSDP2",
     "transformers.distributed.sharding_utils.DtensorShardOperation": "scales that are one number",
