@@ -63,7 +63,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module", autouse=True)
 def _earlier_modules_frozen():
-    """Keep what earlier modules of tests left in caches out of collections too."""
+    """Freeze the objects that earlier modules of tests left in caches, for collections too."""
     gc.collect()
     gc.freeze()
 

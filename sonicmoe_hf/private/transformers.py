@@ -254,8 +254,8 @@ def warn_after_load(trainer, result) -> None:
 
 
 def mean_logged_loss(trainer):
-    """Compute what a Trainer adds to the loss that it logs in place of one that is NaN or infinite: a tensor [] on its
-    device."""
+    """Compute the mean of a Trainer's losses since it logged, which it adds in place of one that is NaN or infinite: a
+    tensor [] on its device."""
     return trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
 
 

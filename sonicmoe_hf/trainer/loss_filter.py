@@ -11,11 +11,12 @@ from .methods import WhileTraining, find_callback
 
 
 class LossFilter(WhileTraining):
-    """Does what logging_nan_inf_filter of the Trainer's arguments says, on the GPU. `attach` adds it.
+    """Filters losses that are NaN or infinite out of the logged loss, on the GPU. `attach` adds it.
 
-    A Trainer reads each micro-batch's loss in Python, and has the GPU compute nothing from its last kernel until
-    gradients are clipped, the optimizer has stepped and the next micro-batch begins. The argument is off from a
-    micro-batch's loss to the end of its step, and as it was for what evaluates, saves or logs.
+    With logging_nan_inf_filter of its arguments, the default, a Trainer reads each micro-batch's loss in Python, and has
+    the GPU compute nothing from its last kernel until gradients are clipped, the optimizer has stepped and the next
+    micro-batch begins. The argument is off from a micro-batch's loss to the end of its step, and as it was for whatever
+    evaluates, saves or logs.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ OWN_TRAIN = nn.Module.train, PreTrainedModel.train  # change nothing where all m
 
 
 class ModuleWalks(WhileTraining):
-    """Gives a model that a Trainer trains quicker train() and parameters(), with the same results. `attach` adds it.
+    """Replaces train() and parameters() of a model that a Trainer trains, with the same results. `attach` adds it.
 
     A Trainer calls train(), zero_grad() and, to clip gradients, parameters() at each step. torch calls or resumes Python
     once for each module and each one above it: in twelve layers with adapters, which have 900 modules, for some 11 ms,
@@ -26,7 +26,7 @@ class ModuleWalks(WhileTraining):
         self.model: Any = None
 
     def begin(self, args: Any, model: Any) -> None:
-        """Give the model the two methods, where its classes have torch's and Transformers' own."""
+        """Replace the two methods of the model, where its classes have torch's and Transformers' own."""
         if not isinstance(model, nn.Module):
             return
         self.model = model
