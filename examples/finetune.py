@@ -61,7 +61,7 @@ from transformers import (
 import sonicmoe_hf
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
-from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
+from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_CHOICES
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.patching.quantize import declared_for
 
@@ -141,7 +141,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"balancing loss; default: {PER_LAYER_LOSS} for the small model, else none",
     )
     moe.add_argument("--bias-update", type=float, help="of correction biases (DeepSeek-V3 and its kin), such as 1e-3")
-    moe.add_argument("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward")
+    moe.add_argument("--save", choices=SAVE_CHOICES, default="preactivation", help="what layers keep for backward")
     moe.add_argument("--backend", help=f"overrides the automatic choice, as {BACKEND_VARIABLE} does")
 
     training = parser.add_argument_group("training")

@@ -34,7 +34,7 @@ from benchmarks.step import checking, models
 from benchmarks.step.run import Run, build_base, check, join_ranks, prepare
 from benchmarks.step.training import GIB, WHOLE_ATTENTION, record
 from sonicmoe_hf.layer import pieces
-from sonicmoe_hf.layer.config import SAVE_POLICIES
+from sonicmoe_hf.layer.config import SAVE_CHOICES
 
 RANK = 8
 SHORT = 16384  # tokens of a first step, which compiles kernels and allocates the optimiser's state
@@ -167,7 +167,7 @@ def main():
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 131072])
     parser.add_argument("--experts", default="nf4", help="format of the experts, or bf16")
-    kept = {"choices": (CHECKPOINTS, *SAVE_POLICIES), "nargs": "+", "default": [CHECKPOINTS]}
+    kept = {"choices": (CHECKPOINTS, *SAVE_CHOICES), "nargs": "+", "default": [CHECKPOINTS]}
     parser.add_argument("--kept", **kept, help="what layers keep for backward")
     parser.add_argument("--offloading", action="store_true", help="hidden states between layers in pinned host memory")
     parser.add_argument(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..kernels.activation import is_gated
 
 ROUNDINGS = ("nearest", "balanced", "stochastic", "nearest_score", "up", "down")
-SAVE_POLICIES = ("preactivation", "input")
+SAVE_CHOICES = ("preactivation", "input")
 COMPUTE_CHOICES = (None, "fp8")  # what packed experts are computed in: the dtype they are expanded to, or FP8
 LAYOUTS = {  # name: (transposed, interleaved)
     "concatenated": (False, False),

@@ -11,7 +11,7 @@ from ..kernels.interface import ACTIVATIONS, Activation, Rows, accumulation_dtyp
 from ..kernels.packed import FORMATS, ORDERS, Quantized
 from . import backends, expanded
 from .call import LayerCall, Options, SaveFlags
-from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_POLICIES, check_choice, check_order
+from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_CHOICES, check_choice, check_order
 from .dispatch import dispatch
 from .experts_op import FORWARD, Exchange, run_exchanged
 from .packed_weight import PackedWeight
@@ -208,7 +208,7 @@ def moe_experts(
     act = activation if isinstance(activation, Activation) else Activation(activation)
     choices = (
         ("layout", layout, LAYOUTS),
-        ("save", save, SAVE_POLICIES),
+        ("save", save, SAVE_CHOICES),
         ("compute", compute, COMPUTE_CHOICES),
         ("activation", act.name, ACTIVATIONS),
     )

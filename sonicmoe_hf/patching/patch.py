@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..attention.indexers import use_pieces, use_whole
 from ..formats.quantizer import ignore_packed_in_ddp
 from ..formats.refusals import guard_deepspeed
-from ..layer.config import COMPUTE_CHOICES, SAVE_POLICIES, check_choice
+from ..layer.config import COMPUTE_CHOICES, SAVE_CHOICES, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..private import attributes
 from ..private.transformers import experts_implementation, forget_dequantization, set_experts_implementation
@@ -66,7 +66,7 @@ def patch_experts(
     Returns:
         What was patched, as `supports` gives it.
     """
-    check_choice("save", save, SAVE_POLICIES)
+    check_choice("save", save, SAVE_CHOICES)
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
     root = transformers_model(model)
     layers = undo_liger_and_check(root)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...kernels.activation import ACTIVATIONS
-from ...layer.config import LAYOUTS, ROUNDINGS, SAVE_POLICIES
+from ...layer.config import LAYOUTS, ROUNDINGS, SAVE_CHOICES
 from ...streaming.units import as_bytes
 from ..autopatch.settings import ROUTINGS
 
@@ -278,7 +278,7 @@ COMMANDS = {
         (
             _option("--routing", choices=ROUTINGS, default="top_k", help="in training (default %(default)s)"),
             _option("--tile", type=_at_least(1), metavar="ROWS", help="of token rounding (default 128)"),
-            _option("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward"),
+            _option("--save", choices=SAVE_CHOICES, default="preactivation", help="what layers keep for backward"),
             _option(
                 "--experts-quantization",
                 choices=FORMATS,
