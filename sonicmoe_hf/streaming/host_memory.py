@@ -63,7 +63,7 @@ class HostMemory:
         """Tell whether this rank fills the memory of a weight. The two of a layer are one rank's."""
         return not self.is_shared or self.ranks[number // 2 % len(self.ranks)] == self.rank
 
-    def exchange(self, subject: str, own: Any) -> list[Any]:
+    def gather_from_ranks(self, subject: str, own: Any) -> list[Any]:
         """Gather the contributions of this host's ranks to a subject, once all have come here. Raises torch's
         DistStoreError where one does not within the process group's timeout."""
         if len(self.ranks) == 1:
@@ -94,14 +94,16 @@ class HostMemory:
                 files[number] = file
         except (AttributeError, OSError) as error:  # a system without memfd, or one that does not permit it
             cause = str(error)
-        offers = self.exchange("memory", [os.getpid(), {number: [file, *_id(file)] for number, file in files.items()}])
+        offers = self.gather_from_ranks(
+            "memory", [os.getpid(), {number: [file, *_id(file)] for number, file in files.items()}]
+        )
         offered = {int(number): (pid, *file) for pid, of_rank in offers for number, file in of_rank.items()}
         try:
             if len(offered) == len(sizes):
                 self._opened = [page_aligned(size, _open(*offered[number])) for number, size in enumerate(sizes)]
         except OSError as error:
             cause = str(error)
-        return [cause for cause in self.exchange("what keeps it", cause) if cause is not None]
+        return [cause for cause in self.gather_from_ranks("what keeps it", cause) if cause is not None]
 
     def allocate(self, sizes: Sequence[int], pin: Callable[[int, torch.Tensor], None]) -> None:
         """Hand the memory of each weight to `pin`, with its number. Memory that this rank fills comes first, and the
@@ -119,7 +121,7 @@ class HostMemory:
                         pin(number, opened[number] if self.is_shared else page_aligned(size))
             except (MemoryError, OSError, RuntimeError) as caught:  # the driver's, the system's, torch's
                 error = caught
-            causes = self.exchange(f"pinned {is_own}", None if error is None else str(error))
+            causes = self.gather_from_ranks(f"pinned {is_own}", None if error is None else str(error))
             failed = [(rank, cause) for rank, cause in zip(self.ranks, causes) if cause is not None]
             if failed:
                 rank, cause = failed[0]
@@ -131,7 +133,7 @@ class HostMemory:
         Raises:
             ValueError: ranks have other weights than this one.
         """
-        of_ranks = dict(zip(self.ranks, self.exchange(subject, digests)))
+        of_ranks = dict(zip(self.ranks, self.gather_from_ranks(subject, digests)))
         for name in dict.fromkeys(itertools.chain(digests, *of_ranks.values())):
             others = [rank for rank, theirs in of_ranks.items() if theirs.get(name) != digests.get(name)]
             if others:

@@ -20,7 +20,7 @@ from .host_memory import HostMemory, digest_of
 from .memory import AUTO, EXPERTS_MEMORY, bytes_for_auto, choose_resident, free_on_host, packed_nbytes
 from .stream import ExpertsStream, HostLayer, room_for
 from .units import as_bytes
-from .weight import HostWeight, quantized_of
+from .weight import HostWeight, tensors_of
 
 PROJECTIONS = ("gate_up", "down")
 
@@ -108,7 +108,7 @@ class Placement:
     def _agree_on_bytes(self, budget: int) -> tuple[int, int | None]:
         """Find (the bytes of experts that stay on the device, the free bytes of the host or None) for all of its ranks,
         so that they decide alike. budget: the bytes that stay on this rank's."""
-        of_ranks = self.memory.exchange("bytes that stay, and are free", [budget, free_on_host()])
+        of_ranks = self.memory.gather_from_ranks("bytes that stay, and are free", [budget, free_on_host()])
         free = min((free for _, free in of_ranks if free is not None), default=None)
         return min(stay for stay, _ in of_ranks), free
 
@@ -143,7 +143,7 @@ class Placement:
         keep_dense_in_state_dicts(experts)
         projection = PROJECTIONS[weight_names(experts).index(name)]
         if layer.is_shared:
-            self._digests[self._name(experts, name)] = digest_of(quantized_of(weight))
+            self._digests[self._name(experts, name)] = digest_of(tensors_of(weight))
         return as_parameter(HostWeight.from_weight(layer, projection, weight, is_transposed(experts)))
 
 
@@ -204,7 +204,7 @@ def _frozen(weight: Any) -> nn.Parameter:
 
 
 def _digest(experts: nn.Module, name: str) -> str:
-    return digest_of(quantized_of(experts._parameters[name]))  # type: ignore[arg-type]
+    return digest_of(tensors_of(experts._parameters[name]))  # type: ignore[arg-type]
 
 
 def _bytes_of_weight(experts: nn.Module, name: str, format: str | None, like: Quantized | None) -> int:

@@ -29,7 +29,7 @@ READ_ONLY = (
 NOT_SHARED = "experts in pinned host memory cannot be shared with other processes; load the model there"
 
 
-def quantized_of(weight: torch.Tensor) -> Quantized:
+def tensors_of(weight: torch.Tensor) -> Quantized:
     """List the tensors of a weight, packed or dense."""
     return weight.packed if isinstance(weight, PackedWeight) else Quantized(weight.detach(), None, None)  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ class HostWeight(PackedWeight):
     def from_weight(cls, layer: HostLayer, projection: str, weight: torch.Tensor, is_transposed: bool) -> HostWeight:
         """Copy `weight`, packed or dense, to the layer's host memory. projection: "gate_up" or "down"."""
         format = weight.format if isinstance(weight, PackedWeight) else ""
-        held = layer.hold(projection, quantized_of(weight))
+        held = layer.hold(projection, tensors_of(weight))
         return cls(held, format, weight.dtype, is_transposed, layer.stream.device, layer)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -71,7 +71,7 @@ class HostWeight(PackedWeight):
 
     def _before_write(self, source: torch.Tensor) -> None:
         if self.layer is not None:
-            if self.layer.is_shared and digest_of(quantized_of(source)) != digest_of(self.packed):
+            if self.layer.is_shared and digest_of(tensors_of(source)) != digest_of(self.packed):
                 raise RuntimeError(READ_ONLY)
             self.layer.stream.forget(self.layer)
 
