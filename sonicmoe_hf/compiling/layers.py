@@ -1,19 +1,12 @@
-"""compile_layers: torch.compile of each decoder layer on its own, and a warning where it did not take one whole."""
+"""compile_layers: torch.compile of each decoder layer on its own."""
 
 from __future__ import annotations
 
-import textwrap
-import warnings
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -23,20 +16,13 @@ from ..layer.moe_experts import IN_GRAPHS
 from ..layer.torch_op import SOURCE
 from ..private import attributes
 from ..private.torch import (
-    IN_PYTHON,
     allow_caching,
     allow_recompilations,
     begin_compile_workers,
-    compiled_call,
-    compiled_graphs,
-    eager_call,
-    graph_breaks,
     has_compiled_modules,
-    mark_as_any_size,
     set_compiled_call,
 )
-from ..private.transformers import recorded_outputs, recording_into
-from .liger_tracing import trace_without_liger
+from .compiled_module import CompiledModule, compiled_modules
 
 logger = logging.get_logger(__name__)
 
@@ -56,14 +42,6 @@ NOT_CAPTURED = (
 OF_A_TRAINER = (
     "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
 )
-WITHOUT_OFFLOADING = "train with gradient checkpointing that offloads nothing"
-REMEDIES = {  # by a word of torch's reason
-    "liger_kernel": "switch that kernel off in liger_kernel_config",
-    "offload": WITHOUT_OFFLOADING,
-    "save_on_cpu": WITHOUT_OFFLOADING,  # what Transformers' own checkpointing offloads by
-    "contextvar": "train without output_hidden_states",
-    "hook": "remove the module's hook",
-}
 
 
 def compile_layers(model: nn.Module, **options) -> int:
@@ -113,7 +91,7 @@ def compile_layers(model: nn.Module, **options) -> int:
         is_captured = captures and not is_partly_in_python
         for module in _modules_of(layer, is_partly_in_python):
             module.compile(**settings[is_captured])
-            set_compiled_call(module, _Call(module, layer, is_captured))
+            set_compiled_call(module, CompiledModule(module, layer, is_captured))
     return len(layers)
 
 
@@ -151,8 +129,8 @@ def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None
 def expect_lengths(model: nn.Module) -> None:
     """Let compiled layers take any number of tokens from their first call on. By itself torch compiles them for the
     first number, and again for any."""
-    for call in calls_of_layers(model):
-        call.takes_any_length = True
+    for module in compiled_modules(model):
+        module.takes_any_length = True
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -162,19 +140,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def why_in_python(model: nn.Module) -> list[str]:
     """Say of a model with compiled layers what torch left to Python, each reason once with its remedy; [] of nothing."""
-    return sorted({reason for call in calls_of_layers(model) for reason in call.reasons})
+    return sorted({reason for module in compiled_modules(model) for reason in module.reasons})
 
 
 def can_capture(model: nn.Module) -> bool:
     """Tell whether compiled layers could be captured as CUDA graphs, and are not."""
-    calls = calls_of_layers(model)
-    return bool(calls) and all(call.module is call.layer and not call.is_captured for call in calls)
-
-
-def calls_of_layers(model: nn.Module) -> list[_Call]:
-    """List the calls of what `compile_layers` compiled in a model; [] where it compiled nothing."""
-    calls = (compiled_call(module) for module in model.modules())
-    return [call for call in calls if isinstance(call, _Call)]
+    compiled = compiled_modules(model)
+    return bool(compiled) and all(each.module is each.layer and not each.is_captured for each in compiled)
 
 
 def _modules_of(layer: nn.Module, partly_in_python: bool) -> list[nn.Module]:
@@ -196,127 +168,3 @@ def _has_shares(module: nn.Module) -> bool:
 def _has_pieces(layer: nn.Module) -> bool:
     """Tell whether a layer's attention runs partly in Python (attention/indexers.py)."""
     return any(vars(module).get(attributes.IN_PIECES) for module in layer.modules())
-
-
-def _first_words(reason: str) -> str:
-    """Take the first line of torch's reason, and the code that it is about."""
-    first, *rest = reason.splitlines()
-    context = next((line for line in rest if "debug context:" in line), "").partition("debug context:")[2].strip()
-    return f"{first} ({textwrap.shorten(context, 100)})" if context else first
-
-
-def _mark_lengths(args: tuple, kwargs: dict) -> None:
-    """Mark the dimensions of a layer's arguments that have as many elements as there are tokens in a sequence."""
-    given = [each if isinstance(each, tuple) else (each,) for each in (*args, *kwargs.values())]
-    tensors = [each for group in given for each in group if isinstance(each, torch.Tensor)]
-    length = tensors[0].shape[-2] if tensors and tensors[0].dim() > 1 else 1
-    for tensor in tensors:
-        for dim in _dims_of_length(tensor):
-            if tensor.shape[dim] == length > 1:
-                mark_as_any_size(tensor, dim)
-
-
-def _dims_of_length(tensor: torch.Tensor) -> tuple[int, ...]:
-    """List the dimensions that are a sequence's tokens in states [B, L, H] or [T, H], ids [B, L], and masks [B, 1, L, L].
-    Others may be as many, and torch compiles again where one more is marked."""
-    last = tensor.dim() - 1
-    if last >= 3:
-        return last - 1, last
-    return (last - 1,) if last >= 1 and tensor.is_floating_point() else (last,) * (last >= 0)
-
-
-def _copy_first(parameter: weakref.ref, gradient: torch.Tensor) -> torch.Tensor:
-    """Copy the first gradient of a parameter, which would stay in the graph's memory; others are added to it."""
-    return gradient.clone() if getattr(parameter(), "grad", None) is None else gradient
-
-
-# torch 2.11 computes wrong gradients of what a compiled layer records inside a checkpoint
-RECORDS = Version(torch.__version__) >= Version("2.13")
-UNCOMPILED = (
-    f"torch {torch.__version__} does not compile layers that record outputs such as router_logits, so they run "
-    "uncompiled; install torch 2.13 or newer, or leave the auxiliary loss out (router_aux_loss_coef=0.0 in the arguments "
-    "of TRL's trainers, else model.config.output_router_logits = False)"
-)
-
-
-@contextmanager
-def _traceable_records() -> Iterator[None]:
-    """Make a compiled layer's records of outputs traceable, such as router_logits, which TRL's trainers ask for.
-
-    The layer's own lists are empty at each call, so that layers are alike, and are added to those of the model's call. A
-    record of hidden states depends on how many there are already: torch then leaves the layer to Python.
-    """
-    outputs = recorded_outputs()
-    if outputs is None or "hidden_states" in outputs:
-        yield
-        return
-    records: dict[str, list] = {name: [] for name in outputs}
-    # a checkpoint's forward may write to them; what backward computes again is not to be recorded
-    writing = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-    with recording_into(records), writing if records else nullcontext():
-        yield
-    for name, recorded in records.items():
-        outputs[name].extend(recorded)
-
-
-class _Call:
-    """The call of a layer, or of a module in it: of compiled code where the layer is trained, else of its own forward.
-
-    A layer that is checkpointed is trained without gradients too, in its first forward. Evaluation and generation would
-    be compiled apart, the latter for each layer, and a cache of keys and values would outlive a CUDA graph's memory.
-    """
-
-    def __init__(self, module: nn.Module, layer: nn.Module, is_captured: bool):
-        self.module, self.layer, self.is_captured = module, layer, is_captured
-        self.compiled, self.is_new = compiled_call(module), True
-        self.reasons: set[str] = set()
-        self.is_uncompiled = self.takes_any_length = False
-        self.num_graphs, self.kept = -1, WeakTensorKeyDictionary()
-
-    def __call__(self, *args, **kwargs):
-        is_checkpointed = self.layer.gradient_checkpointing and self.layer.training and not self.is_captured
-        if not (torch.is_grad_enabled() or is_checkpointed):
-            return eager_call(self.module)(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self.compiled(*args, **kwargs)
-        if not (RECORDS or self.is_uncompiled) and recorded_outputs():
-            # from now on: a checkpoint's backward does not see what its forward recorded
-            self.is_uncompiled = True
-            self.reasons.add(UNCOMPILED)
-            warnings.warn(UNCOMPILED, stacklevel=2)
-        if self.is_uncompiled:
-            return eager_call(self.module)(*args, **kwargs)
-        before = None
-        if self.is_new:
-            trace_without_liger()
-            before = graph_breaks()
-        if self.takes_any_length:
-            _mark_lengths(args, kwargs)
-        with _traceable_records():
-            result = self.compiled(*args, **kwargs)
-        if self.is_captured and self.num_graphs != compiled_graphs():  # as where other adapters are trained
-            self._keep_gradients()
-        if before is not None:
-            self.is_new = False
-            reasons = (reason for reason in graph_breaks() - before if IN_PYTHON not in reason)
-            self.reasons = {self._why(reason) for reason in reasons}
-            for reason in sorted(self.reasons):
-                warnings.warn(reason, stacklevel=2)
-        return result
-
-    def _why(self, reason: str) -> str:
-        """Write torch's reason for leaving code to Python as a sentence with a remedy."""
-        is_whole = self.module is self.layer and self.layer.gradient_checkpointing and self.layer.training
-        extent = "with gradient checkpointing all" if is_whole else "a part"
-        remedy = next((each for word, each in REMEDIES.items() if word in reason.lower()), None)
-        return (
-            f"torch.compile left {extent} of {type(self.module).__name__} to Python: {_first_words(reason)}; "
-            f"{remedy or 'take that out of the layer'} (TORCH_LOGS=graph_breaks shows the line)"
-        )
-
-    def _keep_gradients(self) -> None:
-        """Copy the first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
-        self.num_graphs = compiled_graphs()
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter not in self.kept:
-                self.kept[parameter] = parameter.register_hook(partial(_copy_first, weakref.ref(parameter)))

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..compiling.layers import calls_of_layers
+from ..compiling.compiled_module import compiled_modules
 from ..errors import UnlikeApartError
 from ..kernels.announce import is_first_rank
 from ..routing.model import find_state
@@ -80,7 +80,7 @@ class PackedSteps(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Forget a run that ended inside a step, and look whether `compile_layers` was called before it."""
         self._forget()
-        self.is_compiled = self.is_compiled or (model is not None and bool(calls_of_layers(model)))
+        self.is_compiled = self.is_compiled or (model is not None and bool(compiled_modules(model)))
 
     def arrange(self, trainer: Any, batches: list, num_items: Any) -> None:
         """Make the rows of a step.

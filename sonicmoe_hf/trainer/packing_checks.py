@@ -13,7 +13,8 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..compiling.layers import CAPTURED_MODES, calls_of_layers
+from ..compiling.compiled_module import compiled_modules
+from ..compiling.layers import CAPTURED_MODES
 from ..errors import UnlikeApartError
 from ..layer.experts_module import IMPLEMENTATION
 from ..layer.holding import expert_parallelism
@@ -74,7 +75,7 @@ def check_automatic(trainer: Any) -> None:
             "training_step is not the Trainer's own": not is_own(trainer, "training_step"),
             "CUDA graphs (torch_compile_mode) are of one length": trainer.args.torch_compile_mode in CAPTURED_MODES,
             "CUDA graphs (mode of compile_layers) are of one length": any(
-                call.is_captured for call in calls_of_layers(trainer.model)
+                module.is_captured for module in compiled_modules(trainer.model)
             ),
             f"attention {attention!r} may take more memory for one row than for several": not any(
                 name in attention for name in LINEAR_IN_MEMORY

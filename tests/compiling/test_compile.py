@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
-from sonicmoe_hf.compiling import layers
+from sonicmoe_hf.compiling import compiled_module
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing.model import router_hooks
 
@@ -107,7 +107,9 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(trained, kind, r
 
 
 # with a torch that leaves such layers uncompiled both kinds are the same test
-@pytest.mark.parametrize("kind", rest_slow(["non_reentrant", "reentrant"]) if layers.RECORDS else ["non_reentrant"])
+@pytest.mark.parametrize(
+    "kind", rest_slow(["non_reentrant", "reentrant"]) if compiled_module.RECORDS else ["non_reentrant"]
+)
 def test_compiled_layers_record_router_logits_for_the_auxiliary_loss(kind):
     """TRL's trainers ask for it. Of reentrant checkpoints the uncompiled loss has no gradient, so another kind's is
     compared with it."""
@@ -121,7 +123,7 @@ def test_compiled_layers_record_router_logits_for_the_auxiliary_loss(kind):
     assert relative_error(expected["loss"], without["loss"]) > 1e-2
     sonicmoe_hf.compile_layers(checkpoint_layers(model, kind), backend="aot_eager")
     for step, (inputs, values) in enumerate(((recorded, expected), (batch(), without), (recorded, expected))):
-        with nullcontext() if layers.RECORDS or step else pytest.warns(UserWarning, match="torch 2.13"):
+        with nullcontext() if compiled_module.RECORDS or step else pytest.warns(UserWarning, match="torch 2.13"):
             assert_all_close(loss_and_gradients(model, inputs), values, 1e-5, ORDER_OF_SUMS)
     assert not counters["graph_break"]
 

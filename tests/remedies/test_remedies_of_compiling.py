@@ -11,7 +11,7 @@ from helpers.said import says, silent
 from helpers.training import advise, logs_of, trainer_for
 
 import sonicmoe_hf
-from sonicmoe_hf.compiling import layers
+from sonicmoe_hf.compiling import compiled_module, layers
 from sonicmoe_hf.patching.guard import guard_of
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
@@ -62,7 +62,7 @@ def test_what_torch_left_to_python_is_compiled_without_its_causes(monkeypatch):
     assert "remove the module's hook" in GpuAdvice(lengths)._switches(args, model), "the advice on a GPU names it, too"
     for hook in hooks:
         hook.remove()
-    monkeypatch.setattr(layers, "RECORDS", False)  # as with torch 2.11
+    monkeypatch.setattr(compiled_module, "RECORDS", False)  # as with torch 2.11
     with says("leave the auxiliary loss out", "else model.config.output_router_logits = False"):
         compiled(model)(**batch(), output_router_logits=True)
     model.gradient_checkpointing_enable({"use_reentrant": False})
