@@ -172,7 +172,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
         raise CheckpointError(OTHER_TABLE.format(folder=folder, name=tables[0], base=stored.folder))
     changed = {*adapter.factors, *replaced}
     notices = _untie(stored, model, groups, changed)
-    delta = lru_cache(ALTERNATING)(lambda parameter: _GroupDelta(stored, adapter, groups[parameter], replaced))
+    change = lru_cache(ALTERNATING)(lambda parameter: _AdapterChange(stored, adapter, groups[parameter], replaced))
     for parameter in {groups[name].parameter_names[0] for name in changed}:
         for name in groups[parameter].owners:
             if (weight := stored.weights.get(name)) is not None:
@@ -180,7 +180,7 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
                 if seed is not None and weight.format is not None:
                     module = model.get_submodule(parameter.rpartition(".")[0])
                     dither = _dither_of_part(dither_of(parameter, module, seed), groups[parameter], name)
-                weight.change = Change.of(name, groups[parameter], partial(delta, parameter), dither)
+                weight.change = Change.of(name, groups[parameter], partial(change, parameter), dither)
     trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
     if trained is not None and trained.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
         raise CheckpointError(OTHER_NORMS.format(model=stored.folder))
@@ -276,7 +276,7 @@ def _untie(
     ]
 
 
-class _GroupDelta(GroupChange):
+class _AdapterChange(GroupChange):
     """An adapter's change of weights that become parameters of a model together: products added, or all values
     replaced."""
 

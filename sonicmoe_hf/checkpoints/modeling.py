@@ -19,7 +19,7 @@ from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from ..errors import CheckpointError
-from ..formats.state import state_dict_names
+from ..formats.state_dicts import state_dict_names
 from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily

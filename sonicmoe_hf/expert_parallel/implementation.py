@@ -15,7 +15,7 @@ from torch import nn
 from transformers.distributed import fsdp
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, EPImplementation
 
-from ..layer.adapted import Adapters
+from ..layer.adapters_argument import Adapters
 from ..layer.experts_module import IMPLEMENTATION, is_native
 from ..layer.holding import Holder, Holding, expert_parallelism
 from ..layer.routing import Routing

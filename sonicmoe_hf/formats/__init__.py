@@ -2,6 +2,6 @@
 
 In the order of reading: declared and declared_integers (what config.json says), matrix_format, float_matrices and
 integer_matrices (how a file stores a matrix), hub_names, conversions (what becomes of tensors while they load; it has the
-table), quantizer (which Transformers calls), state (state dicts), then ranks: shares (expert parallelism), sharding
-(FSDP2) and refusals (what does not go).
+table), quantizer (which Transformers calls), state_dicts, then ranks: shares (expert parallelism), sharding (FSDP2) and
+refusals (what does not go). Errors that name a file or weight come from json_files, tensor_files and loading_errors.
 """

@@ -29,7 +29,7 @@ from .declared import QUANT_METHOD, DeclaredQuantization, check_format, check_st
 from .declared_integers import METHODS
 from .refusals import check_distributed, guard_deepspeed
 from .shares import gather_for_saving, is_split, keep_from_fsdp, restore_parameters
-from .state import hook_state_dicts
+from .state_dicts import hook_state_dicts
 
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",

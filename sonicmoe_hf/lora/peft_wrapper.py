@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
-from ..layer.adapted import KEYWORD, Adapters
+from ..layer.adapters_argument import KEYWORD, Adapters
 from ..layer.experts_module import IMPLEMENTATION, weight_names
 from ..layer.holding import ExpertParallelism, Holder, expert_parallel_remedy, expert_parallelism, holding_of, mesh_of
 from ..layer.packed_weight import PackedWeight

@@ -21,7 +21,7 @@ from transformers.activations import (
 )
 
 from ..errors import UnsupportedExpertsError
-from ..layer.adapted import Adapters
+from ..layer.adapters_argument import Adapters
 from ..layer.experts_module import (
     Sizes,
     has_gate,

@@ -31,7 +31,7 @@ from ..formats.quantizer import (
     ignore_packed_in_ddp,
     mark_model_packed,
 )
-from ..formats.state import hold_packed
+from ..formats.state_dicts import hold_packed
 from ..kernels.packed import FORMATS
 from ..kernels.packed.format import check_finite
 from ..layer.experts_module import is_transposed, row_order

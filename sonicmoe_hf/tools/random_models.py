@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..attention.models import choose_attention
 from ..formats.quantizer import mark_model_packed
 from ..formats.shares import keep_from_fsdp, restore_parameters
-from ..formats.state import hold_packed
+from ..formats.state_dicts import hold_packed
 from ..kernels.packed import FORMATS
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..layer.holding import local_tensor

@@ -10,7 +10,7 @@ from helpers.models import through_a_file
 from torch import nn
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.formats.state import hold_packed
+from sonicmoe_hf.formats.state_dicts import hold_packed
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.packed_weight import as_parameter, kind_of
 

@@ -124,7 +124,7 @@ def warmup(
 
 
 def _warm_up_torch(model: str, *settings) -> int:
-    from .compiled import Settings, compile_ahead  # which imports PEFT
+    from .warmup_compile import Settings, compile_ahead  # which imports PEFT
 
     began = time.perf_counter()
     graphs = compile_ahead(model, Settings(*settings))
