@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .patching.quantize import quantize_experts
     from .patching.support import LayerSupport, is_patched, supports
     from .routing.divergence import serving_divergence
-    from .routing.model import set_routing
+    from .routing.patched_model import set_routing
     from .routing.recorded import RecordedRouting
     from .routing.replay import record_routing, replay_routing
     from .trainer.attach import attach
@@ -56,7 +56,7 @@ _MODULES = {  # of this package: what of each is exported here
     "models.patch": ("PatchReport", "patch_model", "unpatch_model"),
     "patching.support": ("LayerSupport", "is_patched", "supports"),
     "routing.divergence": ("serving_divergence",),
-    "routing.model": ("set_routing",),
+    "routing.patched_model": ("set_routing",),
     "routing.recorded": ("RecordedRouting",),
     "routing.replay": ("record_routing", "replay_routing"),
     "layer.packed_weight": ("PackedWeight",),

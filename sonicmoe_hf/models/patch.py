@@ -17,7 +17,7 @@ from ..patching.layer_ranges import collapse
 from ..patching.patch import patch_experts, unpatch_experts
 from ..patching.support import LayerSupport, transformers_model
 from ..private import attributes
-from ..routing.model import set_policy
+from ..routing.patched_model import set_policy
 from ..routing.support import check_routing, with_rounding
 
 

@@ -1,9 +1,9 @@
 """The hooks that routing's extras need: on each router, and on each model that contains experts.
 
-They are installed when the first of these extras is asked for (model.py), and are module-level classes. A router's knows
-nothing of its model but the settings, and what the call in progress says (calls.py), so that patched models, and any part
-of one, copy, pickle and compile as before. On and off is an attribute of the settings: a hook added or removed has
-compiled code compiled again.
+They are installed when the first of these extras is asked for (patched_model.py), and are module-level classes. A
+router's knows nothing of its model but the settings, and what the call in progress says (calls.py), so that patched
+models, and any part of one, copy, pickle and compile as before. On and off is an attribute of the settings: a hook added
+or removed has compiled code compiled again.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..patching.support import find_layers
 from .contexts import Replay, in_this_thread
-from .model import find_state, router_hooks, routing_state, use_routers
+from .patched_model import find_state, router_hooks, routing_state, use_routers
 from .recorded import RecordedRouting, ReplayedCall
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of given indices

@@ -14,7 +14,7 @@ from ..patching.support import MoELayer, find_layers, transformers_model
 from ..routing.balance import ScaleHook, update_bias
 from ..routing.calls import Balancing
 from ..routing.hooks import hook_of, routers
-from ..routing.model import is_pipelined, routing_state, use_routers
+from ..routing.patched_model import is_pipelined, routing_state, use_routers
 from .callbacks import StepCallback
 from .router_loss import router_loss
 from .steps import summed_over_ranks

@@ -16,7 +16,7 @@ from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..models.patch import patch_model
 from ..patching.support import find_layers, is_patched
 from ..routing.expert_load import TOTALS
-from ..routing.model import (
+from ..routing.patched_model import (
     clear_counts,
     is_pipelined,
     ranks_of_batch,

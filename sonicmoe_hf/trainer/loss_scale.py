@@ -8,7 +8,7 @@ import torch
 
 from ..routing.balance import ScaleHook, count_labels
 from ..routing.calls import ModelCall
-from ..routing.model import find_state
+from ..routing.patched_model import find_state
 
 
 def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwargs) -> Any:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..compiling.compiled_module import compiled_modules
 from ..errors import UnlikeApartError
 from ..kernels.announce import is_first_rank
-from ..routing.model import find_state
+from ..routing.patched_model import find_state
 from .few_lengths import aligned_length, few_length, why_not_plain
 from .methods import find_callback
 from .packing_checks import check_automatic, check_routers, check_rows_apart, check_steps

@@ -19,7 +19,7 @@ from ..errors import UnlikeApartError
 from ..layer.experts_module import IMPLEMENTATION
 from ..layer.holding import expert_parallelism
 from ..patching.support import every_experts, transformers_model
-from ..routing.model import find_state
+from ..routing.patched_model import find_state
 from .methods import is_own
 
 PROBE_TOKENS = 8

@@ -20,7 +20,7 @@ from ..patching.beside_bitsandbytes import dense_beside_bitsandbytes
 from ..patching.support import every_experts, is_patched, supports, transformers_model
 from ..private.torch import has_compiled_modules
 from ..routing.hooks import routers
-from ..routing.model import find_state, routing_policy
+from ..routing.patched_model import find_state, routing_policy
 from ..routing.support import with_rounding
 from .mixed_precision import computing_dtype
 from .router_loss import router_loss

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..private.torch import has_checkpointing, has_compiled_modules
-from ..routing.model import find_state, router_hooks, routing_state
+from ..routing.patched_model import find_state, router_hooks, routing_state
 
 WORK = {"policy": "token rounding", "counting": "counting", "balancing": "balancing"}
 NOT_REPORTED = (

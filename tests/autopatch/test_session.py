@@ -115,7 +115,7 @@ def test_routing_is_set_where_every_layer_can_round_and_refused_where_not(monkey
     session.built(model)
     report = sonicmoe_hf.patch_model(copy.deepcopy(model))
     assert len(report.layers) == 2
-    assert sonicmoe_hf.routing.model.routing_state(model).policy.rounding == "balanced"
+    assert sonicmoe_hf.routing.patched_model.routing_state(model).policy.rounding == "balanced"
     monkeypatch.setattr("sonicmoe_hf.routing.support._why_no_rounding", lambda layer: "it cannot")
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="it cannot; leave out --routing of sonicmoe-hf run"):
         session.built(build())

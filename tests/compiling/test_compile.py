@@ -28,7 +28,7 @@ import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.compiling import compiled_module
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.routing.model import router_hooks
+from sonicmoe_hf.routing.patched_model import router_hooks
 
 ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here
 # with top-k Qwen3-MoE follows the mode below; OLMoE's block differs from its by a flag

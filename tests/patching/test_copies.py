@@ -35,7 +35,7 @@ import sonicmoe_hf
 from sonicmoe_hf import TokenRounding, TokenRoundingCallback
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.patching.support import every_experts, find_layers
-from sonicmoe_hf.routing.model import router_hooks, routing_state
+from sonicmoe_hf.routing.patched_model import router_hooks, routing_state
 
 ORDERS = ["patched, then PEFT", "PEFT, then patched"]
 

@@ -24,7 +24,7 @@ from sonicmoe_hf.patching.support import (
     supports,
 )
 from sonicmoe_hf.routing.hooks import ModelHook
-from sonicmoe_hf.routing.model import router_hooks, routing_state
+from sonicmoe_hf.routing.patched_model import router_hooks, routing_state
 from sonicmoe_hf.routing.support import why_no_rounding
 
 

@@ -19,7 +19,7 @@ import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.checkpoints.reading.source import Source
 from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
-from sonicmoe_hf.routing.model import routing_state
+from sonicmoe_hf.routing.patched_model import routing_state
 from sonicmoe_hf.tools.cli.main import build_parser
 from sonicmoe_hf.tools.cli.main import main as run_command
 from sonicmoe_hf.tools.cli.run import split_program

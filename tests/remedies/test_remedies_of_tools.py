@@ -17,7 +17,7 @@ from transformers import Trainer
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter, merge_adapter
-from sonicmoe_hf.routing.model import routing_state
+from sonicmoe_hf.routing.patched_model import routing_state
 from sonicmoe_hf.tools.autopatch.session import Session
 from sonicmoe_hf.tools.autopatch.settings import RunSettings
 from sonicmoe_hf.tools.cli.main import main

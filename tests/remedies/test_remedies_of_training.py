@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, RecordedRouting, TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.routing.model import routing_state
+from sonicmoe_hf.routing.patched_model import routing_state
 from sonicmoe_hf.trainer.resume import restore
 
 pytestmark = pytest.mark.pinned

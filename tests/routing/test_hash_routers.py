@@ -21,7 +21,7 @@ from sonicmoe_hf import (
     serving_divergence,
 )
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.routing.model import clear_counts, router_hooks, routing_state
+from sonicmoe_hf.routing.patched_model import clear_counts, router_hooks, routing_state
 
 E = 8
 ROUNDING = TokenRounding(tile=16, min_tiles_per_expert=0)

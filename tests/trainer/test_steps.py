@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
-from sonicmoe_hf.routing.model import routing_state
+from sonicmoe_hf.routing.patched_model import routing_state
 
 ONE_LAYER = {"num_hidden_layers": 1}
 LOGGED = "loss", "eval_loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped"

@@ -38,7 +38,7 @@ from transformers import TrainerCallback
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.routing.model import routing_state
+from sonicmoe_hf.routing.patched_model import routing_state
 
 SAME_COMPUTATION = "the same kernels on the same numbers: only the order of additions in autograd may differ"
 
@@ -315,7 +315,7 @@ def test_padding_tokens_are_neither_added_nor_counted():
     inputs = batch(padding=True)
     model(**inputs)
     padding = torch.nonzero(inputs["attention_mask"].flatten() == 0).flatten()
-    hooks = sonicmoe_hf.routing.model.router_hooks(model)
+    hooks = sonicmoe_hf.routing.patched_model.router_hooks(model)
     assert len(padding) == 18 and len(watch.calls) == len(hooks) == 2
     for (_, routing), hook in zip(watch.calls, hooks):
         real = routing.expert_index < 8

@@ -21,7 +21,7 @@ from ...patching.quantize import FOR_FILE, with_packed_experts
 from ...patching.support import every_experts, is_patched, transformers_model
 from ...private.replaced import RUN, replace
 from ...registration import install_in_peft
-from ...routing.model import set_routing, use_routers
+from ...routing.patched_model import set_routing, use_routers
 from ...trainer.report import FirstStepReport, Remedies, describe, write
 from .settings import RunSettings, from_environment
 

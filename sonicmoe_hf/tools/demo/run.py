@@ -33,7 +33,7 @@ from ...checkpoints.reading.files import same_bytes
 from ...layer.config import TokenRounding
 from ...models.patch import patch_model
 from ...private.versions import versions
-from ...routing.model import set_routing
+from ...routing.patched_model import set_routing
 from ...trainer.attach import attach
 from ...trainer.balancing import LoadBalancing
 from ...trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback
