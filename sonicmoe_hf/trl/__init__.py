@@ -2,7 +2,14 @@
 
     from sonicmoe_hf.trl import GRPOTrainer
 
-TRL is imported when one of them is.
+TRL is imported when one of them is. In the order of reading:
+
+factory, serving              vllm_adapters, which makes a trainer, and its options
+trainers, async_grpo          methods of TRL's trainers
+generation, engine, server    TRL's VLLMGeneration, with vLLM in this process, or reached over HTTP
+adapter_versions, gathering   the adapters that are sent
+rollouts                      the experts of what was sampled
+served_base, functions        checks of the weights that vLLM serves, and of the functions of TRL that are used
 """
 
 from __future__ import annotations

@@ -1,1 +1,10 @@
-"""Comparing an adapter wherever it went with what it did where it was trained: `sonicmoe-hf check`."""
+"""Comparing an adapter wherever it went with what it did where it was trained: `sonicmoe-hf check`.
+
+In the order of reading:
+
+check              the whole comparison; texts: of what
+places, server     what a folder or a server gives
+models             what Transformers and PEFT give
+hypotheses         what may have become of an adapter; trained_adapter: what each of them would give
+verdict            which of them explains what a place gives
+"""
