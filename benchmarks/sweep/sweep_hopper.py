@@ -20,7 +20,7 @@ from benchmarks.sweep.candidates import KEYS, add_timed, products
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, Tile
-from sonicmoe_hf.tools.cli import warmup
+from sonicmoe_hf.tools.cli import warmup_kernels
 
 PRODUCTS = [Tile(192, 4), Tile(192, 4, static=True), TALL, WIDE, Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
@@ -72,7 +72,7 @@ def compile_all(shapes, wanted):
             by_tile = {tile: asked_for(of_shape[name][1], tile) for tile in CANDIDATES[name]}
             kernels |= dict.fromkeys(kernel for asked in by_tile.values() for kernel in asked)
             candidates[shape, name] = [tile for tile, asked in by_tile.items() if asked]
-    for _ in warmup.compile_kernels(list(kernels), os.cpu_count()):
+    for _ in warmup_kernels.compile_kernels(list(kernels), os.cpu_count()):
         pass
     print(f"{len(kernels)} kernels compiled", flush=True)
     return candidates

@@ -11,7 +11,7 @@ from sonicmoe_hf.tools.checking.models import Loading
 from sonicmoe_hf.tools.cli import check, warmup
 from sonicmoe_hf.tools.cli import main as cli
 from sonicmoe_hf.tools.cli.bar import progress
-from sonicmoe_hf.tools.cli.warmup import Outcome
+from sonicmoe_hf.tools.cli.warmup_kernels import Outcome
 
 pytestmark = pytest.mark.pinned
 
@@ -43,7 +43,7 @@ def test_convert_and_merge_draw_bytes(is_terminal, tmp_path, capsys):
 
 def test_warmup_draws_kernels(is_terminal, monkeypatch, tmp_path, capsys):
     outcomes = [Outcome("up", 1.5), Outcome("down", None)]
-    monkeypatch.setattr(warmup, "warm_up", lambda kinds, processes: (2, iter(outcomes)))
+    monkeypatch.setattr(warmup, "compile_for_layers", lambda kinds, processes: (2, iter(outcomes)))
     monkeypatch.setattr(warmup, "cache_folder", lambda: tmp_path)
     cli.main(["warmup", "--shape", "2048,768"])
     printed = capsys.readouterr()

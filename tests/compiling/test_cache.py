@@ -11,7 +11,7 @@ from torch._inductor import config
 
 import sonicmoe_hf
 from sonicmoe_hf.private.torch import cached_graphs
-from sonicmoe_hf.tools.cli import compiled
+from sonicmoe_hf.tools.cli import warmup_graphs
 from sonicmoe_hf.tools.cli.main import main
 
 
@@ -40,7 +40,7 @@ def test_a_second_start_takes_compiled_layers_from_torchs_cache(tmp_path, monkey
 @pytest.mark.pinned  # Transformers 5.17 has layers compiled twice
 def test_warmup_fills_torchs_cache_for_a_run_of_other_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled, "LENGTHS", (24, 16))
+    monkeypatch.setattr(warmup_graphs, "LENGTHS", (24, 16))
     make_model(tmp_path / "model", torch.bfloat16, hidden_size=64, moe_intermediate_size=64)
     lengths = iter([20, 12])
 

@@ -12,7 +12,7 @@ import torch
 from sonicmoe_hf.kernels.announce import LOCAL_RANKS, QUIET
 from sonicmoe_hf.kernels.interface import Activation, Rows
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.tools.cli import warmup
+from sonicmoe_hf.tools.cli import warmup_kernels
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
@@ -184,4 +184,4 @@ def test_nothing_is_compiled_ahead_for_a_folder_that_others_can_write_to(tmp_pat
     cache.compile_ahead(small_gradients())
     begun.assert_not_called()
     with pytest.raises(ValueError, match="others can write to it"):
-        list(warmup.compile_kernels(small_gradients(), 1))
+        list(warmup_kernels.compile_kernels(small_gradients(), 1))

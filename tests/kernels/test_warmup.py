@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sonicmoe_hf.checkpoints.reading import config_only
-from sonicmoe_hf.tools.cli import doctor, warmup
+from sonicmoe_hf.tools.cli import doctor, warmup_kernels
 from sonicmoe_hf.tools.cli.main import main
 
 pytest.importorskip("cutlass")
@@ -28,7 +28,7 @@ BF16, NF4 = torch.bfloat16, PackedKind("nf4", "uint8", 64)
 )
 def test_sizes_decide_what_runs_on_triton(H, I, refused):
     assert len(on_triton(H, I, Activation())) == refused
-    words = warmup.describe_kernels(H, I, Activation())
+    words = warmup_kernels.describe_kernels(H, I, Activation())
     assert ("every product runs on the Hopper kernels" in words) == (refused == 0)
     assert refused == 0 or "multiples of 8" in words
 
@@ -40,12 +40,12 @@ def test_without_a_gate_the_up_projection_is_no_wider_than_the_experts():
 
 def test_packed_experts_need_kernels_that_decode_them_and_such_for_expanded_ones():
     """With adapters, whose rank is padded; no weight is trained."""
-    kernels = warmup.LayerKind(256, 192, quantize="nf4", rank=12).kernels()
+    kernels = warmup_kernels.LayerKind(256, 192, quantize="nf4", rank=12).kernels()
     counts = {weights: {name for name, parameters in kernels if parameters[0] == weights} for weights in (BF16, NF4)}
     assert counts[BF16] == counts[NF4] == {"gemm_up", "gemm_down", "gemm_down_backward"}
     assert all(16 in parameters for _, parameters in kernels)
     for kind in (("fp8", BF16), ("nf4", torch.float16)):
-        others = warmup.LayerKind(256, 192, kind[1], quantize=kind[0], rank=8).kernels()
+        others = warmup_kernels.LayerKind(256, 192, kind[1], quantize=kind[0], rank=8).kernels()
         assert {parameters[0] for _, parameters in others} == {kind[1]}
 
 
@@ -62,7 +62,9 @@ def test_the_command_fills_the_cache_and_finds_it_filled(tmp_path, monkeypatch, 
 
 
 def test_the_command_names_what_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr(warmup.backends, "missing_for_hopper", lambda: "nvidia-cutlass-dsl is not installed (pip ...)")
+    monkeypatch.setattr(
+        warmup_kernels.backends, "missing_for_hopper", lambda: "nvidia-cutlass-dsl is not installed (pip ...)"
+    )
     assert main(["warmup", "--shape", "2048,768"]) == 2
     assert "nvidia-cutlass-dsl is not installed" in capsys.readouterr().err
 
@@ -86,7 +88,7 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
 def test_a_model_is_taken_apart_into_the_kinds_of_its_layers(tmp_path):
     config = transformers.GptOssConfig(**SMALL, hidden_size=96, intermediate_size=72, num_local_experts=4)
     config.save_pretrained(tmp_path)
-    (kind,) = warmup.kinds_of_model(config_only.build_on_meta(str(tmp_path)), torch.float16)
+    (kind,) = warmup_kernels.kinds_of_model(config_only.build_on_meta(str(tmp_path)), torch.float16)
     assert (kind.hidden, kind.inner, kind.layout, kind.bias) == (96, 72, "transposed_interleaved", True)
     assert (kind.activation.name, kind.activation.limit, kind.dtype) == ("clamped_swiglu", 7.0, torch.float16)
     assert "H=96 I=72" in str(kind) and "biases" in str(kind)
@@ -98,7 +100,7 @@ def test_native_experts_have_the_native_layout():
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    (kind,) = warmup.kinds_of_model(model, torch.bfloat16)
+    (kind,) = warmup_kernels.kinds_of_model(model, torch.bfloat16)
     assert (kind.hidden, kind.inner, kind.layout, kind.bias) == (96, 72, "interleaved", False)
 
 

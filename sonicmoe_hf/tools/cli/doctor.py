@@ -24,7 +24,7 @@ from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import LayerSupport, accelerated_layers, loading_remedy, supports
 from ...private.versions import untested_versions, versions
 from ...routing.support import why_not_rounded, with_rounding
-from .warmup import describe_kernels
+from .warmup_kernels import describe_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANK = 16  # lora_config's own
