@@ -127,7 +127,7 @@ def test_noise_of_packed_weights_that_hides_the_change_is_not_called_another_ada
     """A small adapter that is merged with --quantize keep: the dither is several times its change."""
     experts, rest, random = (part[:tokens] for part in parts)
     found = experts_left * experts + rest_left * rest + noise * random
-    verdict = judge(found, reference(experts, rest), if_lost=TO_NEAREST)
+    verdict = judge(found, reference(experts, rest), rounding_remedy=TO_NEAREST)
     assert verdict.kind == kind and words in verdict.reason
     if kind == "cannot tell":
         assert judge(experts + rest, reference(experts, rest)).kind == "applied", "merged without --quantize"
@@ -149,7 +149,7 @@ def test_noise_of_packed_weights_that_hides_the_change_is_not_called_another_ada
 )
 def test_how_much_of_a_change_rounding_left_in_packed_experts_is_said(left, noise, kind, words, parts):
     experts, rest, random = parts
-    verdict = judge(left * experts + rest + noise * random, reference(experts, rest), if_lost=TO_NEAREST)
+    verdict = judge(left * experts + rest + noise * random, reference(experts, rest), rounding_remedy=TO_NEAREST)
     assert verdict.kind == kind and words in verdict.reason
     assert ("--rounding dithered" in verdict.reason) == (kind == "applied in part")
 
@@ -157,8 +157,8 @@ def test_how_much_of_a_change_rounding_left_in_packed_experts_is_said(left, nois
 def test_a_merge_that_rounding_undid_is_told_from_another_adapter(parts):
     experts, rest, noise = parts
     all_packed = Reference(twice(torch.zeros_like(experts)), twice(experts), [])
-    lost = judge(0 * experts, all_packed, if_lost=TO_NEAREST)
+    lost = judge(0 * experts, all_packed, rounding_remedy=TO_NEAREST)
     assert lost.kind == "not applied" and "0% of the change is there, beside noise 0.00 times" in lost.reason
-    assert judge(rest, all_packed, if_lost=TO_NEAREST).kind == "other"
-    a_fifth = judge(0.2 * experts + 0.2 * noise, all_packed, if_lost=TO_NEAREST)
+    assert judge(rest, all_packed, rounding_remedy=TO_NEAREST).kind == "other"
+    a_fifth = judge(0.2 * experts + 0.2 * noise, all_packed, rounding_remedy=TO_NEAREST)
     assert a_fifth.kind == "applied in part" and a_fifth.reason.startswith("merged and rounded: 2")

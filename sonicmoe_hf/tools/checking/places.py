@@ -22,8 +22,8 @@ class Observation(NamedTuple):
 
     log_p: log-probabilities [T] of the texts' tokens; None where the place only says that each token is its first choice.
     own_base: log_p of the same place without the adapter, where it is known. is_base: this is that answer, of the base.
-    dtype: the coarser of the dtypes in which the place stores and computes; None where it is not known. if_lost: of a
-    checkpoint of packed weights, the remedy where rounding dropped the change.
+    dtype: the coarser of the dtypes in which the place stores and computes; None where it is not known.
+    rounding_remedy: of a checkpoint of packed weights, the remedy where rounding dropped the change.
     """
 
     place: str
@@ -32,7 +32,7 @@ class Observation(NamedTuple):
     own_base: torch.Tensor | None = None
     is_base: bool = False
     dtype: torch.dtype | None = None
-    if_lost: str | None = None
+    rounding_remedy: str | None = None
 
     def select(self, scores: Scores) -> torch.Tensor:
         """Select a model's log-probabilities [T] of these tokens; where the place gives first choices, less those of the
@@ -79,7 +79,7 @@ def observe_merged(
         stored = stored_dtype(path)
         dtype = None if stored is None else coarser(stored, merged.dtype)
         observation = _observation(folder, scores_of(merged, texts, folder, say), dtype)
-        yield observation._replace(if_lost=remedy_of_rounding(base, path)) if stored is None else observation
+        yield observation._replace(rounding_remedy=remedy_of_rounding(base, path)) if stored is None else observation
         del merged
         gc.collect()
 

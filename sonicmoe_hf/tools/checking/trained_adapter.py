@@ -92,7 +92,7 @@ class TrainedAdapter:
         noise = self._noise(observation)
 
         def judge_now() -> Verdict:
-            return judge(observed, reference, observation.own_base, noise, observation.if_lost)
+            return judge(observed, reference, observation.own_base, noise, observation.rounding_remedy)
 
         verdict = judge_now()
         measured, noise_beside = beside_base(observed, reference, observation.own_base, noise)

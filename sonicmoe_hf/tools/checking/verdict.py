@@ -109,18 +109,19 @@ def judge(
     reference: Reference,
     own_base: torch.Tensor | None = None,
     noise: float | None = None,
-    if_lost: str | None = None,
+    rounding_remedy: str | None = None,
 ) -> Verdict:
     """Judge a place by its log-probabilities [T].
 
     own_base: those of the place without the adapter, if they are known for the same tokens. Its differences from the
     reference's base, such as those of its dtype, are then subtracted, and are the noise. noise: rms of a token's
-    difference that the place's rounding makes; None where it is not known, as of packed weights. if_lost: of a checkpoint
-    of packed weights, in which rounding may have dropped a part of the change, or hides it in noise: the remedy.
+    difference that the place's rounding makes; None where it is not known, as of packed weights. rounding_remedy: the
+    remedy of a checkpoint of packed weights, in which rounding may have dropped a part of the change, or hides it in
+    noise; None of others.
     """
     measured, noise = beside_base(observed, reference, own_base, noise)
     shares = _shares(measured - reference.base[0], reference)
-    kind, reason, is_share = _judge(measured, reference, noise, shares, if_lost)
+    kind, reason, is_share = _judge(measured, reference, noise, shares, rounding_remedy)
     from_adapter, from_base = (
         (observed - other).abs().mean().item() for other in (reference.adapter[0], reference.base[0])
     )
@@ -235,7 +236,7 @@ def _judge(
     reference: Reference,
     noise: float | None,
     shares: dict[str, float | None],
-    if_lost: str | None,
+    rounding_remedy: str | None,
 ) -> _Judgement:
     """Judge in this order: too little to judge by; a hypothesis that is nearer than the adapter; packed weights, which
     rounding explains; a change of which clearly much is missing; a hypothesis that is true in part; the adapter."""
@@ -250,22 +251,41 @@ def _judge(
     hypothesis = None if nearest is None else nearest.hypothesis
     if is_nearest_true and nearest is not None:
         is_nearest_true = rms(observed - nearest.value) <= max(limit, CLEAR_LACK * from_adapter)
-    if if_lost is not None and (not is_nearest_true or hypothesis is None or hypothesis.name == EXPERTS):
-        rounded = _judge_rounded(change, reference.parts, shares, effect, if_lost)
+    if rounding_remedy is not None and (not is_nearest_true or hypothesis is None or hypothesis.name == EXPERTS):
+        rounded = _judge_rounded(change, reference.parts, shares, effect, rounding_remedy)
         if rounded is not None:
             return rounded
     if is_nearest_true:
         return _judge_named(hypothesis)
-    known = {part: share for part, share in shares.items() if share is not None}
     if from_adapter > limit:
-        missing = {part: share for part, share in known.items() if share < 1 - CLEAR_LACK}
-        if missing and rms(_residual(change, reference.parts)) < MAX_UNEXPLAINED * effect:
-            return _Judgement(IN_PART, _describe_shares(missing), is_share=True)
-        reason = _describe_rest(known, from_adapter / effect)
-        is_packed = if_lost is not None
-        if noise is None and _may_be_applied(shares, is_packed):
-            return _Judgement(CANNOT_TELL, f"{reason}; {UNPACKED if is_packed else WITH_BASE}")
-        return _Judgement(OTHER, reason)
+        is_packed = rounding_remedy is not None
+        return _judge_far(change, reference, shares, from_adapter, knows_noise=noise is not None, is_packed=is_packed)
+    return _judge_near(tests, reference)
+
+
+def _judge_far(
+    change: torch.Tensor,
+    reference: Reference,
+    shares: dict[str, float | None],
+    from_adapter: float,
+    knows_noise: bool,
+    is_packed: bool,
+) -> _Judgement:
+    """Judge a place that differs from the adapter by more than its rounding, and that no hypothesis explains."""
+    effect = reference.effect
+    known = {part: share for part, share in shares.items() if share is not None}
+    missing = {part: share for part, share in known.items() if share < 1 - CLEAR_LACK}
+    if missing and rms(_residual(change, reference.parts)) < MAX_UNEXPLAINED * effect:
+        return _Judgement(IN_PART, _describe_shares(missing), is_share=True)
+    reason = _describe_rest(known, from_adapter / effect)
+    if not knows_noise and _may_be_applied(shares, is_packed):
+        return _Judgement(CANNOT_TELL, f"{reason}; {UNPACKED if is_packed else WITH_BASE}")
+    return _Judgement(OTHER, reason)
+
+
+def _judge_near(tests: list[_Test], reference: Reference) -> _Judgement:
+    """Judge a place that is as near to the adapter as its rounding: a hypothesis may still be true in part."""
+    effect = reference.effect
     smallest = (FP32_FLOOR if reference.is_exact else MIN_TELLABLE) * effect
     partly = [each for each in tests if each.is_partly_true and each.size >= smallest]
     if partly:
@@ -301,7 +321,7 @@ def _judge_rounded(
     parts: dict[str, torch.Tensor],
     shares: dict[str, float | None],
     effect: float,
-    if_lost: str,
+    rounding_remedy: str,
 ) -> _Judgement | None:
     """Judge packed weights by how much of the adapter's change they have; None where the texts leave that open, or it is
     too much, or so little of every part that something else may be there."""
@@ -317,7 +337,7 @@ def _judge_rounded(
     reason = f"{ROUNDED}: {present} is there, beside noise {noise / effect:.2f} times as large as it"
     if min_share >= 1 - CLEAR_LACK:
         return _Judgement(APPLIED, reason)
-    return _Judgement(NOT_APPLIED if max(known.values()) < USUAL_LACK else IN_PART, f"{reason}; {if_lost}")
+    return _Judgement(NOT_APPLIED if max(known.values()) < USUAL_LACK else IN_PART, f"{reason}; {rounding_remedy}")
 
 
 def _may_be_applied(shares: dict[str, float | None], is_packed: bool) -> bool:
