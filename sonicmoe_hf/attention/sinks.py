@@ -48,15 +48,15 @@ class Masking(NamedTuple):
 
 class AttentionOptions(NamedTuple):
     """The options of attention. scale: of the scores. causal, window: as flash.Visible has them. max_q, max_k: lengths of
-    the longest packed sequences, 0 where they are read from the starts. source: a digest of our code, by which
-    torch.compile's cache on disk tells graphs of other versions apart (torch_op.SOURCE)."""
+    the longest packed sequences, 0 where they are read from the starts. code_digest: by which torch.compile's cache on
+    disk tells graphs of other versions apart (torch_op.CODE_DIGEST)."""
 
     scale: float
     causal: bool
     window: int = flash.NO_WINDOW
     max_q: int = 0
     max_k: int = 0
-    source: str = torch_op.SOURCE
+    code_digest: str = torch_op.CODE_DIGEST
 
 
 def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[torch.Tensor, int]:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..kernels.announce import is_first_rank
 from ..layer.holding import expert_parallelism
 from ..layer.moe_experts import IN_GRAPHS
-from ..layer.torch_op import SOURCE
+from ..layer.torch_op import CODE_DIGEST
 from ..private import attributes
 from ..private.torch import (
     allow_caching,
@@ -30,7 +30,7 @@ CAPTURED_MODES = "reduce-overhead", "max-autotune"  # Inductor's, with CUDA grap
 # torch's own 8 are for all models together: kinds of layers, with and without padding, of the first size and of any
 RECOMPILATIONS = 64
 # what torch's cache on disk may take into graphs, and what it depends on beside arguments
-CACHED = dict.fromkeys(IN_GRAPHS, SOURCE)
+CACHED = dict.fromkeys(IN_GRAPHS, CODE_DIGEST)
 if Version(torch.__version__) < Version("2.13"):
     # keeps the state of random numbers for a GPU's attention that is computed again; newer versions take it by themselves
     CACHED["torch.ops.higher_order.graphsafe_run_with_rng_state"] = torch.__version__

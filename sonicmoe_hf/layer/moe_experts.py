@@ -18,7 +18,7 @@ from .packed_weight import PackedWeight
 from .pieces import tokens_of_piece
 from .projection import LowRank, Projection, projection
 from .routing import Routing
-from .torch_op import SOURCE
+from .torch_op import CODE_DIGEST
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
 
@@ -112,11 +112,11 @@ def _run(
     options: Options,
     save: str,
     exchange: Exchange | None,
-    source: str,
+    code_digest: str,
 ) -> torch.Tensor:
     """Compute `moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 
-    options: without what is decided here. source: torch_op.SOURCE.
+    options: without what is decided here. code_digest: torch_op.CODE_DIGEST.
     """
     is_top_k = pairs.rows is None and pairs.token_index is None and exchange is None
     piece = tokens_of_piece(pairs.num_tokens, pairs.expert_index.numel()) if is_top_k else 0
@@ -246,5 +246,5 @@ def moe_experts(
     options = Options(
         activation=act, transposed=transposed, interleaved=interleaved, backend=backend, fp8=compute == "fp8"
     )
-    out = _run(x, first, second, pairs, options, save, exchange, SOURCE)
+    out = _run(x, first, second, pairs, options, save, exchange, CODE_DIGEST)
     return out if out.dtype == dtype_out else out.to(dtype_out)

@@ -175,7 +175,7 @@ class _Rounding(NamedTuple):
     num_pairs: int
     dtype: torch.dtype
     backend: str
-    source: str = torch_op.SOURCE
+    code_digest: str = torch_op.CODE_DIGEST
 
 
 def _round_rows(

@@ -38,7 +38,7 @@ from . import ahead
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
 # a digest of what is traced below functions and ops that a model's graph holds, as an argument of theirs: torch's cache
 # of compiled graphs on disk knows them by names and arguments alone
-SOURCE = hashlib.sha256(
+CODE_DIGEST = hashlib.sha256(
     b"".join(
         file.read_bytes()
         for folder in ("attention", "layer")

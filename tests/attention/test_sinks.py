@@ -359,10 +359,10 @@ def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkey
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     inputs = AttentionInputs(*(torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)), torch.randn(2))
     hits = []
-    for source in ("this", "this", "another"):
+    for digest in ("this", "this", "another"):
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(attention_with_sinks, fullgraph=True)
-        compiled(inputs, Masking(), AttentionOptions(1.0, True)._replace(source=source)).sum().backward()
+        compiled(inputs, Masking(), AttentionOptions(1.0, True)._replace(code_digest=digest)).sum().backward()
         hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0]

@@ -69,8 +69,8 @@ def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkey
         return checkpoint(lambda *leaves: run(dict(zip(inputs, leaves)), index), *inputs.values(), use_reentrant=False)
 
     hits = []
-    for source in ("this", "this", "another"):
-        monkeypatch.setattr(sys.modules[moe_experts.__module__], "SOURCE", source)
+    for digest in ("this", "this", "another"):
+        monkeypatch.setattr(sys.modules[moe_experts.__module__], "CODE_DIGEST", digest)
         torch._dynamo.reset()
         counters.clear()
         torch.compile(recomputed, fullgraph=True)(inputs).sum().backward()
