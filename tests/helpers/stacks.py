@@ -32,6 +32,7 @@ OURS = (
     "tests/quantization/",
     "tests/routing/",
     "tests/streaming/",
+    "tests/trainer/test_expanded_memory.py",
 )
 EVERYWHERE = (
     "tests/patching/test_architectures.py",  # each class of experts of the installed Transformers

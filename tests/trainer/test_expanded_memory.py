@@ -14,8 +14,8 @@ import sonicmoe_hf
 from sonicmoe_hf import UnsupportedExpertsError, compile_layers, patch_model, quantize_experts
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.packed_weight import PackedWeight
-from sonicmoe_hf.streaming.expanded_memory import ExpandedWeights, expanded_nbytes
 from sonicmoe_hf.streaming.placement import expert_layers
+from sonicmoe_hf.trainer.expanded_memory import ExpandedWeights, expanded_nbytes
 
 LAYERS = 3
 
