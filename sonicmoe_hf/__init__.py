@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from .models.classes import patch, unpatch
     from .models.loading import from_pretrained
     from .models.patch import PatchReport, patch_model, unpatch_model
+    from .patching.moe_layers import is_patched
     from .patching.quantize import quantize_experts
-    from .patching.support import LayerSupport, is_patched, supports
+    from .patching.support import LayerSupport, supports
     from .routing.divergence import serving_divergence
     from .routing.patched_model import set_routing
     from .routing.recorded import RecordedRouting
@@ -54,7 +55,8 @@ _MODULES = {  # of this package: what of each is exported here
     "compiling.layers": ("compile_layers",),
     "models.loading": ("from_pretrained",),
     "models.patch": ("PatchReport", "patch_model", "unpatch_model"),
-    "patching.support": ("LayerSupport", "is_patched", "supports"),
+    "patching.moe_layers": ("is_patched",),
+    "patching.support": ("LayerSupport", "supports"),
     "routing.divergence": ("serving_divergence",),
     "routing.patched_model": ("set_routing",),
     "routing.recorded": ("RecordedRouting",),

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from sonicmoe_hf.layer.routing import Routing
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 
 class RowCounter:

@@ -23,7 +23,7 @@ from benchmarks.quality.counting import RowCounter, attach_counter
 from benchmarks.quality.quality_corpus import VOCAB_SIZE, Corpus
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.routing import Routing
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 After = Callable[[], None] | None
 

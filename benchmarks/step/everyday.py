@@ -39,7 +39,7 @@ from benchmarks.step import models
 from benchmarks.step.models import OURS, SpreadLoad
 from benchmarks.step.run import Run, build_base, prepare
 from benchmarks.step.training import GIB, RANK, WHOLE_ATTENTION, optimizer_of, record, sequences
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.trainer.lengths import VaryingLengths
 from sonicmoe_hf.trainer.liger_loss import LigerLoss, chunk_mem_const
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common.table import read_rows
 from benchmarks.step import long, models
 from benchmarks.step.training import ATTENTION, RANK, SEQUENCE
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 TOKENS = ("tokens_per_s", "tokens_per_second")
 METRIC = "tflops"

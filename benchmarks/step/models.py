@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable, peer_module, scattermoe, upstream
 from benchmarks.common.shapes import Shape
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.tools.random_models import PATTERN, PUBLISHED, config_from
 
 # For a CPU, of every model its own of these. Each token goes to every expert, so that what rounding does to a score

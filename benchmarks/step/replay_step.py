@@ -28,7 +28,7 @@ from benchmarks.common.table import RANGE, Table
 from benchmarks.common.timing import interleaved_times
 from benchmarks.step.run import Run, build_base, prepare
 from benchmarks.step.training import one_step, optimizer_of, sequences
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 MODEL = "Qwen3-30B-A3B"
 

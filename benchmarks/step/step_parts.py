@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from benchmarks.step.training import WARMUP, one_step, optimizer_of
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 PREFIX = "part:"
 PRODUCTS, COMBINE, EXPERTS = "experts: products", "experts: combine", "experts: the rest"

@@ -24,7 +24,7 @@ from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily
 from ..patching.experts import ExpertsFacts, experts_facts, sizes_of, sonicmoe_hf_experts_forward
-from ..patching.support import load_family_class
+from ..patching.moe_layers import load_family_class
 from ..private.transformers import register_recording
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_NAMES, VERSION_KEY
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..formats.hub_names import HubNames
 from ..layer.experts_module import packable, weight_names
-from ..patching.support import check_accelerated, find_layers
+from ..patching.moe_layers import find_layers
+from ..patching.support import check_accelerated
 from .names import TAKEN_FOR_EXPERTS, Names, endings, is_in_router, is_target_parameter, without_base_layer
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ..layer.holding import ExpertParallelism, Holder, expert_parallel_remedy, e
 from ..layer.packed_weight import PackedWeight
 from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
-from ..patching.support import every_experts
+from ..patching.moe_layers import every_experts
 from ..private import attributes
 from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once

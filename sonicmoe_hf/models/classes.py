@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..layer.config import TokenRounding, as_routing_policy, check_choice
 from ..model_patches import FAMILIES
-from ..patching.support import find_layers
+from ..patching.moe_layers import find_layers
 from ..private.replaced import put_back, replace
 from .patch import patch_model
 

@@ -14,8 +14,9 @@ from torch import nn
 from ..layer.config import TokenRounding, as_routing_policy
 from ..patching.guard import remove_installed
 from ..patching.layer_ranges import collapse
+from ..patching.moe_layers import transformers_model
 from ..patching.patch import patch_experts, unpatch_experts
-from ..patching.support import LayerSupport, transformers_model
+from ..patching.support import LayerSupport
 from ..private import attributes
 from ..routing.patched_model import set_policy
 from ..routing.support import check_routing, with_rounding

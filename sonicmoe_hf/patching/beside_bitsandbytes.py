@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..layer.packed_weight import PackedWeight
-from .support import every_experts
+from .moe_layers import every_experts
 
 logger = logging.getLogger(__name__)
 UNPACKED_EXPERTS = (

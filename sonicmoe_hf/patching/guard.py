@@ -14,7 +14,8 @@ from ..attention.boundaries import LENGTHS, check_rows
 from ..private import attributes
 from ..private.torch import guard_module_hooks
 from .beside_bitsandbytes import warn_of_dense_experts, warn_of_linear_layers_on_cpus
-from .support import experts_and_wrappers, is_replica, models_with_experts, undo_liger_and_check
+from .moe_layers import experts_and_wrappers, is_replica, models_with_experts
+from .support import undo_liger_and_check
 
 logger = logging.getLogger(__name__)
 INPUTS = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}

@@ -25,14 +25,9 @@ from .adopted import adopt_experts, release_experts
 from .beside_bitsandbytes import warn_of_dense_experts
 from .experts import check_fp8_products, known_facts
 from .guard import guard_of, install_guards, remove_installed
+from .moe_layers import every_experts, find_layers, transformers_model
 from .own_configs import use_own_configs
-from .support import (
-    LayerSupport,
-    every_experts,
-    find_layers,
-    transformers_model,
-    undo_liger_and_check,
-)
+from .support import LayerSupport, undo_liger_and_check
 
 
 def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> None:

@@ -20,13 +20,7 @@ from torch import nn
 from ..layer.config import TokenRounding
 from ..layer.holding import expert_parallelism
 from ..model_patches import Family
-from ..patching.support import (
-    every_copy,
-    every_experts,
-    find_layers,
-    is_replica,
-    models_with_experts,
-)
+from ..patching.moe_layers import every_copy, every_experts, find_layers, is_replica, models_with_experts
 from ..private import attributes
 from ..private.torch import is_compiled
 from ..private.transformers import parallel_mesh

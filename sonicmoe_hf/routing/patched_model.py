@@ -6,7 +6,7 @@ from torch import nn
 
 from ..layer.config import TokenRounding, as_routing_policy
 from ..layer.holding import expert_parallelism
-from ..patching.support import every_experts, find_layers, is_patched, transformers_model
+from ..patching.moe_layers import every_experts, find_layers, is_patched, transformers_model
 from ..private.transformers import parallel_mesh
 from .calls import RoutingState
 from .hooks import ModelHook, RouterHook, hook_of, install_hooks, routers

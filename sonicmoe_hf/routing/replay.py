@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..patching.support import find_layers
+from ..patching.moe_layers import find_layers
 from .contexts import Replay, in_this_thread
 from .patched_model import find_state, router_hooks, routing_state, use_routers
 from .recorded import RecordedRouting, ReplayedCall

@@ -7,7 +7,8 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
-from ..patching.support import LayerSupport, MoELayer, find_layers, undo_liger_and_check
+from ..patching.moe_layers import MoELayer, find_layers
+from ..patching.support import LayerSupport, undo_liger_and_check
 
 FIXED = (
     "fully supported, with the experts of a token from a table, which token rounding and balancing leave as they are"

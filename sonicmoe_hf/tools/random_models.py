@@ -22,7 +22,7 @@ from ..kernels.packed import FORMATS
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..layer.holding import local_tensor
 from ..layer.packed_weight import PackedWeight
-from ..patching.support import find_layers
+from ..patching.moe_layers import find_layers
 from ..private.transformers import auto_class_of
 from ..streaming.placement import Placement
 

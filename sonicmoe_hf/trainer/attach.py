@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from transformers import Trainer
 
-from ..patching.support import is_patched
+from ..patching.moe_layers import is_patched
 from ..private.transformers import LOADING_METHODS, forget_dequantization
 from .callbacks import ExpertLoadCallback, StepCallback, TokenRoundingCallback
 from .compiled import CompiledLayers

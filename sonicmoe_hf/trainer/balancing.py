@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..errors import UnsupportedModelError
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
-from ..patching.support import MoELayer, find_layers, transformers_model
+from ..patching.moe_layers import MoELayer, find_layers, transformers_model
 from ..routing.balance import ScaleHook, update_bias
 from ..routing.calls import Balancing
 from ..routing.hooks import hook_of, routers

@@ -14,7 +14,7 @@ from ..kernels.announce import is_first_rank
 from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..models.patch import patch_model
-from ..patching.support import find_layers, is_patched
+from ..patching.moe_layers import find_layers, is_patched
 from ..routing.expert_load import TOTALS
 from ..routing.patched_model import (
     clear_counts,

@@ -18,7 +18,7 @@ from ..compiling.layers import CAPTURED_MODES
 from ..errors import UnlikeApartError
 from ..layer.experts_module import IMPLEMENTATION
 from ..layer.holding import expert_parallelism
-from ..patching.support import every_experts, transformers_model
+from ..patching.moe_layers import every_experts, transformers_model
 from ..routing.patched_model import find_state
 from .methods import is_own
 

@@ -17,7 +17,8 @@ from ..layer import backends
 from ..layer.packed_weight import PackedWeight
 from ..models.patch import PatchReport
 from ..patching.beside_bitsandbytes import dense_beside_bitsandbytes
-from ..patching.support import every_experts, is_patched, supports, transformers_model
+from ..patching.moe_layers import every_experts, is_patched, transformers_model
+from ..patching.support import supports
 from ..private.torch import has_compiled_modules
 from ..routing.hooks import routers
 from ..routing.patched_model import find_state, routing_policy

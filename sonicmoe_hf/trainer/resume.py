@@ -19,7 +19,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..formats.declared import check_undeclared
 from ..layer.holding import is_partitioned, mesh_of
-from ..patching.support import find_layers
+from ..patching.moe_layers import find_layers
 from ..private.transformers import load_converted, warn_after_load, weight_conversions
 
 

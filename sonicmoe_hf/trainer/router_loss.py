@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..patching.support import transformers_model
+from ..patching.moe_layers import transformers_model
 
 
 class RouterLoss(NamedTuple):

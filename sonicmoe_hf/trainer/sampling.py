@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..layer.packed_weight import PackedWeight
-from ..patching.support import every_experts
+from ..patching.moe_layers import every_experts
 
 NOT_SENT = (
     "TRL merges adapters and sends vLLM whole weights, which it cannot do of {what}, so vLLM would go on sampling from "

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..models.patch import patch_model
-from ..patching.support import every_experts, is_patched
+from ..patching.moe_layers import every_experts, is_patched
 from ..private.replaced import temporarily_replaced
 from ..routing.divergence import serving_divergence
 from ..routing.replay import record_routing, replay_routing

@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from benchmarks.quality import load_balance, quality_corpus, training
 from benchmarks.quality.counting import RowCounter
 from benchmarks.step import replay_step
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 

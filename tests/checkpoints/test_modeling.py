@@ -28,7 +28,7 @@ from trl import SFTConfig, SFTTrainer
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, SonicMoEExperts, TokenRoundingCallback, convert_checkpoint
 from sonicmoe_hf.checkpoints.modeling import NATIVE
-from sonicmoe_hf.patching.support import find_layers, is_patched
+from sonicmoe_hf.patching.moe_layers import find_layers, is_patched
 
 FAMILIES = list(CONFIGS)
 every_family = pytest.mark.parametrize("family", FAMILIES)

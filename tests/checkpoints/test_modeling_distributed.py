@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 
 def parallel_step(rank, folder, kind):

@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.compiling import compiled_module
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing.patched_model import router_hooks
 
 ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here

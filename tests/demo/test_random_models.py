@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.tools import random_models
 from sonicmoe_hf.tools.random_models import random_model, random_packed_model
 

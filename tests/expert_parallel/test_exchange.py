@@ -16,7 +16,7 @@ from sonicmoe_hf.expert_parallel import collectives, exchange
 from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, choose_exchange, use_exchange
 from sonicmoe_hf.layer import experts_op
 from sonicmoe_hf.layer.routing import Routing
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 
 def largest(rank):

@@ -22,7 +22,7 @@ from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
 from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing import calls
 from sonicmoe_hf.routing.hooks import hook_of
 from sonicmoe_hf.tools.demo.corpus import standard_library

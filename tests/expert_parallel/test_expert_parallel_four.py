@@ -18,7 +18,7 @@ import sonicmoe_hf
 from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
 from sonicmoe_hf.expert_parallel.gradients import by_mesh, clip_grad_norm_
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 APART = {"fsdp_size": 4, "ep_size": 4}
 BATCHES = [*OWN_BATCH, {"rows": 2, "length": 17, "seed": 3}, {"rows": 4, "length": 30, "seed": 4}]

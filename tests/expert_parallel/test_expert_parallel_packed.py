@@ -24,7 +24,7 @@ from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
 from sonicmoe_hf.formats.shares import pack_share
 from sonicmoe_hf.layer.holding import Holder, Holding
 from sonicmoe_hf.layer.packed_weight import PackedWeight
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 FORMATS = ["nf4", "mxfp4", "fp8", "nvfp4"]
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}

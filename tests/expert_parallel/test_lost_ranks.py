@@ -17,7 +17,7 @@ from test_expert_parallel import APART, load
 from test_expert_parallel import pytestmark as pytestmark
 from test_expert_parallel_adapters import SIZES, trainer_of
 
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 TIMEOUT = 15  # seconds, of the process group
 LOST_AT = 2  # steps that are done when the last rank is lost, in the forward of the second layer's experts

@@ -22,7 +22,7 @@ from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import Er
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
 
 import sonicmoe_hf
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.tools.comparing import relative_error
 
 VOCABULARY = 64

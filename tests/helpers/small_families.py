@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 SIZES = {
     "vocab_size": 64, "unpadded_vocab_size": 60, "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2,

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.routing import Routing, TokenRounding
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing.patched_model import clear_counts, routing_state
 from sonicmoe_hf.trainer import gpu_advice
 from sonicmoe_hf.trainer.methods import find_callback

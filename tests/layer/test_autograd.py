@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch
 import sonicmoe_hf
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.layer import torch_op
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 COMPUTED_BY = {  # gradient: the kernels' functions that only it needs
     "x": {"up_backward_input"},

@@ -9,7 +9,7 @@ from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, loss_and_grad
 from helpers.training import CHECKPOINTING, checkpoint_layers
 from peft.tuners.lora.layer import ParamWrapper
 
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 
 class Steering:

@@ -41,7 +41,7 @@ from torch import nn
 
 import sonicmoe_hf
 from sonicmoe_hf.lora import peft_wrapper as peft_adapters
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 GATE_UP, DOWN = EXPERTS
 

@@ -29,7 +29,7 @@ from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.model_patches import FAMILIES, deepseek_v2, deepseek_v3, mixtral, olmoe
 from sonicmoe_hf.patching.experts import UnsupportedExpertsError
-from sonicmoe_hf.patching.support import find_layers, load_family_class
+from sonicmoe_hf.patching.moe_layers import find_layers, load_family_class
 
 REFUSED = {
     "MuseSparkExperts": "its experts end in a norm of their own",

@@ -34,7 +34,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import sonicmoe_hf
 from sonicmoe_hf import TokenRounding, TokenRoundingCallback
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
-from sonicmoe_hf.patching.support import every_experts, find_layers
+from sonicmoe_hf.patching.moe_layers import every_experts, find_layers
 from sonicmoe_hf.routing.patched_model import router_hooks, routing_state
 
 ORDERS = ["patched, then PEFT", "PEFT, then patched"]

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 # DDP and FSDP2
 

@@ -40,7 +40,7 @@ import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.checkpoints.modeling import NATIVE
 from sonicmoe_hf.patching.forwards import INTERFACE_CODE, is_bound_by_liger
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 liger = pytest.importorskip("liger_kernel.transformers")
 output_classes = importlib.import_module("liger_kernel.transformers.model.output_classes")

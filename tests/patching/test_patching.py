@@ -18,11 +18,8 @@ from transformers import (
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.patching.support import (
-    UnsupportedModelError,
-    find_layers,
-    supports,
-)
+from sonicmoe_hf.patching.moe_layers import find_layers
+from sonicmoe_hf.patching.support import UnsupportedModelError, supports
 from sonicmoe_hf.routing.hooks import ModelHook
 from sonicmoe_hf.routing.patched_model import router_hooks, routing_state
 from sonicmoe_hf.routing.support import why_no_rounding

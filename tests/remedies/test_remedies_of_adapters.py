@@ -14,7 +14,7 @@ from peft import PeftModel, get_peft_model
 import sonicmoe_hf
 from sonicmoe_hf import from_pretrained, merge_adapter
 from sonicmoe_hf.lora import named_base, packed_base, peft_wrapper
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 pytestmark = pytest.mark.pinned
 ONE = {"num_hidden_layers": 1}

@@ -13,7 +13,7 @@ from helpers.training import advise, logs_of, trainer_for
 import sonicmoe_hf
 from sonicmoe_hf.compiling import compiled_module, layers
 from sonicmoe_hf.patching.guard import guard_of
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
 from sonicmoe_hf.trainer.lengths import VaryingLengths
 

@@ -23,7 +23,7 @@ from helpers.said import says
 
 from sonicmoe_hf import from_pretrained, merge_adapter, patch_model
 from sonicmoe_hf.formats.declared import DeclaredQuantization
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.tools.cli.main import main
 
 pytestmark = [pytest.mark.pinned, loads_matrices]

@@ -22,7 +22,7 @@ from sonicmoe_hf import LoadBalancing
 from sonicmoe_hf.formats.float_matrices import FP8Matrix
 from sonicmoe_hf.formats.shares import dense_shard
 from sonicmoe_hf.layer.holding import has_expert_parallelism
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing import calls
 from sonicmoe_hf.routing.hooks import hook_of
 

@@ -20,7 +20,7 @@ from sonicmoe_hf import (
     replay_routing,
     serving_divergence,
 )
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing.patched_model import clear_counts, router_hooks, routing_state
 
 E = 8

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import sonicmoe_hf
 from sonicmoe_hf import UnsupportedModelError, record_routing, replay_routing
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 
 def same_experts(one, other):

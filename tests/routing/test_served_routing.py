@@ -14,7 +14,7 @@ from helpers.models import CONFIGS, assert_all_close, build_patched, gradients_o
 from torch.overrides import TorchFunctionMode
 
 from sonicmoe_hf import RecordedRouting, record_routing, replay_routing, serving_divergence
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing.recorded import replayed
 
 LENGTHS = (9, 13, 1, 6)

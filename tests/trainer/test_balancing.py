@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing.patched_model import router_hooks
 
 WEIGHT, K, E = 0.5, 2, 8  # a weight at which the loss shows in every gradient

@@ -23,7 +23,7 @@ from transformers import Trainer
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.patching.moe_layers import find_layers
 
 # the loss and the biases of all ranks
 

@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from ...formats.declared import PLAIN_BLOCKS, TO_PLAIN_NAMES
 from ...model_patches import NativeFamily
 from ...patching.experts import sizes_of
-from ...patching.support import find_layers
+from ...patching.moe_layers import find_layers
 from ...private.transformers import ignored_on_load, strictly_fp32_modules
 from ..layouts import HUB_MATRICES, detect_layout, experts_parameters, family_of, hub_config, name_in_layout
 from .config_only import build_from_config

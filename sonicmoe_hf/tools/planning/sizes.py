@@ -14,7 +14,8 @@ from ...checkpoints.reading.stored import quantization_of
 from ...errors import CheckpointError, UnsupportedModelError
 from ...formats.declared import declared_quantization
 from ...layer.experts_module import matrix_shape, weight_names
-from ...patching.support import LayerSupport, check_accelerated, find_layers
+from ...patching.moe_layers import find_layers
+from ...patching.support import LayerSupport, check_accelerated
 from ...private.transformers import computes_loss
 from .attention_sizes import AttentionSizes, attention_sizes_of, entry_of
 
