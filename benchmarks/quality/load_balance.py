@@ -10,8 +10,8 @@ top-k, without any balancing loss:
     sigmoid   DeepSeek-V3's router with its correction bias, in a model like Qwen3-MoE with one shared expert (dots1):
               none; bias_update, constant and linearly to zero; per_layer_loss
 
-The most decisive runs come first (PLAN). Every finished run becomes a row of the CSV at once, and runs whose row is there
-are skipped.
+The most decisive runs come first (GROUPS). Every finished run becomes a row of the CSV at once, and runs whose row is
+there are skipped.
 
 Columns beside the obvious: load, the busiest expert's rows over the mean, in all of the last 20 training steps together
 (10,240 rows an expert with --preset gpu), mean over the layers; load_worst, in its worst layer; load_step, in each of
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 # a group is done for all seeds before the next begins
-PLAN = (
+GROUPS = (
     (
         Case("softmax"),
         Case("softmax", "layer", 0.05),
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser_of(__doc__, "load_balance.csv", seeds=[0, 1]).parse_args(arguments)
     preset = PRESETS[options.preset]
     preset = dataclasses.replace(preset, steps=options.steps or preset.steps)
-    runs = [(case, seed) for group in PLAN for seed in options.seeds for case in group]
+    runs = [(case, seed) for group in GROUPS for seed in options.seeds for case in group]
     do_missing(runs, preset, options, KEYS, keys_of, measure)
 
 

@@ -11,8 +11,8 @@ For each seed all methods share initial weights and batches (training.py), and a
     expert_choice   every expert takes its T*K/E best tokens of the batch: the cautionary row
 
 The tile varies at a fixed batch, so that 8, 4, 2 and 1 tiles per expert have the same data, the same steps and the same
-top-k run to be compared with. The most decisive runs come first (PLAN). Some methods run twice from a start that differs
-by 1e-4 of every weight: the two show how far apart equal methods end.
+top-k run to be compared with. The most decisive runs come first (GROUPS). Some methods run twice from a start that
+differs by 1e-4 of every weight: the two show how far apart equal methods end.
 
 Every finished run becomes a row of the CSV at once, and runs whose row is there are skipped: call it again to continue.
 Columns beside the obvious: train_loss_25, _50, _75, _100: mean cross-entropy of the steps before that percentage of
@@ -36,7 +36,7 @@ from sonicmoe_hf.layer.config import ROUNDINGS
 BALANCING = ("layer", "none")
 TILES_PER_EXPERT = (8, 4, 2, 1)
 # groups of (method, tiles per expert, balancing loss, replica): a group is done for all seeds before the next begins
-PLAN = (
+GROUPS = (
     (
         ("top_k", 0, "layer", 0),
         ("nearest", 4, "layer", 0),
@@ -72,11 +72,11 @@ SETTINGS = ("steps", "learning_rate", "final_rate")
 KEYS = ("preset", *TrainingRun._fields, *SETTINGS)
 
 
-def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[TrainingRun]:
-    """List every run of these methods, in PLAN's order."""
+def list_runs(preset: Preset, methods, seeds: list[int]) -> list[TrainingRun]:
+    """List every run of these methods, in GROUPS's order."""
     return [
         TrainingRun(method, preset.mean_rows // tiles if tiles else 0, balancing, seed, replica)
-        for group in PLAN
+        for group in GROUPS
         for seed in seeds
         for method, tiles, balancing, replica in group
         if method in methods
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {name: getattr(options, name) for name in SETTINGS}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     preset = dataclasses.replace(PRESETS[options.preset], **chosen)
-    runs = planned_runs(preset, options.methods, options.seeds)
+    runs = list_runs(preset, options.methods, options.seeds)
     rows = do_missing(runs, preset, options, KEYS, columns_of, measure)
     settings = ("preset", *SETTINGS)
     values = [str(value) for value in (preset.name, preset.steps, preset.learning_rate, preset.final_rate)]

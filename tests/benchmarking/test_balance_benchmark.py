@@ -76,8 +76,8 @@ def test_load_is_counted_by_layer_and_by_step():
 
 
 def test_a_second_call_skips_finished_runs(corpus, tmp_path, monkeypatch, capsys):
-    plan = ((load_balance.Case("softmax"), load_balance.Case("softmax", "layer", 0.1, "nearest")),)
-    monkeypatch.setattr(load_balance, "PLAN", plan)
+    groups = ((load_balance.Case("softmax"), load_balance.Case("softmax", "layer", 0.1, "nearest")),)
+    monkeypatch.setattr(load_balance, "GROUPS", groups)
     monkeypatch.setitem(load_balance.PRESETS, "cpu", dataclasses.replace(TINY, batch=8, length=64))
     monkeypatch.setattr(quality_corpus, "load", lambda path: corpus)
 

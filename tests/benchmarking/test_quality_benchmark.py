@@ -156,7 +156,7 @@ def test_every_expert_takes_its_best_tokens_up_to_the_capacity(factor, only_top_
 
 def test_a_second_call_skips_finished_runs(corpus_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(command.PRESETS, "cpu", TINY)
-    monkeypatch.setattr(command, "PLAN", ((("top_k", 0, "layer", 0), ("nearest", 4, "none", 0)),))
+    monkeypatch.setattr(command, "GROUPS", ((("top_k", 0, "layer", 0), ("nearest", 4, "none", 0)),))
 
     def call(*arguments):
         path = tmp_path / "token_rounding_quality.csv"
