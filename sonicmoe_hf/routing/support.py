@@ -37,7 +37,7 @@ def why_no_rounding(model: nn.Module) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def why_not_rounded(model: nn.Module) -> dict[str, str]:
+def why_left_unrounded(model: nn.Module) -> dict[str, str]:
     """Find the layers that token rounding leaves as they are, and why: where it does not work, and those that take a
     token's experts from a table, which a model that rounds may have."""
     layers = find_layers(model)
@@ -47,7 +47,7 @@ def why_not_rounded(model: nn.Module) -> dict[str, str]:
 
 def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSupport]:
     """Set the reason of accelerated layers that token rounding leaves as they are."""
-    reasons = why_not_rounded(model)
+    reasons = why_left_unrounded(model)
     return [
         layer._replace(reason=reasons.get(layer.name, layer.reason)) if layer.accelerated else layer
         for layer in layers

@@ -28,7 +28,7 @@ from ..routing.patched_model import (
 from .load_reports import check_drawable, draw_history
 from .policy_trainers import check_no_policy_trainer
 from .resume import check_experts_restored
-from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
+from .steps import begin_step, drop_step, end_step, routers_can_report, summed_over_ranks
 
 logger = logging.get_logger(__name__)
 OF_ROUNDING = ("rows_added", "rows_dropped", "padded_rows_avoided", "top_k_fallbacks")
@@ -63,11 +63,11 @@ class StepCallback(TrainerCallback):
         if not is_patched(model):
             patch_model(model)
         drop_step(model)
-        self._routers_report = routers_report(model, args)
+        self._routers_can_report = routers_can_report(model, args)
 
     def begin_step(self, model, **settings) -> None:
         """Set these attributes of the model's RoutingState for this step."""
-        begin_step(model, self._routers_report, **settings)
+        begin_step(model, self._routers_can_report, **settings)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Raise RuntimeError where no router did what it was to do."""

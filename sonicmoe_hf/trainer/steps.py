@@ -20,7 +20,7 @@ NOT_REPORTED = (
 )
 
 
-def routers_report(model: nn.Module, args: Any) -> bool:
+def routers_can_report(model: nn.Module, args: Any) -> bool:
     """Tell whether routers can say that they did their work: torch allows no effects inside a compiled checkpoint."""
     modules = list(model.modules())
     return not (has_checkpointing(modules) and (args.torch_compile or has_compiled_modules(modules)))

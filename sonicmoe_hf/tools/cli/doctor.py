@@ -23,7 +23,7 @@ from ...patching.experts import experts_facts, sizes_of
 from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import LayerSupport, accelerated_layers, loading_remedy, supports
 from ...private.versions import untested_versions, versions
-from ...routing.support import why_not_rounded, with_rounding
+from ...routing.support import why_left_unrounded, with_rounding
 from .warmup_kernels import describe_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -105,7 +105,7 @@ def examine(
     model = build_on_meta(name)
     support = with_rounding(supports(model), model)
     quantization, support = _describe_quantization(declared_quantization(model.config), support)
-    not_rounding = why_not_rounded(model)
+    not_rounding = why_left_unrounded(model)
     rounding = []
     if batch_size is not None and sequence_length is not None:
         rounding = _forecasts(model, support, not_rounding, batch_size * sequence_length, TokenRounding(tile=tile))
