@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: the frames that it lists are those of a call."""
+"""CONTRIBUTING.md: its frames are those of a call, and each folder's order of reading has all of its files."""
 
 import ast
 import re
@@ -57,3 +57,13 @@ def test_the_frames_of_the_table_are_functions_of_their_files_and_those_of_a_cal
     assert [(str(Path(frame.filename).relative_to(ROOT)), frame.name) for frame in called] == [
         frame for frame in frames if frame not in HOOKS + KERNELS
     ]
+
+
+def test_an_order_of_reading_names_every_file_of_its_folder():
+    orders = 0
+    for init in (ROOT / "sonicmoe_hf").rglob("__init__.py"):
+        order = (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "").partition("order of reading")[2]
+        orders += bool(order)
+        files = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
+        assert not order or files <= set(re.findall(r"\w+", order)), init
+    assert orders > 15
