@@ -98,15 +98,15 @@ class Int4Matrix(RenamedMatrix):
             )
         return Quantized(codes, spread(scales))
 
-    def unpack(self, packed: Quantized, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Invert `pack`: make the tensors that the checkpoint stores, byte by byte. like: those that it had,
-        as far as they do not depend on the values."""
+    def unpack(self, packed: Quantized, optional: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Invert `pack`: make the tensors that the checkpoint stores, byte by byte. optional: the tensors which the
+        attribute of this name lists, as far as the checkpoint has them; they do not depend on the values."""
         codes, scales, zeros = packed
         size_in = 2 * codes.shape[1]
         step = (self.group or size_in) // (size_in // scales.shape[1])
         scales = scales[:, ::step].contiguous()
         zeros = torch.full_like(scales, ZERO, dtype=torch.uint8) if zeros is None else zeros[:, ::step].contiguous()
-        return [*self._write(codes, scales, zeros), *like[len(self.ends) :]]
+        return [*self._write(codes, scales, zeros), *optional]
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See MatrixFormat: of what `pack` makes."""
@@ -130,7 +130,8 @@ class Int4Matrix(RenamedMatrix):
 
     def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
         """See MatrixFormat."""
-        return self.unpack(self.pack(*stored)._replace(codes=rounded.codes, scales=rounded.scales), stored)
+        packed = self.pack(*stored)._replace(codes=rounded.codes, scales=rounded.scales)
+        return self.unpack(packed, stored[len(self.ends) :])
 
     def join(self, parts: list[list[Quantized]]) -> Quantized:
         """See MatrixFormat: zeros have rows, as scales have."""
@@ -182,7 +183,7 @@ class CompressedInt4(Int4Matrix):
 
         packed = Quantized(codes, spread(scales), None if zeros is None else spread(zeros))
         shape = torch.tensor([size_out, size_in], dtype=torch.int64, device=codes.device)
-        return self.unpack(packed, [*[codes] * len(self.ends), shape])
+        return self.unpack(packed, [shape])
 
     def _read(self, *tensors: torch.Tensor) -> Quantized:
         packed, scales = tensors[:2]

@@ -16,6 +16,7 @@ from ..kernels.packed.format import TensorSpecs
 from ..kernels.packed.grid import Grid, Rounded
 
 WEIGHT = "weight"  # how the name of a matrix ends
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of a matrix that the checkpoint has not packed
 
 
 class MatrixFormat(ABC):
@@ -62,6 +63,10 @@ class MatrixFormat(ABC):
     def optional_names(self, weight: str) -> list[str]:
         """Name the tensors that may be there too."""
         return [weight + end for end in self.optional]
+
+    def all_names(self, weight: str) -> list[str]:
+        """Name the tensors that may store `weight`, also where it is in floats."""
+        return list(dict.fromkeys([*self.names(weight), *self.optional_names(weight), weight]))
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
         """Name the weight that a tensor of this name and dtype stores; None of another tensor."""

@@ -58,7 +58,8 @@ def assemble_share(format: Format, tensors: list[torch.Tensor], holding: Holding
         return tensors
     codes, scales, stretch = tensors
     scales_per_expert = scales[0].numel()
-    length = SCALE_SCALES.start - (-holding.num_experts * scales_per_expert // SCALES_PER_SCALE)
+    num_scale_scales = -(-holding.num_experts * scales_per_expert // SCALES_PER_SCALE)
+    length = SCALE_SCALES.start + num_scale_scales  # of the state
     longest = -(-length // holding.size)
     stretches = stretch.new_empty(holding.size * longest)
     padded = torch.nn.functional.pad(stretch, (0, longest - len(stretch)))

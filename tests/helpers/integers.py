@@ -83,7 +83,7 @@ def stored_as(format, name, weight):
     like = {"weight_shape": torch.tensor(weight.shape, dtype=torch.int32), "g_idx": g_idx}
     names = [*format.names(name), *format.optional_names(name)]
     optional = [like[each] for each in format.optional]
-    tensors = format.unpack(Quantized(codes, scales, zeros), [None] * len(format.ends) + optional)
+    tensors = format.unpack(Quantized(codes, scales, zeros), optional)
     return dict(zip(names, tensors, strict=True)), grid.dense(codes, scales)
 
 

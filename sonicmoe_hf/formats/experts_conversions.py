@@ -1,0 +1,156 @@
+"""Conversions that make a packed weight: of experts in floats, of those that were packed here, or in a matrix format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..errors import CheckpointError
+from ..kernels.packed import FORMATS, Quantized
+from ..layer.experts_module import is_transposed, packable, row_order
+from ..layer.holding import local_shape
+from ..layer.packed_weight import PackedWeight
+from .loading_errors import check_shape
+from .matrices_apart import Apart
+from .matrix_format import FLOATS, WEIGHT, MatrixFormat
+from .parameter_conversion import LoadedParameter, ParameterConversion, StoredTensors, naming_weight
+from .shares import assemble_share, pack_share
+
+
+class PackExperts(ParameterConversion):
+    """Make a packed weight of experts in floats. What else is quantized goes to the quantizer of linear layers."""
+
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
+        """See ParameterConversion."""
+        (sources,) = stored.values()
+        if target.name not in packable(target.module):
+            return sources[0]
+        value, order = sources if isinstance(sources, Apart) else sources[0], row_order(target.module, target.name)
+
+        def pack(mean=torch.mean):
+            check_shape(target.full_name, value.shape, target.dense)
+            if isinstance(value, Apart):
+                return value.pack(self.wanted_format, value.dtype, order, mean)
+            return PackedWeight.quantize(value, self.wanted_format, is_transposed(target.module), order, mean)
+
+        return pack_share(self.wanted_format, pack, local_shape(target.dense), value.device, target.holding)
+
+
+class TakePacked(ParameterConversion):
+    """Make a packed weight of the tensors that store it."""
+
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
+        """See ParameterConversion."""
+        tensors = {name.rpartition(".")[2]: tensor for name, (tensor, *_) in stored.items()}
+        format = FORMATS[self.wanted_format]
+        names = format.names(target.name)
+        missing = next((name for name in names if name not in tensors), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{target.full_name}: {missing} is missing, which stores this {format.name} weight too"
+            )
+        if target.holding.group is not None:
+            tensors = dict(zip(names, assemble_share(format, [tensors[name] for name in names], target.holding)))
+        with naming_weight(target.full_name.rpartition(".")[0], ", "):
+            packed = format.read(target.name, tensors, target.holding.experts.start)
+        weight = PackedWeight.of(packed, format.name, target.dense.dtype, is_transposed(target.module))
+        check_shape(target.full_name, weight.shape, target.dense)
+        return weight
+
+
+class TakeExperts(ParameterConversion):
+    """Make a packed weight of experts in a matrix format; or in floats, in layers that the checkpoint's
+    modules_to_not_convert names. sources: the names of gate's and up's weights, or down's, with "*" for the expert."""
+
+    def __init__(self, hf_quantizer, stored_format: MatrixFormat, sources: list[str]):
+        super().__init__(hf_quantizer)
+        self.stored_format, self.sources = stored_format, sources
+
+    def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
+        """See ParameterConversion."""
+        wanted, dtype, is_plain = self.wanted_format, target.dense.dtype, self._is_plain(stored)
+        if wanted == self.stored_format.name and not is_plain:
+            packed = self._join_experts(self._projections(stored, target), target, target.holding.experts.start)
+            return PackedWeight.of(packed, wanted, dtype)
+        order = "concatenated" if len(self.sources) > 1 else "whole"
+        device = next(tensor.device for tensors in stored.values() for tensor in tensors)
+
+        def pack(mean=torch.mean):
+            if is_plain:
+                plain = Apart(stored[source] for source in self.sources)
+                check_shape(target.full_name, plain.shape, target.dense)
+                return plain.pack(wanted, dtype, order, mean)
+            values = (values.to(dtype) for values in self._values(stored, target))
+            packed = FORMATS[wanted].pack(values, local_shape(target.dense), order, mean, device)
+            return PackedWeight(packed, wanted, dtype)
+
+        return pack_share(wanted, pack, local_shape(target.dense), device, target.holding)
+
+    def _is_plain(self, stored: StoredTensors) -> bool:
+        """Tell whether the checkpoint has these experts in floats."""
+        scales = {name for source in self.sources for name in self.stored_format.names(source)} - {*self.sources}
+        weights = [tensor for source in self.sources for tensor in stored.get(source, ())]
+        is_packed = any(stored.get(name) for name in scales) or not weights
+        return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
+
+    def _values(self, stored: StoredTensors, target: LoadedParameter) -> Iterator[torch.Tensor]:
+        """Yield the values [N, K] of each expert."""
+        first = target.holding.experts.start
+        if self.stored_format.name not in FORMATS:
+            tensors = [self._tensors(stored, source, target) for source in self.sources]
+            for number, expert in enumerate(zip(*tensors), first):
+                with naming_weight(f"{target.full_name}, expert {number}"):
+                    values = torch.cat([self.stored_format.dense(*projection) for projection in expert])
+                yield values
+            return
+        for number, expert in enumerate(zip(*self._projections(stored, target)), first):
+            joined = self._join_experts([[projection] for projection in expert], target, number)
+            yield FORMATS[self.stored_format.name].expert(joined, 0)
+
+    def _projections(self, stored: StoredTensors, target: LoadedParameter) -> list[list[Quantized]]:
+        """List the experts as the checkpoint has them, [projection][expert]."""
+        projections = [self._projection(stored, source, target) for source in self.sources]
+        alike = _kinds(projections[0][0])
+        for source, experts in zip(self.sources, projections):
+            for expert, packed in enumerate(experts, target.holding.experts.start):
+                if _kinds(packed) != alike:
+                    raise CheckpointError(
+                        f"{target.full_name}, {source} of expert {expert}: its weight and scales are stored as "
+                        f"{_kinds(packed)}, others of this layer as {alike}"
+                    )
+        return projections
+
+    def _join_experts(self, projections: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
+        """Join experts from the `first` on, all or some of those of the weight."""
+        packed, format = self.stored_format.join(projections), FORMATS[self.stored_format.name]
+        format.check(target.full_name, packed, first)
+        check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
+        return packed
+
+    def _tensors(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[tuple[torch.Tensor, ...]]:
+        """List the tensors that store a projection of each expert."""
+        there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
+        if target.holding.group is not None:  # of vectors Transformers gives a rank stretches, and of every expert
+            self.stored_format.check_stretches(*(stretch for name in there for stretch in stored[name]))
+            there = []
+        by_name = {name: stored.get(name, []) for name in [*self.stored_format.names(source), *there]}
+        num_experts, module = local_shape(target.dense)[0], source.removesuffix(f".{WEIGHT}")
+        if {len(tensors) for tensors in by_name.values()} != {num_experts}:
+            counts = ", ".join(f"{len(tensors)} {name.removeprefix(module)}" for name, tensors in by_name.items())
+            raise CheckpointError(
+                f"{target.full_name}: weights or scales of {source} are missing, or there are too many: of {num_experts} "
+                f"experts the checkpoint has {counts}"
+            )
+        return list(zip(*by_name.values()))
+
+    def _projection(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[Quantized]:
+        packed = []
+        for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
+            with naming_weight(f"{target.full_name}, {source} of expert {expert}"):
+                packed.append(self.stored_format.pack(*tensors))
+        return packed
+
+
+def _kinds(packed: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in packed if tensor is not None]
