@@ -5,7 +5,8 @@ Exports the policy of token rounding, its functions of tensors, and what says wh
 In the order of reading:
 
 patched_model     what others ask of a patched model's routing, and set; support: where token rounding works
-hooks             the hooks of routers and models; calls: the model calls that they begin and end; padding: their tokens
+hooks             the hooks of routers and models; state: what these share, and what is known of a call
+calls             which calls are in progress, also where checkpointing runs their layers again; padding: their tokens
 handlers          what a router does in a call, by expert_load (counting), balance and recorded
 replay            record_routing and replay_routing, whose `with` blocks contexts knows
 divergence        serving_divergence; server_arrays: what servers return of their routing

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from .calls import ModelCall
 from .expert_load import ExpertLoad, tokens_per_expert
+from .state import ModelCall
 
 NO_SCALE = (
     "LoadBalancing(per_layer_loss=...): the backward of a model call began without that of a loss it knows, so it cannot "

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections import deque
 
-from .calls import RoutingState
 from .recorded import RecordedRouting, ReplayedCall
+from .state import RoutingState
 
 Replay = deque[ReplayedCall]  # what the calls to come take their experts from
 _thread = threading.local()  # contexts: (a model's state, its RecordedRouting or Replay) of each, the innermost last

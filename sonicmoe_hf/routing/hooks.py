@@ -26,9 +26,9 @@ from ..private.torch import is_compiled
 from ..private.transformers import parallel_mesh
 from . import calls, contexts, handlers
 from .balance import BiasLoad, hook_loss, share_of_batch
-from .calls import ModelCall, RoutingState
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types, valid_tokens
+from .state import ModelCall, RoutingState
 from .support import check_routing
 
 

@@ -8,8 +8,8 @@ from ..layer.config import TokenRounding, as_routing_policy
 from ..layer.holding import expert_parallelism
 from ..patching.moe_layers import every_experts, find_layers, is_patched, transformers_model
 from ..private.transformers import parallel_mesh
-from .calls import RoutingState
 from .hooks import ModelHook, RouterHook, hook_of, install_hooks, routers
+from .state import RoutingState
 from .support import check_routing
 
 

@@ -12,9 +12,9 @@ from ..errors import UnsupportedModelError
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.moe_layers import MoELayer, find_layers, transformers_model
 from ..routing.balance import ScaleHook, update_bias
-from ..routing.calls import Balancing
 from ..routing.hooks import hook_of, routers
 from ..routing.patched_model import is_pipelined, routing_state, use_routers
+from ..routing.state import Balancing
 from .callbacks import StepCallback
 from .router_loss import router_loss
 from .steps import summed_over_ranks

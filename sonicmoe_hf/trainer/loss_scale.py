@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..routing.balance import ScaleHook, count_labels
-from ..routing.calls import ModelCall
 from ..routing.patched_model import find_state
+from ..routing.state import ModelCall
 
 
 def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwargs) -> Any:

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 import sonicmoe_hf
 from sonicmoe_hf.routing import padding
-from sonicmoe_hf.routing.calls import ModelCall
 from sonicmoe_hf.routing.patched_model import router_hooks, routing_state
+from sonicmoe_hf.routing.state import ModelCall
 
 TOP_K = 2
 

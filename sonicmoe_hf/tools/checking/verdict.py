@@ -245,22 +245,35 @@ def _judge(
         return _Judgement(CANNOT_TELL, TOO_FEW.format(len(observed)) if effect else NO_CHANGE)
     limit, from_adapter = limit_of(reference, noise), rms(observed - reference.adapter[0])
     change, tests = observed - reference.base[0], _test_hypotheses(observed, reference)
-    nearest = min(tests, key=lambda each: rms(observed - each.value), default=None)
-    explained = [each for each in tests if each.is_true and rms(observed - each.value) < from_adapter]
-    is_nearest_true = nearest is not None and nearest in explained and from_adapter > FP32_FLOOR * effect
-    hypothesis = None if nearest is None else nearest.hypothesis
-    if is_nearest_true and nearest is not None:
-        is_nearest_true = rms(observed - nearest.value) <= max(limit, CLEAR_LACK * from_adapter)
-    if rounding_remedy is not None and (not is_nearest_true or hypothesis is None or hypothesis.name == EXPERTS):
+    explanation = _find_explanation(observed, tests, reference, limit)
+    may_be_rounding = explanation is None or explanation.hypothesis is None or explanation.hypothesis.name == EXPERTS
+    if rounding_remedy is not None and may_be_rounding:
         rounded = _judge_rounded(change, reference.parts, shares, effect, rounding_remedy)
         if rounded is not None:
             return rounded
-    if is_nearest_true:
-        return _judge_named(hypothesis)
+    if explanation is not None:
+        return _judge_named(explanation.hypothesis)
     if from_adapter > limit:
         is_packed = rounding_remedy is not None
         return _judge_far(change, reference, shares, from_adapter, knows_noise=noise is not None, is_packed=is_packed)
     return _judge_near(tests, reference)
+
+
+def _find_explanation(observed: torch.Tensor, tests: list[_Test], reference: Reference, limit: float) -> _Test | None:
+    """Find the test that explains the place in the adapter's stead: the one whose hypothesis, or the base, is nearest to
+    what was observed, if it is true, nearer than the adapter, and so near that nothing else need be there.
+
+        base              without the experts       observed                              adapter
+         |                         |<--- distance --->|<----------- from_adapter ----------->|
+
+    Here the place lacks the experts' part if `distance`, in rms, is at most `limit` or CLEAR_LACK of `from_adapter`.
+    """
+    nearest = min(tests, key=lambda each: rms(observed - each.value), default=None)
+    if nearest is None or not nearest.is_true:
+        return None
+    distance, from_adapter = rms(observed - nearest.value), rms(observed - reference.adapter[0])
+    is_nearer = distance < from_adapter and from_adapter > FP32_FLOOR * reference.effect
+    return nearest if is_nearer and distance <= max(limit, CLEAR_LACK * from_adapter) else None
 
 
 def _judge_far(
