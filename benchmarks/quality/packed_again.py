@@ -1,4 +1,4 @@
-"""Measures how much of what was learned stays when a merged adapter is packed again, by format, learning rate and way of
+"""Measures how much of what was learned stays when a merged adapter is packed again, by format, learning rate and
 rounding.
 
     python -m benchmarks.quality.packed_again [--bases gpt_oss:8 qwen3_moe:32] [--steps 200] [--seeds 3] [--csv FILE]
@@ -123,10 +123,10 @@ class AdaptedModel(nn.Module):
         """Compute scale B A [E, N, K] of each weight."""
         return [SCALE * (b @ a) for a, b in zip(self.a, self.b, strict=True)]
 
-    def merge(self, way: Callable) -> list[torch.Tensor]:
-        """Merge each weight with its change as a way of WAYS does, with the numbers of its dither."""
+    def merge(self, round_: Callable) -> list[torch.Tensor]:
+        """Merge each weight with its change as one of ROUNDINGS does, with the numbers of its dither."""
         with torch.no_grad():
-            return [way(*each) for each in zip(self.weights, self.changes(), self.uniform, strict=True)]
+            return [round_(*each) for each in zip(self.weights, self.changes(), self.uniform, strict=True)]
 
     def forward(self, **inputs):
         """Call the model with the weights of `fixed`, merged ones, or else with those that are trained."""
@@ -140,7 +140,7 @@ class AdaptedModel(nn.Module):
         return functional_call(self.model, own, kwargs=inputs)
 
 
-WAYS = {  # of merging an adapter that was trained as ever
+ROUNDINGS = {  # of merged weights, whose adapter was trained as ever
     "nearest": lambda weight, change, uniform: weight.round(weight.values + change, None),
     "dithered": lambda weight, change, uniform: weight.round(weight.values + change, uniform),
     "original": lambda weight, change, uniform: weight.pack_again(change),
@@ -252,7 +252,7 @@ class Trial:
         print(f"{name}: held-out loss {loss:.4f} of headers before packing", flush=True)
 
     def run(self, name: str, rate: float, seed: int) -> None:
-        """Train adapters over a format, plain and merge-aware, and add what each way of merging keeps."""
+        """Train adapters over a format, plain and merge-aware, and add what each rounding keeps."""
         weights = pack_weights(self.model, FORMATS[name])
         plain = AdaptedModel(self.model, weights, seed, rounds=False)
         base, _ = evaluate(plain, self.held_out, self.batch)
@@ -263,21 +263,21 @@ class Trial:
         about = {"base": self.name, "format": name, "learning_rate": f"{rate:g}", "seed": seed}
         about["change_pct"] = f"{100 * (sum(ratios) / len(ratios)) ** 0.5:.2f}"
 
-        def add(way: str, loss: float, divergence: float) -> None:
+        def add(rounding: str, loss: float, divergence: float) -> None:
             kept = 100 * (base - loss) / (base - unmerged)
             self.table.add(
-                **about, way=way, held_out_loss=f"{loss:.5f}", kept_pct=f"{kept:.1f}", kl=f"{divergence:.5f}"
+                **about, rounding=rounding, held_out_loss=f"{loss:.5f}", kept_pct=f"{kept:.1f}", kl=f"{divergence:.5f}"
             )
 
         add("base", base, 0.0)
         add("unmerged", unmerged, 0.0)
-        for way, make in WAYS.items():
-            plain.fixed = plain.merge(make)
+        for rounding, round_ in ROUNDINGS.items():
+            plain.fixed = plain.merge(round_)
             loss, predictions = evaluate(plain, self.held_out, self.batch)
-            add(way, loss, mean_kl(reference, predictions))
+            add(rounding, loss, mean_kl(reference, predictions))
         aware = AdaptedModel(self.model, weights, seed, rounds=True)
         self._train(aware, rate, seed)
-        aware.fixed = aware.merge(WAYS["dithered"])  # what forward computed with
+        aware.fixed = aware.merge(ROUNDINGS["dithered"])  # what forward computed with
         merged, predictions = evaluate(aware, self.held_out, self.batch)
         aware.rounds, aware.fixed = False, None
         loss, latent = evaluate(aware, self.held_out, self.batch)
