@@ -97,8 +97,8 @@ class TakeExperts(ParameterConversion):
     def _values(self, stored: StoredTensors, target: LoadedParameter) -> Iterator[torch.Tensor]:
         """Yield the values [N, K] of each expert."""
         first = target.holding.experts.start
-        if self.stored_format.name not in FORMATS:
-            tensors = [self._tensors(stored, source, target) for source in self.sources]
+        if self.stored_format.name not in FORMATS:  # 8-bit integers, which nothing here holds packed
+            tensors = [self._stored_by_expert(stored, source, target) for source in self.sources]
             for number, expert in enumerate(zip(*tensors), first):
                 with naming_weight(f"{target.full_name}, expert {number}"):
                     values = torch.cat([self.stored_format.dense(*projection) for projection in expert])
@@ -110,7 +110,7 @@ class TakeExperts(ParameterConversion):
 
     def _projections(self, stored: StoredTensors, target: LoadedParameter) -> list[list[Quantized]]:
         """List the experts as the checkpoint has them, [projection][expert]."""
-        projections = [self._projection(stored, source, target) for source in self.sources]
+        projections = [self._pack_projection(stored, source, target) for source in self.sources]
         alike = _kinds(projections[0][0])
         for source, experts in zip(self.sources, projections):
             for expert, packed in enumerate(experts, target.holding.experts.start):
@@ -128,10 +128,12 @@ class TakeExperts(ParameterConversion):
         check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
         return packed
 
-    def _tensors(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[tuple[torch.Tensor, ...]]:
+    def _stored_by_expert(
+        self, stored: StoredTensors, source: str, target: LoadedParameter
+    ) -> list[tuple[torch.Tensor, ...]]:
         """List the tensors that store a projection of each expert."""
         there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
-        if target.holding.group is not None:  # of vectors Transformers gives a rank stretches, and of every expert
+        if target.holding.group is not None:  # Transformers cuts every expert's vectors into stretches, one a rank
             self.stored_format.check_stretches(*(stretch for name in there for stretch in stored[name]))
             there = []
         by_name = {name: stored.get(name, []) for name in [*self.stored_format.names(source), *there]}
@@ -144,13 +146,15 @@ class TakeExperts(ParameterConversion):
             )
         return list(zip(*by_name.values()))
 
-    def _projection(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[Quantized]:
+    def _pack_projection(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[Quantized]:
+        """Pack a projection of each expert as the checkpoint has it; an error names the expert."""
         packed = []
-        for expert, tensors in enumerate(self._tensors(stored, source, target), target.holding.experts.start):
+        for expert, tensors in enumerate(self._stored_by_expert(stored, source, target), target.holding.experts.start):
             with naming_weight(f"{target.full_name}, {source} of expert {expert}"):
                 packed.append(self.stored_format.pack(*tensors))
         return packed
 
 
 def _kinds(packed: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """List shape and dtype of each tensor, which are alike for all experts that one weight can hold."""
     return [(tuple(tensor.shape), tensor.dtype) for tensor in packed if tensor is not None]
