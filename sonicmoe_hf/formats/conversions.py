@@ -6,7 +6,7 @@
     experts in a matrix format          TakeExperts    a packed weight, in that format or in another
     linear layers beside these          TakeDense      a dense weight, or what the linear layers' quantizer makes of it
 
-Where a checkpoint in floats has a tensor for each expert and projection, LeaveApart comes before PackExperts.
+Where a checkpoint in floats has a tensor for each expert and part, LeaveApart comes before PackExperts.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _of_compressed_tensors(entries: dict) -> MatrixFormat:
 
 
 def _group_of_experts(groups: dict, ignored) -> dict:
-    """Find the entries of config_groups that count for experts' projections: names come before classes."""
+    """Find the entries of config_groups that count for experts' matrices: names come before classes."""
     if any(_matches(each) for each in ignored):
         _refuse(COMPRESSED, "with experts left out")
     by_name = [group for group in groups.values() if any(_matches(each) for each in group.get("targets") or ())]
@@ -83,7 +83,7 @@ def _group_of_experts(groups: dict, ignored) -> dict:
 
 
 def _matches(target: str) -> bool:
-    """Tell whether a target of compressed-tensors is the name of an expert's projection, in any model."""
+    """Tell whether a target of compressed-tensors is the name of an expert's matrix, in any model."""
     if target.startswith("re:"):
         names = (EXPERT, f"language_model.{EXPERT}", EXPERT.replace("model.", "model.language_model.", 1))
         return any(re.match(target.removeprefix("re:"), name) for name in names)

@@ -23,10 +23,10 @@ class PackExperts(ParameterConversion):
 
     def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See ParameterConversion."""
-        (sources,) = stored.values()
+        (tensors,) = stored.values()
         if target.name not in packable(target.module):
-            return sources[0]
-        value, order = sources if isinstance(sources, Apart) else sources[0], row_order(target.module, target.name)
+            return tensors[0]
+        value, order = tensors if isinstance(tensors, Apart) else tensors[0], row_order(target.module, target.name)
 
         def pack(mean=torch.mean):
             check_shape(target.full_name, value.shape, target.dense)
@@ -71,7 +71,7 @@ class TakeExperts(ParameterConversion):
         """See ParameterConversion."""
         wanted, dtype, is_plain = self.wanted_format, target.dense.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
-            packed = self._join_experts(self._projections(stored, target), target, target.holding.experts.start)
+            packed = self._join_experts(self._parts(stored, target), target, target.holding.experts.start)
             return PackedWeight.of(packed, wanted, dtype)
         order = "concatenated" if len(self.sources) > 1 else "whole"
         device = next(tensor.device for tensors in stored.values() for tensor in tensors)
@@ -101,29 +101,29 @@ class TakeExperts(ParameterConversion):
             tensors = [self._stored_by_expert(stored, source, target) for source in self.sources]
             for number, expert in enumerate(zip(*tensors), first):
                 with naming_weight(f"{target.full_name}, expert {number}"):
-                    values = torch.cat([self.stored_format.dense(*projection) for projection in expert])
+                    values = torch.cat([self.stored_format.dense(*part) for part in expert])
                 yield values
             return
-        for number, expert in enumerate(zip(*self._projections(stored, target)), first):
-            joined = self._join_experts([[projection] for projection in expert], target, number)
+        for number, expert in enumerate(zip(*self._parts(stored, target)), first):
+            joined = self._join_experts([[part] for part in expert], target, number)
             yield FORMATS[self.stored_format.name].expert(joined, 0)
 
-    def _projections(self, stored: StoredTensors, target: LoadedParameter) -> list[list[Quantized]]:
-        """List the experts as the checkpoint has them, [projection][expert]."""
-        projections = [self._pack_projection(stored, source, target) for source in self.sources]
-        alike = _kinds(projections[0][0])
-        for source, experts in zip(self.sources, projections):
+    def _parts(self, stored: StoredTensors, target: LoadedParameter) -> list[list[Quantized]]:
+        """List the experts as the checkpoint has them, [part][expert]."""
+        parts = [self._pack_part(stored, source, target) for source in self.sources]
+        alike = _kinds(parts[0][0])
+        for source, experts in zip(self.sources, parts):
             for expert, packed in enumerate(experts, target.holding.experts.start):
                 if _kinds(packed) != alike:
                     raise CheckpointError(
                         f"{target.full_name}, {source} of expert {expert}: its weight and scales are stored as "
                         f"{_kinds(packed)}, others of this layer as {alike}"
                     )
-        return projections
+        return parts
 
-    def _join_experts(self, projections: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
+    def _join_experts(self, parts: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
         """Join experts from the `first` on, all or some of those of the weight."""
-        packed, format = self.stored_format.join(projections), FORMATS[self.stored_format.name]
+        packed, format = self.stored_format.join(parts), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, first)
         check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
         return packed
@@ -131,7 +131,7 @@ class TakeExperts(ParameterConversion):
     def _stored_by_expert(
         self, stored: StoredTensors, source: str, target: LoadedParameter
     ) -> list[tuple[torch.Tensor, ...]]:
-        """List the tensors that store a projection of each expert."""
+        """List the tensors that store a part of each expert's weight."""
         there = [name for name in self.stored_format.optional_names(source) if stored.get(name)]
         if target.holding.group is not None:  # Transformers cuts every expert's vectors into stretches, one a rank
             self.stored_format.check_stretches(*(stretch for name in there for stretch in stored[name]))
@@ -146,8 +146,8 @@ class TakeExperts(ParameterConversion):
             )
         return list(zip(*by_name.values()))
 
-    def _pack_projection(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[Quantized]:
-        """Pack a projection of each expert as the checkpoint has it; an error names the expert."""
+    def _pack_part(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[Quantized]:
+        """Pack a part of each expert's weight as the checkpoint has it; an error names the expert."""
         packed = []
         for expert, tensors in enumerate(self._stored_by_expert(stored, source, target), target.holding.experts.start):
             with naming_weight(f"{target.full_name}, {source} of expert {expert}"):

@@ -14,7 +14,7 @@ from ..layer.packed_weight import PackedWeight
 
 
 class Apart(list):
-    """Matrices of experts by projection, [gates, ups] or [downs]."""
+    """Matrices of experts by part, [gates, ups] or [downs]."""
 
     @property
     def shape(self) -> torch.Size:

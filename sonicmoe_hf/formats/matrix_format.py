@@ -1,4 +1,4 @@
-"""MatrixFormat: how the files of a checkpoint store a matrix, an expert's projection or a linear layer's weight.
+"""MatrixFormat: how the files of a checkpoint store a matrix, a part of one expert's weight or a linear layer's weight.
 
 kernels/packed says how the weight of all experts of a layer is stored.
 """
@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of a matrix that the 
 
 
 class MatrixFormat(ABC):
-    """A format in which files store a matrix [N, K], an expert's projection or a linear layer's weight.
+    """A format in which files store a matrix [N, K], a part of one expert's weight or a linear layer's weight.
 
     name: the key in FORMATS of experts in it. dtype: of the tensor of codes. scales, optional, unused: how names of
     further tensors end. Those of the scales follow the weight's name, as do the optional ones, which a checkpoint may

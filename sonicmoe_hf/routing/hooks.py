@@ -159,11 +159,11 @@ class ModelHook:
         state = self.state
         policy, balancing = state.policy, state.balancing
         recording, replay = contexts.active(state)
-        trains = policy is not None or balancing is not None or state.counting
+        has_training_work = policy is not None or balancing is not None or state.counting
         follows = recording is not None or replay is not None
-        if not (trains or follows):
+        if not (has_training_work or follows):
             return
-        if trains:
+        if has_training_work:
             _check_no_replica(model)
         _check_runs_once(model, call.gradients, follows)
         work: list[Callable] = []

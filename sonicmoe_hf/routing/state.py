@@ -1,4 +1,4 @@
-"""What all hooks of one model share (RoutingState), and what they know of one call of it (ModelCall).
+"""RoutingState, which all hooks of one model share, and ModelCall, which has what they know of one call of it.
 
 A call notes the settings that it began with; the settings hold the calls that a training step looks back at.
 """

@@ -55,11 +55,12 @@ def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSup
 
 
 def check_routing(model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None") -> None:
-    """Check that every layer can be accelerated, and round tokens if the policy says so; what Liger did to the experts is
-    undone. remedy: what the error says to do where a layer cannot round.
+    """Check that every layer can be accelerated and do what the policy asks, after undoing what Liger did to the experts.
+
+    remedy: what the error says to do where a layer cannot round.
 
     Raises:
-        UnsupportedModelError: one cannot; but for Liger the model is as it was.
+        UnsupportedModelError: one cannot; but for what Liger did the model is as it was.
     """
     undo_liger_and_check(model)
     if policy is not None:

@@ -251,7 +251,7 @@ class PackedExperts(Weight):
 
 
 class MatrixWeight(Weight):
-    """A matrix [out, in] in a MatrixFormat: an expert's projection, or a linear layer's weight."""
+    """A matrix [out, in] in a MatrixFormat: a part of one expert's weight, or a linear layer's weight."""
 
     dtype = torch.bfloat16
 

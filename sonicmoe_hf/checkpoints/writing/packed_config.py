@@ -1,5 +1,5 @@
 """Formats that conversion packs experts in, and what config.json says of them: every format in the native layout; in the
-hub's, MXFP4 for gpt-oss, and for families that have one tensor for each expert and projection FP8, and 4-bit integers as
+hub's, MXFP4 for gpt-oss, and for families that have one tensor for each expert and part FP8, and 4-bit integers as
 compressed-tensors stores them. The rest stays dense."""
 
 from __future__ import annotations

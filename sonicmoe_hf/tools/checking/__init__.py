@@ -2,7 +2,7 @@
 
 In the order of reading:
 
-check              the whole comparison; texts: of what
+check              the whole comparison; texts: what is scored in each place
 places, server     what a folder or a server gives
 models             what Transformers and PEFT give
 hypotheses         what may have become of an adapter; trained_adapter: what each of them would give

@@ -73,12 +73,12 @@ def check_adapter(
 
     served = observe_texts(texts[:NUM_TEXTS])
     places = list(observe_merged(base_folder, merged, loading, texts, say))  # one model is in memory at a time
-    trained, places = _load_base(base, loading, places, texts, say)
+    model_of_base, places = _load_base(base, loading, places, texts, say)
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
-        places += observe_adapted(trained, base_folder, in_other_forms, texts, new, say)
-        with adapted(trained, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
-            reference, used = TrainedAdapter(wrapped, biases, trained.dtype, say), texts[:NUM_TEXTS]
+        places += observe_adapted(model_of_base, base_folder, in_other_forms, texts, new, say)
+        with adapted(model_of_base, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
+            reference, used = TrainedAdapter(wrapped, biases, model_of_base.dtype, say), texts[:NUM_TEXTS]
             results = [reference.check(each) for each in [*served, *(each.first_texts(NUM_TEXTS) for each in places)]]
             if any(result.is_unknown for result in results) and len(texts) > NUM_TEXTS:
                 say("asking for more texts")

@@ -73,9 +73,9 @@ def scores_of(
             )
         by_length[len(text.ids)].append(text)
     scores: Scores = {}
-    lengths = by_length.values()  # without padding
-    num_texts = sum(map(len, lengths))
-    for alike in (texts[first : first + NUM_TEXTS] for texts in lengths for first in range(0, len(texts), NUM_TEXTS)):
+    groups = by_length.values()  # of one length each, so that none is padded
+    num_texts = sum(map(len, groups))
+    for alike in (group[first : first + NUM_TEXTS] for group in groups for first in range(0, len(group), NUM_TEXTS)):
         say(f"computing the texts with {place}, {len(scores)} of {num_texts}")
         ids = torch.tensor([text.ids for text in alike], dtype=torch.int64, device=model.device)
         all_logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)

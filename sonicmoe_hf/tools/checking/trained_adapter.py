@@ -1,4 +1,5 @@
-"""TrainedAdapter: the model that was trained, in memory, and its log-probabilities under each hypothesis."""
+"""TrainedAdapter: the model that was trained, in memory, its log-probabilities under each hypothesis, and the verdict
+on a place beside these."""
 
 from __future__ import annotations
 
@@ -86,22 +87,23 @@ class TrainedAdapter:
             self._say(f"comparing {observation.place} with the adapter, {number} of {len(hypotheses)} readings")
             values.append(self._runs(observation, each))
         base, adapter, *others = values
-        alternatives = list(zip(self._hypotheses, others))
-        reference = Reference(base, adapter, alternatives)
+        reference = Reference(base, adapter, list(zip(self._hypotheses, others)))
         observed = torch.zeros_like(base[0]) if observation.log_p is None else observation.log_p
         noise = self._noise(observation)
 
-        def judge_now() -> Verdict:
+        def judge_beside(reference: Reference) -> Verdict:
             return judge(observed, reference, observation.own_base, noise, observation.rounding_remedy)
 
-        verdict = judge_now()
+        verdict = judge_beside(reference)
         measured, noise_beside = beside_base(observed, reference, observation.own_base, noise)
         if verdict.kind in (IN_PART, OTHER) and not observation.is_base:
-            alternatives += self._targets_of_nearest_layer(observation, measured, alternatives)
-            verdict = judge_now()
+            targets = self._targets_of_nearest_layer(observation, measured, reference.alternatives)
+            reference = reference._replace(alternatives=[*reference.alternatives, *targets])
+            verdict = judge_beside(reference)
         if verdict.may_be_scaled and not observation.is_base:
-            alternatives += self._nearest_scaled(observation, measured, reference, noise_beside)
-            verdict = judge_now()
+            scaled = self._nearest_scaled(observation, measured, reference, noise_beside)
+            reference = reference._replace(alternatives=[*reference.alternatives, *scaled])
+            verdict = judge_beside(reference)
         return JudgedPlace(observation.place, verdict, observation.is_base)
 
     def _targets_of_nearest_layer(
