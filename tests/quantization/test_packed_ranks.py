@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonicmoe_hf
+from sonicmoe_hf.formats.dense_conversion import dense_shard
 from sonicmoe_hf.formats.float_matrices import FP8Matrix
-from sonicmoe_hf.formats.shares import dense_shard
 
 
 def packed_with_adapters(format, family="qwen3_moe", **changes):

@@ -19,8 +19,8 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing
+from sonicmoe_hf.formats.dense_conversion import dense_shard
 from sonicmoe_hf.formats.float_matrices import FP8Matrix
-from sonicmoe_hf.formats.shares import dense_shard
 from sonicmoe_hf.layer.holding import has_expert_parallelism
 from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.routing import calls
