@@ -3,7 +3,7 @@ exports of ModelOpt write beside config.json. Loading, converting and planning a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from .float_matrices import FP4Matrix, FP8Matrix, NVFP4Matrix
 from .integer_matrices import CompressedInt4
 from .json_files import check_type, read_json
 from .matrix_format import MatrixFormat
-from .tensor_files import open_tensors
 
 TEXT_CONFIGS = ("decoder", "generator", "text_config", "thinker_config")  # where get_text_config looks for them
 QUANT_METHOD = "sonicmoe_hf"
@@ -32,14 +31,6 @@ FP8_TAKEN = {  # entries of FP8's declaration: what experts_quantization takes, 
     EXPERT_DTYPE: ("fp8", "fp4"),
 }
 TO_BF16 = "load the bf16 checkpoint that it was made from"
-PLAIN_BLOCKS = "proj_blocks"  # how the name of an MXFP4 weight ends
-PLAIN_DTYPES = ("F32", "BF16", "F16")  # dtypes in the headers of safetensors files
-TO_PLAIN_NAMES = (
-    "are plain weights under the names of packed ones, as save_pretrained writes a model that was loaded with "
-    "dequantize=True; rename them: AutoModelForCausalLM.from_pretrained(SRC, "
-    'key_mapping={"proj_blocks$": "proj"}).save_pretrained(DST, save_original_format=False)'
-)
-INTEGERS = (".qweight", ".weight_packed")  # ends of names
 # by the format of experts: how a checkpoint stores a matrix in it, where its declaration does not say
 MATRIX_FORMATS: dict[str, MatrixFormat] = {
     format.name: format
@@ -51,7 +42,6 @@ MATRIX_FORMATS: dict[str, MatrixFormat] = {
         CompressedInt4(GROUP, has_zeros=True),
     )
 }
-FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
 
 def check_format(what: str, name: str) -> None:
@@ -201,35 +191,3 @@ def _modelopts(path: Path) -> dict | None:
 
 def _first(configs: list[dict], entry: str):
     return next((config[entry] for config in configs if config.get(entry) is not None), None)
-
-
-def check_undeclared(files: Iterable[Path]) -> None:
-    """Raise CheckpointError where safetensors files of a checkpoint that declares no quantization hold an FP8 weight, one
-    in integers or a plain one under the name of a packed one: Transformers would take codes for values, or the weights
-    for missing; and where a file is not whole."""
-    for file in files:
-        with open_tensors(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-                if name.endswith(PLAIN_BLOCKS) and tensors.get_slice(name).get_dtype() in PLAIN_DTYPES:
-                    raise CheckpointError(f"{name} and others in {file} {TO_PLAIN_NAMES}")
-                is_integers = name.endswith(INTEGERS)
-                if is_integers or tensors.get_slice(name).get_dtype() in FLOAT8:
-                    kind, method = ("packed in integers", "gptq") if is_integers else ("FP8", "fp8")
-                    raise CheckpointError(
-                        f"{name} in {file} is {kind}, but the checkpoint's config declares no quantization, so its codes "
-                        "would be taken for weights; add quantization_config to config.json as the original has it "
-                        f'({{"quant_method": "{method}", ...}}), leave out config=, or load the bf16 checkpoint'
-                    )
-
-
-def check_stored(files: Iterable[Path], format: MatrixFormat) -> None:
-    """Raise CheckpointError where no tensor of safetensors files is a weight in the format that config.json declares."""
-    first = format.names(".weight")[0]
-    for file in files:
-        with open_tensors(file) as tensors:
-            if any(name.endswith(first) for name in tensors.keys()):  # noqa: SIM118
-                return
-    raise CheckpointError(
-        f"the checkpoint's config declares a quantization to {format.name}, but no weight is in it (there is no "
-        f"...{first}); remove quantization_config from config.json"
-    )

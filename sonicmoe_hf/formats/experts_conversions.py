@@ -11,7 +11,6 @@ from ..kernels.packed import FORMATS, Quantized
 from ..layer.experts_module import is_transposed, packable, row_order
 from ..layer.holding import local_shape
 from ..layer.packed_weight import PackedWeight
-from .loading_errors import check_shape
 from .matrices_apart import Apart
 from .matrix_format import FLOATS, WEIGHT, MatrixFormat
 from .parameter_conversion import LoadedParameter, ParameterConversion, StoredTensors, naming_weight
@@ -153,6 +152,14 @@ class TakeExperts(ParameterConversion):
             with naming_weight(f"{target.full_name}, {source} of expert {expert}"):
                 packed.append(self.stored_format.pack(*tensors))
         return packed
+
+
+def check_shape(name: str, stored: tuple[int, ...], dense: torch.Tensor) -> None:
+    """Raise ValueError where a weight that a checkpoint brings has another shape than `dense`, the model's parameter, or
+    this rank's share of it. Transformers does not compare the shapes of what a quantizer takes."""
+    shape = local_shape(dense)
+    if stored != shape:
+        raise ValueError(f"{name} has shape {tuple(stored)} in the checkpoint; the model's is {tuple(shape)}")
 
 
 def _kinds(packed: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..layer.experts_module import packable
 from ..layer.holding import Holding, holding_of
 from ..layer.packed_weight import PackedWeight, as_parameter
-from .loading_errors import keeping_errors
+from .conversion_errors import keeping_errors
 from .matrix_format import WEIGHT
 
 WHOLE_NAME = r"(?<=\.)"  # how the pattern of a whole name begins

@@ -25,12 +25,13 @@ from ..layer.experts_module import matrix_shape, packable, row_order, why_replac
 from ..layer.holding import Holder, holding_of, is_partitioned
 from ..layer.packed_weight import PackedWeight
 from .conversions import of_packed_experts, with_experts_apart, with_matrix_format
-from .declared import QUANT_METHOD, DeclaredQuantization, check_format, check_stored, check_undeclared
+from .declared import QUANT_METHOD, DeclaredQuantization, check_format
 from .declared_integers import METHODS
 from .experts_conversions import PackExperts
 from .refusals import check_distributed, guard_deepspeed
 from .shares import gather_for_saving, is_split, keep_from_fsdp, restore_parameters
 from .state_dicts import hook_state_dicts
+from .stored_as_declared import check_stored, check_undeclared
 
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",

@@ -15,7 +15,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..attention.models import choose_attention
 from ..errors import UnsupportedModelError
-from ..formats.loading_errors import named_errors, named_source
+from ..formats.conversion_errors import named_errors
+from ..formats.source_errors import named_source
 from ..layer.config import COMPUTE_CHOICES, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..patching.patch import guard_streamed

@@ -20,7 +20,6 @@ from ..formats.declared import (
     TO_BF16,
     DeclaredQuantization,
     check_format,
-    check_undeclared,
     declared_quantization,
 )
 from ..formats.json_files import read_json
@@ -32,6 +31,7 @@ from ..formats.quantizer import (
     mark_model_packed,
 )
 from ..formats.state_dicts import hold_packed
+from ..formats.stored_as_declared import check_undeclared
 from ..kernels.packed import FORMATS
 from ..kernels.packed.format import check_finite
 from ..layer.experts_module import is_transposed, row_order

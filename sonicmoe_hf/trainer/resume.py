@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from ..formats.declared import check_undeclared
+from ..formats.stored_as_declared import check_undeclared
 from ..layer.holding import is_partitioned, mesh_of
 from ..patching.moe_layers import find_layers
 from ..private.transformers import load_converted, warn_after_load, weight_conversions

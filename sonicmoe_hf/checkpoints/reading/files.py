@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
-from ...formats.loading_errors import not_there
+from ...formats.source_errors import not_there
 from ...formats.tensor_files import open_tensors
 
 CONFIG_FILE = "config.json"

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import CheckpointError
-from ...formats.declared import PLAIN_BLOCKS, TO_PLAIN_NAMES
+from ...formats.stored_as_declared import PLAIN_BLOCKS, TO_PLAIN_NAMES
 from ...model_patches import NativeFamily
 from ...patching.experts import sizes_of
 from ...patching.moe_layers import find_layers

@@ -1,0 +1,53 @@
+"""Whether a checkpoint's safetensors files store what its config declares: packed weights that it does not declare, or
+declared ones that no file has, are errors before Transformers reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .matrix_format import MatrixFormat
+from .tensor_files import open_tensors
+
+PLAIN_BLOCKS = "proj_blocks"  # how the name of an MXFP4 weight ends
+PLAIN_DTYPES = ("F32", "BF16", "F16")  # dtypes in the headers of safetensors files
+TO_PLAIN_NAMES = (
+    "are plain weights under the names of packed ones, as save_pretrained writes a model that was loaded with "
+    "dequantize=True; rename them: AutoModelForCausalLM.from_pretrained(SRC, "
+    'key_mapping={"proj_blocks$": "proj"}).save_pretrained(DST, save_original_format=False)'
+)
+INTEGERS = (".qweight", ".weight_packed")  # ends of names
+FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
+
+
+def check_undeclared(files: Iterable[Path]) -> None:
+    """Raise CheckpointError where safetensors files of a checkpoint that declares no quantization hold an FP8 weight, one
+    in integers or a plain one under the name of a packed one: Transformers would take codes for values, or the weights
+    for missing; and where a file is not whole."""
+    for file in files:
+        with open_tensors(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+                if name.endswith(PLAIN_BLOCKS) and tensors.get_slice(name).get_dtype() in PLAIN_DTYPES:
+                    raise CheckpointError(f"{name} and others in {file} {TO_PLAIN_NAMES}")
+                is_integers = name.endswith(INTEGERS)
+                if is_integers or tensors.get_slice(name).get_dtype() in FLOAT8:
+                    kind, method = ("packed in integers", "gptq") if is_integers else ("FP8", "fp8")
+                    raise CheckpointError(
+                        f"{name} in {file} is {kind}, but the checkpoint's config declares no quantization, so its codes "
+                        "would be taken for weights; add quantization_config to config.json as the original has it "
+                        f'({{"quant_method": "{method}", ...}}), leave out config=, or load the bf16 checkpoint'
+                    )
+
+
+def check_stored(files: Iterable[Path], format: MatrixFormat) -> None:
+    """Raise CheckpointError where no tensor of safetensors files is a weight in the format that config.json declares."""
+    first = format.names(".weight")[0]
+    for file in files:
+        with open_tensors(file) as tensors:
+            if any(name.endswith(first) for name in tensors.keys()):  # noqa: SIM118
+                return
+    raise CheckpointError(
+        f"the checkpoint's config declares a quantization to {format.name}, but no weight is in it (there is no "
+        f"...{first}); remove quantization_config from config.json"
+    )
