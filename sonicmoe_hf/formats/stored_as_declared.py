@@ -1,5 +1,5 @@
-"""Whether a checkpoint's safetensors files store what its config declares: packed weights that it does not declare, or
-declared ones that no file has, are errors before Transformers reads them."""
+"""Checks of safetensors files against what config.json declares: packed weights that it does not declare, or declared
+ones that no file has, are errors before Transformers reads them."""
 
 from __future__ import annotations
 
