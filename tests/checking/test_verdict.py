@@ -7,7 +7,9 @@ import torch
 
 from sonicmoe_hf.checkpoints.writing.rounding_effects import TO_NEAREST
 from sonicmoe_hf.tools.checking.hypotheses import EXPERTS, LEFT_OUT, Hypothesis
-from sonicmoe_hf.tools.checking.verdict import MIN_TOKENS, Reference, judge
+from sonicmoe_hf.tools.checking.hypothesis_tests import Reference
+from sonicmoe_hf.tools.checking.regression import Runs
+from sonicmoe_hf.tools.checking.verdict import MIN_TOKENS, judge
 
 pytestmark = pytest.mark.pinned
 TOKENS = 1000
@@ -19,8 +21,8 @@ def parts():
     return torch.randn(3, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
 
 
-def twice(value):
-    return torch.stack((value, value))
+def twice(log_p):
+    return Runs(log_p, log_p)
 
 
 WITHOUT = Hypothesis(LEFT_OUT, EXPERTS, lambda layer: None)
@@ -44,14 +46,18 @@ def test_the_rounding_of_the_trained_model_itself_is_no_part_that_is_missing(par
     unless there is a second run of each, a merge with every part is said to lack a quarter of the experts."""
     experts, rest, _ = parts
     noise = 0.7 * torch.randn(5, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    adapter, without, place = experts + 10 * rest + noise[:2], 10 * rest + noise[2:4], experts + 10 * rest + noise[4]
-    zero = torch.zeros(2, TOKENS, dtype=torch.float64)
-    once = Reference(zero, twice(adapter[0]), [(WITHOUT, twice(without[0]))])
+    adapter = Runs(experts + 10 * rest + noise[0], experts + 10 * rest + noise[1])
+    without, place = Runs(10 * rest + noise[2], 10 * rest + noise[3]), experts + 10 * rest + noise[4]
+    zero = twice(torch.zeros(TOKENS, dtype=torch.float64))
+    once = Reference(zero, twice(adapter.first), [(WITHOUT, twice(without.first))])
     assert judge(place, once, noise=1.5).kind == "applied in part"
     both = Reference(zero, adapter, [(WITHOUT, without)])
     verdict = judge(place, both, noise=1.5)
     assert verdict.kind == "applied" and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
-    verdict = judge(place[:60], Reference(zero[:, :60], adapter[:, :60], [(WITHOUT, without[:, :60])]), noise=1.5)
+    first_zero, first_adapter, first_without = (
+        Runs(*(each[:60] for each in runs)) for runs in (zero, adapter, without)
+    )
+    verdict = judge(place[:60], Reference(first_zero, first_adapter, [(WITHOUT, first_without)]), noise=1.5)
     assert verdict.kind == "cannot tell" and verdict.shares["experts"] is None
     assert "of its experts is there" in verdict.reason
     assert verdict.reason.endswith("add --dtype float32, or give longer text like that it was trained on, --text")

@@ -7,4 +7,5 @@ places, server     what a folder or a server gives
 models             what Transformers and PEFT give
 hypotheses         what may have become of an adapter; trained_adapter: what each of them would give
 verdict            which of them explains what a place gives
+hypothesis_tests   how near a place is to each of them; regression: the statistics of that
 """

@@ -1,4 +1,4 @@
-"""Hypotheses of what became of an adapter: the same adapter with a part left out, or read in another way."""
+"""Hypotheses of what became of an adapter: the same adapter with some of its layers left out, or read in another way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from ...adapters.adapter import is_interleaved
 from ...layer.experts_module import has_gate, is_experts, weight_names
 
-# kinds of hypotheses: a part of the adapter is missing, read in another way, or at another scale
+# kinds of hypotheses: some layers of the adapter are missing, read in another way, or at another scale
 LEFT_OUT, MISREAD, SCALED = "left out", "misread", "scaled"
 ALL = "the adapter"
 LORA = "its LoRA"
@@ -60,7 +60,7 @@ class AdaptedLayer(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Read the factor of B A."""
+        """Read the scale of B A."""
         return self.wrapper.scaling[self.adapter]
 
     @property
@@ -224,9 +224,9 @@ def _has_experts_of(number: str, layer: AdaptedLayer) -> bool:
     return layer.number == number and layer.experts is not None
 
 
-def scaled_by(is_in: Callable[[AdaptedLayer], bool], factor: float) -> Callable[[AdaptedLayer], torch.Tensor | None]:
+def scaled_by(is_in: Callable[[AdaptedLayer], bool], scale: float) -> Callable[[AdaptedLayer], torch.Tensor | None]:
     """Make the change of a hypothesis that scales lora_B in the layers of a group."""
-    return lambda layer: layer.b.data * factor if is_in(layer) else None
+    return lambda layer: layer.b.data * scale if is_in(layer) else None
 
 
 def _as_by_rank(layer: AdaptedLayer) -> torch.Tensor | None:

@@ -22,10 +22,20 @@ from ...model_patches import NATIVE_PREFIX
 from ...models.loading import from_pretrained
 from ...private.transformers import auto_class_of
 from ...registration import install_in_peft
-from .texts import NUM_TEXTS, Text
+from .texts import Text
 
 Biases = list[tuple[torch.nn.Parameter, torch.Tensor]]  # parameters that an adapter changes, with the base's values
-Scores = dict[Text, torch.Tensor]  # [2, tokens] on the CPU: log p, and log p less that of the likeliest token
+BATCH_SIZE = 8  # texts of a forward
+
+
+class TokenScores(NamedTuple):
+    """Scores [T] of a text's tokens, on the CPU. beside_likeliest: log_p less that of the likeliest token."""
+
+    log_p: torch.Tensor
+    beside_likeliest: torch.Tensor
+
+
+Scores = dict[Text, TokenScores]
 
 
 class Loading(NamedTuple):
@@ -75,20 +85,21 @@ def scores_of(
     scores: Scores = {}
     groups = by_length.values()  # of one length each, so that none is padded
     num_texts = sum(map(len, groups))
-    for alike in (group[first : first + NUM_TEXTS] for group in groups for first in range(0, len(group), NUM_TEXTS)):
+    batches = (group[first : first + BATCH_SIZE] for group in groups for first in range(0, len(group), BATCH_SIZE))
+    for batch in batches:
         say(f"computing the texts with {place}, {len(scores)} of {num_texts}")
-        ids = torch.tensor([text.ids for text in alike], dtype=torch.int64, device=model.device)
+        ids = torch.tensor([text.ids for text in batch], dtype=torch.int64, device=model.device)
         all_logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
         if all_logits is None or all_logits.shape[:-1] != ids.shape or all_logits.shape[-1] <= last:
             raise CheckpointError(
                 f"{place} is a {type(model).__name__}, which gives no probabilities of tokens; check compares language "
                 "models"
             )
-        for text, row, logits in zip(alike, ids, all_logits):
+        for text, row, logits in zip(batch, ids, all_logits):
             expected = logits[text.start - 1 : -1].float().log_softmax(-1)
             log_p = expected.gather(-1, row[text.start :, None].to(expected.device))[:, 0]
-            scores[text] = torch.stack((log_p, log_p - expected.amax(-1))).double().cpu()
-            if not scores[text].isfinite().all():
+            scores[text] = TokenScores(log_p.double().cpu(), (log_p - expected.amax(-1)).double().cpu())
+            if not all(vector.isfinite().all() for vector in scores[text]):
                 raise CheckpointError(f"{place} gives log-probabilities that are not finite, in {model.dtype}")
     return scores
 

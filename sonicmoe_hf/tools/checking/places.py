@@ -12,9 +12,9 @@ import torch
 from ...checkpoints.writing.model_card import is_dithered
 from ...checkpoints.writing.rounding_effects import SERVE_UNROUNDED, TO_NEAREST
 from .models import Loading, Scores, adapted, scores_of, stored_dtype
+from .regression import rms
 from .server import Server
 from .texts import Text
-from .verdict import rms
 
 
 class Observation(NamedTuple):
@@ -37,13 +37,15 @@ class Observation(NamedTuple):
     def select(self, scores: Scores) -> torch.Tensor:
         """Select a model's log-probabilities [T] of these tokens; where the place gives first choices, less those of the
         model's own first choices."""
-        return torch.cat([scores[text][int(self.log_p is None)] for text in self.texts])
+        if self.log_p is None:
+            return torch.cat([scores[text].beside_likeliest for text in self.texts])
+        return torch.cat([scores[text].log_p for text in self.texts])
 
     def first_texts(self, num_texts: int) -> Observation:
         """Cut the answer to the first `num_texts` texts."""
         texts = self.texts[:num_texts]
         size = sum(len(text.ids) - text.start for text in texts)
-        log_p, own_base = (None if values is None else values[:size] for values in (self.log_p, self.own_base))
+        log_p, own_base = (None if each is None else each[:size] for each in (self.log_p, self.own_base))
         return self._replace(texts=texts, log_p=log_p, own_base=own_base)
 
     def with_nearer_base(self, unpacked: Scores, packed: Scores) -> Observation:
@@ -61,10 +63,10 @@ def observe_server(server: Server, model: str, texts: list[Text], say: Callable[
     own, base = None, server.base_of(model)
     for name in [model] if base is None else [base, model]:
         say(f"asking {server.url} for {name}")
-        observed, log_p = server.observe(name, texts)
+        answered, log_p = server.observe(name, texts)
         is_base = name == base
-        beside = own.log_p if own is not None and own.texts == observed else None
-        observation = Observation(f"{name} of {server.url}", observed, log_p, beside, is_base)
+        own_base = own.log_p if own is not None and own.texts == answered else None
+        observation = Observation(f"{name} of {server.url}", answered, log_p, own_base, is_base)
         own = observation if is_base else own
         yield observation
 
@@ -101,7 +103,7 @@ def remedy_of_rounding(base: Path, merged: Path) -> str:
 
 
 def _observation(folder: str, scores: Scores, dtype: torch.dtype | None) -> Observation:
-    log_p = torch.cat([values[0] for values in scores.values()])
+    log_p = torch.cat([each.log_p for each in scores.values()])
     return Observation(folder, list(scores), log_p, dtype=dtype)
 
 

@@ -19,10 +19,12 @@ from .hypotheses import (
     scaled_by,
     wholes_of,
 )
+from .hypothesis_tests import Reference
 from .models import Biases, Scores, rounded, scores_of
 from .places import Observation, coarser
+from .regression import Runs, rms
 from .texts import Text
-from .verdict import APPLIED, CANNOT_TELL, IN_PART, OTHER, Reference, Verdict, beside_base, judge, limit_of, rms
+from .verdict import APPLIED, CANNOT_TELL, IN_PART, OTHER, Verdict, beside_base, judge, limit_of
 
 STEPS = 8  # at most, from the best of the first scales to the nearest
 FIRST_SCALES = (0.0, 0.5, 0.75, 1.25, 2.0, 4.0)
@@ -67,7 +69,7 @@ class TrainedAdapter:
         self._scaled: dict[tuple[str, float], Hypothesis] = {}
         self._target_hypotheses: dict[str, list[Hypothesis]] = {}  # by the number of a layer
 
-    def values(
+    def log_p(
         self,
         observation: Observation,
         hypothesis: Hypothesis = AS_TRAINED,
@@ -82,13 +84,13 @@ class TrainedAdapter:
 
     def check(self, observation: Observation) -> JudgedPlace:
         """Judge what a place gives."""
-        values = []
+        all_runs = []
         for number, each in enumerate(hypotheses := [THE_BASE, AS_TRAINED, *self._hypotheses]):
             self._say(f"comparing {observation.place} with the adapter, {number} of {len(hypotheses)} readings")
-            values.append(self._runs(observation, each))
-        base, adapter, *others = values
+            all_runs.append(self._runs(observation, each))
+        base, adapter, *others = all_runs
         reference = Reference(base, adapter, list(zip(self._hypotheses, others)))
-        observed = torch.zeros_like(base[0]) if observation.log_p is None else observation.log_p
+        observed = torch.zeros_like(base.first) if observation.log_p is None else observation.log_p
         noise = self._noise(observation)
 
         def judge_beside(reference: Reference) -> Verdict:
@@ -107,10 +109,10 @@ class TrainedAdapter:
         return JudgedPlace(observation.place, verdict, observation.is_base)
 
     def _targets_of_nearest_layer(
-        self, observation: Observation, observed: torch.Tensor, alternatives: list[tuple[Hypothesis, torch.Tensor]]
-    ) -> list[tuple[Hypothesis, torch.Tensor]]:
+        self, observation: Observation, observed: torch.Tensor, alternatives: list[tuple[Hypothesis, Runs]]
+    ) -> list[tuple[Hypothesis, Runs]]:
         """Run the hypotheses that a target is left out in the layer whose absence explains a place best."""
-        layers = [(rms(observed - value[0]), each.number) for each, value in alternatives if each.number]
+        layers = [(rms(observed - runs.first), each.number) for each, runs in alternatives if each.number]
         if not layers:
             return []
         _, number = min(layers)
@@ -119,18 +121,18 @@ class TrainedAdapter:
         self._say(f"comparing {observation.place} with the adapter without single targets of layer {number}")
         return [(each, self._runs(observation, each)) for each in self._target_hypotheses[number]]
 
-    def _runs(self, observation: Observation, hypothesis: Hypothesis) -> torch.Tensor:
-        """Compute the log-probabilities [2, T] of two runs whose rounding differs; in fp32, whose rounding is below the
+    def _runs(self, observation: Observation, hypothesis: Hypothesis) -> Runs:
+        """Compute the log-probabilities of two runs whose rounding differs; in fp32, whose rounding is below the
         verdict's floor, of one run twice."""
-        value = self.values(observation, hypothesis)
+        log_p = self.log_p(observation, hypothesis)
         if torch.finfo(self._dtype).bits >= 32:
-            return torch.stack((value, value))
-        return torch.stack((value, self._run_again(observation, hypothesis, self._dtype)))
+            return Runs(log_p, log_p)
+        return Runs(log_p, self._run_again(observation, hypothesis, self._dtype))
 
     def _run_again(self, observation: Observation, hypothesis: Hypothesis, dtype: torch.dtype) -> torch.Tensor:
         """Compute the log-probabilities [T] of a run with other rounding."""
         with rounded(self._model, dtype):
-            return self.values(observation, hypothesis, self._scores_again.setdefault(dtype, {}))
+            return self.log_p(observation, hypothesis, self._scores_again.setdefault(dtype, {}))
 
     def _noise(self, observation: Observation) -> float | None:
         """Measure the rms difference that a place's rounding makes, with the adapter in, since large changes are rounded
@@ -138,30 +140,30 @@ class TrainedAdapter:
         if observation.dtype is None:
             return None
         again = self._run_again(observation, AS_TRAINED, coarser(observation.dtype, self._dtype))
-        return rms(again - self.values(observation))
+        return rms(again - self.log_p(observation))
 
     def change(self, texts: list[Text]) -> torch.Tensor:
         """Compute how much the adapter changes the log-probabilities [T] of texts' tokens."""
         observation = Observation("", texts, torch.empty(0, dtype=torch.float32, device="cpu"))
-        return self.values(observation) - self.values(observation, THE_BASE)
+        return self.log_p(observation) - self.log_p(observation, THE_BASE)
 
     def _nearest_scaled(
         self, observation: Observation, observed: torch.Tensor, reference: Reference, noise: float | None
-    ) -> list[tuple[Hypothesis, torch.Tensor]]:
+    ) -> list[tuple[Hypothesis, Runs]]:
         """Find the hypothesis that explains a place best among those that one group of layers is at another scale."""
         self._say(f"comparing {observation.place} with the adapter at other scales")
 
-        def value_at(name: str, scale: float) -> torch.Tensor:
-            return self.values(observation, self._at_scale(name, scale))
+        def log_p_at(name: str, scale: float) -> torch.Tensor:
+            return self.log_p(observation, self._at_scale(name, scale))
 
         coarse, fits = {}, []
         for name in self._groups:
-            coarse[name] = {1.0: reference.adapter[0], **{scale: value_at(name, scale) for scale in FIRST_SCALES}}
-            fits.append((min(distance(observed, value) for value in coarse[name].values()), name))
+            coarse[name] = {1.0: reference.adapter.first, **{scale: log_p_at(name, scale) for scale in FIRST_SCALES}}
+            fits.append((min(distance(observed, log_p) for log_p in coarse[name].values()), name))
         _, name = min(fits)
-        scale, value = nearest_scale(observed, coarse[name], lambda scale: value_at(name, scale))
-        limit = max(limit_of(reference, noise), rms(observed - reference.adapter[0]) / 4)
-        if rms(observed - value) > limit:
+        scale, log_p = nearest_scale(observed, coarse[name], lambda scale: log_p_at(name, scale))
+        limit = max(limit_of(reference, noise), rms(observed - reference.adapter.first) / 4)
+        if rms(observed - log_p) > limit:
             return []
         hypothesis = self._at_scale(name, scale)
         return [(hypothesis, self._runs(observation, hypothesis))]
@@ -175,22 +177,22 @@ class TrainedAdapter:
         return self._scaled[name, scale]
 
 
-def distance(observed: torch.Tensor, value: torch.Tensor) -> float:
+def distance(observed: torch.Tensor, log_p: torch.Tensor) -> float:
     """Compute the median |difference| of a token: a few tokens, whose routers choose other experts, do not count."""
-    return (observed - value).abs().median().item()
+    return (observed - log_p).abs().median().item()
 
 
 def nearest_scale(
-    observed: torch.Tensor, coarse: dict[float, torch.Tensor], value_at: Callable[[float], torch.Tensor]
+    observed: torch.Tensor, coarse: dict[float, torch.Tensor], log_p_at: Callable[[float], torch.Tensor]
 ) -> tuple[float, torch.Tensor]:
-    """Find the scale whose value [T] is nearest to `observed`; returns both. coarse: values of the first scales.
+    """Find the scale whose log_p [T] is nearest to `observed`; returns both. coarse: log_p of the first scales.
 
     Each step tries a scale between the nearest and its nearer neighbour, divided by their distances.
     """
-    values = dict(coarse)
-    distances = {scale: distance(observed, value) for scale, value in values.items()}
+    by_scale = dict(coarse)
+    distances = {scale: distance(observed, log_p) for scale, log_p in by_scale.items()}
     for _ in range(STEPS):
-        scales = sorted(values)
+        scales = sorted(by_scale)
         best = min(scales, key=distances.__getitem__)
         index = scales.index(best)
         beside = min((scales[i] for i in (index - 1, index + 1) if 0 <= i < len(scales)), key=distances.__getitem__)
@@ -198,7 +200,7 @@ def nearest_scale(
         step = (beside - best) * distances[best] / total if total else 0.0
         if abs(step) < MIN_STEP:
             break
-        values[best + step] = value_at(best + step)
-        distances[best + step] = distance(observed, values[best + step])
-    best = min(values, key=distances.__getitem__)
-    return best, values[best]
+        by_scale[best + step] = log_p_at(best + step)
+        distances[best + step] = distance(observed, by_scale[best + step])
+    best = min(by_scale, key=distances.__getitem__)
+    return best, by_scale[best]

@@ -1,11 +1,7 @@
 """Verdict: which hypothesis of what became of an adapter explains the log-probabilities that a place gives.
 
 Letters: T tokens. All vectors hold a token's log-probability, less that of the likeliest token where all that a place
-gives is its first choices.
-
-In bf16 the trained model's own rounding is in each difference of two of its runs, and in what a place seems to lack, so
-that a fit of one to the other by least squares finds parts missing that are there. Each run is therefore made twice, with
-other rounding: the second ones are instruments (instrumental variables), whose errors are not those of the first.
+gives is its first choices. `observed` are those of the place, the others those of the trained model.
 """
 
 from __future__ import annotations
@@ -14,19 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from .hypotheses import EXPERTS, LEFT_OUT, MISREAD, REMEDIES, Hypothesis
+from .hypotheses import EXPERTS, LEFT_OUT, REMEDIES, Hypothesis
+from .hypothesis_tests import CLEAR_LACK, USUAL_LACK, HypothesisTest, Reference, run_tests
+from .regression import Runs, fit, residual_of, rms
 
 APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in part", "other"
 CANNOT_TELL = "cannot tell"
 MIN_TOKENS = 30  # with fewer, a standard deviation is not known well enough to test hypotheses by it
-CONFIDENCE = 3.0  # standard deviations by which a hypothesis must differ from the adapter
 FP32_FLOOR = 1e-4  # of the adapter's change: in fp32 another order of summation makes differences of a few 1e-6 of it
 # In bf16, as measured in places that do apply the adapter (benchmarks.quality.check_defects):
 MAX_NOISE_RATIO = 2.0  # these places differ by 0.63 to 1.05 times the noise, which is known by one draw
 MIN_TELLABLE = 0.05  # of the adapter's change: a part with a smaller effect on these texts may hide in the noise
-USUAL_LACK = 0.1  # of a part: these places lack -0.03 to 0.03 of each, and larger models may lack more
-CLEAR_LACK = 0.25  # of a part: where it is open whether more is missing, the verdict is open too
-MIN_SLACK = 0.01  # 1 - leverage of a token: where one token decides a factor, its residual is 0, and so is this
 MAX_UNEXPLAINED = 0.5  # of the adapter's change: more must be something else, where the place's noise is not known
 ROUNDED = "merged and rounded"
 NO_CHANGE = "the adapter itself changes nothing: its lora_B is zero, or lost in the rounding of --dtype"
@@ -36,42 +30,6 @@ IN_FULL = "add --dtype float32"
 MORE_TEXT = "give longer text like that it was trained on, --text"
 UNPACKED = f"{MORE_TEXT}, or check what merge writes without --quantize"
 WITH_BASE = "let the server have the base beside the adapter, which is then compared too"
-
-
-class Reference(NamedTuple):
-    """The log-probabilities [2, T] of the trained model at a place's tokens: of the base, with the adapter, and under
-    each hypothesis. Two runs differ in their rounding; where that is exact they are the same.
-    """
-
-    base: torch.Tensor
-    adapter: torch.Tensor
-    alternatives: list[tuple[Hypothesis, torch.Tensor]]
-
-    @property
-    def change(self) -> torch.Tensor:
-        """Compute the adapter's change [2, T] of the base."""
-        return self.adapter - self.base
-
-    @property
-    def effect(self) -> float:
-        """Compute the rms change of a token."""
-        return rms(self.change[0])
-
-    @property
-    def is_exact(self) -> bool:
-        """Tell whether both runs are the same."""
-        return torch.equal(*self.adapter)
-
-    @property
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Split the adapter's change [2, T] into that by its experts and that by the rest, if it has both; without any
-        that is zero."""
-        without = next((value for each, value in self.alternatives if each.name == EXPERTS), None)
-        if without is None:
-            parts = {"all": self.change}
-        else:
-            parts = {"experts": self.adapter - without, "rest": without - self.base}
-        return {name: change for name, change in parts.items() if change[0].any()}
 
 
 class Verdict(NamedTuple):
@@ -99,11 +57,6 @@ class _Judgement(NamedTuple):
     is_share: bool = False
 
 
-def rms(x: torch.Tensor) -> float:
-    """Compute the root of the mean square."""
-    return x.square().mean().sqrt().item()
-
-
 def judge(
     observed: torch.Tensor,
     reference: Reference,
@@ -120,10 +73,10 @@ def judge(
     noise; None of others.
     """
     measured, noise = beside_base(observed, reference, own_base, noise)
-    shares = _shares(measured - reference.base[0], reference)
+    shares = _shares(measured - reference.base.first, reference)
     kind, reason, is_share = _judge(measured, reference, noise, shares, rounding_remedy)
     from_adapter, from_base = (
-        (observed - other).abs().mean().item() for other in (reference.adapter[0], reference.base[0])
+        (observed - other).abs().mean().item() for other in (reference.adapter.first, reference.base.first)
     )
     return Verdict(kind, reason, from_adapter, from_base, shares, kind == OTHER or is_share)
 
@@ -132,9 +85,9 @@ def beside_base(
     observed: torch.Tensor, reference: Reference, own_base: torch.Tensor | None, noise: float | None
 ) -> tuple[torch.Tensor, float | None]:
     """Subtract the differences of a place's own base from the reference's, and count them as noise; see `judge`."""
-    if own_base is None or rms(own_base - reference.adapter[0]) < rms(own_base - reference.base[0]):
+    if own_base is None or rms(own_base - reference.adapter.first) < rms(own_base - reference.base.first):
         return observed, noise  # without own_base, or where that has the adapter too
-    return observed - own_base + reference.base[0], max(noise or 0.0, rms(own_base - reference.base[0]))
+    return observed - own_base + reference.base.first, max(noise or 0.0, rms(own_base - reference.base.first))
 
 
 def limit_of(reference: Reference, noise: float | None) -> float:
@@ -150,85 +103,8 @@ def _shares(change: torch.Tensor, reference: Reference) -> dict[str, float | Non
     """Fit `change` [T] by a sum of shares of the parts; a share with a large error is None."""
     if not (parts := reference.parts):
         return {}
-    shares, errors = _fit(change, list(parts.values()))
+    shares, errors = fit(change, list(parts.values()))
     return {part: share if error <= CLEAR_LACK / 2 else None for part, share, error in zip(parts, shares, errors)}
-
-
-def _fit(change: torch.Tensor, directions: list[torch.Tensor]) -> tuple[list[float], list[float]]:
-    """Fit `change` [T] by directions [2, T], whose second runs are the instruments; where both runs are the same, that is
-    by least squares. Returns the factors of the directions and their standard errors.
-
-    A few tokens, for which a router chooses other experts, may make most of a difference, so tokens have different
-    variances, and each one's is estimated by the others' fit (HC3: MacKinnon and White 1985).
-    """
-    matrix, instruments = torch.stack(directions, dim=-1)  # [T, directions]
-    inverse = torch.linalg.pinv(instruments.T @ matrix) @ instruments.T
-    factors = inverse @ change
-    leverage = (matrix * inverse.T).sum(dim=1)
-    residual = (change - matrix @ factors) / (1 - leverage).clamp(min=MIN_SLACK)
-    return factors.tolist(), (inverse * residual).norm(dim=1).tolist()
-
-
-class _Test(NamedTuple):
-    """Test of a hypothesis, None for the base.
-
-    value: its log-probabilities [T]. size: the rms difference from the adapter that it makes, without the rounding of the
-    runs. factor: how far the place is from the adapter towards the hypothesis, 0 for not at all and 1 for all the way.
-    error: of the factor.
-    """
-
-    hypothesis: Hypothesis | None
-    value: torch.Tensor
-    size: float
-    factor: float
-    error: float
-
-    @property
-    def is_true(self) -> bool:
-        return self.factor - self.error > 0.5
-
-    @property
-    def is_partly_true(self) -> bool:
-        return self.min_factor > USUAL_LACK
-
-    @property
-    def is_false(self) -> bool:
-        return self.max_factor < CLEAR_LACK
-
-    @property
-    def min_factor(self) -> float:
-        """Bound from below how far the factor is from 0. An adapter cannot be misread by a factor below 0."""
-        is_misread = self.hypothesis is not None and self.hypothesis.kind == MISREAD
-        return (self.factor if is_misread else abs(self.factor)) - self.error
-
-    @property
-    def max_factor(self) -> float:
-        return self.min_factor + 2 * self.error
-
-    @property
-    def range(self) -> str:
-        """Describe how much is there of the change that the hypothesis leaves out."""
-        if self.hypothesis is not None and self.hypothesis.kind == MISREAD:
-            return f"up to {self.max_factor:.0%} of this, {self.hypothesis.name},"
-        name = "the change" if self.hypothesis is None else self.hypothesis.name
-        return f"between {max(1 - self.factor - self.error, 0):.0%} and {1 - self.factor + self.error:.0%} of {name}"
-
-
-def _test_hypotheses(observed: torch.Tensor, reference: Reference) -> list[_Test]:
-    """Test each hypothesis that differs from the adapter. A place whose whole change is a bit smaller, as by bf16's
-    rounding, is no evidence for any of them, so the change's own factor is fitted beside the hypothesis's."""
-    change, residual = reference.change, observed - reference.adapter[0]
-    tests = []
-    for hypothesis, value in [(None, reference.base), *reference.alternatives]:
-        direction = value - reference.adapter
-        if not direction[0].any():
-            continue
-        cosine = torch.cosine_similarity(direction[0], change[0], dim=0)
-        alone = hypothesis is None or abs(cosine.item()) > 0.95
-        factors, errors = _fit(residual, [direction] if alone else [direction, change])
-        size = direction.prod(dim=0).mean().clamp(min=0).sqrt().item()
-        tests.append(_Test(hypothesis, value[0], size, factors[0], CONFIDENCE * errors[0]))
-    return tests
 
 
 def _judge(
@@ -243,8 +119,8 @@ def _judge(
     effect = reference.effect
     if not effect or len(observed) < MIN_TOKENS:
         return _Judgement(CANNOT_TELL, TOO_FEW.format(len(observed)) if effect else NO_CHANGE)
-    limit, from_adapter = limit_of(reference, noise), rms(observed - reference.adapter[0])
-    change, tests = observed - reference.base[0], _test_hypotheses(observed, reference)
+    limit, from_adapter = limit_of(reference, noise), rms(observed - reference.adapter.first)
+    change, tests = observed - reference.base.first, run_tests(observed, reference)
     explanation = _find_explanation(observed, tests, reference, limit)
     may_be_rounding = explanation is None or explanation.hypothesis is None or explanation.hypothesis.name == EXPERTS
     if rounding_remedy is not None and may_be_rounding:
@@ -259,7 +135,9 @@ def _judge(
     return _judge_near(tests, reference)
 
 
-def _find_explanation(observed: torch.Tensor, tests: list[_Test], reference: Reference, limit: float) -> _Test | None:
+def _find_explanation(
+    observed: torch.Tensor, tests: list[HypothesisTest], reference: Reference, limit: float
+) -> HypothesisTest | None:
     """Find the test that explains the place in the adapter's stead: the one whose hypothesis, or the base, is nearest to
     what was observed, if it is true, nearer than the adapter, and so near that nothing else need be there.
 
@@ -268,10 +146,10 @@ def _find_explanation(observed: torch.Tensor, tests: list[_Test], reference: Ref
 
     Here the place lacks the experts' part if `distance`, in rms, is at most `limit` or CLEAR_LACK of `from_adapter`.
     """
-    nearest = min(tests, key=lambda each: rms(observed - each.value), default=None)
+    nearest = min(tests, key=lambda each: rms(observed - each.log_p), default=None)
     if nearest is None or not nearest.is_true:
         return None
-    distance, from_adapter = rms(observed - nearest.value), rms(observed - reference.adapter[0])
+    distance, from_adapter = rms(observed - nearest.log_p), rms(observed - reference.adapter.first)
     is_nearer = distance < from_adapter and from_adapter > FP32_FLOOR * reference.effect
     return nearest if is_nearer and distance <= max(limit, CLEAR_LACK * from_adapter) else None
 
@@ -288,7 +166,7 @@ def _judge_far(
     effect = reference.effect
     known = {part: share for part, share in shares.items() if share is not None}
     missing = {part: share for part, share in known.items() if share < 1 - CLEAR_LACK}
-    if missing and rms(_residual(change, reference.parts)) < MAX_UNEXPLAINED * effect:
+    if missing and rms(residual_of(change, list(reference.parts.values()))) < MAX_UNEXPLAINED * effect:
         return _Judgement(IN_PART, _describe_shares(missing), is_share=True)
     reason = _describe_rest(known, from_adapter / effect)
     if not knows_noise and _may_be_applied(shares, is_packed):
@@ -296,28 +174,30 @@ def _judge_far(
     return _Judgement(OTHER, reason)
 
 
-def _judge_near(tests: list[_Test], reference: Reference) -> _Judgement:
+def _judge_near(tests: list[HypothesisTest], reference: Reference) -> _Judgement:
     """Judge a place that is as near to the adapter as its rounding: a hypothesis may still be true in part."""
     effect = reference.effect
-    smallest = (FP32_FLOOR if reference.is_exact else MIN_TELLABLE) * effect
+    smallest = (FP32_FLOOR if reference.adapter.is_exact else MIN_TELLABLE) * effect
     partly = [each for each in tests if each.is_partly_true and each.size >= smallest]
     if partly:
-        return _judge_partly(max(partly, key=lambda each: each.min_factor * each.size))
+        return _judge_partly(max(partly, key=lambda each: each.min_coefficient * each.size))
     unclear = [each for each in tests if not each.is_false and each.size >= MIN_TELLABLE * effect]
     if unclear:
-        remedies = [MORE_TEXT] if reference.is_exact else [IN_FULL, MORE_TEXT]
-        ranges = " and ".join(each.range for each in sorted(unclear, key=lambda each: -each.max_factor)[:3])
+        remedies = [MORE_TEXT] if reference.adapter.is_exact else [IN_FULL, MORE_TEXT]
+        unclear.sort(key=lambda each: -each.max_coefficient)
+        ranges = " and ".join(_describe_range(each) for each in unclear[:3])
         return _Judgement(CANNOT_TELL, TOO_LITTLE.format(f"{ranges} is", ", or ".join(remedies)))
     return _Judgement(APPLIED)
 
 
-def _judge_partly(test: _Test) -> _Judgement:
+def _judge_partly(test: HypothesisTest) -> _Judgement:
     """Judge a place at which a hypothesis is true in part."""
-    if test.hypothesis is None or test.factor < 0:
+    if test.hypothesis is None or test.coefficient < 0:
         of = "the change" if test.hypothesis is None else f"that by {test.hypothesis.name}"
-        return _Judgement(IN_PART if test.factor > 0 else OTHER, f"{1 - test.factor:.0%} of {of}", is_share=True)
+        kind = IN_PART if test.coefficient > 0 else OTHER
+        return _Judgement(kind, f"{1 - test.coefficient:.0%} of {of}", is_share=True)
     kind, reason, _ = _judge_named(test.hypothesis)
-    return _Judgement(kind, f"about {min(test.factor, 1):.0%} of this: {reason}", is_share=True)
+    return _Judgement(kind, f"about {min(test.coefficient, 1):.0%} of this: {reason}", is_share=True)
 
 
 def _judge_named(hypothesis: Hypothesis | None) -> _Judgement:
@@ -331,7 +211,7 @@ def _judge_named(hypothesis: Hypothesis | None) -> _Judgement:
 
 def _judge_rounded(
     change: torch.Tensor,
-    parts: dict[str, torch.Tensor],
+    parts: dict[str, Runs],
     shares: dict[str, float | None],
     effect: float,
     rounding_remedy: str,
@@ -341,8 +221,8 @@ def _judge_rounded(
     known = {part: share for part, share in shares.items() if share is not None}
     if len(known) < len(shares) or not known:
         return None
-    noise, (part, min_share) = rms(_residual(change, parts)), min(known.items(), key=lambda each: each[1])
-    max_share = max(known.values())
+    noise = rms(residual_of(change, list(parts.values())))
+    (part, min_share), max_share = min(known.items(), key=lambda each: each[1]), max(known.values())
     is_other = min_share < CLEAR_LACK and max_share < 1 - CLEAR_LACK and noise > MAX_UNEXPLAINED * effect
     if max_share > 1 + CLEAR_LACK or is_other:
         return None
@@ -350,7 +230,7 @@ def _judge_rounded(
     reason = f"{ROUNDED}: {present} is there, beside noise {noise / effect:.2f} times as large as it"
     if min_share >= 1 - CLEAR_LACK:
         return _Judgement(APPLIED, reason)
-    return _Judgement(NOT_APPLIED if max(known.values()) < USUAL_LACK else IN_PART, f"{reason}; {rounding_remedy}")
+    return _Judgement(NOT_APPLIED if max_share < USUAL_LACK else IN_PART, f"{reason}; {rounding_remedy}")
 
 
 def _may_be_applied(shares: dict[str, float | None], is_packed: bool) -> bool:
@@ -361,9 +241,13 @@ def _may_be_applied(shares: dict[str, float | None], is_packed: bool) -> bool:
     return (is_packed or len(known) == len(shares)) and all(min_share <= share <= 1 + CLEAR_LACK for share in known)
 
 
-def _residual(change: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    factors, _ = _fit(change, list(parts.values()))
-    return change - sum(factor * part[0] for factor, part in zip(factors, parts.values()))
+def _describe_range(test: HypothesisTest) -> str:
+    """Describe how much is there of the change that the hypothesis leaves out."""
+    if test.hypothesis is not None and test.is_of_misreading:
+        return f"up to {test.max_coefficient:.0%} of this, {test.hypothesis.name},"
+    name = "the change" if test.hypothesis is None else test.hypothesis.name
+    share = 1 - test.coefficient
+    return f"between {max(share - test.error, 0):.0%} and {share + test.error:.0%} of {name}"
 
 
 def _describe_shares(shares: dict[str, float]) -> str:
