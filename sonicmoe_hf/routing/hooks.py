@@ -106,8 +106,8 @@ class RouterHook:
         if call.trains:
             calls.check_checkpointing(call, self.layer_name)
             run.valid_T = valid_tokens(forward, run.family, self.layer_name, run.num_tokens, run.logits_TE.device)
-            if state.reports:
-                state.reported = True
+            if state.step.reports:
+                state.step.reported = True
         for handle in call.handlers:
             handle(run)
         return run.output()
@@ -150,7 +150,8 @@ class ModelHook:
             self._prepare(model, call, kwargs)
         if call.trains:
             arguments = {**dict(zip(self.parameters, args)), **kwargs}
-            outer_mask = forward.attention_mask if self.state.token_mask is None else self.state.token_mask
+            token_mask = self.state.step.token_mask
+            outer_mask = forward.attention_mask if token_mask is None else token_mask
             forward.attention_mask = given_mask(arguments, outer_mask)
             forward.token_types = given_token_types(arguments, forward.token_types)
 
@@ -159,7 +160,7 @@ class ModelHook:
         state = self.state
         policy, balancing = state.policy, state.balancing
         recording, replay = contexts.active(state)
-        has_training_work = policy is not None or balancing is not None or state.counting
+        has_training_work = policy is not None or balancing is not None or state.counts_load
         follows = recording is not None or replay is not None
         if not (has_training_work or follows):
             return
@@ -197,11 +198,11 @@ class ModelHook:
             work.append(handlers.round_by_policy)
             if policy.rounding == "stochastic":
                 call.batch_group = self._batch_group(model)
-        if self.state.counting:
+        if self.state.counts_load:
             work.append(handlers.count_load)
         if balancing is not None:
             call.share, call.loss_weight = share_of_batch(model, kwargs), balancing.loss_weight
-            if balancing.counting:
+            if balancing.counts_tokens:
                 work.append(handlers.count_tokens)
             if balancing.loss_weight:
                 work.append(handlers.add_layer_loss)
@@ -238,8 +239,8 @@ class ModelHook:
         if state.balancing is not None and call.trains and not torch.compiler.is_compiling():
             hook_loss(call, output)
             state.last = call
-            if state.calls_of_loss is not None:
-                state.calls_of_loss.append(call)
+            if state.step.calls_of_loss is not None:
+                state.step.calls_of_loss.append(call)
 
 
 def _check_no_replica(model: nn.Module) -> None:

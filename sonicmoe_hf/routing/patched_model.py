@@ -50,7 +50,7 @@ def set_policy(root: nn.Module, policy: TokenRounding | None) -> None:
     if policy is not None or is_shared or find_state(root) is not None:
         state = _install(root)
         state.policy = policy
-        state.before_step.pop("policy", None)
+        state.step.replaced.pop("policy", None)
 
 
 def set_routing(model: nn.Module, routing) -> None:

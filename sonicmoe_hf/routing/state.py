@@ -1,4 +1,5 @@
-"""RoutingState, which all hooks of one model share, and ModelCall, which has what they know of one call of it.
+"""RoutingState, which all hooks of one model share, TrainingStep, by which a Trainer tells them of its step, and
+ModelCall, which has what they know of one call of the model.
 
 A call notes the settings that it began with; the settings hold the calls that a training step looks back at.
 """
@@ -6,6 +7,7 @@ A call notes the settings that it began with; the settings hold the calls that a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,43 +17,50 @@ from .recorded import ReplayedCall
 
 
 class Balancing(NamedTuple):
-    """The balancing that routers do in training. loss_weight: of the layers' mean loss, 0.0 for none; counting: whether
-    they count their tokens for the bias update."""
+    """The balancing that routers do in training. loss_weight: of the layers' mean loss, 0.0 for none;
+    counts_tokens: whether they count their tokens for the bias update."""
 
     loss_weight: float
-    counting: bool
+    counts_tokens: bool
+
+
+@dataclass(eq=False)
+class TrainingStep:
+    """Step of a Trainer that a model's calls are part of, as the Trainer tells it; outside one, all is as here.
+
+    trainer/ writes it and the hooks read it, but for `reported`.
+    """
+
+    # RoutingState's attributes that the step has changed, as they were: trainer/steps.py; set_policy drops the policy's
+    replaced: dict[str, Any] = field(default_factory=dict)
+    # calls that ended since the Trainer began to compute its loss, None outside: trainer/loss_scale.py; ModelHook appends
+    calls_of_loss: list[ModelCall] | None = None
+    # which tokens of the next calls are no padding, where their attention takes no mask: trainer/packed_steps.py
+    token_mask: torch.Tensor | None = None
+    # whether routers say that they do in training what policy, counts_load and balancing ask: trainer/steps.py
+    reports: bool = False
+    # that one has: RouterHook writes it, and trainer/steps.py reads it
+    reported: bool = False
 
 
 class RoutingState:
-    """The settings that all hooks of one model share.
-
-    policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
-    balance, or None. has_warned_of_top_k, has_warned_of_mask: that calls are too small for token rounding, that a mask
-    does not fit. last: the call that ended last, while `balancing` needs its scale. calls_of_loss: those that ended
-    since a Trainer began to compute its loss, None outside.
-    before_step: what of these attributes a training step has changed, as it was.
-    token_mask: which tokens of the next calls are no padding, where their attention takes no mask.
-    reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
-    has_trained: whether a call with gradients had any of these to do, or experts to record or replay.
-    """
+    """The settings that all hooks of one model share, and what these note of its calls."""
 
     def __init__(self) -> None:
-        self.policy: TokenRounding | None = None
-        self.counting = False
-        self.balancing: Balancing | None = None
-        self.last: ModelCall | None = None
-        self.calls_of_loss: list[ModelCall] | None = None
-        self.has_warned_of_top_k = False
-        self.has_warned_of_mask = False
-        self.before_step: dict[str, Any] = {}
-        self.token_mask: torch.Tensor | None = None
-        self.reports = self.reported = False
-        self.has_trained = False
+        # settings, of those who write them; ModelHook reads them as a call begins
+        self.policy: TokenRounding | None = None  # top-k where None: of set_policy and a step's callbacks
+        self.counts_load = False  # whether routers count their loads: of a step's callbacks
+        self.balancing: Balancing | None = None  # what routers do for balance: of LoadBalancing
+        self.step = TrainingStep()  # of trainer/
+        # notes
+        self.last: ModelCall | None = None  # the call that ended last, if balanced: ModelHook's, for LoadBalancing
+        self.has_trained = False  # whether routers had work in a call with gradients: ModelHook's, for RouterHook
+        self.has_warned_of_top_k = False  # that calls are too small for token rounding: the handler's, for itself
+        self.has_warned_of_mask = False  # that a mask does not fit: padding.py's, for itself
 
     def between_steps(self) -> dict[str, Any]:
         """Make the attributes that are others outside a training step and its calls."""
-        ended = dict.fromkeys(("last", "calls_of_loss", "token_mask"))
-        return {**self.before_step, "before_step": {}, "reports": False, **ended}
+        return {**self.step.replaced, "step": TrainingStep(), "last": None}
 
     def __getstate__(self):  # a copy, as of an average of weights, is in no step and has had no calls
         return {**vars(self), **self.between_steps()}

@@ -173,7 +173,7 @@ class LoadBalancing(StepCallback):
             ValueError: another LoadBalancing does.
         """
         routing = routing_state(model)
-        if "balancing" in routing.before_step and routing.balancing is not self._balancing:
+        if "balancing" in routing.step.replaced and routing.balancing is not self._balancing:
             raise ValueError(
                 "the Trainer has two LoadBalancing callbacks, of which one would do nothing; give one of them "
                 "per_layer_loss and bias_update"

@@ -160,7 +160,7 @@ class TokenRoundingCallback(StepCallback):
         routing = routing_state(model)
         if self.is_active(state.global_step, state.max_steps):
             self.begin_step(model, policy=self._of_model)
-        elif routing.policy is self._of_model or "policy" not in routing.before_step:
+        elif routing.policy is self._of_model or "policy" not in routing.step.replaced:
             self.begin_step(model, policy=None)
 
 
@@ -230,7 +230,7 @@ class ExpertLoadCallback(StepCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Count in this step."""
         if self._counts:
-            self.begin_step(model, counting=True)
+            self.begin_step(model, counts_load=True)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
         """Collect the counts, unless `attach` already did."""

@@ -23,11 +23,11 @@ def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwa
     # before the Trainer takes the labels out
     share = _share_of_step(trainer, inputs, kwargs.get("num_items_in_batch"))
     calls: list[ModelCall] = []
-    state.calls_of_loss = calls
+    state.step.calls_of_loss = calls
     try:
         result = compute_loss(model, inputs, *args, **kwargs)
     finally:
-        state.calls_of_loss = None
+        state.step.calls_of_loss = None
     loss = result[0] if isinstance(result, tuple) else result
     if calls and loss.requires_grad:
         loss.register_hook(ScaleHook(calls, share / len(calls)))

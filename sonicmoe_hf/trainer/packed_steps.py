@@ -196,12 +196,12 @@ def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
         return training_step(model, inputs, *args, **kwargs)
     state = find_state(trainer.model)
     if state is not None:
-        state.token_mask = row.token_mask
+        state.step.token_mask = row.token_mask
     try:
         return training_step(model, row.inputs, *args, **kwargs)
     finally:
         if state is not None:
-            state.token_mask = None
+            state.step.token_mask = None
 
 
 def _counts(batches: list) -> tuple[list[int], str | None]:

@@ -11,7 +11,7 @@ from torch import nn
 from ..private.torch import has_checkpointing, has_compiled_modules
 from ..routing.patched_model import find_state, router_hooks, routing_state
 
-WORK = {"policy": "token rounding", "counting": "counting", "balancing": "balancing"}
+WORK = {"policy": "token rounding", "counts_load": "counting", "balancing": "balancing"}
 NOT_REPORTED = (
     "a training step ended, and no router of the model has done the {work} that callbacks ask for: the step did not run "
     "the patched model's own layers. If it ran code compiled for another model, something set "
@@ -30,9 +30,9 @@ def begin_step(model: nn.Module, reports: bool, **settings) -> None:
     """Set these attributes of the model's RoutingState until `end_step`."""
     state = routing_state(model)
     for name, value in settings.items():
-        state.before_step.setdefault(name, getattr(state, name))
+        state.step.replaced.setdefault(name, getattr(state, name))
         setattr(state, name, value)
-    state.reports, state.reported = reports, False
+    state.step.reports, state.step.reported = reports, False
 
 
 def end_step(model: nn.Module) -> None:
@@ -44,8 +44,8 @@ def end_step(model: nn.Module) -> None:
     state = find_state(model)
     if state is None:
         return
-    work = [WORK[name] for name in state.before_step if getattr(state, name)]
-    is_silent = state.reports and not state.reported
+    work = [WORK[name] for name in state.step.replaced if getattr(state, name)]
+    is_silent = state.step.reports and not state.step.reported
     drop_step(model)
     if work and is_silent and router_hooks(model):
         raise RuntimeError(NOT_REPORTED.format(work=", ".join(work)))

@@ -26,7 +26,7 @@ POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 
 def start_counting(model) -> None:
     """Make the routers of a patched model count their loads from zero, as ExpertLoadCallback does in its steps."""
     clear_counts(model)
-    routing_state(model).counting = True
+    routing_state(model).counts_load = True
 
 
 class Watch:

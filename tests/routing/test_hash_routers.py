@@ -65,7 +65,7 @@ def test_recording_names_the_tables_experts_and_a_replay_takes_what_it_is_given(
 def test_the_load_of_both_layers_is_counted(model):
     inputs = batch()
     clear_counts(model)
-    routing_state(model).counting = True
+    routing_state(model).counts_load = True
     loss_and_gradients(model, inputs)
     rows_E = [hook.load.rows_E for hook in router_hooks(model)]
     assert torch.equal(rows_E[0], F.one_hot(of_table(model, inputs), E).sum((0, 1)))
@@ -75,7 +75,7 @@ def test_the_load_of_both_layers_is_counted(model):
 def test_token_rounding_leaves_the_tables_layers_as_they_are_and_rounds_the_others(model):
     inputs = batch()
     clear_counts(model)
-    routing_state(model).counting = True
+    routing_state(model).counts_load = True
     sonicmoe_hf.set_routing(model, ROUNDING)
     found = loss_and_gradients(model, inputs)
     fixed_E, rounded_E = [hook.load.rows_E for hook in router_hooks(model)]
@@ -117,7 +117,7 @@ def test_checkpointing_records_replays_and_counts_a_tables_layer_once(kind, mode
             found.append(loss_and_gradients(model, inputs))
         start_counting(model)
         loss_and_gradients(model, inputs)
-        routing_state(model).counting = False
+        routing_state(model).counts_load = False
         return found, own.tensors()[0], [hook.load.counted.tolist() for hook in router_hooks(model)]
 
     plain, recorded, counts = passes()

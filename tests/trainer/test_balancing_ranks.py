@@ -224,7 +224,7 @@ def refused_in_a_pipeline(rank, folder):
     callback_in_first_step(model)
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="does not work under pipeline parallelism"):
         LoadBalancing(per_layer_loss=1.0).start(model)
-    return sonicmoe_hf.routing.patched_model.routing_state(model).counting
+    return sonicmoe_hf.routing.patched_model.routing_state(model).counts_load
 
 
 @pytest.mark.skipif(not HAS_PP_SIZE, reason="this Transformers has no pipeline parallelism of its own")

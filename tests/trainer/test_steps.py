@@ -29,7 +29,7 @@ LOGGED = "loss", "eval_loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped
 
 def settings(model):
     state = routing_state(model)
-    return state.policy, state.counting, state.balancing, state.last
+    return state.policy, state.counts_load, state.balancing, state.last
 
 
 def callbacks():
@@ -82,9 +82,9 @@ def test_what_an_interrupted_step_left_on_ends_when_the_next_run_begins_or_the_r
         trainer.args, trainer.state, trainer.control
     )
     assert settings(model) == (None, False, None, None)
-    routing_state(model).before_step, routing_state(model).policy = {"policy": None}, POLICY
+    routing_state(model).step.replaced, routing_state(model).policy = {"policy": None}, POLICY
     sonicmoe_hf.set_routing(model, "top_k")
-    assert routing_state(model).policy is None and not routing_state(model).before_step
+    assert routing_state(model).policy is None and not routing_state(model).step.replaced
 
 
 @pytest.mark.pinned
