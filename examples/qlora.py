@@ -152,7 +152,7 @@ def options_of(arguments: argparse.Namespace) -> dict:
 
 def experts_format(arguments: argparse.Namespace, declared) -> str:
     """Choose the experts' format: what is asked for, else the checkpoint's own."""
-    stored = None if declared is None else declared.format()
+    stored = None if declared is None else declared.format_name()
     return arguments.experts_quantization or (stored if stored in FORMATS else "nf4")
 
 

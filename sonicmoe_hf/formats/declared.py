@@ -51,7 +51,11 @@ def check_format(what: str, name: str) -> None:
 
 class DeclaredQuantization(NamedTuple):
     """The declaration of a quantization. method: its quant_method. entries: all of it, and config.json's expert_dtype, of
-    DeepSeek-V4."""
+    DeepSeek-V4.
+
+    `format_name` and `loadable_matrix_format` say what from_pretrained loads, which is FP8 in blocks of 128 x 128 alone;
+    `stored_format`, in which blocks the files store it, since conversion and merging read FP8 in any.
+    """
 
     method: str
     entries: dict
@@ -66,13 +70,14 @@ class DeclaredQuantization(NamedTuple):
         """Tell whether it is FP8, NVFP4 or integers in every linear layer, or in experts alone, with tensors for each."""
         return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
 
-    def matrix_format(self) -> MatrixFormat:
-        """Find the format of each matrix of experts, where `is_per_expert`. Raises CheckpointError as `format`."""
+    def loadable_matrix_format(self) -> MatrixFormat:
+        """Find the format of each matrix that from_pretrained loads, where `is_per_expert`. Raises CheckpointError as
+        `format_name`."""
         if self.method in declared_integers.METHODS:
             return declared_integers.declared_format(self.method, self.entries)
-        return MATRIX_FORMATS[self.format()]
+        return MATRIX_FORMATS[self.format_name()]
 
-    def format(self) -> str:
+    def format_name(self) -> str:
         """Name the experts' format, one of FORMATS; where it is none of these, what the quantization is called.
 
         Raises:
@@ -87,12 +92,12 @@ class DeclaredQuantization(NamedTuple):
                 )
             return experts
         if self.method == "fp8":
-            self._check_fp8()
+            self._check_loadable_fp8()
             return "mxfp4" if self.entries.get(EXPERT_DTYPE) == "fp4" else "fp8"
         if self.method == MODELOPT:
             self.check_nvfp4()
             return "nvfp4"
-        return self.matrix_format().name if self.is_per_expert else self.method
+        return self.loadable_matrix_format().name if self.is_per_expert else self.method
 
     def stored_format(self) -> Format | MatrixFormat | None:
         """Find how the files store weights: the Format of experts stored [E, ...] under their parameter's name, packed
@@ -104,14 +109,24 @@ class DeclaredQuantization(NamedTuple):
                 experts in a format that is neither.
         """
         if self.is_packed_here or self.method == "mxfp4":
-            return FORMATS[self.format()]
+            return FORMATS[self.format_name()]
         if self.method == MODELOPT:
             self.check_nvfp4()
             return MATRIX_FORMATS["nvfp4"]
         if self.method in declared_integers.METHODS:
-            return self.matrix_format()
-        if self.method != "fp8":
-            return None
+            return self.loadable_matrix_format()
+        return self._stored_fp8() if self.method == "fp8" else None
+
+    def _check_loadable_fp8(self) -> None:
+        for entry, taken in FP8_TAKEN.items():
+            value = self.entries.get(entry, taken[0])
+            if (list(value) if isinstance(value, tuple) else value) not in taken:
+                raise CheckpointError(
+                    f"the checkpoint's FP8 has {entry} {value!r}; experts_quantization takes "
+                    f"{' or '.join(map(repr, taken))}: {TO_BF16}"
+                )
+
+    def _stored_fp8(self) -> MatrixFormat:
         block = self.entries.get("weight_block_size", FP8_BLOCKS)
         if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(_is_size(size) for size in block)):
             raise CheckpointError(
@@ -125,15 +140,6 @@ class DeclaredQuantization(NamedTuple):
                 f"{' and '.join(map(repr, taken))}"
             )
         return FP4Matrix(fp8) if experts == "fp4" else fp8
-
-    def _check_fp8(self) -> None:
-        for entry, taken in FP8_TAKEN.items():
-            value = self.entries.get(entry, taken[0])
-            if (list(value) if isinstance(value, tuple) else value) not in taken:
-                raise CheckpointError(
-                    f"the checkpoint's FP8 has {entry} {value!r}; experts_quantization takes "
-                    f"{' or '.join(map(repr, taken))}: {TO_BF16}"
-                )
 
     def check_nvfp4(self) -> None:
         """Raise CheckpointError where what ModelOpt made is not NVFP4."""

@@ -157,7 +157,7 @@ class ExpertsQuantizer(HfQuantizer):
                 weight_conversions = [each for each in weight_conversions if not _renames(each, self.tensor_names)]
             conversions = super().update_weight_conversions(weight_conversions, *model)
             return conversions if self.pre_quantized else with_experts_apart(conversions)
-        format = DeclaredQuantization(declared["quant_method"], declared).matrix_format()
+        format = DeclaredQuantization(declared["quant_method"], declared).loadable_matrix_format()
         return with_matrix_format(weight_conversions, self, format)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
@@ -166,7 +166,7 @@ class ExpertsQuantizer(HfQuantizer):
         if not self.pre_quantized:
             check_undeclared(files)
         elif files and declared is not None and declared["quant_method"] in METHODS:
-            check_stored(files, DeclaredQuantization(declared["quant_method"], declared).matrix_format())
+            check_stored(files, DeclaredQuantization(declared["quant_method"], declared).loadable_matrix_format())
         weights = check_packable(model, self.quantization_config.experts)
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, declared)
         format = FORMATS[self.quantization_config.experts]

@@ -152,7 +152,7 @@ def _declared_format(folder: Path) -> str | None:
     file = folder / "config.json"
     try:
         declared = declared_quantization(read_json(file), file.parent) if file.is_file() else None
-        return None if declared is None else declared.format()
+        return None if declared is None else declared.format_name()
     except CheckpointError:  # no format of ours
         return None
 

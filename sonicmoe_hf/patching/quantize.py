@@ -132,9 +132,11 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     config, declared = declared_for(name, kwargs)
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
-    own = declared.format()
+    own = declared.format_name()
     format = own if (format, own) == ("int4", "uint4") else format  # which of both the checkpoint says
-    is_smaller = declared.is_per_expert and FORMATS[format].element_size < declared.matrix_format().element_size
+    is_smaller = (
+        declared.is_per_expert and FORMATS[format].element_size < declared.loadable_matrix_format().element_size
+    )
     is_refused = linear is not None and not declared.is_per_expert
     if is_refused or (own != format and not is_smaller):
         asked = "quantization_config is given" if is_refused else f"experts_quantization is {format!r}"
@@ -186,7 +188,7 @@ def check_not_packed(name, kwargs: dict) -> None:
         return
     if getattr(kwargs.get("quantization_config"), "dequantize", False):
         return
-    format = declared.format()
+    format = declared.format_name()
     raise UnsupportedModelError(f"{name} has {format.upper()} experts: {loading_remedy(declared.method, format)}")
 
 

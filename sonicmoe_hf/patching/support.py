@@ -85,7 +85,7 @@ def _why_not_accelerated(
     if (method := QUANTIZED.get(name)) is not None:
         config: Any = model.config
         declared = declared_quantization(config)
-        remedy = loading_remedy(method, declared.format() if declared is not None else method)
+        remedy = loading_remedy(method, declared.format_name() if declared is not None else method)
         return f"its experts are quantized ({name}) and never reach sonicmoe_hf; {remedy}"
     if _uses_hub_kernel(model, layer.block):
         return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"

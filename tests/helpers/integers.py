@@ -60,7 +60,7 @@ DECLARED = {  # by kind: what config.json says
 def format_of(kind, **changes):
     """Make the reader of the hub's matrices that a kind's config declares."""
     declared = {**DECLARED[kind], **changes}
-    return DeclaredQuantization(declared["quant_method"], declared).matrix_format()
+    return DeclaredQuantization(declared["quant_method"], declared).loadable_matrix_format()
 
 
 def stored_as(format, name, weight):

@@ -70,8 +70,8 @@ def test_a_config_json_whose_text_model_declares_the_quantization_is_quantized()
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     entries = {"text_config": {"quantization_config": declared}}
     for inside in (entries, {"thinker_config": entries}):
-        assert declared_quantization(inside).format() == "fp8"
-    assert declared_quantization(Qwen3OmniMoeConfig(thinker_config=entries)).format() == "fp8"
+        assert declared_quantization(inside).format_name() == "fp8"
+    assert declared_quantization(Qwen3OmniMoeConfig(thinker_config=entries)).format_name() == "fp8"
 
 
 def test_two_models_built_at_once_leave_transformers_log_level_as_it_was(monkeypatch):

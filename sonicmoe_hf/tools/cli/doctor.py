@@ -138,12 +138,12 @@ def _describe_quantization(
     if declared is None:
         return None, support
     if declared.is_packed_here:
-        packed = PACKED_AS + declared.format()
+        packed = PACKED_AS + declared.format_name()
         return packed, [
             layer._replace(reason=f"{layer.reason}; its experts are {packed}, frozen") for layer in support
         ]
     if _comes_in_bf16(declared):
-        comes = f"at every load Transformers makes its {declared.format()} experts bf16 (by compressed-tensors)"
+        comes = f"at every load Transformers makes its {declared.format_name()} experts bf16 (by compressed-tensors)"
         return declared.method, [
             layer._replace(reason=f"{layer.reason}; {comes}; {_remedy(declared)}") for layer in support
         ]
@@ -158,7 +158,7 @@ def _comes_in_bf16(declared: DeclaredQuantization) -> bool:
     """Tell whether Transformers makes dense weights of the checkpoint's experts: it does of symmetric integers of
     compressed-tensors."""
     try:
-        return declared.method == COMPRESSED and declared.format() in ("int4", "int8")
+        return declared.method == COMPRESSED and declared.format_name() in ("int4", "int8")
     except CheckpointError:
         return False
 
@@ -166,7 +166,7 @@ def _comes_in_bf16(declared: DeclaredQuantization) -> bool:
 def _remedy(declared: DeclaredQuantization) -> str:
     """Say how to load a quantized checkpoint, or what of its scheme no format takes."""
     try:
-        format = declared.format()
+        format = declared.format_name()
     except CheckpointError as error:
         return str(error)
     is_read = declared.is_per_expert or declared.method == "mxfp4"

@@ -120,7 +120,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     """
     config: Any = model.config.get_text_config()
     support, declared = check_accelerated(model), declared_quantization(model.config)
-    quantization = None if declared is None else declared.format()
+    quantization = None if declared is None else declared.format_name()
     if not computes_loss(model.config):
         raise UnsupportedModelError(
             f"{name}: Transformers loads {config.model_type} as a model without a loss, which no example of this package "
