@@ -4,7 +4,8 @@ In the order of reading:
 
 check              the whole comparison; texts: what is scored in each place
 places, server     what a folder or a server gives
-models             what Transformers and PEFT give
+models             what Transformers loads; adapted_model: what PEFT puts on it
+scores             the log-probabilities that a model gives; rounding: noise on them
 hypotheses         what may have become of an adapter; trained_adapter: what each of them would give
 verdict            which of them explains what a place gives
 hypothesis_tests   how near a place is to each of them; regression: the statistics of that

@@ -14,8 +14,10 @@ from ...checkpoints.reading.files import local_folder
 from ...checkpoints.writing.companions import has_tokenizer
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
-from .models import Loading, adapted, scores_of
+from .adapted_model import adapted
+from .models import Loading
 from .places import Observation, observe_adapted, observe_merged, observe_server
+from .scores import scores_of
 from .server import Server
 from .texts import NUM_TEXTS, Text, texts_for
 from .trained_adapter import JudgedPlace, TrainedAdapter

@@ -11,8 +11,11 @@ import torch
 
 from ...checkpoints.writing.model_card import is_dithered
 from ...checkpoints.writing.rounding_effects import SERVE_UNROUNDED, TO_NEAREST
-from .models import Loading, Scores, adapted, scores_of, stored_dtype
+from .adapted_model import adapted
+from .models import Loading, stored_dtype
 from .regression import rms
+from .rounding import coarser
+from .scores import Scores, scores_of
 from .server import Server
 from .texts import Text
 
@@ -105,8 +108,3 @@ def remedy_of_rounding(base: Path, merged: Path) -> str:
 def _observation(folder: str, scores: Scores, dtype: torch.dtype | None) -> Observation:
     log_p = torch.cat([each.log_p for each in scores.values()])
     return Observation(folder, list(scores), log_p, dtype=dtype)
-
-
-def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Choose the dtype with the larger steps."""
-    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)

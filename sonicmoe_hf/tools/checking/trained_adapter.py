@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .adapted_model import Biases
 from .hypotheses import (
     LEFT_OUT,
     SCALED,
@@ -20,9 +21,10 @@ from .hypotheses import (
     wholes_of,
 )
 from .hypothesis_tests import Reference
-from .models import Biases, Scores, rounded, scores_of
-from .places import Observation, coarser
+from .places import Observation
 from .regression import Runs, rms
+from .rounding import coarser, rounded
+from .scores import Scores, scores_of
 from .texts import Text
 from .verdict import APPLIED, CANNOT_TELL, IN_PART, OTHER, Verdict, beside_base, judge, limit_of
 
