@@ -23,7 +23,7 @@ class TakeDense(ParameterConversion):
 
     def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See ParameterConversion."""
-        parameter, layer = target.dense, target.full_name
+        parameter, layer = target.meta_parameter, target.full_name
         needed, names = self.stored_format.names(WEIGHT), self.stored_format.all_names(WEIGHT)
         by_name = {name: tensors[0] for name in names if (tensors := stored.get(name))}
         weight, *others = by_name.values()

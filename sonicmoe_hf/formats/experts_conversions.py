@@ -28,12 +28,12 @@ class PackExperts(ParameterConversion):
         value, order = tensors if isinstance(tensors, Apart) else tensors[0], row_order(target.module, target.name)
 
         def pack(mean=torch.mean):
-            check_shape(target.full_name, value.shape, target.dense)
+            check_shape(target.full_name, value.shape, target.meta_parameter)
             if isinstance(value, Apart):
                 return value.pack(self.wanted_format, value.dtype, order, mean)
             return PackedWeight.quantize(value, self.wanted_format, is_transposed(target.module), order, mean)
 
-        return pack_share(self.wanted_format, pack, local_shape(target.dense), value.device, target.holding)
+        return pack_share(self.wanted_format, pack, local_shape(target.meta_parameter), value.device, target.holding)
 
 
 class TakePacked(ParameterConversion):
@@ -53,8 +53,8 @@ class TakePacked(ParameterConversion):
             tensors = dict(zip(names, assemble_share(format, [tensors[name] for name in names], target.holding)))
         with naming_weight(target.full_name.rpartition(".")[0], ", "):
             packed = format.read(target.name, tensors, target.holding.experts.start)
-        weight = PackedWeight.of(packed, format.name, target.dense.dtype, is_transposed(target.module))
-        check_shape(target.full_name, weight.shape, target.dense)
+        weight = PackedWeight.of(packed, format.name, target.meta_parameter.dtype, is_transposed(target.module))
+        check_shape(target.full_name, weight.shape, target.meta_parameter)
         return weight
 
 
@@ -68,7 +68,7 @@ class TakeExperts(ParameterConversion):
 
     def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See ParameterConversion."""
-        wanted, dtype, is_plain = self.wanted_format, target.dense.dtype, self._is_plain(stored)
+        wanted, dtype, is_plain = self.wanted_format, target.meta_parameter.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
             packed = self._join_experts(self._parts(stored, target), target, target.holding.experts.start)
             return PackedWeight.of(packed, wanted, dtype)
@@ -78,13 +78,13 @@ class TakeExperts(ParameterConversion):
         def pack(mean=torch.mean):
             if is_plain:
                 plain = Apart(stored[source] for source in self.sources)
-                check_shape(target.full_name, plain.shape, target.dense)
+                check_shape(target.full_name, plain.shape, target.meta_parameter)
                 return plain.pack(wanted, dtype, order, mean)
             values = (values.to(dtype) for values in self._values(stored, target))
-            packed = FORMATS[wanted].pack(values, local_shape(target.dense), order, mean, device)
+            packed = FORMATS[wanted].pack(values, local_shape(target.meta_parameter), order, mean, device)
             return PackedWeight(packed, wanted, dtype)
 
-        return pack_share(wanted, pack, local_shape(target.dense), device, target.holding)
+        return pack_share(wanted, pack, local_shape(target.meta_parameter), device, target.holding)
 
     def _is_plain(self, stored: StoredTensors) -> bool:
         """Tell whether the checkpoint has these experts in floats."""
@@ -124,7 +124,8 @@ class TakeExperts(ParameterConversion):
         """Join experts from the `first` on, all or some of those of the weight."""
         packed, format = self.stored_format.join(parts), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, first)
-        check_shape(target.full_name, (local_shape(target.dense)[0], *format.shape(packed)[1:]), target.dense)
+        num_experts = local_shape(target.meta_parameter)[0]
+        check_shape(target.full_name, (num_experts, *format.shape(packed)[1:]), target.meta_parameter)
         return packed
 
     def _stored_by_expert(
@@ -136,7 +137,7 @@ class TakeExperts(ParameterConversion):
             self.stored_format.check_stretches(*(stretch for name in there for stretch in stored[name]))
             there = []
         by_name = {name: stored.get(name, []) for name in [*self.stored_format.names(source), *there]}
-        num_experts, module = local_shape(target.dense)[0], source.removesuffix(f".{WEIGHT}")
+        num_experts, module = local_shape(target.meta_parameter)[0], source.removesuffix(f".{WEIGHT}")
         if {len(tensors) for tensors in by_name.values()} != {num_experts}:
             counts = ", ".join(f"{len(tensors)} {name.removeprefix(module)}" for name, tensors in by_name.items())
             raise CheckpointError(
@@ -154,10 +155,10 @@ class TakeExperts(ParameterConversion):
         return packed
 
 
-def check_shape(name: str, stored: tuple[int, ...], dense: torch.Tensor) -> None:
-    """Raise ValueError where a weight that a checkpoint brings has another shape than `dense`, the model's parameter, or
+def check_shape(name: str, stored: tuple[int, ...], parameter: torch.Tensor) -> None:
+    """Raise ValueError where a weight that a checkpoint brings has another shape than the model's `parameter`, or
     this rank's share of it. Transformers does not compare the shapes of what a quantizer takes."""
-    shape = local_shape(dense)
+    shape = local_shape(parameter)
     if stored != shape:
         raise ValueError(f"{name} has shape {tuple(stored)} in the checkpoint; the model's is {tuple(shape)}")
 

@@ -30,10 +30,10 @@ class FP8Matrix(MatrixFormat):
     def __init__(self, block: tuple[int, int] = BLOCK, has_powers: bool = False):
         self.block, self.has_powers, self.has_our_blocks = block, has_powers, block == BLOCK
 
-    def names_in(self, weight: str, there: Container[str]) -> list[str]:
+    def names_in(self, weight_name: str, there: Container[str]) -> list[str]:
         """See MatrixFormat. DeepSeek-V4's scales have shorter names."""
-        short = [weight, weight.removesuffix(WEIGHT) + SHORT_SCALE]
-        return short if short[1] in there else self.names(weight)
+        short = [weight_name, weight_name.removesuffix(WEIGHT) + SHORT_SCALE]
+        return short if short[1] in there else self.names(weight_name)
 
     def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See MatrixFormat. The last blocks are cut off."""
@@ -123,9 +123,9 @@ class FP4Matrix(MXFP4Matrix):
         """See MatrixFormat."""
         return name if dtype in PAIRS and name.endswith(f".{WEIGHT}") else None
 
-    def names_in(self, weight: str, there: Container[str]) -> list[str]:
+    def names_in(self, weight_name: str, there: Container[str]) -> list[str]:
         """See MatrixFormat."""
-        return self.fp8.names_in(weight, there)
+        return self.fp8.names_in(weight_name, there)
 
 
 class NVFP4Matrix(MatrixFormat):

@@ -40,13 +40,13 @@ class MatrixFormat(ABC):
         """Bytes of one value with its share of the scales, as `Format.element_size`."""
         return FORMATS[self.name].element_size
 
-    def names(self, weight: str) -> list[str]:
-        """Name the tensors that store `weight`."""
-        return [weight, *(weight + end for end in self.scales)]
+    def names(self, weight_name: str) -> list[str]:
+        """Name the tensors that store the weight of this name."""
+        return [weight_name, *(weight_name + end for end in self.scales)]
 
-    def names_in(self, weight: str, there: Container[str]) -> list[str]:
+    def names_in(self, weight_name: str, there: Container[str]) -> list[str]:
         """Select `names` as a checkpoint with the tensors `there` has them: some write a shorter name."""
-        return self.names(weight)
+        return self.names(weight_name)
 
     @property
     def linear(self) -> MatrixFormat:
@@ -60,13 +60,13 @@ class MatrixFormat(ABC):
             CheckpointError: no format here holds what they say.
         """
 
-    def optional_names(self, weight: str) -> list[str]:
+    def optional_names(self, weight_name: str) -> list[str]:
         """Name the tensors that may be there too."""
-        return [weight + end for end in self.optional]
+        return [weight_name + end for end in self.optional]
 
-    def all_names(self, weight: str) -> list[str]:
-        """Name the tensors that may store `weight`, also where it is in floats."""
-        return list(dict.fromkeys([*self.names(weight), *self.optional_names(weight), weight]))
+    def all_names(self, weight_name: str) -> list[str]:
+        """Name the tensors that may store the weight of this name, also where it is in floats."""
+        return list(dict.fromkeys([*self.names(weight_name), *self.optional_names(weight_name), weight_name]))
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
         """Name the weight that a tensor of this name and dtype stores; None of another tensor."""
@@ -149,13 +149,13 @@ class RenamedMatrix(MatrixFormat):
     ends: tuple[str, ...]
     unused = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
-    def names(self, weight: str) -> list[str]:
+    def names(self, weight_name: str) -> list[str]:
         """See MatrixFormat."""
-        return [weight.removesuffix(WEIGHT) + end for end in self.ends]
+        return [weight_name.removesuffix(WEIGHT) + end for end in self.ends]
 
-    def optional_names(self, weight: str) -> list[str]:
+    def optional_names(self, weight_name: str) -> list[str]:
         """See MatrixFormat."""
-        return [weight.removesuffix(WEIGHT) + end for end in self.optional]
+        return [weight_name.removesuffix(WEIGHT) + end for end in self.optional]
 
     def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
         """See MatrixFormat."""

@@ -23,13 +23,13 @@ StoredTensors = dict[str, Any]  # by name: tensors in a list, those of the exper
 
 
 class LoadedParameter(NamedTuple):
-    """The parameter that a conversion makes: `full_name` of the model, `name` of `module`. dense: the parameter on the
-    meta device that stands there until then. holding: of the module's experts."""
+    """The parameter that a conversion makes: `full_name` of the model, `name` of `module`. meta_parameter: the one on
+    the meta device that stands there until then. holding: of the module's experts."""
 
     full_name: str
     module: nn.Module
     name: str
-    dense: Any
+    meta_parameter: Any
     holding: Holding
 
 

@@ -33,7 +33,7 @@ from .shares import gather_for_saving, is_split, keep_from_fsdp, restore_paramet
 from .state_dicts import hook_state_dicts
 from .stored_as_declared import check_stored, check_undeclared
 
-OF_PACKED = (  # attributes of a model with packed experts
+PACKED_MODEL_ATTRIBUTES = (  # attributes of a model with packed experts
     "_weight_conversions",
     "_ddp_params_and_buffers_to_ignore",
     "gather_sharded_state_dict_for_save",
@@ -195,7 +195,7 @@ class ExpertsQuantizer(HfQuantizer):
             for name, weight in list(module._parameters.items()):
                 if isinstance(weight, PackedWeight):
                     setattr(module, name, nn.Parameter(weight.dequantize(dtype).contiguous()))
-        for name in OF_PACKED:
+        for name in PACKED_MODEL_ATTRIBUTES:
             vars(model).pop(name, None)  # saved under the hub's names again
         return model if self.linear is None else self.linear._dequantize(model, dtype=dtype)
 
