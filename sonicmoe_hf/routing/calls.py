@@ -184,7 +184,7 @@ def check_checkpointing(call: ModelCall | None, layer: str) -> None:
 
 
 def capture() -> None:
-    """Follow every use of torch.utils.checkpoint from now on."""
+    """Hear of every use of torch.utils.checkpoint from now on."""
     capture_checkpoints(_non_reentrant, _reentrant)
 
 

@@ -40,7 +40,7 @@ class ExpertLoad:
             mark_as_static(self.counted)
         return self.counted
 
-    def record(self, top_k_index_TK, num_experts: int, *, rows_E=None, fell_back=False, tile: int = 1, valid_T=None):
+    def count(self, top_k_index_TK, num_experts: int, *, rows_E=None, fell_back=False, tile: int = 1, valid_T=None):
         """Count one forward.
 
         Args:

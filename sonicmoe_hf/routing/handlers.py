@@ -128,7 +128,7 @@ def count_load(run: RouterRun) -> None:
     if run.forward.recomputing:
         return
     policy, routing = run.call.policy, run.routing
-    run.hook.load.record(
+    run.hook.load.count(
         run.index_TK,
         run.num_experts,
         rows_E=None if routing is None else routing.rows.offsets.diff(),
@@ -144,7 +144,7 @@ def count_tokens(run: RouterRun) -> None:
     if run.family.has_fixed_experts(run.router):
         return
     if not run.forward.recomputing:
-        run.hook.balance.record(run.index_TK, run.num_experts, valid_T=run.valid_T)
+        run.hook.balance.count(run.index_TK, run.num_experts, valid_T=run.valid_T)
 
 
 def add_layer_loss(run: RouterRun) -> None:

@@ -29,7 +29,7 @@ from .balance import BiasLoad, hook_loss, share_of_batch
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types, valid_tokens
 from .state import ModelCall, RoutingState
-from .support import check_routing
+from .support import undo_liger_and_check_routing
 
 
 def hook_of(module: nn.Module) -> Any:
@@ -47,7 +47,7 @@ def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
 
 
 def install_hooks(model: nn.Module, state: RoutingState) -> None:
-    """Make every router of a patched model, and every model in it that contains experts, follow these settings."""
+    """Make every router of a patched model, and every model in it that contains experts, obey these settings."""
     calls.capture()
     hook_routers(model, state)
     for module in models_with_experts(model):
@@ -61,7 +61,7 @@ def install_hooks(model: nn.Module, state: RoutingState) -> None:
 
 
 def hook_routers(model: nn.Module, state: RoutingState) -> None:
-    """Make every router of a patched model follow these settings."""
+    """Make every router of a patched model obey these settings."""
     for family, layer_name, router in routers(model):
         hook = hook_of(router)
         if hook is None:
@@ -126,7 +126,7 @@ class ModelHook:
         self.experts: list[nn.Module] = []
 
     def bind(self, state: RoutingState, model: nn.Module) -> None:
-        """Follow these settings, which are those of `model`, the module of this hook, or of a model around it."""
+        """Obey these settings, which are those of `model`, the module of this hook, or of a model around it."""
         self.state = state
         self.parameters = list(inspect.signature(type(model).forward).parameters)[1:]  # without self
         self.experts = every_experts(model)
@@ -161,14 +161,14 @@ class ModelHook:
         policy, balancing = state.policy, state.balancing
         recording, replay = contexts.active(state)
         has_training_work = policy is not None or balancing is not None or state.counts_load
-        follows = recording is not None or replay is not None
-        if not (has_training_work or follows):
+        in_context = recording is not None or replay is not None
+        if not (has_training_work or in_context):
             return
         if has_training_work:
             _check_no_replica(model)
-        _check_runs_once(model, call.gradients, follows)
+        _check_runs_once(model, call.gradients, in_context)
         work: list[Callable] = []
-        if follows:
+        if in_context:
             if is_compiled() or policy is not None:
                 raise RuntimeError(handlers.NOT_RECORDED)
             if replay is not None:
@@ -220,7 +220,7 @@ class ModelHook:
         """Check once that the layers support the policy, and hook the routers that came since it was set."""
         policy = self.state.policy
         if policy is not None and policy != self.checked_policy:
-            check_routing(model, policy)
+            undo_liger_and_check_routing(model, policy)
             hook_routers(model, self.state)
             self.experts, self.checked_policy = every_experts(model), policy
 
@@ -252,13 +252,13 @@ def _check_no_replica(model: nn.Module) -> None:
         )
 
 
-def _check_runs_once(model: nn.Module, gradients: bool, follows: bool) -> None:
+def _check_runs_once(model: nn.Module, gradients: bool, in_context: bool) -> None:
     """Raise RuntimeError where a call whose routers have work begins inside a checkpoint, which runs it twice, at first
-    without gradients where it is reentrant. follows: whether they record or replay, in evaluation too."""
+    without gradients where it is reentrant. in_context: whether they record or replay, in evaluation too."""
     checkpoint = None if torch.compiler.is_compiling() else calls.checkpoint_in_progress()
     if checkpoint is None:
         return
-    if follows or (model.training and (gradients or checkpoint.is_reentrant)):
+    if in_context or (model.training and (gradients or checkpoint.is_reentrant)):
         raise RuntimeError(
             "checkpointing around a whole model runs it twice, and with it token rounding, balancing, counting, "
             "recording and replaying; checkpoint its layers: model.activation_checkpointing_enable() "

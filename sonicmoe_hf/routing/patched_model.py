@@ -1,4 +1,4 @@
-"""Routing of a patched model: the settings that its hooks follow, its routers, and what others ask of them."""
+"""Routing of a patched model: the settings that its hooks obey, its routers, and what others ask of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..patching.moe_layers import every_experts, find_layers, is_patched, transf
 from ..private.transformers import parallel_mesh
 from .hooks import ModelHook, RouterHook, hook_of, install_hooks, routers
 from .state import RoutingState
-from .support import check_routing
+from .support import undo_liger_and_check_routing
 
 
 def find_state(model: nn.Module) -> RoutingState | None:
@@ -60,7 +60,7 @@ def set_routing(model: nn.Module, routing) -> None:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
     """
     root, policy = _patched_root(model), as_routing_policy(routing)
-    check_routing(root, policy)
+    undo_liger_and_check_routing(root, policy)
     set_policy(root, policy)
 
 
@@ -70,10 +70,10 @@ def routing_policy(model: nn.Module) -> TokenRounding | None:
     return None if state is None else state.policy
 
 
-def use_routers(
+def check_and_hook_routers(
     model: nn.Module, policy: TokenRounding | None = None, *, remedy: str = "use routing=None"
 ) -> RoutingState:
-    """Install the hook of every router of a patched model, after checking that every layer supports the policy.
+    """Check that every layer of a patched model supports the policy, and install the hooks of its routers and models.
 
     remedy: what the error says to do where a layer cannot round tokens.
 
@@ -81,7 +81,7 @@ def use_routers(
         UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
     """
     root = _patched_root(model)
-    check_routing(root, policy, remedy)
+    undo_liger_and_check_routing(root, policy, remedy)
     return _install(root)
 
 
@@ -100,9 +100,9 @@ def clear_counts(model: nn.Module) -> None:
     """Make the routers of a patched model count their loads from zero, once they do.
 
     Raises:
-        UnsupportedModelError, ValueError: as `use_routers`.
+        UnsupportedModelError, ValueError: as `check_and_hook_routers`.
     """
-    use_routers(model)
+    check_and_hook_routers(model)
     for *_, router in routers(transformers_model(model)):
         hook_of(router).load.start(router.num_experts, router.weight.device)
 

@@ -37,6 +37,11 @@ class RecordedRouting:
         """List the names of the layers, in the model's order."""
         return tuple(self.num_experts)
 
+    @property
+    def is_of_server(self) -> bool:
+        """Tell whether a server recorded it, which names no layers of the model and no numbers of their experts."""
+        return None in self.num_experts.values()
+
     @classmethod
     def from_server(
         cls,

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..patching.moe_layers import find_layers
 from .contexts import Replay, in_this_thread
-from .patched_model import find_state, router_hooks, routing_state, use_routers
+from .patched_model import check_and_hook_routers, find_state, router_hooks, routing_state
 from .recorded import RecordedRouting, ReplayedCall
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of given indices
@@ -25,9 +25,9 @@ def _experts_by_layer(model: nn.Module) -> dict[str, int]:
     """Read {layer: its number of experts} of a patched model, in the order of its layers.
 
     Raises:
-        UnsupportedModelError: a layer's router is not known. ValueError: as `use_routers`.
+        UnsupportedModelError: a layer's router is not known. ValueError: as `check_and_hook_routers`.
     """
-    use_routers(model)
+    check_and_hook_routers(model)
     for layer in find_layers(model):
         if layer.router is None:
             raise UnsupportedModelError(
@@ -56,8 +56,8 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
     layers = _experts_by_layer(model)
     weight = next(find_layers(model)).router.weight
     device = None if weight.is_meta else weight.device  # of an offloaded router only its call tells
-    if isinstance(routing, RecordedRouting) and None in routing.num_experts.values():
-        routing = routing.tensors()  # of a server, which names no layers
+    if isinstance(routing, RecordedRouting) and routing.is_of_server:
+        routing = routing.tensors()
     if isinstance(routing, RecordedRouting):
         if routing.num_experts != layers:
             raise ValueError(
@@ -81,8 +81,8 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
 
 
 @contextlib.contextmanager
-def _following(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[None]:
-    """Make this thread's calls of the model follow `routing`.
+def _in_context(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[None]:
+    """Make this thread's calls of the model note their routing in `routing`, or take it from there.
 
     Raises:
         RuntimeError: at the end, the model has other hooks than at the beginning.
@@ -115,7 +115,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
             new = model(**batch).logits
     """
     routing = RecordedRouting(_experts_by_layer(model))
-    with _following(model, routing):
+    with _in_context(model, routing):
         yield routing
 
 
@@ -142,5 +142,5 @@ def replay_routing(
             compiled, or rounds tokens.
     """
     calls = map(ReplayedCall, checked_calls(model, routing))
-    with _following(model, deque(calls)):
+    with _in_context(model, deque(calls)):
         yield

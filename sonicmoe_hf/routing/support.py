@@ -54,8 +54,10 @@ def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSup
     ]
 
 
-def check_routing(model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None") -> None:
-    """Check that every layer can be accelerated and do what the policy asks, after undoing what Liger did to the experts.
+def undo_liger_and_check_routing(
+    model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None"
+) -> None:
+    """Undo Liger's change of the experts, and check that every layer can be accelerated and do what the policy asks.
 
     remedy: what the error says to do where a layer cannot round.
 

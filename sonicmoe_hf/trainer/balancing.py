@@ -13,7 +13,7 @@ from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.moe_layers import MoELayer, find_layers, transformers_model
 from ..routing.balance import ScaleHook, update_bias
 from ..routing.hooks import hook_of, routers
-from ..routing.patched_model import is_pipelined, routing_state, use_routers
+from ..routing.patched_model import check_and_hook_routers, is_pipelined, routing_state
 from ..routing.state import Balancing
 from .callbacks import StepCallback
 from .router_loss import router_loss
@@ -80,7 +80,7 @@ class LoadBalancing(StepCallback):
 
     def _prepare(self, model: nn.Module) -> Balancing:
         """Check as `start` says, start counts from zero, and return what routers are to do."""
-        use_routers(model)
+        check_and_hook_routers(model)
         if is_pipelined(model):
             raise UnsupportedModelError(
                 "LoadBalancing does not work under pipeline parallelism, whose ranks have different layers"

@@ -17,13 +17,13 @@ from ..models.patch import patch_model
 from ..patching.moe_layers import find_layers, is_patched
 from ..routing.expert_load import TOTALS
 from ..routing.patched_model import (
+    check_and_hook_routers,
     clear_counts,
     is_pipelined,
     ranks_of_batch,
     router_hooks,
     routing_policy,
     routing_state,
-    use_routers,
 )
 from .load_reports import check_drawable, draw_history
 from .policy_trainers import check_no_policy_trainer
@@ -142,7 +142,7 @@ class TokenRoundingCallback(StepCallback):
         self.check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
         self._of_model = self._with_tile_of(routing_policy(model))
-        use_routers(model, self._of_model, remedy="leave TokenRoundingCallback out")
+        check_and_hook_routers(model, self._of_model, remedy="leave TokenRoundingCallback out")
 
     def _with_tile_of(self, given: TokenRounding | None) -> TokenRounding:
         """Set the policy's tile to that of the model's own, where this callback was given none."""

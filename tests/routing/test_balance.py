@@ -48,9 +48,9 @@ def test_tokens_are_counted_for_every_expert_they_go_to_and_padding_is_not():
 
 def test_micro_batches_add_up_with_one_of_padding_alone_among_them():
     counts = BiasLoad()
-    counts.record(INDEX_TK, 5)
-    counts.record(INDEX_TK, 5, valid_T=torch.zeros(4, dtype=torch.bool))
-    counts.record(INDEX_TK[:1], 5, valid_T=torch.ones(1, dtype=torch.bool))
+    counts.count(INDEX_TK, 5)
+    counts.count(INDEX_TK, 5, valid_T=torch.zeros(4, dtype=torch.bool))
+    counts.count(INDEX_TK[:1], 5, valid_T=torch.ones(1, dtype=torch.bool))
     assert counts.rows_E.tolist() == [5, 3, 1, 1, 0] and counts.rows_E.dtype == torch.int64
 
 

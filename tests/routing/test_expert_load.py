@@ -25,9 +25,9 @@ class Kernels(TorchDispatchMode):
 def test_rounding_that_fell_back_counts_top_ks_rows_and_no_change():
     index_TK, load = torch.tensor([[0, 1], [0, 2], [0, 1]]), ExpertLoad()
     rows_E = torch.tensor([4, 0, 0, 4])
-    load.record(index_TK, 4, rows_E=rows_E, fell_back=torch.tensor(True), tile=4)
+    load.count(index_TK, 4, rows_E=rows_E, fell_back=torch.tensor(True), tile=4)
     assert load.take().tolist() == [3, 2, 1, 0, 1, 1, 1, 0, 0, 0]
-    load.record(index_TK, 4, rows_E=rows_E, fell_back=torch.tensor(False), tile=4)
+    load.count(index_TK, 4, rows_E=rows_E, fell_back=torch.tensor(False), tile=4)
     assert load.take().tolist() == [4, 0, 0, 4, 1, 1, 0, 5, 3, (1 + 2 + 3) - 0]
 
 
@@ -36,9 +36,9 @@ def test_counting_a_forward_by_top_k_takes_few_kernels():
     load, index_TK = ExpertLoad(), torch.rand(32, 8).topk(2).indices
     load.start(8, index_TK.device)
     with Kernels() as kernels:
-        load.record(index_TK, 8)
+        load.count(index_TK, 8)
     assert len(kernels.names) <= 5, kernels.names
-    load.record(index_TK, 8, fell_back=True)
+    load.count(index_TK, 8, fell_back=True)
     counted = load.take()
     assert torch.equal(counted[:8], 2 * index_TK.flatten().bincount(minlength=8))
     assert counted[8:].tolist() == [2, 1, 1] + [0] * (len(TOTALS) - 3)

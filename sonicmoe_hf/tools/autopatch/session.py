@@ -21,7 +21,7 @@ from ...patching.moe_layers import every_experts, is_patched, transformers_model
 from ...patching.quantize import FOR_FILE, with_packed_experts
 from ...private.replaced import RUN, replace
 from ...registration import install_in_peft
-from ...routing.patched_model import set_routing, use_routers
+from ...routing.patched_model import check_and_hook_routers, set_routing
 from ...trainer.report import FirstStepReport, Remedies, describe, write
 from .settings import RunSettings, from_environment
 
@@ -121,7 +121,7 @@ class Session:
             self.reasons[model] = str(error)
             return
         if self.policy is not None:
-            use_routers(model, self.policy, remedy=f"leave out --routing of {COMMAND}")
+            check_and_hook_routers(model, self.policy, remedy=f"leave out --routing of {COMMAND}")
             set_routing(model, self.policy)
         self.reasons[model] = None
 
