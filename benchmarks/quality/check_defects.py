@@ -66,15 +66,15 @@ def draw(kind: str, size: float, draws: random.Random) -> Defect:
 
     kept: dict[str, Callable[[AdaptedLayer], torch.Tensor | float | None]] = {
         "the whole adapter": lambda layer: 1 - size,
-        "one layer": lambda layer: 1 - size if layer.number == number else None,
+        "one layer": lambda layer: 1 - size if layer.decoder_layer == number else None,
         "one layer's experts": lambda layer: (
-            1 - size if layer.number == number and layer.experts is not None else None
+            1 - size if layer.decoder_layer == number and layer.experts is not None else None
         ),
         "all experts": lambda layer: 1 - size if layer.experts is not None else None,
         "all beside the experts": lambda layer: 1 - size if layer.experts is None else None,
         "one target": lambda layer: 1 - size if layer.target == target else None,
         "one target of one layer": lambda layer: (
-            1 - size if layer.target == target and layer.number == number else None
+            1 - size if layer.target == target and layer.decoder_layer == number else None
         ),
         "half of the experts": lambda layer: of_experts(layer, half),
         "one expert of each layer": lambda layer: of_experts(layer, [expert]),

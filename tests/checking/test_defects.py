@@ -19,7 +19,7 @@ pytestmark = pytest.mark.pinned
 
 
 def of_layer(number, experts_alone=False):
-    return lambda layer: 0.0 if layer.number == number and (layer.experts or not experts_alone) else None
+    return lambda layer: 0.0 if layer.decoder_layer == number and (layer.experts or not experts_alone) else None
 
 
 CASES = [  # and the words of the reason in fp32
@@ -27,7 +27,7 @@ CASES = [  # and the words of the reason in fp32
     (Defect("layer 2's experts", 1, of_layer("2", experts_alone=True)), "without layer 2's experts"),
     (Defect("half of down", 1, lambda layer: 0.5 if layer.target == "down_proj" else None), "down_proj scaled by 0.5"),
     (
-        Defect("a target", 1, lambda layer: 0.0 if (layer.target, layer.number) == ("o_proj", "3") else None),
+        Defect("a target", 1, lambda layer: 0.0 if (layer.target, layer.decoder_layer) == ("o_proj", "3") else None),
         "without layer 3's o_proj",
     ),
     (Defect("1.2", 1, lambda layer: 1.2), "the adapter scaled by 1.2"),

@@ -39,14 +39,14 @@ class AdaptedLayer(NamedTuple):
     """A layer that the adapter is on.
 
     target: the last component of the adapted module's or parameter's name. experts: the module, where the layer adapts a
-    weight of experts. number: of the decoder layer; "" outside those.
+    weight of experts. decoder_layer: the number of the one it is in; "" outside those.
     """
 
     wrapper: Any
     adapter: str
     target: str
     experts: Any
-    number: str = ""
+    decoder_layer: str = ""
 
     @property
     def b(self) -> torch.Tensor:
@@ -83,14 +83,14 @@ class Hypothesis(NamedTuple):
     """A hypothesis of what a place computes instead of the adapter.
 
     change: computes the lora_B that the place has in a layer; None where it is the adapter's. left_out: tells of a
-    Whole's name whether the place lacks it. number: of the decoder layer, where only one is changed; otherwise "".
+    Whole's name whether the place lacks it. decoder_layer: its number, where only one is changed; otherwise "".
     """
 
     kind: str
     name: str
     change: Callable[[AdaptedLayer], torch.Tensor | None]
     left_out: Callable[[str], bool] = lambda name: False
-    number: str = ""
+    decoder_layer: str = ""
 
     @contextmanager
     def simulated(self, layers: list[AdaptedLayer], wholes: list[Whole]) -> Iterator[None]:
@@ -148,9 +148,9 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
     """List the hypotheses of how a server may have misread a PEFT model's adapter, on these layers and whole weights."""
     experts = [layer for layer in layers if layer.experts is not None]
     groups = groups_of(layers)
-    numbers = list(dict.fromkeys(layer.number for layer in layers if layer.number))
+    numbers = list(dict.fromkeys(layer.decoder_layer for layer in layers if layer.decoder_layer))
     groups |= {f"layer {number}": partial(_has_number, number) for number in numbers}
-    for number in dict.fromkeys(layer.number for layer in experts if layer.number):
+    for number in dict.fromkeys(layer.decoder_layer for layer in experts if layer.decoder_layer):
         groups[f"layer {number}'s experts"] = partial(_has_experts_of, number)
     hypotheses, seen = [], []
     for name, is_in in groups.items():
@@ -160,9 +160,9 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
         if all(members) or members in seen:  # the base or all LoRA, or a group under another name
             continue
         seen.append(members)
-        changed = {layer.number for layer, is_member in zip(layers, members) if is_member}
+        changed = {layer.decoder_layer for layer, is_member in zip(layers, members) if is_member}
         number = changed.pop() if len(changed) == 1 else ""
-        hypotheses.append(Hypothesis(LEFT_OUT, name, scaled_by(is_in, 0), number=number))
+        hypotheses.append(Hypothesis(LEFT_OUT, name, scaled_by(is_in, 0), decoder_layer=number))
     names = list(dict.fromkeys(whole.name for whole in wholes))
     for name in names:
         if layers or len(names) > 1:
@@ -187,11 +187,13 @@ def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) 
 def hypotheses_of_targets(layers: list[AdaptedLayer], number: str) -> list[Hypothesis]:
     """List the hypotheses that one target of a decoder layer is left out. Over all layers they are as many as a model has
     weights, so they are listed for a layer of which something is missing."""
-    targets = dict.fromkeys(layer.target for layer in layers if layer.number == number)
+    targets = dict.fromkeys(layer.target for layer in layers if layer.decoder_layer == number)
     if len(targets) == 1:  # leaving it out leaves out the layer
         return []
     return [
-        Hypothesis(LEFT_OUT, f"layer {number}'s {target}", scaled_by(partial(_has, target, number), 0), number=number)
+        Hypothesis(
+            LEFT_OUT, f"layer {number}'s {target}", scaled_by(partial(_has, target, number), 0), decoder_layer=number
+        )
         for target in targets
     ]
 
@@ -213,7 +215,7 @@ def _has_target(target: str, layer: AdaptedLayer) -> bool:
 
 
 def _has_number(number: str, layer: AdaptedLayer) -> bool:
-    return layer.number == number
+    return layer.decoder_layer == number
 
 
 def _has(target: str, number: str, layer: AdaptedLayer) -> bool:
@@ -221,7 +223,7 @@ def _has(target: str, number: str, layer: AdaptedLayer) -> bool:
 
 
 def _has_experts_of(number: str, layer: AdaptedLayer) -> bool:
-    return layer.number == number and layer.experts is not None
+    return layer.decoder_layer == number and layer.experts is not None
 
 
 def scaled_by(is_in: Callable[[AdaptedLayer], bool], scale: float) -> Callable[[AdaptedLayer], torch.Tensor | None]:

@@ -69,7 +69,7 @@ class TrainedAdapter:
         self._scores: dict[Hypothesis, Scores] = {}
         self._scores_again: dict[torch.dtype, dict[Hypothesis, Scores]] = {}  # of second runs, rounded in this dtype
         self._scaled: dict[tuple[str, float], Hypothesis] = {}
-        self._target_hypotheses: dict[str, list[Hypothesis]] = {}  # by the number of a layer
+        self._target_hypotheses: dict[str, list[Hypothesis]] = {}  # by decoder layer
 
     def log_p(
         self,
@@ -114,7 +114,9 @@ class TrainedAdapter:
         self, observation: Observation, observed: torch.Tensor, alternatives: list[tuple[Hypothesis, Runs]]
     ) -> list[tuple[Hypothesis, Runs]]:
         """Run the hypotheses that a target is left out in the layer whose absence explains a place best."""
-        layers = [(rms(observed - runs.first), each.number) for each, runs in alternatives if each.number]
+        layers = [
+            (rms(observed - runs.first), each.decoder_layer) for each, runs in alternatives if each.decoder_layer
+        ]
         if not layers:
             return []
         _, number = min(layers)
