@@ -66,7 +66,10 @@ def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tm
         "packed without padding": {"packing": True, "packing_strategy": "bfd"},
     }[batches]
     config = {"learning_rate": 3e-3, "dataset_num_proc": None, "gradient_checkpointing": True, **packing}
-    rounded, logs = train_by_trl(build(family), tmp_path, config)
+    model = build(family)
+    if (family, batches) == ("gpt_oss", "packed without padding"):
+        model.set_attn_implementation("torch_sinks")  # as the error of its masks says, which have no position_ids
+    rounded, logs = train_by_trl(model, tmp_path, config)
     assert rounded == {True: True}
     assert logs[-1]["loss"] < logs[0]["loss"]
     assert all(log["moe/top_k_fallbacks"] == 0 and log["moe/padded_rows_avoided"] > 0 for log in logs)

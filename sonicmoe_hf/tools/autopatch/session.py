@@ -217,10 +217,14 @@ class Session:
     def _print(self) -> None:
         for model in self._outermost():
             if model not in self.reported:
-                text = describe(model, self.reasons[model], self.has_trained, REMEDIES, self.training_args.get(model))
+                args = self.training_args.get(model)
+                # a reference or a copy is as the trained model, but for what balances that
+                text, alike = (
+                    describe(model, self.reasons[model], self.has_trained, REMEDIES, each) for each in (args, None)
+                )
                 if text not in self.printed:
                     write(text)
-                self.printed.add(text)
+                self.printed |= {text, alike}
         self.reported.update(self.reasons)
 
     def at_exit(self) -> None:
