@@ -24,7 +24,7 @@ class LossFilter(WhileTraining):
         self.args: Any = None
 
     def begin(self, args: Any, model: Any) -> None:
-        """Let losses be filtered."""
+        """Begin to filter losses."""
         self.trains = True
 
     def take(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class LossFilter(WhileTraining):
         self._put_back()
 
     def end(self) -> None:
-        """Let no further loss be filtered."""
+        """Filter no further loss, and put the argument back."""
         self.trains = False
         self._put_back()
 

@@ -13,13 +13,7 @@ from helpers.marks import rest_pinned
 from helpers.models import CONFIGS, OF_64, build, nemotron_h
 from helpers.small_families import OMNI, small_config
 from helpers.terminal import make_configs
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    LlamaConfig,
-    Qwen3MoeConfig,
-    Qwen3OmniMoeConfig,
-)
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig, Qwen3OmniMoeConfig
 
 import sonicmoe_hf
 from benchmarks.step.models import MODELS

@@ -218,13 +218,12 @@ class Session:
         for model in self._outermost():
             if model not in self.reported:
                 args = self.training_args.get(model)
-                # a reference or a copy is as the trained model, but for what balances that
-                text, alike = (
-                    describe(model, self.reasons[model], self.has_trained, REMEDIES, each) for each in (args, None)
-                )
+                text = describe(model, self.reasons[model], self.has_trained, REMEDIES, args)
                 if text not in self.printed:
                     write(text)
-                self.printed |= {text, alike}
+                self.printed.add(text)
+                if args is not None:  # a reference or a copy is as the trained model, but for what balances that
+                    self.printed.add(describe(model, self.reasons[model], self.has_trained, REMEDIES))
         self.reported.update(self.reasons)
 
     def at_exit(self) -> None:
