@@ -52,6 +52,7 @@ def batch_of(kind):
 
 
 def step(model, batch):
+    batch = {name: each.to(model.device) if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
@@ -89,6 +90,20 @@ def test_checkpointed_layers_of_sparse_attention_are_compiled_beside_it(family, 
     assert not why_in_python(model)
     for ours, theirs in zip(found, expected):
         assert_all_close(ours, theirs, 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", HERE)
+def test_kernels_that_inductor_makes_of_such_layers_compute_the_same_on_a_gpu(family):
+    model = checkpoint_layers(model_of(family, "torch_pieces").to("cuda"), "non_reentrant")
+    model.enable_input_require_grads()
+    batches = [batch_of("full"), batch_of("packed")]
+    expected = [step(model, batch) for batch in batches]
+    sonicmoe_hf.compile_layers(model)
+    found = [step(model, batch) for batch in batches]
+    assert counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_hit"] > 0
+    for ours, theirs in zip(found, expected):
+        assert_all_close(ours, theirs, 1e-3, "fp32: fused sums in another order")
 
 
 @pytest.mark.pinned
