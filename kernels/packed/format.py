@@ -54,8 +54,8 @@ class Format:
     Quantized. values: by suffix, the float dtype that a tensor's bytes stand for. loss: the error of rounding normally
     distributed weights, in percent (root mean squares of error and weight). element_size: bytes a weight that device_map
     counts with, somewhat more than is stored. is_whole: whether some numbers are stored for several experts together, so
-    that a share of the experts cannot always be cut out. has_our_blocks: True, in which formats of single matrices may
-    differ.
+    that a share of the experts cannot always be cut out. has_standard_blocks: whether a scale is
+    for the values that it is for in FORMATS[name]; False of some formats of single matrices.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Format:
     values: ClassVar[dict[str, torch.dtype]] = {}
     loss: int
     element_size = 0.6  # 4.13, 4.25 and 4.5 bits
-    is_whole, has_our_blocks = False, True
+    is_whole, has_standard_blocks = False, True
 
     # A weight's shape and what stores it
 
@@ -265,7 +265,7 @@ class Format:
 
     def has_blocks_of(self, other: Any) -> bool:
         """Tell whether `other`, a format of all experts or of single matrices, or None, has the same codes and blocks."""
-        return other is not None and other.name == self.name and other.has_our_blocks
+        return other is not None and other.name == self.name and other.has_standard_blocks
 
     # A rank's share of the experts. Tensors [E, ...] are cut along E; these methods are for formats with others.
 

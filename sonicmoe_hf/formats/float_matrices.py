@@ -28,7 +28,7 @@ class FP8Matrix(MatrixFormat):
     name, dtype, scales = "fp8", torch.float8_e4m3fn, ("_scale_inv",)
 
     def __init__(self, block: tuple[int, int] = BLOCK, has_powers: bool = False):
-        self.block, self.has_powers, self.has_our_blocks = block, has_powers, block == BLOCK
+        self.block, self.has_powers, self.has_standard_blocks = block, has_powers, block == BLOCK
 
     def names_in(self, weight_name: str, there: Container[str]) -> list[str]:
         """See MatrixFormat. DeepSeek-V4's scales have shorter names."""

@@ -24,8 +24,8 @@ class MatrixFormat(ABC):
 
     name: the key in FORMATS of experts in it. dtype: of the tensor of codes. scales, optional, unused: how names of
     further tensors end. Those of the scales follow the weight's name, as do the optional ones, which a checkpoint may
-    lack; the unused ones follow the module's, and are for inference alone. has_our_blocks: whether a scale is for the
-    same values as in FORMATS.
+    lack; the unused ones follow the module's, and are for inference alone. has_standard_blocks: whether a scale is
+    for the values that it is for in FORMATS[name].
     """
 
     name: str
@@ -33,7 +33,7 @@ class MatrixFormat(ABC):
     scales: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    has_our_blocks = True
+    has_standard_blocks = True
 
     @property
     def element_size(self) -> float:
