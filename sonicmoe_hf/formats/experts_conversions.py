@@ -122,7 +122,7 @@ class TakeExperts(ParameterConversion):
 
     def _join_experts(self, parts: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
         """Join experts from the `first` on, all or some of those of the weight."""
-        packed, format = self.stored_format.join(parts), FORMATS[self.stored_format.name]
+        packed, format = self.stored_format.join_parts(parts), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, first)
         num_experts = local_shape(target.meta_parameter)[0]
         check_shape(target.full_name, (num_experts, *format.shape(packed)[1:]), target.meta_parameter)
@@ -151,7 +151,7 @@ class TakeExperts(ParameterConversion):
         packed = []
         for expert, tensors in enumerate(self._stored_by_expert(stored, source, target), target.holding.experts.start):
             with naming_weight(f"{target.full_name}, {source} of expert {expert}"):
-                packed.append(self.stored_format.pack(*tensors))
+                packed.append(self.stored_format.read(*tensors))
         return packed
 
 

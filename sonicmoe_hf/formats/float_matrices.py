@@ -51,12 +51,16 @@ class FP8Matrix(MatrixFormat):
         self.check(weight.new_empty(rows, weight.shape[1], device="meta"), scales)
         return self.grid(scales).dense(weight, scales, first)
 
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
+    def read(self, *tensors: torch.Tensor) -> Quantized:
         """See MatrixFormat."""
         self.check(*tensors)
         weight, scales = tensors
         packed_scales = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales.float()
         return Quantized(weight.view(torch.uint8), packed_scales)
+
+    def write(self, matrix: Quantized) -> list[torch.Tensor]:
+        """Make the tensors that store a matrix, the inverse of `read`; scales that are bytes stay bytes."""
+        return [matrix.codes.view(self.dtype), matrix.scales]
 
     def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """See MatrixFormat."""
@@ -85,7 +89,7 @@ class MXFP4Matrix(MatrixFormat):
         """See MatrixFormat."""
         return mxfp4.MXFP4().grid()
 
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
+    def read(self, *tensors: torch.Tensor) -> Quantized:
         """See MatrixFormat."""
         self.check(*tensors)
         codes, scales = tensors
@@ -93,12 +97,12 @@ class MXFP4Matrix(MatrixFormat):
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See MatrixFormat."""
-        codes, scales, _ = self.pack(*tensors)
+        codes, scales, _ = self.read(*tensors)
         return self.grid().dense(codes, scales).float()
 
     def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
         """See MatrixFormat."""
-        codes, scales, _ = self.pack(*stored)
+        codes, scales, _ = self.read(*stored)
         return self.grid().round(weight, scales, codes, uniform)
 
     def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
@@ -151,7 +155,7 @@ class NVFP4Matrix(MatrixFormat):
         """See MatrixFormat. weight_scale_2 stays: engines that fuse projections want theirs to be equal."""
         return nvfp4.nvfp4_grid(scales[1].reshape(()))
 
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
+    def read(self, *tensors: torch.Tensor) -> Quantized:
         """See MatrixFormat."""
         self.check(*tensors)
         weight, scale, scale_2 = tensors
@@ -192,7 +196,7 @@ class CompressedNVFP4(RenamedMatrix):
         """See MatrixFormat."""
         return nvfp4.nvfp4_grid(1 / scales[1].reshape(()))
 
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
+    def read(self, *tensors: torch.Tensor) -> Quantized:
         """See MatrixFormat."""
         self.check(*tensors)
         codes, scales, of_all = tensors

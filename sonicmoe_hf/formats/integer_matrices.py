@@ -30,18 +30,19 @@ IN_ORDER_OF_ACTIVATIONS = (
 )
 
 
-def words(bytes_: torch.Tensor) -> torch.Tensor:
-    """View rows of bytes as words, copied where their strides do not allow it."""
+def as_words(bytes_: torch.Tensor) -> torch.Tensor:
+    """Copy rows of bytes as words."""
     return bytes_.clone(memory_format=torch.contiguous_format).view(WORD)
 
 
-def bytes_of_words(words_: torch.Tensor) -> torch.Tensor:
-    """View rows of words as bytes."""
-    return words_.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+def as_bytes(words: torch.Tensor) -> torch.Tensor:
+    """Copy rows of words as bytes."""
+    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _as_one_expert(packed: Quantized) -> Quantized:
-    return Quantized(*(None if tensor is None else tensor[None] for tensor in packed))  # type: ignore[arg-type]
+def _as_one_expert(matrix: Quantized) -> Quantized:
+    """View a matrix as the weight of one expert."""
+    return Quantized(*(None if tensor is None else tensor[None] for tensor in matrix))  # type: ignore[arg-type]
 
 
 class Int4Matrix(RenamedMatrix):
@@ -66,17 +67,17 @@ class Int4Matrix(RenamedMatrix):
         return -(-size_in // (self.group or size_in))
 
     @abstractmethod
-    def _read(self, *tensors: torch.Tensor) -> Quantized:
-        """Read the codes in bytes along K, and scales and zeros [N, groups] of the checkpoint's groups."""
+    def _from_words(self, *tensors: torch.Tensor) -> Quantized:
+        """Convert stored tensors to codes in bytes along K, and scales and zeros [N, groups] as the file has groups."""
 
     @abstractmethod
-    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
-        """Make the tensors that store what `_read` returns, in the order of `ends`."""
+    def _to_words(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+        """Convert codes, scales and zeros of `_from_words` to the tensors that store them, in the order of `ends`."""
 
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
+    def read(self, *tensors: torch.Tensor) -> Quantized:
         """See MatrixFormat. Groups that K or a format here does not take become several with the same scale."""
         self.check(*tensors)
-        codes, scales, zeros = self._read(*tensors)
+        codes, scales, zeros = self._from_words(*tensors)
         size_in = 2 * codes.shape[1]
         group, whole = group_of(size_in, self.group or size_in), self.group or size_in
         if group < GROUP:
@@ -98,23 +99,27 @@ class Int4Matrix(RenamedMatrix):
             )
         return Quantized(codes, spread(scales))
 
-    def unpack(self, packed: Quantized, optional: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Invert `pack`: make the tensors that the checkpoint stores, byte by byte. optional: the tensors which the
-        attribute of this name lists, as far as the checkpoint has them; they do not depend on the values."""
-        codes, scales, zeros = packed
-        size_in = 2 * codes.shape[1]
-        step = (self.group or size_in) // (size_in // scales.shape[1])
-        scales = scales[:, ::step].contiguous()
-        zeros = torch.full_like(scales, ZERO, dtype=torch.uint8) if zeros is None else zeros[:, ::step].contiguous()
-        return [*self._write(codes, scales, zeros), *optional]
+    def write(self, matrix: Quantized) -> list[torch.Tensor]:
+        """Make the tensors of `ends` that store a matrix, the inverse of `read`, from groups here of any length."""
+        codes, scales, zeros = matrix
+        size_in, num_groups = 2 * codes.shape[1], scales.shape[1]
+        step = max(1, (self.group or size_in) * num_groups // size_in)
+        repeats = max(1, self.num_groups(size_in) // num_groups)
+
+        def regroup(of_groups: torch.Tensor) -> torch.Tensor:
+            return of_groups[:, ::step].repeat_interleave(repeats, 1)
+
+        scales = regroup(scales)
+        zeros = torch.full_like(scales, ZERO, dtype=torch.uint8) if zeros is None else regroup(zeros)
+        return self._to_words(codes, scales, zeros)
 
     def grid(self, *scales: torch.Tensor) -> Grid:
-        """See MatrixFormat: of what `pack` makes."""
+        """See MatrixFormat: of what `read` makes."""
         return int4_grid(GROUP, scales[0].dtype, *scales[1:])
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See MatrixFormat."""
-        return FORMATS[self.name].expert(_as_one_expert(self.pack(*tensors)), 0)
+        return FORMATS[self.name].expert(_as_one_expert(self.read(*tensors)), 0)
 
     def scales_shape(self, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
         """See MatrixFormat."""
@@ -122,20 +127,20 @@ class Int4Matrix(RenamedMatrix):
 
     def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
         """See MatrixFormat. Scales stay where several groups here have one of the checkpoint's."""
-        packed = self.pack(*stored)
-        if packed.scales.shape[1] == self.num_groups(weight.shape[1]):
-            return FORMATS[self.name].round_expert(_as_one_expert(packed), 0, weight, uniform)
-        grid = int4_grid(weight.shape[1] // packed.scales.shape[1], packed.scales.dtype, packed.state)
-        return grid._replace(new_scales=None).round(weight, packed.scales, packed.codes, uniform)
+        matrix = self.read(*stored)
+        if matrix.scales.shape[1] == self.num_groups(weight.shape[1]):
+            return FORMATS[self.name].round_expert(_as_one_expert(matrix), 0, weight, uniform)
+        grid = int4_grid(weight.shape[1] // matrix.scales.shape[1], matrix.scales.dtype, matrix.state)
+        return grid._replace(new_scales=None).round(weight, matrix.scales, matrix.codes, uniform)
 
     def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
-        """See MatrixFormat."""
-        packed = self.pack(*stored)._replace(codes=rounded.codes, scales=rounded.scales)
-        return self.unpack(packed, stored[len(self.ends) :])
+        """See MatrixFormat. Tensors of `optional` do not depend on the values."""
+        matrix = self.read(*stored)._replace(codes=rounded.codes, scales=rounded.scales)
+        return [*self.write(matrix)[: len(self.ends)], *stored[len(self.ends) :]]
 
-    def join(self, parts: list[list[Quantized]]) -> Quantized:
+    def join_parts(self, parts: list[list[Quantized]]) -> Quantized:
         """See MatrixFormat: zeros have rows, as scales have."""
-        joined = super().join(parts)
+        joined = super().join_parts(parts)
         return joined if joined.state is None else joined._replace(state=joined.state.flatten(1, 2))
 
 
@@ -173,30 +178,24 @@ class CompressedInt4(Int4Matrix):
                     f"{list(self.dense_shape(tensors[0].shape))} values; the checkpoint is damaged"
                 )
 
-    def unpack_new(self, packed: Quantized) -> list[torch.Tensor]:
-        """See MatrixFormat. Larger groups become several with the same scale."""
-        codes, scales, zeros = packed
-        size_out, size_in = len(codes), 2 * codes.shape[1]
+    def write(self, matrix: Quantized) -> list[torch.Tensor]:
+        """See Int4Matrix: also weight_shape, in the dtype that compressed-tensors gives it."""
+        codes = matrix.codes
+        shape = torch.tensor([len(codes), 2 * codes.shape[1]], dtype=torch.int64, device=codes.device)
+        return [*super().write(matrix), shape]
 
-        def spread(of_groups: torch.Tensor) -> torch.Tensor:
-            return of_groups.repeat_interleave(self.num_groups(size_in) // of_groups.shape[1], 1)
-
-        packed = Quantized(codes, spread(scales), None if zeros is None else spread(zeros))
-        shape = torch.tensor([size_out, size_in], dtype=torch.int64, device=codes.device)
-        return self.unpack(packed, [shape])
-
-    def _read(self, *tensors: torch.Tensor) -> Quantized:
+    def _from_words(self, *tensors: torch.Tensor) -> Quantized:
         packed, scales = tensors[:2]
         if not self.has_zeros:
             return Quantized(packed.view(torch.uint8), scales)
-        zeros = to_nibbles(bytes_of_words(tensors[2].t())).t()[: len(packed)]
+        zeros = to_nibbles(as_bytes(tensors[2].t())).t()[: len(packed)]
         return Quantized(packed.view(torch.uint8), scales, zeros.contiguous())
 
-    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+    def _to_words(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         if not self.has_zeros:
-            return [words(codes), scales]
+            return [as_words(codes), scales]
         padded = torch.nn.functional.pad(zeros.t(), (0, -len(zeros) % PER_WORD))
-        return [words(codes), scales, words(to_bytes(padded)).t().contiguous()]
+        return [as_words(codes), scales, as_words(to_bytes(padded)).t().contiguous()]
 
 
 class GPTQInt4(Int4Matrix):
@@ -237,26 +236,26 @@ class GPTQInt4(Int4Matrix):
             if not bool((groups.diff() == 1).all() and (sizes[1:-1] == (self.group or len(stretch))).all()):
                 raise CheckpointError(IN_ORDER_OF_ACTIVATIONS)
 
-    def _read(self, *tensors: torch.Tensor) -> Quantized:
+    def _from_words(self, *tensors: torch.Tensor) -> Quantized:
         qweight, scales, qzeros = tensors[:3]
-        zeros = to_nibbles(bytes_of_words(qzeros)).t() + self.offset  # 15, of which a packer wrote -1, stands for 16
-        return Quantized(bytes_of_words(qweight.t()), scales.t().contiguous(), zeros.contiguous())
+        zeros = to_nibbles(as_bytes(qzeros)).t() + self.offset  # 15, of which a packer wrote -1, stands for 16
+        return Quantized(as_bytes(qweight.t()), scales.t().contiguous(), zeros.contiguous())
 
-    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+    def _to_words(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         packed_zeros = to_bytes((zeros - self.offset).t() & LARGEST)
-        return [words(codes).t().contiguous(), scales.t().contiguous(), words(packed_zeros)]
+        return [as_words(codes).t().contiguous(), scales.t().contiguous(), as_words(packed_zeros)]
 
 
-def _in_awq_order(bytes_: torch.Tensor) -> torch.Tensor:
-    """Unpack the nibbles [K, N] of rows of words whose nibbles are in AWQ's order."""
+def _from_awq_order(bytes_: torch.Tensor) -> torch.Tensor:
+    """Split the bytes of words whose nibbles are in AWQ's order into nibbles [K, N]."""
     inverse = torch.argsort(AWQ_ORDER).to(bytes_.device)
     return to_nibbles(bytes_).unflatten(1, (-1, PER_WORD))[..., inverse].flatten(1)
 
 
 def _to_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
-    """Pack nibbles [K, N] into words [K, N/8]."""
+    """Join nibbles [K, N] to words [K, N/8] in AWQ's order."""
     ordered = nibbles.unflatten(1, (-1, PER_WORD))[..., AWQ_ORDER.to(nibbles.device)].flatten(1)
-    return words(to_bytes(ordered))
+    return as_words(to_bytes(ordered))
 
 
 class AWQInt4(Int4Matrix):
@@ -279,12 +278,12 @@ class AWQInt4(Int4Matrix):
         shapes = (columns, rows // PER_WORD), (groups, rows), (groups, rows // PER_WORD)
         return dict(zip(self.names(name), zip(shapes, ((WORD,), SCALES, (WORD,)))))
 
-    def _read(self, *tensors: torch.Tensor) -> Quantized:
+    def _from_words(self, *tensors: torch.Tensor) -> Quantized:
         qweight, scales, qzeros = tensors
-        codes = to_bytes(_in_awq_order(bytes_of_words(qweight)).t())
-        return Quantized(codes, scales.t().contiguous(), _in_awq_order(bytes_of_words(qzeros)).t().contiguous())
+        codes = to_bytes(_from_awq_order(as_bytes(qweight)).t())
+        return Quantized(codes, scales.t().contiguous(), _from_awq_order(as_bytes(qzeros)).t().contiguous())
 
-    def _write(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
+    def _to_words(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> list[torch.Tensor]:
         return [_to_awq_order(to_nibbles(codes).t()), scales.t().contiguous(), _to_awq_order(zeros.t())]
 
 
@@ -319,10 +318,10 @@ class CompressedInt8(RenamedMatrix):
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See MatrixFormat."""
         self.check(*tensors)
-        codes, scales = bytes_of_words(tensors[0]).int() - 128, tensors[1].float()
+        codes, scales = as_bytes(tensors[0]).int() - 128, tensors[1].float()
         spread = scales.repeat_interleave(self.group or codes.shape[1], 1)[:, : codes.shape[1]]
         return codes.float() * spread
 
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
+    def read(self, *tensors: torch.Tensor) -> Quantized:
         """Raise CheckpointError: no format here holds it."""
         raise CheckpointError(f"no format here holds experts in 8-bit integers; {TO_BF16_OR_PACK}")

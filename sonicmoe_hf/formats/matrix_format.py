@@ -96,7 +96,7 @@ class MatrixFormat(ABC):
         return self.grid(*tensors[1:]).dense(tensors[0], tensors[1])
 
     def scales_shape(self, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Compute the shape of the scales that `pack` gives of a matrix [N, K], by that of those that are stored."""
+        """Compute the shape of the scales that `read` gives of a matrix [N, K], by that of those that are stored."""
         return stored
 
     def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
@@ -109,18 +109,15 @@ class MatrixFormat(ABC):
         return [rounded.codes.view(stored[0].dtype), rounded.scales, *stored[2:]]
 
     @abstractmethod
-    def pack(self, *tensors: torch.Tensor) -> Quantized:
-        """Convert one expert to codes, scales and state. Raises CheckpointError as `check`."""
-
-    def unpack_new(self, packed: Quantized) -> list[torch.Tensor]:
-        """Make the tensors by which a matrix in the blocks of FORMATS is stored anew; the bits of its scales count."""
-        return [packed.codes.view(self.dtype), packed.scales]
+    def read(self, *tensors: torch.Tensor) -> Quantized:
+        """Read a matrix as codes, scales and state of FORMATS[name], of the tensors that store it. Raises CheckpointError
+        as `check`."""
 
     def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """Join a weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""
         return scales.flatten(1, 2)
 
-    def join(self, parts: list[list[Quantized]]) -> Quantized:
+    def join_parts(self, parts: list[list[Quantized]]) -> Quantized:
         """Join one weight of the parts [part][expert], gate and up or down alone, one behind the other."""
         by_expert = [part for of_expert in zip(*parts) for part in of_expert]
 
@@ -143,7 +140,7 @@ def check_matrix(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[tor
 class RenamedMatrix(MatrixFormat):
     """A format whose tensors have names of their own in the place of "weight", such as "X.weight_packed".
 
-    ends: these names, in the order of `pack`'s arguments; those in `optional`, which a checkpoint may lack, come last.
+    ends: these names, in the order of `read`'s arguments; those in `optional`, which a checkpoint may lack, come last.
     """
 
     ends: tuple[str, ...]

@@ -24,8 +24,7 @@ from helpers.models import build, logits_of, relative_error
 from peft import LoraConfig, get_peft_model
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
-from sonicmoe_hf.formats.declared import MATRIX_FORMATS
-from sonicmoe_hf.formats.float_matrices import FP8Matrix
+from sonicmoe_hf.formats.float_matrices import FP8Matrix, NVFP4Matrix
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.tools.cli.main import main
 
@@ -193,7 +192,7 @@ def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
     weight = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 3, 32:] = 0.0  # NVFP4's scale of these is zero
     packed = FORMATS[format].quantize(weight)
-    grid = FORMATS["mxfp4"].grid() if format == "mxfp4" else MATRIX_FORMATS["nvfp4"].grid(packed.scales, packed.state)
+    grid = FORMATS["mxfp4"].grid() if format == "mxfp4" else NVFP4Matrix().grid(packed.scales, packed.state)
     scales = packed.scales[0] if format == "mxfp4" else packed.scales[0].view(torch.float8_e4m3fn)
     values = FORMATS[format].dequantize(packed, torch.float32)[0]
     same = grid.round(values, scales)

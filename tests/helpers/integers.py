@@ -9,7 +9,7 @@ import torch
 from helpers.checkpoints import edit_config, rewrite, tensors_in
 
 from sonicmoe_hf.formats.declared import DeclaredQuantization
-from sonicmoe_hf.formats.integer_matrices import words
+from sonicmoe_hf.formats.integer_matrices import as_words
 from sonicmoe_hf.kernels.packed import Quantized
 from sonicmoe_hf.kernels.packed.int4 import group_of, int4_grid
 
@@ -83,7 +83,7 @@ def stored_as(format, name, weight):
     like = {"weight_shape": torch.tensor(weight.shape, dtype=torch.int32), "g_idx": g_idx}
     names = [*format.names(name), *format.optional_names(name)]
     optional = [like[each] for each in format.optional]
-    tensors = format.unpack(Quantized(codes, scales, zeros), optional)
+    tensors = [*format.write(Quantized(codes, scales, zeros))[: len(format.ends)], *optional]
     return dict(zip(names, tensors, strict=True)), grid.dense(codes, scales)
 
 
@@ -96,7 +96,7 @@ def to_int8(folder):
             continue
         scales = (weight.float().unflatten(1, (-1, 32)).abs().amax(2) / 127).bfloat16()
         codes = (weight.float() / scales.float().repeat_interleave(32, 1)).round().clamp(-127, 127) + 128
-        named = {"packed": words(codes.to(torch.uint8)), "scale": scales, "shape": torch.tensor(weight.shape)}
+        named = {"packed": as_words(codes.to(torch.uint8)), "scale": scales, "shape": torch.tensor(weight.shape)}
         stored |= {f"{name}_{kind}": tensor for kind, tensor in named.items()}
     rewrite(folder, stored)
     edit_config(folder, quantization_config=DECLARED["ct-8"])

@@ -39,7 +39,7 @@ from sonicmoe_hf import (
     patch_model,
     quantize_experts,
 )
-from sonicmoe_hf.formats.declared import MATRIX_FORMATS
+from sonicmoe_hf.formats.float_matrices import FP8Matrix
 
 SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
@@ -164,7 +164,7 @@ def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others()
     theirs = Fp8Dequantize(None)._dequantize_one
     for rows, is_cut in ((256, False), (192, True)):
         values, scales, expected = fp8_of(torch.randn(rows, 128), "fp32")
-        assert torch.equal(MATRIX_FORMATS["fp8"].dense(values, scales), expected)
+        assert torch.equal(FP8Matrix().dense(values, scales), expected)
         assert torch.equal(theirs(values, scales, torch.float32), expected) != is_cut
 
 

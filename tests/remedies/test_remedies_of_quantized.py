@@ -105,7 +105,7 @@ def test_experts_in_8_bit_integers_are_merged_into_bf16_or_from_it(bf16, tmp_pat
     assert relative_error(merge(tmp_path / "base", "merged"), expected) < 0.15, "8 bits, and routers' choices"
     assert relative_error(merge(bf16, "int4", quantize="int4"), expected) < FOUR_BITS
     with says("no format here holds experts in 8-bit integers", 'where experts_quantization="int4" packs the experts'):
-        DeclaredQuantization("compressed-tensors", DECLARED["ct-8"]).loadable_matrix_format().pack()
+        DeclaredQuantization("compressed-tensors", DECLARED["ct-8"]).loadable_matrix_format().read()
     model = from_pretrained(bf16, experts_quantization="int4")
     assert {weight.format for weight in packed_in(model).values()} == {"int4"}
 

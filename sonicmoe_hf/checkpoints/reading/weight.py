@@ -291,7 +291,7 @@ class MatrixWeight(Weight):
     def rows(self, expert: int | None, rounded: Rounded | None = None) -> list[torch.Tensor]:
         """See Weight."""
         tensors = self.raw() if rounded is None else self.rewrite(rounded)
-        rows, format = self.format.pack(*tensors), FORMATS[self.format.name]
+        rows, format = self.format.read(*tensors), FORMATS[self.format.name]
         for suffix, tensor in zip(format.suffixes, rows):
             if not format.is_sound(suffix, tensor):
                 raise CheckpointError(

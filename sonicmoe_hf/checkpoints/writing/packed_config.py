@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 
 from ...errors import CheckpointError
-from ...formats.declared import MATRIX_FORMATS
+from ...formats.float_matrices import FP8Matrix
 from ...formats.integer_matrices import CompressedInt4
-from ...formats.matrix_format import MatrixFormat
 from ...formats.quantizer import ExpertsQuantizationConfig
 from ...kernels.packed import Format
 from ...kernels.packed.fp8 import FP8_BLOCK
@@ -59,11 +58,11 @@ def _why_not_on_the_hub(source: Source, format: str) -> str | None:
     return None
 
 
-def matrix_format(source: Source, format: str) -> MatrixFormat:
-    """Choose how files in the hub layout store a matrix in this format. Integers have one size of groups, the largest of
-    which the groups of all experts that are packed already consist."""
+def matrix_format(source: Source, format: str) -> FP8Matrix | CompressedInt4 | None:
+    """Choose how files in the hub layout store a matrix in this format; None of MXFP4, which they store for all experts.
+    Integers have one size of groups, the largest of which the groups of all experts that are packed already consist."""
     if format not in INTEGERS:
-        return MATRIX_FORMATS[format]
+        return FP8Matrix() if format == "fp8" else None
     weights = (source.weights[name] for name in source.parameter_of if name in source.weights)
     groups = (weight.shape[-1] // weight.scales_header.shape[-1] for weight in weights if weight.format is not None)
     return CompressedInt4(math.gcd(*groups) or GROUP, format == "uint4")
@@ -81,8 +80,9 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
         # layers for multi-token prediction are among them, with experts of their own
         if name.endswith(".weight") and len(weight.shape) == 2 and name not in source.parameter_of
     }
-    if format in INTEGERS:
-        return _compressed_tensors_entry(matrix_format(source, format), sorted(dense | {"lm_head"}))
+    stored_format = matrix_format(source, format)
+    if isinstance(stored_format, CompressedInt4):
+        return _compressed_tensors_entry(stored_format, sorted(dense | {"lm_head"}))
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -92,9 +92,8 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
     }
 
 
-def _compressed_tensors_entry(format: MatrixFormat, dense: list[str]) -> dict:
+def _compressed_tensors_entry(format: CompressedInt4, dense: list[str]) -> dict:
     """Make the entry of compressed-tensors' pack-quantized, as Kimi K2 has it."""
-    assert isinstance(format, CompressedInt4)
     weights = {"num_bits": 4, "type": "int", "symmetric": not format.has_zeros, "strategy": "group"}
     weights |= {"group_size": format.group, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}

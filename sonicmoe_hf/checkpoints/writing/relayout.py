@@ -176,7 +176,7 @@ class _Relaid:
         of_weights: Iterable[Iterable[torch.Tensor | None]] = packed
         if self.there.is_per_expert:
             assert self._output.matrix_format is not None
-            of_weights = [self._output.matrix_format.unpack_new(_as_matrix(each)) for each in packed]
+            of_weights = [self._output.matrix_format.write(_as_matrix(each)) for each in packed]
         tensors = (tensor for own in of_weights for tensor in own if tensor is not None)
         return [tensor.view(like.dtype) for tensor, like in zip(tensors, shells, strict=True)]
 
