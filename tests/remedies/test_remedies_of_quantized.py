@@ -74,6 +74,10 @@ REFUSED = {  # the message, what makes it, and the format that is asked for
         declares(**{**DECLARED_FP8, "weight_block_size": [64, 64]}),
         "fp8",
     ),
+    "the experts are in 'int8' (expert_dtype of config.json), not in 'fp8' or 'fp4'": (
+        declares(**{**DECLARED_FP8, "expert_dtype": "int8"}),
+        "fp8",
+    ),
 }
 
 
