@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -64,29 +65,33 @@ class CompiledModule:
         if torch.compiler.is_compiling():
             return self.compiled_call(*args, **kwargs)
         if not (RECORDS or self.is_uncompiled) and recorded_outputs():
-            # from now on: a checkpoint's backward does not see what its forward recorded
-            self.is_uncompiled = True
-            self.reasons.add(UNCOMPILED)
-            warnings.warn(UNCOMPILED, stacklevel=2)
+            self._leave_uncompiled()
         if self.is_uncompiled:
             return eager_call(self.module)(*args, **kwargs)
-        before = None
-        if self.is_new:
-            trace_without_liger()
-            before = graph_breaks()
+        breaks_before = _begin_tracing() if self.is_new else None
         if self.takes_any_length:
             _mark_lengths(args, kwargs)
         with _traceable_records():
             result = self.compiled_call(*args, **kwargs)
         if self.is_captured and self.num_graphs != compiled_graphs():  # as where other adapters are trained
             self._copy_gradients()
-        if before is not None:
+        if breaks_before is not None:
             self.is_new = False
-            reasons = (reason for reason in graph_breaks() - before if IN_PYTHON not in reason)
-            self.reasons = {self._describe(reason) for reason in reasons}
-            for reason in sorted(self.reasons):
-                warnings.warn(reason, stacklevel=2)
+            self._warn_of_breaks(breaks_before)
         return result
+
+    def _leave_uncompiled(self) -> None:
+        """Run in Python from now on, and say why: a checkpoint's backward does not see what its forward recorded."""
+        self.is_uncompiled = True
+        self.reasons.add(UNCOMPILED)
+        warnings.warn(UNCOMPILED, stacklevel=3)
+
+    def _warn_of_breaks(self, before: Counter[str]) -> None:
+        """Warn of each graph break that the first call added to those before it."""
+        reasons = (reason for reason in graph_breaks() - before if IN_PYTHON not in reason)
+        self.reasons = {self._describe(reason) for reason in reasons}
+        for reason in sorted(self.reasons):
+            warnings.warn(reason, stacklevel=3)
 
     def _describe(self, reason: str) -> str:
         """Write torch's reason for leaving code to Python as a sentence with a remedy."""
@@ -110,6 +115,12 @@ def compiled_modules(model: nn.Module) -> list[CompiledModule]:
     """List the layers, or modules in them, that `compile_layers` compiled in a model; [] where it compiled none."""
     calls = (compiled_call(module) for module in model.modules())
     return [call for call in calls if isinstance(call, CompiledModule)]
+
+
+def _begin_tracing() -> Counter[str]:
+    """Make Liger's kernels traceable, before a layer's first call, and count the graph breaks so far."""
+    trace_without_liger()
+    return graph_breaks()
 
 
 def _first_words(reason: str) -> str:
