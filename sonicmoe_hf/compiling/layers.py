@@ -10,7 +10,6 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from ..kernels.announce import is_first_rank
 from ..layer.holding import expert_parallelism
 from ..layer.moe_experts import IN_GRAPHS
 from ..layer.torch_op import CODE_DIGEST
@@ -19,7 +18,6 @@ from ..private.torch import (
     allow_caching,
     allow_recompilations,
     begin_compile_workers,
-    has_compiled_modules,
     set_compiled_call,
 )
 from .compiled_module import CompiledModule, compiled_modules
@@ -34,13 +32,9 @@ CACHED = dict.fromkeys(IN_GRAPHS, CODE_DIGEST)
 if Version(torch.__version__) < Version("2.13"):
     # keeps the state of random numbers for a GPU's attention that is computed again; newer versions take it by themselves
     CACHED["torch.ops.higher_order.graphsafe_run_with_rng_state"] = torch.__version__
-SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all that are alike; decoder layers: {layers}"
 NOT_CAPTURED = (
     "sonicmoe_hf: mode={mode!r} captures no CUDA graphs of {layers}, whose attention runs partly in Python: what is "
     "beside it is compiled as without the mode"
-)
-OF_A_TRAINER = (
-    "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
 )
 
 
@@ -111,19 +105,6 @@ def _write_settings(options: dict[str, Any], is_captured: bool) -> dict[str, Any
     if not is_captured:
         settings["triton.cudagraphs"] = False
     return {**{name: value for name, value in options.items() if name != "mode"}, "options": settings}
-
-
-def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None:
-    """Compile a model's layers, unless modules of it are compiled already, and say so.
-
-    by_argument: a Trainer's torch_compile asks for it, which by itself compiles the model as a whole.
-    """
-    if has_compiled_modules(list(model.modules())):
-        return
-    count = compile_layers(model, **options)
-    if is_first_rank():
-        mode = f" in mode {options['mode']}" if "mode" in options else ""
-        logger.warning(SAID.format(layers=count, mode=mode) + (OF_A_TRAINER if by_argument else ""))
 
 
 def expect_lengths(model: nn.Module) -> None:

@@ -6,9 +6,19 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend
 from transformers import TrainerCallback
+from transformers.utils import logging
 
-from ..compiling.layers import begin_compiling, compile_once, decoder_layers
+from ..compiling.layers import begin_compiling, compile_layers, decoder_layers
+from ..kernels.announce import is_first_rank
+from ..private.torch import has_compiled_modules
 from .methods import wrap_method
+
+logger = logging.get_logger(__name__)
+
+SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all that are alike; decoder layers: {layers}"
+BY_ARGUMENT = (
+    "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
+)
 
 
 class CompiledLayers(TrainerCallback):
@@ -23,10 +33,13 @@ class CompiledLayers(TrainerCallback):
         self.options: dict[str, Any] | None = None
 
     def choose(self, trainer: Any, compile: bool | None) -> None:
-        """Choose for a Trainer; compile=None leaves what was chosen before."""
+        """Choose for a Trainer; compile=None leaves what was chosen before. From then on the Trainer's accelerator
+        compiles no model as a whole, if layers are to be compiled."""
         self.compile = self.compile if compile is None else compile
         self.options = compile_options(trainer, self.compile)
         if self.options is not None:
+            for name in ("prepare", "prepare_model"):
+                wrap_method(trainer.accelerator, name, _without_dynamo)
             begin_compiling(self.options)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -38,8 +51,6 @@ class CompiledLayers(TrainerCallback):
 def compile_options(trainer: Any, compile: bool | None) -> dict[str, Any] | None:
     """Choose the options with which `compile_layers` is to compile this Trainer's model, or None where it is not to.
 
-    From then on the Trainer's accelerator compiles no model as a whole.
-
     Args:
         compile: what `attach` was given: None is what the Trainer's arguments say.
     """
@@ -47,10 +58,21 @@ def compile_options(trainer: Any, compile: bool | None) -> dict[str, Any] | None
     is_wanted = args.torch_compile if compile is None else compile
     if not is_wanted or not decoder_layers(trainer.model):
         return None
-    for name in ("prepare", "prepare_model"):
-        wrap_method(trainer.accelerator, name, _without_dynamo)
     options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {name: option for name, option in options.items() if option is not None}
+
+
+def compile_once(model: Any, options: dict[str, Any], by_argument: bool) -> None:
+    """Compile a model's layers, unless modules of it are compiled already, and say so.
+
+    by_argument: the Trainer's torch_compile asks for it, which by itself compiles the model as a whole.
+    """
+    if has_compiled_modules(list(model.modules())):
+        return
+    count = compile_layers(model, **options)
+    if is_first_rank():
+        mode = f" in mode {options['mode']}" if "mode" in options else ""
+        logger.warning(SAID.format(layers=count, mode=mode) + (BY_ARGUMENT if by_argument else ""))
 
 
 def _without_dynamo(accelerator: Any, method: Any, *args, **kwargs) -> Any:

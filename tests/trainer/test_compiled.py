@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerState
 
 import sonicmoe_hf
 from sonicmoe_hf.compiling import layers
+from sonicmoe_hf.trainer import compiled
 from sonicmoe_hf.trainer.compiled import CompiledLayers
 from sonicmoe_hf.trainer.methods import find_callback
 from sonicmoe_hf.trainer.packed_steps import PackedSteps
@@ -87,7 +88,7 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
     sonicmoe_hf.attach(trainer)  # as `sonicmoe-hf run` does of a program that attaches by itself
     callback = trainer.callback_handler.callbacks[0]
     assert callback is find_callback(trainer, CompiledLayers), "before those that look whether anything is compiled"
-    with mock.patch.object(layers, "compile_layers", return_value=2) as compile_layers:
+    with mock.patch.object(compiled, "compile_layers", return_value=2) as compile_layers:
         callback.on_train_begin(trainer.args, TrainerState(), None, model=model)
     assert compile_layers.mock_calls == ([] if expected is None else [mock.call(model, **expected)])
     prepared = trainer.accelerator.prepare_model(model)
