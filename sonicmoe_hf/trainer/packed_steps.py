@@ -48,38 +48,42 @@ class PackedSteps(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.given: int | None = None
+        self.packed_tokens: int | None = None  # as `attach` was given them, and few_lengths
         self.few_lengths: bool | None = None
         self.is_compiled = False
-        self._forget()
+        self._forget_run()
+        self._forget_rows()
 
-    def _forget(self) -> None:
+    def _forget_run(self) -> None:
         self.reason: str | None = None  # why there are no rows in this run
-        self.passed: set[Callable] = set()  # checks
+        self.checks_passed: set[Callable] = set()
         self.largest = 0  # tokens of a micro-batch, with padding
-        self.has_rows = False
-        self.later: set[int] = set()  # ids of micro-batches that a later one's row holds
+        self.has_rows = self.has_announced = False
+
+    def _forget_rows(self) -> None:
+        self.without_loss: set[int] = set()  # ids of micro-batches in the row of a later one
         self.rows: dict[int, Row] = {}  # by the id of the last micro-batch of each
 
     def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool | None) -> None:
         """Choose by what `attach` was given; None leaves what was chosen before."""
-        self.given = self.given if packed_tokens is None else int(packed_tokens)
+        self.packed_tokens = self.packed_tokens if packed_tokens is None else int(packed_tokens)
         self.is_compiled = is_compiled
         self.few_lengths = self.few_lengths if few_lengths is None else few_lengths
 
     @property
     def is_automatic(self) -> bool:
         """Tell whether rows, which nobody asked for, go with compiled layers."""
-        return self.given is None and self.is_compiled
+        return self.packed_tokens is None and self.is_compiled
 
     @property
     def is_on(self) -> bool:
         """Tell whether steps are packed, as far as is known."""
-        return bool(self.given) or (self.is_automatic and self.reason is None)
+        return bool(self.packed_tokens) or (self.is_automatic and self.reason is None)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Forget a run that ended inside a step, and look whether `compile_layers` was called before it."""
-        self._forget()
+        self._forget_run()
+        self._forget_rows()
         self.is_compiled = self.is_compiled or (model is not None and bool(compiled_modules(model)))
 
     def arrange(self, trainer: Any, batches: list, num_items: Any) -> None:
@@ -88,15 +92,12 @@ class PackedSteps(TrainerCallback):
         Raises:
             ValueError: rows were asked for, and would not be as their micro-batches.
         """
-        self.later, self.rows = set(), {}
+        self._forget_rows()
         if max(len(batches), trainer.args.gradient_accumulation_steps) < 2 or not self.is_on:
             return
-        max_tokens = self.given or AUTOMATIC_TOKENS
-        checks: list = [(check_steps, trainer, max_tokens), (check_rows_apart, trainer.model)]
-        if self.is_automatic:
-            checks.insert(1, (check_automatic, trainer))
-        if num_items is None:  # the first check says why
-            self._passes(*checks[0])
+        max_tokens = self.packed_tokens or AUTOMATIC_TOKENS
+        if num_items is None:  # the check says why
+            self._passes_once(check_steps, trainer, max_tokens)
             return
         counts, reason = _counts(batches)
         if reason is not None:
@@ -104,15 +105,22 @@ class PackedSteps(TrainerCallback):
                 logger.warning_once(APART.format(reason=reason))
             return
         self.largest = max(self.largest, *(batch["input_ids"].numel() for batch in batches))
-        if self.is_automatic:
-            max_tokens = min(aligned_length(self.largest), AUTOMATIC_TOKENS)
-        groups = _group(batches, counts, max_tokens)
+        max_row_tokens = min(aligned_length(self.largest), AUTOMATIC_TOKENS) if self.is_automatic else max_tokens
+        groups = _group(batches, counts, max_row_tokens)
         has_padding = any(count < batch["input_ids"].numel() for batch, count in zip(batches, counts))
         is_less = has_padding or len(groups) < len(batches)
-        if (self.has_rows or is_less) and all(self._passes(*check) for check in checks):
+        if (self.has_rows or is_less) and self._can_pack(trainer, max_tokens):
             self.has_rows = True
             for group in groups:
-                self._add(group, max_tokens)
+                self._add(group, max_row_tokens)
+
+    def _can_pack(self, trainer: Any, max_tokens: int) -> bool:
+        """Tell whether rows of at most so many tokens are as their micro-batches one by one."""
+        return (
+            self._passes_once(check_steps, trainer, max_tokens)
+            and (not self.is_automatic or self._passes_once(check_automatic, trainer))
+            and self._passes_once(check_rows_apart, trainer.model)
+        )
 
     def check_step(self, model: Any) -> None:
         """Check inside a step, at a micro-batch of a row, what callbacks ask of the routers in it; without rows nobody
@@ -121,25 +129,29 @@ class PackedSteps(TrainerCallback):
         Raises:
             ValueError: of rows that were asked for.
         """
-        is_first = check_routers not in self.passed
-        self.passed.discard(check_routers)
         if not self._passes(check_routers, model):
-            self.later, self.rows = set(), {}
-        elif self.is_automatic and is_first and is_first_rank():
-            logger.warning(PACKED)
+            self._forget_rows()
+        elif self.is_automatic and not self.has_announced:
+            self.has_announced = True
+            if is_first_rank():
+                logger.warning(PACKED)
+
+    def _passes_once(self, check: Callable, *args) -> bool:
+        """Tell what `_passes` does of a check that a run needs to pass once."""
+        if check not in self.checks_passed and self._passes(check, *args):
+            self.checks_passed.add(check)
+        return check in self.checks_passed
 
     def _passes(self, check: Callable, *args) -> bool:
-        """Tell whether a check, which is made once a run, raises nothing. Where rows were asked for, raise its error."""
+        """Tell whether a check raises nothing. Where rows were asked for, raise its error."""
         try:
-            if check not in self.passed:
-                check(*args)
+            check(*args)
         except ValueError as error:  # of the model too, which a check calls
             if not self.is_automatic:
                 raise
             self.reason = error.reason if isinstance(error, UnlikeApartError) else str(error)
             logger.warning_once(APART.format(reason=self.reason))
             return False
-        self.passed.add(check)
         return True
 
     def _add(self, group: list, max_tokens: int) -> None:
@@ -147,7 +159,7 @@ class PackedSteps(TrainerCallback):
         row = packed(group)
         tokens = row["input_ids"].shape[1]
         if tokens <= max_tokens:
-            self.later |= {id(batch) for batch in group[:-1]}
+            self.without_loss |= {id(batch) for batch in group[:-1]}
             self.rows[id(group[-1])] = filled(row, max(tokens, min(self._length(tokens), max_tokens)))
 
     def _length(self, tokens: int) -> int:
@@ -186,10 +198,10 @@ def filled(row: dict[str, Any], length: int) -> Row:
 def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
     """Call `trainer.training_step` with the row that a micro-batch is the last of; others have no loss."""
     callback = find_callback(trainer, PackedSteps)
-    if callback is None or not (id(inputs) in callback.later or id(inputs) in callback.rows):
+    if callback is None or not (id(inputs) in callback.without_loss or id(inputs) in callback.rows):
         return training_step(model, inputs, *args, **kwargs)
     callback.check_step(trainer.model)
-    if id(inputs) in callback.later:
+    if id(inputs) in callback.without_loss:
         return torch.zeros((), dtype=torch.float32, device=trainer.args.device)
     row = callback.rows.pop(id(inputs), None)
     if row is None:  # since this step's routers allow none

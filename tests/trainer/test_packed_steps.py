@@ -287,7 +287,7 @@ def test_other_batches_are_computed_apart_with_the_reason(change, reason, tmp_pa
     with mock.patch.object(packed_steps.logger, "warning_once") as warn:
         trainer.get_batch_samples(iter(batches), 2, torch.device("cpu"))
     callback = find_callback(trainer, PackedSteps)
-    assert not callback.rows and not callback.later
+    assert not callback.rows and not callback.without_loss
     assert reason in warn.call_args.args[0]
 
 
