@@ -26,7 +26,7 @@ PROBE_TOKENS = 8
 LEAK = 2e-2  # of logits' norm: bf16 rounds to 0.4%, and other tokens in the same attention move it by tens of percent
 REMEDY = "leave packed_tokens of attach(trainer) out"
 LINEAR_IN_MEMORY = "sdpa", "flash", "torch_sinks"  # in names of attention; others keep scores of all pairs of tokens
-_checking = threading.Lock()
+_replacing = threading.Lock()
 
 
 def check_steps(trainer: Any, max_tokens: int) -> None:
@@ -42,7 +42,7 @@ def check_steps(trainer: Any, max_tokens: int) -> None:
     shared = any(expert_parallelism(experts) is not None for experts in every_experts(model))
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     chunk = getattr(config, "attention_chunk_size", None)
-    _refuse(
+    _raise_first(
         {
             "the loss is not the Trainer's own": not is_own(trainer, "compute_loss"),
             "compute_loss_func may not be a sum over tokens": trainer.compute_loss_func is not None,
@@ -70,7 +70,7 @@ def check_automatic(trainer: Any) -> None:
         UnlikeApartError: they may.
     """
     attention = transformers_model(trainer.model).config.get_text_config()._attn_implementation or ""
-    _refuse(
+    _raise_first(
         {
             "training_step is not the Trainer's own": not is_own(trainer, "training_step"),
             "CUDA graphs (torch_compile_mode) are of one length": trainer.args.torch_compile_mode in CAPTURED_MODES,
@@ -94,7 +94,7 @@ def check_routers(model: nn.Module) -> None:
     if state is not None:
         balances = state.balancing is not None and bool(state.balancing.loss_weight)
         rounds = state.policy is not None
-        _refuse(
+        _raise_first(
             {
                 "the balancing loss is not a sum over tokens": balances,
                 "token rounding depends on which tokens are computed together": rounds,
@@ -147,21 +147,22 @@ def _without_experts(model: Any) -> Iterator[None]:
 
     def forward(experts, hidden_states, *args, sonicmoe_hf_adapters=None, **kwargs):
         if experts not in own:
-            return computing(experts, hidden_states, *args, sonicmoe_hf_adapters=sonicmoe_hf_adapters, **kwargs)
+            return registered(experts, hidden_states, *args, sonicmoe_hf_adapters=sonicmoe_hf_adapters, **kwargs)
         if sonicmoe_hf_adapters is not None:
             sonicmoe_hf_adapters.take()
         return torch.zeros_like(hidden_states)
 
-    with _checking:
-        computing = ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
-        ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = forward
+    with _replacing:
+        registered = ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+        ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = forward  # which stands before what is registered, and leaves it there
         try:
             yield
         finally:
-            del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+            del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]  # so that what is registered counts again
 
 
-def _refuse(reasons: dict[str, bool]) -> None:
+def _raise_first(reasons: dict[str, bool]) -> None:
+    """Raise UnlikeApartError of the first reason that holds, if one does."""
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
         raise _unlike_apart(reason)
