@@ -79,7 +79,6 @@ def _get_batch_samples(trainer, get_batch_samples, *args, **kwargs):
         packed_steps.arrange(trainer, batches, num_items)
     if (lengths := find_callback(trainer, VaryingLengths)) is not None:
         rows = [] if packed_steps is None else packed_steps.rows.values()
-        lengths.is_apart = packed_steps is not None and packed_steps.reason is not None
         lengths.expect(trainer.model, batches, [row.token_mask for row in rows])
     return batches, num_items
 
@@ -202,7 +201,7 @@ def _step_callbacks(trainer) -> tuple[CompiledLayers, VaryingLengths, PackedStep
         compiled, lengths, packed_steps = CompiledLayers(), VaryingLengths(), PackedSteps()
         # what is compiled is compiled before others ask for it
         trainer.callback_handler.callbacks[:0] = [compiled, lengths, packed_steps, LossFilter()]
-        for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths), FirstStepReport()):
+        for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths, packed_steps), FirstStepReport()):
             trainer.add_callback(each)
     return compiled, lengths, packed_steps
 

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from ..compiling.layers import can_capture, why_in_python
 from ..kernels.announce import is_first_rank
 from .lengths import VaryingLengths
+from .packed_steps import PackedSteps
 
 logger = logging.get_logger(__name__)
 
@@ -32,12 +33,12 @@ FEW_LENGTHS = "attach(trainer, few_lengths=True), by which sizes come again"
 class GpuAdvice(TrainerCallback):
     """Says once, after ten steps, how busy the GPU is, and which switches would help. `attach` adds it to a Trainer.
 
-    lengths: what is known of the run: its micro-batches, whether they are packed or cannot be, and whether layers are
-    compiled.
+    lengths: what is known of the run: its micro-batches, whether they are packed, and whether layers are compiled.
+    packed_steps: why they cannot be packed.
     """
 
-    def __init__(self, lengths: VaryingLengths) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: VaryingLengths, packed_steps: PackedSteps) -> None:
+        self.lengths, self.packed_steps = lengths, packed_steps
         self.first_step = 0
         self.samples: list[int] = []
 
@@ -66,7 +67,8 @@ class GpuAdvice(TrainerCallback):
         its own."""
         lengths = self.lengths
         switches = why_in_python(model) if lengths.is_compiled else []
-        can_pack = args.gradient_accumulation_steps > 1 and not (lengths.is_packed or lengths.is_apart)
+        is_possible = args.gradient_accumulation_steps > 1 and self.packed_steps.reason is None
+        can_pack = is_possible and not lengths.is_packed
         varies = len(lengths.shapes) > 1 and not (lengths.is_packed or can_pack)
         if can_pack:
             switches.append(PACK)

@@ -33,7 +33,7 @@ class VaryingLengths(WhileTraining):
     def _forget(self) -> None:
         self.shapes: set[tuple[int, ...]] = set()
         self.count = self.tokens = 0
-        self.is_compiled = self.is_packed = self.is_apart = self.has_lengths = False
+        self.is_compiled = self.is_packed = self.takes_any_length = False
 
     def begin(self, args: Any, model: Any) -> None:
         """Begin to observe a run's lengths."""
@@ -48,13 +48,13 @@ class VaryingLengths(WhileTraining):
         masks: [1, N], of the rows in which the micro-batches are packed.
         """
         self.is_packed = self.is_packed or bool(masks)
-        if self.is_compiled and not self.has_lengths:
+        if self.is_compiled and not self.takes_any_length:
             columns = [batch.get("input_ids") if hasattr(batch, "get") else None for batch in batches]
             lengths = {ids.shape[-1] for ids in columns if isinstance(ids, torch.Tensor)}
-            self.has_lengths = bool(masks) or len(lengths) > 1
-            if self.has_lengths:
+            self.takes_any_length = bool(masks) or len(lengths) > 1
+            if self.takes_any_length:
                 expect_lengths(model)
-        if self.has_lengths:
+        if self.takes_any_length:
             for mask in masks:  # which compiled layers read beside their arguments
                 mark_as_any_size(mask, 1)
 
@@ -66,7 +66,7 @@ class VaryingLengths(WhileTraining):
         self.count += 1
         self.tokens += ids.numel()
         self.shapes.add(tuple(ids.shape))
-        if self.has_lengths:
+        if self.takes_any_length:
             for column in inputs.values():  # a mask is also read in compiled layers
                 if isinstance(column, torch.Tensor) and column.shape == ids.shape and ids.shape[-1] > 1:
                     mark_as_any_size(column, column.dim() - 1)

@@ -12,6 +12,7 @@ import sonicmoe_hf
 from sonicmoe_hf.trainer import gpu_advice
 from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
 from sonicmoe_hf.trainer.lengths import VaryingLengths
+from sonicmoe_hf.trainer.packed_steps import PackedSteps
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,8 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("sonicmoe_hf"), "propagate", True)
     lengths = VaryingLengths()
-    callback, args = GpuAdvice(lengths), SimpleNamespace(device=torch.device("cuda", 0), gradient_accumulation_steps=1)
+    callback = GpuAdvice(lengths, PackedSteps())
+    args = SimpleNamespace(device=torch.device("cuda", 0), gradient_accumulation_steps=1)
     caplog.clear()
     for each in (lengths, callback):
         each.on_train_begin(args, TrainerState(global_step=100), None, model=None)  # resumed
@@ -43,22 +45,25 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
 
 @pytest.mark.pinned
 @pytest.mark.parametrize(
-    ("accumulated", "lengths", "settings", "switches"),
+    ("accumulated", "lengths", "settings", "reason", "switches"),
     [
-        (1, [16], {}, [gpu_advice.COMPILE]),
-        (1, [16, 17], {}, [gpu_advice.FEW_LENGTHS]),  # compiled layers gain nothing there
-        (1, [16, 17], {"few_lengths": True}, []),
-        (1, [16], {"is_compiled": True}, []),
-        (4, [16, 17], {}, [gpu_advice.PACK, gpu_advice.COMPILE]),
-        (4, [16, 17], {"is_packed": True}, [gpu_advice.COMPILE]),
-        (4, [16, 17], {"is_packed": True, "is_compiled": True}, []),
-        (4, [16, 17], {"is_apart": True, "is_compiled": True}, [gpu_advice.FEW_LENGTHS]),
+        (1, [16], {}, None, [gpu_advice.COMPILE]),
+        (1, [16, 17], {}, None, [gpu_advice.FEW_LENGTHS]),  # compiled layers gain nothing there
+        (1, [16, 17], {"few_lengths": True}, None, []),
+        (1, [16], {"is_compiled": True}, None, []),
+        (4, [16, 17], {}, None, [gpu_advice.PACK, gpu_advice.COMPILE]),
+        (4, [16, 17], {"is_packed": True}, None, [gpu_advice.COMPILE]),
+        (4, [16, 17], {"is_packed": True, "is_compiled": True}, None, []),
+        (4, [16, 17], {"is_compiled": True}, "attention", [gpu_advice.FEW_LENGTHS]),
     ],
 )
-def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, switches):
+def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, reason, switches):
     observed, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=accumulated, world_size=1)
     vars(observed).update(settings, shapes={(2, length) for length in lengths})
-    assert GpuAdvice(observed)._switches(args, build_patched("qwen3_moe")) == "; ".join([*switches, gpu_advice.LARGER])
+    packed_steps = PackedSteps()
+    packed_steps.reason = reason
+    said = GpuAdvice(observed, packed_steps)._switches(args, build_patched("qwen3_moe"))
+    assert said == "; ".join([*switches, gpu_advice.LARGER])
 
 
 @pytest.mark.pinned
@@ -76,4 +81,4 @@ def test_compiled_layers_of_one_size_could_be_captured(shapes, world_size, mode,
     observed.is_compiled, observed.shapes = True, shapes
     model = build_patched("qwen3_moe")
     sonicmoe_hf.compile_layers(model, mode=mode, backend=lambda graph, inputs, **options: graph)
-    assert (gpu_advice.CAPTURE in GpuAdvice(observed)._switches(args, model)) == is_advised
+    assert (gpu_advice.CAPTURE in GpuAdvice(observed, PackedSteps())._switches(args, model)) == is_advised
