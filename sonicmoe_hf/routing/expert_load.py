@@ -1,4 +1,4 @@
-"""Counting the rows that routers send to each expert, on the device and without a host sync."""
+"""Counting the pairs that routers send to each expert, on the device and without a host sync."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 
 from ..private.torch import mark_as_static
 
-TOTALS = ("calls", "rounding_calls", "top_k_fallbacks", "rows_added", "rows_dropped", "padded_rows_avoided")
+# what grows by one in a call of top-k, in one where it stands in place of rounding, and all that is counted beside pairs
+OF_TOP_K = ("calls",)
+OF_FALLBACK = (*OF_TOP_K, "rounding_calls", "top_k_fallbacks")
+TOTALS = (*OF_FALLBACK, "rows_added", "rows_dropped", "padded_rows_avoided")
 
 
 def tokens_per_expert(
@@ -20,17 +23,22 @@ def tokens_per_expert(
     return ones_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), ones_TK.reshape(-1))
 
 
+def split_counts(counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split counts [E + len(TOTALS)] into the pairs of each expert and TOTALS."""
+    return counted[: -len(TOTALS)], counted[-len(TOTALS) :]
+
+
 class ExpertLoad:
-    """Sums over training forwards of one layer, int64 on the router's device: rows per expert [E], then TOTALS.
+    """Sums over training forwards of one layer, int64 on the router's device: pairs of each expert [E], then TOTALS.
     "rounding_calls" are those that rounding was asked of, also where top-k stands."""
 
     def __init__(self) -> None:
         self.counted: torch.Tensor | None = None
 
     @property
-    def rows_E(self) -> torch.Tensor | None:
-        """Get every expert's rows so far."""
-        return None if self.counted is None else self.counted[: -len(TOTALS)]
+    def pairs_E(self) -> torch.Tensor | None:
+        """Get the number of every expert's pairs so far."""
+        return None if self.counted is None else split_counts(self.counted)[0]
 
     def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
         """Count from zero, and return the counter. (torch.compile takes a checkpointed layer only where there was one
@@ -55,19 +63,27 @@ class ExpertLoad:
         f_E = tokens_per_expert(top_k_index_TK, num_experts, valid_T, torch.int64)
         if rows_E is None:
             counted[:num_experts].add_(f_E)
-            counted[num_experts : num_experts + (3 if fell_back else 1)].add_(1)
+            num_increased = len(OF_FALLBACK if fell_back else OF_TOP_K)  # the first of TOTALS, by one kernel
+            counted[num_experts : num_experts + num_increased].add_(1)
             return
         fell_back = f_E.new_zeros(()) + fell_back
         # where padding made rounding fall back, top-k routes padding too, which is not counted
         n_E = torch.where(fell_back > 0, f_E, rows_E)
         change_E = n_E - f_E
         avoided_E = (-f_E) % tile - (-n_E) % tile
-        added, dropped = change_E.clamp(min=0).sum(), (-change_E).clamp(min=0).sum()
         one = f_E.new_ones(())
-        counted.add_(torch.cat([n_E, torch.stack([one, one, fell_back, added, dropped, avoided_E.sum()])]))
+        totals = {
+            "calls": one,
+            "rounding_calls": one,
+            "top_k_fallbacks": fell_back,
+            "rows_added": change_E.clamp(min=0).sum(),
+            "rows_dropped": (-change_E).clamp(min=0).sum(),
+            "padded_rows_avoided": avoided_E.sum(),
+        }
+        counted.add_(torch.cat([n_E, torch.stack([totals[name] for name in TOTALS])]))
 
     def take(self) -> torch.Tensor | None:
-        """Take the counts [E + len(TOTALS)] since the last call, None where counting never started, and start from
+        """Take the counts since the last call, for `split_counts`, None where counting never started, and start from
         zero."""
         if self.counted is None:
             return None

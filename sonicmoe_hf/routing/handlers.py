@@ -34,7 +34,7 @@ class HookOfRouter(Protocol):
     family_name: str
     layer_name: str
     load: ExpertLoad
-    balance: BiasLoad
+    bias_load: BiasLoad
 
 
 class RouterRun:
@@ -144,7 +144,7 @@ def count_tokens(run: RouterRun) -> None:
     if run.family.has_fixed_experts(run.router):
         return
     if not run.forward.recomputing:
-        run.hook.balance.count(run.index_TK, run.num_experts, valid_T=run.valid_T)
+        run.hook.bias_load.count(run.index_TK, run.num_experts, valid_T=run.valid_T)
 
 
 def add_layer_loss(run: RouterRun) -> None:

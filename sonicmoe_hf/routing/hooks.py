@@ -73,7 +73,7 @@ def hook_routers(model: nn.Module, state: RoutingState) -> None:
 class RouterHook:
     """Forward hook of a router: has it do what the call in progress asks of it (handlers.py).
 
-    load, balance: what it counted, for reports and for the next update of its bias.
+    load, bias_load: what it counted, for reports and for the next update of its bias.
     """
 
     state: RoutingState  # of the model
@@ -82,13 +82,13 @@ class RouterHook:
         self.family_name = family_name
         self.layer_name = layer_name
         self.load = ExpertLoad()
-        self.balance = BiasLoad()
+        self.bias_load = BiasLoad()
 
     def __deepcopy__(self, memo):
         """Copy as a hook of the copied model, whose own hooks are copied first, or, where a router alone is copied (as
         PEFT does), of the same model."""
         copied = memo[id(self)] = type(self)(self.family_name, self.layer_name)
-        copied.load, copied.balance = copy.deepcopy((self.load, self.balance), memo)
+        copied.load, copied.bias_load = copy.deepcopy((self.load, self.bias_load), memo)
         copied.state = memo.get(id(self.state), self.state)
         return copied
 

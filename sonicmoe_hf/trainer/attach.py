@@ -152,7 +152,7 @@ def attach(
         expanded_memory: the memory of the GPU ("20GiB", or a number of bytes) in which packed experts lie expanded too
             while the Trainer trains, of as many layers as fit: their products expand nothing, and results stay the same.
     Returns:
-        The callback, whose `history` keeps rows per expert.
+        The callback, whose `history` keeps the experts' load.
     Raises:
         ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization; a trainer
             of TRL's that would send vLLM experts with adapters, or packed ones; expanded_memory. In the first step:
@@ -180,7 +180,7 @@ def attach(
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
-    compiled, lengths, packed_steps = _step_callbacks(trainer)
+    compiled, lengths, packed_steps = _find_or_add_callbacks(trainer)
     if expanded_memory is not None:
         add_expanded_memory(trainer, expanded_memory)
     lengths.few_lengths = lengths.few_lengths if few_lengths is None else few_lengths
@@ -193,7 +193,7 @@ def attach(
     return callback
 
 
-def _step_callbacks(trainer) -> tuple[CompiledLayers, VaryingLengths, PackedSteps]:
+def _find_or_add_callbacks(trainer) -> tuple[CompiledLayers, VaryingLengths, PackedSteps]:
     """Find the callbacks that `attach` gives settings, or add them and those that take none."""
     compiled, lengths = find_callback(trainer, CompiledLayers), find_callback(trainer, VaryingLengths)
     packed_steps = find_callback(trainer, PackedSteps)

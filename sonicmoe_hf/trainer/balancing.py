@@ -92,22 +92,22 @@ class LoadBalancing(StepCallback):
             for family, _, router in routers(transformers_model(model)):
                 if family.has_fixed_experts(router):
                     continue
-                counts = hook_of(router).balance
-                bias = counts.keep_bias(router.e_score_correction_bias)
-                counts.start(bias.numel(), bias.device)
+                load = hook_of(router).bias_load
+                bias_E = load.keep_bias(router.e_score_correction_bias)
+                load.start(bias_E.numel(), bias_E.device)
         return Balancing(self.per_layer_loss or 0.0, self.bias_update is not None)
 
     def step(self, model: nn.Module) -> None:
         """Update the biases after an optimiser step, with the tokens of all ranks since the last call."""
         if self.bias_update is None:
             return
-        live = _movable(model)
-        balance = [hook_of(router).balance for router in live]
-        totals = summed_over_ranks([layer.rows_E for layer in balance])
-        for router, layer, total_E in zip(live, balance, totals):
-            bias_E = layer.keep_bias(router.e_score_correction_bias)
+        with_bias = _routers_with_bias(model)
+        loads = [hook_of(router).bias_load for router in with_bias]
+        totals = summed_over_ranks([load.pairs_E for load in loads])
+        for router, load, total_E in zip(with_bias, loads, totals):
+            bias_E = load.keep_bias(router.e_score_correction_bias)
             update_bias(bias_E, total_E.to(bias_E.device), self.bias_update)
-            layer.counted.zero_()
+            load.counted.zero_()
 
     def stop(self, model: nn.Module) -> None:
         """Stop balancing; the biases stay as they are."""
@@ -135,6 +135,7 @@ class LoadBalancing(StepCallback):
         return loss
 
     def _check(self, layer: MoELayer) -> None:
+        """Raise UnsupportedModelError where this layer cannot be balanced as is asked."""
         if layer.family is None:
             reason = "its router is not known; docs/models.md lists the models that are"
         elif holding_of(layer.experts).by is Holder.THEIR_EXPERT_PARALLEL:
@@ -172,8 +173,8 @@ class LoadBalancing(StepCallback):
         Raises:
             ValueError: another LoadBalancing does.
         """
-        routing = routing_state(model)
-        if "balancing" in routing.step.replaced and routing.balancing is not self._balancing:
+        settings = routing_state(model)
+        if "balancing" in settings.step.replaced and settings.balancing is not self._balancing:
             raise ValueError(
                 "the Trainer has two LoadBalancing callbacks, of which one would do nothing; give one of them "
                 "per_layer_loss and bias_update"
@@ -185,8 +186,8 @@ class LoadBalancing(StepCallback):
         self.step(model)
 
 
-def _movable(model: nn.Module) -> list[nn.Module]:
-    """List the routers in use but those whose experts a table gives."""
+def _routers_with_bias(model: nn.Module) -> list[nn.Module]:
+    """List the routers in use whose correction bias moves: all but those whose experts a table gives."""
     layers = ((layer.family, layer.router) for layer in find_layers(model))
     return [router for family, router in layers if family is not None and not family.has_fixed_experts(router)]
 
@@ -195,7 +196,7 @@ def _check_saved(model: nn.Module) -> None:
     """Raise ValueError where PEFT would save adapters without the routers' biases."""
     saved = {module for name, module in model.named_modules() if ".modules_to_save." in name}
     has_adapters = any(hasattr(module, "peft_config") for module in model.modules())
-    if has_adapters and any(router not in saved for router in _movable(model)):
+    if has_adapters and any(router not in saved for router in _routers_with_bias(model)):
         raise ValueError(
             "LoadBalancing(bias_update=...) changes the routers' biases, which an adapter's checkpoint leaves out; put "
             "the routers into modules_to_save of the PEFT config, or use per_layer_loss"

@@ -15,7 +15,7 @@ from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..models.patch import patch_model
 from ..patching.moe_layers import find_layers, is_patched
-from ..routing.expert_load import TOTALS
+from ..routing.expert_load import TOTALS, split_counts
 from ..routing.patched_model import (
     check_and_hook_routers,
     clear_counts,
@@ -113,7 +113,7 @@ class TokenRoundingCallback(StepCallback):
         _check_moment("end", end)
         if type(start) is type(end) and start >= end:
             raise ValueError(f"start {start!r} must come before end {end!r}")
-        self._of_model = self.policy  # in this training
+        self._policy_with_tile = self.policy  # with the tile of the model that is trained
         self.start = start
         self.end = end
         self.allow_policy_optimization = allow_policy_optimization
@@ -141,26 +141,26 @@ class TokenRoundingCallback(StepCallback):
         """Patch the model if it is not patched, and check that it can round."""
         self.check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
-        self._of_model = self._with_tile_of(routing_policy(model))
-        check_and_hook_routers(model, self._of_model, remedy="leave TokenRoundingCallback out")
+        self._policy_with_tile = self._with_tile_of(routing_policy(model))
+        check_and_hook_routers(model, self._policy_with_tile, remedy="leave TokenRoundingCallback out")
 
-    def _with_tile_of(self, given: TokenRounding | None) -> TokenRounding:
+    def _with_tile_of(self, own: TokenRounding | None) -> TokenRounding:
         """Set the policy's tile to that of the model's own, where this callback was given none."""
-        if given is None or given.tile is None or given.tile == self.policy.tile:
+        if own is None or own.tile is None or own.tile == self.policy.tile:
             return self.policy
         if self.policy.tile is not None:
             raise ValueError(
-                f"TokenRoundingCallback has tile={self.policy.tile}, and the model has tile={given.tile}, of "
+                f"TokenRoundingCallback has tile={self.policy.tile}, and the model has tile={own.tile}, of "
                 "from_pretrained or patch_model(routing=...): give one of them"
             )
-        return replace(self.policy, tile=given.tile)
+        return replace(self.policy, tile=own.tile)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step, unless it is another TokenRoundingCallback's turn."""
-        routing = routing_state(model)
+        settings = routing_state(model)
         if self.is_active(state.global_step, state.max_steps):
-            self.begin_step(model, policy=self._of_model)
-        elif routing.policy is self._of_model or "policy" not in routing.step.replaced:
+            self.begin_step(model, policy=self._policy_with_tile)
+        elif settings.policy is self._policy_with_tile or "policy" not in settings.step.replaced:
             self.begin_step(model, policy=None)
 
 
@@ -170,23 +170,24 @@ class ExpertLoadCallback(StepCallback):
     With `sonicmoe_hf.attach(trainer)` the metrics go through `trainer.log`, so that reporters and trainer_state.json
     have them; without it they are only in `history`. All refer to the training forwards since the last log, over all
     ranks; layers recomputed by gradient checkpointing count once; under Transformers' own expert parallelism nothing is
-    counted:
+    counted. An expert's load is the number of its pairs, each a token and one of its experts; keys call them rows, as
+    kernels do:
 
-        moe/load_max_over_mean  rows of the busiest expert over the mean, in the worst layer
-        moe/load_cv             standard deviation of rows per expert over the mean, averaged over layers
-        moe/dead_experts        experts without rows, over all layers
+        moe/load_max_over_mean  load of the busiest expert over the mean, in the worst layer
+        moe/load_cv             standard deviation of the experts' loads over the mean, averaged over layers
+        moe/dead_experts        experts without load, over all layers
 
     and where token rounding was on:
 
-        moe/rows_added, moe/rows_dropped   by token rounding, compared with top-k
-        moe/padded_rows_avoided rows of padding to full tiles that top-k would have needed and rounding did not
-        moe/top_k_fallbacks     layer forwards that fell back to top-k for want of rows
+        moe/rows_added, moe/rows_dropped   pairs more and fewer than by top-k
+        moe/padded_rows_avoided padding to full tiles that top-k would have needed and rounding did not
+        moe/top_k_fallbacks     layer forwards that fell back to top-k for want of pairs
 
-    history: one dict a log, with "step", "rows_per_expert" ({layer: [rows]}) and the metrics.
+    history: one dict a log, with "step", "rows_per_expert" ({layer: [load of each expert]}) and the metrics.
 
     Args:
         plot: file for the picture that `draw` makes; the first rank draws it at the end of training.
-        histograms: after `attach`, give TensorBoard and W&B a histogram of each layer's rows per expert at every log.
+        histograms: after `attach`, give TensorBoard and W&B a histogram of each layer's loads at every log.
     Raises:
         ImportError: plot without matplotlib. ValueError: plot has no ending of a picture's file.
     Example:
@@ -199,13 +200,13 @@ class ExpertLoadCallback(StepCallback):
             check_drawable(self.plot)
         self.histograms = histograms
         self.history: list[dict] = []
-        self._counts = False
-        self._begin = 0  # of this training, in history
+        self._is_counting = False
+        self._num_earlier_logs = 0  # in history, of earlier trainings
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Start counting, from zero."""
         super().on_train_begin(args, state, control, model, **kwargs)
-        self._counts = False
+        self._is_counting = False
         if routing_policy(model) is not None:  # set by patch_model or set_routing
             check_no_policy_trainer(args, remedy='sonicmoe_hf.set_routing(model, "top_k")')
         if is_pipelined(model):
@@ -220,8 +221,8 @@ class ExpertLoadCallback(StepCallback):
             )
             return
         clear_counts(model)
-        self._counts = True
-        self._begin = len(self.history)
+        self._is_counting = True
+        self._num_earlier_logs = len(self.history)
         if not self.attached:
             logger.warning_once(
                 "ExpertLoadCallback: call sonicmoe_hf.attach(trainer) to send its metrics to reporters and log_history"
@@ -229,7 +230,7 @@ class ExpertLoadCallback(StepCallback):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Count in this step."""
-        if self._counts:
+        if self._is_counting:
             self.begin_step(model, counts_load=True)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
@@ -256,7 +257,7 @@ class ExpertLoadCallback(StepCallback):
             counted up to a log. OSError: the file cannot be written.
         """
         check_drawable(Path(path))
-        history = self.history[self._begin :]
+        history = self.history[self._num_earlier_logs :]
         if not history:
             raise ValueError("nothing was counted up to a log: train at least logging_steps steps first")
         draw_history(Path(path), history)
@@ -267,24 +268,24 @@ class ExpertLoadCallback(StepCallback):
         counts = [count for hook in hooks if (count := hook.load.take()) is not None]
         if not counts or len(counts) < len(hooks):
             return {}
-        per_layer = [(total // ranks_of_batch(model)).cpu() for total in summed_over_ranks(counts)]
-        rows = {hook.layer_name: count[: -len(TOTALS)] for hook, count in zip(hooks, per_layer)}
-        totals = dict(zip(TOTALS, torch.stack([count[-len(TOTALS) :] for count in per_layer]).sum(0).tolist()))
+        per_layer = [split_counts((total // ranks_of_batch(model)).cpu()) for total in summed_over_ranks(counts)]
+        loads = [load_E for load_E, _ in per_layer]
+        totals = dict(zip(TOTALS, torch.stack([totals for _, totals in per_layer]).sum(0).tolist()))
         if totals["calls"] == 0:
             return {}
-        metrics = _load_metrics(list(rows.values()), totals)
-        self.history.append(
-            {"step": step, "rows_per_expert": {name: row.tolist() for name, row in rows.items()}, **metrics}
-        )
+        metrics = _load_metrics(loads, totals)
+        by_layer = {hook.layer_name: load_E.tolist() for hook, load_E in zip(hooks, loads)}
+        self.history.append({"step": step, "rows_per_expert": by_layer, **metrics})
         return metrics
 
 
-def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:
-    means = [row.double().mean().clamp(min=1e-9) for row in rows]
-    load = {
-        "moe/load_max_over_mean": max((row.max() / mean).item() for row, mean in zip(rows, means)),
-        "moe/load_cv": sum((row.double().std(correction=0) / mean).item() for row, mean in zip(rows, means))
-        / len(rows),
-        "moe/dead_experts": sum(int((row == 0).sum()) for row in rows),
+def _load_metrics(loads: list[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:
+    """Compute the metrics of a log. loads: int64 [E], of each layer; totals: TOTALS, of all layers."""
+    means = [load_E.double().mean().clamp(min=1e-9) for load_E in loads]
+    deviations = [load_E.double().std(correction=0) for load_E in loads]
+    metrics = {
+        "moe/load_max_over_mean": max((load_E.max() / mean).item() for load_E, mean in zip(loads, means)),
+        "moe/load_cv": sum((deviation / mean).item() for deviation, mean in zip(deviations, means)) / len(loads),
+        "moe/dead_experts": sum(int((load_E == 0).sum()) for load_E in loads),
     }
-    return load | ({f"moe/{name}": totals[name] for name in OF_ROUNDING} if totals["rounding_calls"] else {})
+    return metrics | ({f"moe/{name}": totals[name] for name in OF_ROUNDING} if totals["rounding_calls"] else {})

@@ -51,7 +51,7 @@ def test_micro_batches_add_up_with_one_of_padding_alone_among_them():
     counts.count(INDEX_TK, 5)
     counts.count(INDEX_TK, 5, valid_T=torch.zeros(4, dtype=torch.bool))
     counts.count(INDEX_TK[:1], 5, valid_T=torch.ones(1, dtype=torch.bool))
-    assert counts.rows_E.tolist() == [5, 3, 1, 1, 0] and counts.rows_E.dtype == torch.int64
+    assert counts.pairs_E.tolist() == [5, 3, 1, 1, 0] and counts.pairs_E.dtype == torch.int64
 
 
 def test_the_loss_of_a_layer_is_switch_transformers_over_the_tokens_that_are_no_padding():

@@ -67,7 +67,7 @@ def test_the_load_of_both_layers_is_counted(model):
     clear_counts(model)
     routing_state(model).counts_load = True
     loss_and_gradients(model, inputs)
-    rows_E = [hook.load.rows_E for hook in router_hooks(model)]
+    rows_E = [hook.load.pairs_E for hook in router_hooks(model)]
     assert torch.equal(rows_E[0], F.one_hot(of_table(model, inputs), E).sum((0, 1)))
     assert [rows.sum() for rows in rows_E] == [of_table(model, inputs).numel()] * 2
 
@@ -78,7 +78,7 @@ def test_token_rounding_leaves_the_tables_layers_as_they_are_and_rounds_the_othe
     routing_state(model).counts_load = True
     sonicmoe_hf.set_routing(model, ROUNDING)
     found = loss_and_gradients(model, inputs)
-    fixed_E, rounded_E = [hook.load.rows_E for hook in router_hooks(model)]
+    fixed_E, rounded_E = [hook.load.pairs_E for hook in router_hooks(model)]
     assert torch.equal(fixed_E, F.one_hot(of_table(model, inputs), E).sum((0, 1)))
     assert (fixed_E % ROUNDING.tile).any() and not (rounded_E % ROUNDING.tile).any()
     assert found["loss"].isfinite()
@@ -187,5 +187,5 @@ def test_no_bias_is_counted_for_a_table(model):
     """A count would be reset by nothing, and compiled layers take no counter that begins in them."""
     LoadBalancing(bias_update=1e-3).start(model)
     loss_and_gradients(model, batch())
-    fixed, counted = (hook.balance.rows_E for hook in router_hooks(model))
+    fixed, counted = (hook.bias_load.pairs_E for hook in router_hooks(model))
     assert fixed is None and counted.sum() > 0

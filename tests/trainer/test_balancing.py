@@ -61,7 +61,7 @@ def test_its_gradients_are_those_of_every_layers_loss_scaled_as_the_models_is(fa
     (3.0 * ours(**inputs).loss).backward()
     assert_all_close(gradients_of(ours), with_loss_by_hand(family, model, inputs, 3.0), 1e-5, ORDER_OF_SUMS)
     for hook in router_hooks(ours) if balancing.bias_update else ():
-        assert hook.balance.rows_E.sum() == K * inputs["attention_mask"].sum(), "also where layers are recomputed"
+        assert hook.bias_load.pairs_E.sum() == K * inputs["attention_mask"].sum(), "also where layers are recomputed"
     balancing.stop(ours)
     assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, ORDER_OF_SUMS)
 

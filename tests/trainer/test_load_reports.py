@@ -89,11 +89,11 @@ def test_tensorboard_has_a_histogram_of_every_layers_rows_at_every_log(tmp_path)
     callback = ExpertLoadCallback()
     train_with(callback, tmp_path / "on", report_to=["tensorboard"])
     found = histograms_of(tmp_path / "on")
-    assert set(found) == {f"{load_reports.ROWS}/{name}" for name in callback.history[0]["rows_per_expert"]}
+    assert set(found) == {f"{load_reports.HISTOGRAMS}/{name}" for name in callback.history[0]["rows_per_expert"]}
     for name, events in found.items():
         assert [event.step for event in events] == [1, 2, 3]
         for event, entry in zip(events, callback.history):
-            rows = entry["rows_per_expert"][name.removeprefix(f"{load_reports.ROWS}/")]
+            rows = entry["rows_per_expert"][name.removeprefix(f"{load_reports.HISTOGRAMS}/")]
             value = event.histogram_value
             assert (value.num, value.sum) == (len(rows), ROWS) and (value.min, value.max) == (min(rows), max(rows))
     train_with(ExpertLoadCallback(histograms=False), tmp_path / "off", report_to=["tensorboard"])
@@ -121,7 +121,10 @@ def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path, mo
     expected = [
         {
             "train/global_step": entry["step"],
-            **{f"{load_reports.ROWS}/{name}": ("histogram", rows) for name, rows in entry["rows_per_expert"].items()},
+            **{
+                f"{load_reports.HISTOGRAMS}/{name}": ("histogram", rows)
+                for name, rows in entry["rows_per_expert"].items()
+            },
         }
         for entry in callback.history
     ]

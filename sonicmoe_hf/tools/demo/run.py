@@ -37,7 +37,7 @@ from ...routing.patched_model import set_routing
 from ...trainer.attach import attach
 from ...trainer.balancing import LoadBalancing
 from ...trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback
-from ...trainer.load_reports import rows_by_layer
+from ...trainer.load_reports import load_by_layer
 from ..comparing import relative_error
 from . import corpus, plots
 from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
@@ -111,7 +111,7 @@ class Demo:
 
     def rows(self) -> np.ndarray:
         """List the rows of every expert of every layer, at every log: [layers, logs, experts]."""
-        return np.stack(list(rows_by_layer(self.load.history).values()))
+        return np.stack(list(load_by_layer(self.load.history).values()))
 
 
 class _PrintProgress(TrainerCallback):
