@@ -8,6 +8,7 @@ patched_model     what others ask of a patched model's routing, and set; support
 hooks             the hooks of routers and models; state: what these share, and what is known of a call
 calls             which calls are in progress, also where checkpointing runs their layers again; padding: their tokens
 handlers          what a router does in a call, by expert_load (counting), balance and recorded
+call_scale        how training scales a call, of which balance asks
 replay            record_routing and replay_routing, whose `with` blocks contexts knows
 divergence        serving_divergence; server_arrays: what servers return of their routing
 """

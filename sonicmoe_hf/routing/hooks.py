@@ -25,7 +25,8 @@ from ..private import attributes
 from ..private.torch import is_compiled
 from ..private.transformers import parallel_mesh
 from . import calls, contexts, handlers
-from .balance import BiasLoad, hook_loss, share_of_batch
+from .balance import BiasLoad
+from .call_scale import hook_loss, share_of_batch
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types, valid_tokens
 from .state import ModelCall, RoutingState

@@ -11,7 +11,8 @@ from transformers.utils import logging
 from ..errors import UnsupportedModelError
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.moe_layers import MoELayer, find_layers, transformers_model
-from ..routing.balance import ScaleHook, update_bias
+from ..routing.balance import update_bias
+from ..routing.call_scale import ScaleHook
 from ..routing.hooks import hook_of, routers
 from ..routing.patched_model import check_and_hook_routers, is_pipelined, routing_state
 from ..routing.state import Balancing

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..routing.balance import ScaleHook, count_labels
+from ..routing.call_scale import ScaleHook, count_labels
 from ..routing.patched_model import find_state
 from ..routing.state import ModelCall
 

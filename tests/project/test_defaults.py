@@ -12,7 +12,7 @@ from helpers.models import build
 import sonicmoe_hf
 from sonicmoe_hf.checkpoints.reading.files import same_bytes
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.routing.balance import share_of_batch
+from sonicmoe_hf.routing.call_scale import share_of_batch
 
 FACTORIES = (
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
