@@ -41,8 +41,8 @@ class Forward:
     hook: the ModelHook of the module. outer: the forward around it in this thread, of any model. frame: the Python frame
     that runs it, None in compiled code and once it is over. attention_mask: [B, S] or None; token_types: [B, S] or None,
     see `Family.token_types`; both are the outer forward's of the same call where this one has none.
-    recomputing: whether checkpointing runs it again. max_sizes: under expert parallelism, this rank's numbers of tokens
-    and pairs, and the maximum over the ranks.
+    recomputing: whether checkpointing runs it again. max_sizes: this rank's sizes in its layers and their maximum over
+    the ranks, which expert_parallel/exchange.py keeps here because they hold as long, and in what is run again too.
     """
 
     def __init__(self, call: ModelCall, hook: HookOfModel, outer: Forward | None, frame: FrameType | None):

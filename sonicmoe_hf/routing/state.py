@@ -26,20 +26,23 @@ class Balancing(NamedTuple):
 
 @dataclass(eq=False)
 class TrainingStep:
-    """Step of a Trainer that a model's calls are part of, as the Trainer tells it; outside one, all is as here.
-
-    trainer/ writes it and the hooks read it, but for `reported`.
+    """Step of a Trainer that a model's calls are part of, as the Trainer tells it; outside one, all is as here. Each
+    field names its writers first.
     """
 
-    # RoutingState's attributes that the step has changed, as they were: trainer/steps.py; set_policy drops the policy's
+    # RoutingState's attributes that the step has changed, as they were: trainer/steps.py, and set_policy, which drops the
+    # policy's; steps.py puts them back
     replaced: dict[str, Any] = field(default_factory=dict)
-    # calls that ended since the Trainer began to compute its loss, None outside: trainer/loss_scale.py; ModelHook appends
+    # calls that ended since the Trainer began to compute its loss, None outside: trainer/loss_scale.py, and ModelHook,
+    # which appends them
     calls_of_loss: list[ModelCall] | None = None
-    # which tokens of the next calls are no padding, where their attention takes no mask: trainer/packed_steps.py
+    # which tokens of the next calls are no padding, where their attention takes no mask: trainer/packed_steps.py, for
+    # ModelHook
     token_mask: torch.Tensor | None = None
-    # whether routers say that they do in training what policy, counts_load and balancing ask: trainer/steps.py
+    # whether routers say that they do in training what policy, counts_load and balancing ask: trainer/steps.py, for
+    # RouterHook
     reports: bool = False
-    # that one has: RouterHook writes it, and trainer/steps.py reads it
+    # that one has: RouterHook and trainer/steps.py, which reads it as the step ends
     reported: bool = False
 
 
