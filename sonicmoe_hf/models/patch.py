@@ -19,7 +19,7 @@ from ..patching.patch import patch_experts, unpatch_experts
 from ..patching.support import LayerSupport
 from ..private import attributes
 from ..routing.patched_model import set_policy
-from ..routing.support import undo_liger_and_check_routing, with_rounding
+from ..routing.support import undo_liger_and_check_policy, with_rounding_reasons
 
 
 class PatchReport(NamedTuple):
@@ -75,10 +75,10 @@ def patch_model(
     policy = as_routing_policy(routing)
     root = transformers_model(model)
     if policy is not None:
-        undo_liger_and_check_routing(root, policy)
+        undo_liger_and_check_policy(root, policy)
     layers = patch_experts(model, save=save, experts_memory=experts_memory, experts_compute=experts_compute)
     set_policy(root, policy)
-    return PatchReport(with_rounding(layers, root), policy)
+    return PatchReport(with_rounding_reasons(layers, root), policy)
 
 
 def unpatch_model(model: nn.Module) -> None:

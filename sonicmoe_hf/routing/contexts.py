@@ -1,4 +1,4 @@
-"""The `with` blocks of replay.py that a thread is in: the routing that its calls of a model note or replay."""
+"""The `with` blocks of replay.py that a thread is in: its calls of a model note their experts, or are given them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .recorded import RecordedRouting, ReplayedCall
 from .state import RoutingState
 
 Replay = deque[ReplayedCall]  # what the calls to come take their experts from
-_thread = threading.local()  # contexts: (a model's state, its RecordedRouting or Replay) of each, the innermost last
+_thread = threading.local()  # contexts: (a model's state, a recording or a replay) of each, the innermost last
 
 
 @contextlib.contextmanager
-def in_this_thread(state: RoutingState, routing: RecordedRouting | Replay):
-    """Make this thread's calls of a model note their routing, or take it from a replay. Other threads' do not."""
-    context = state, routing
+def in_this_thread(state: RoutingState, recording_or_replay: RecordedRouting | Replay):
+    """Make this thread's calls of a model note their experts, or take them from a replay. Other threads' do not."""
+    context = state, recording_or_replay
     _thread.contexts = (*getattr(_thread, "contexts", ()), context)
     try:
         yield
@@ -25,11 +25,11 @@ def in_this_thread(state: RoutingState, routing: RecordedRouting | Replay):
 
 
 def active(state: RoutingState) -> tuple[RecordedRouting | None, Replay | None]:
-    """Find where this thread's calls of a model note their routing, and what they take their experts from, if they do."""
+    """Find where this thread's calls of a model note their experts, and what they take them from, if they do."""
     recording, replay = None, None
-    for of_model, routing in getattr(_thread, "contexts", ()):  # the innermost counts
-        if of_model is state and isinstance(routing, RecordedRouting):
-            recording = routing
-        elif of_model is state:
-            replay = routing
+    for owner, recording_or_replay in getattr(_thread, "contexts", ()):  # the innermost counts
+        if owner is state and isinstance(recording_or_replay, RecordedRouting):
+            recording = recording_or_replay
+        elif owner is state:
+            replay = recording_or_replay
     return recording, replay

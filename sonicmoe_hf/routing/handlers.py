@@ -18,7 +18,7 @@ from ..private.torch import is_compiled
 from .balance import BiasLoad, layer_loss, with_layer_loss
 from .calls import Forward
 from .expert_load import ExpertLoad
-from .recorded import replayed
+from .recorded import with_experts
 
 logger = logging.getLogger(__name__)
 SMALLEST_TILE = 8  # rows: below it rounding adds or drops hardly any
@@ -75,7 +75,7 @@ def replay(run: RouterRun) -> None:
     _check_not_compiled(NOT_RECORDED)
     given_TK = run.call.replayed.next_run(run.hook.layer_name, run.forward.recomputing)
     output = run.logits_TE, run.weights_TK, run.index_TK
-    _, run.weights_TK, run.index_TK = replayed(run.family, run.router, output, given_TK)
+    _, run.weights_TK, run.index_TK = with_experts(run.family, run.router, output, given_TK)
 
 
 def record(run: RouterRun) -> None:
@@ -124,7 +124,7 @@ def _warn_of_top_k(run: RouterRun, policy: TokenRounding, top_k: int) -> None:
 
 @torch.no_grad()
 def count_load(run: RouterRun) -> None:
-    """Count the rows of every expert."""
+    """Count the pairs of every expert."""
     if run.forward.recomputing:
         return
     policy, routing = run.call.policy, run.routing

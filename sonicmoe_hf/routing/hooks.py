@@ -1,6 +1,6 @@
-"""The hooks that routing's extras need: on each router, and on each model that contains experts.
+"""The hooks by which routers do more than top-k: on each router, and on each model that contains experts.
 
-They are installed when the first of these extras is asked for (patched_model.py), and are module-level classes. A
+They are installed when the first of this work is asked for (patched_model.py), and are module-level classes. A
 router's knows nothing of its model but the settings, and what the call in progress says (calls.py), so that patched
 models, and any part of one, copy, pickle and compile as before. On and off is an attribute of the settings: a hook added
 or removed has compiled code compiled again.
@@ -29,8 +29,9 @@ from .balance import BiasLoad
 from .call_scale import hook_loss, share_of_batch
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types, valid_tokens
+from .recorded import RecordedRouting
 from .state import ModelCall, RoutingState
-from .support import undo_liger_and_check_routing
+from .support import undo_liger_and_check_policy
 
 
 def hook_of(module: nn.Module) -> Any:
@@ -159,37 +160,43 @@ class ModelHook:
     def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:
         """Decide the work of a new call's routers, and note what they and the call's end need for it."""
         state = self.state
-        policy, balancing = state.policy, state.balancing
         recording, replay = contexts.active(state)
-        has_training_work = policy is not None or balancing is not None or state.counts_load
+        has_training_work = state.policy is not None or state.balancing is not None or state.counts_load
         in_context = recording is not None or replay is not None
         if not (has_training_work or in_context):
             return
         if has_training_work:
             _check_no_replica(model)
         _check_runs_once(model, call.gradients, in_context)
-        work: list[Callable] = []
-        if in_context:
-            if is_compiled() or policy is not None:
-                raise RuntimeError(handlers.NOT_RECORDED)
-            if replay is not None:
-                if not replay:
-                    raise RuntimeError(
-                        "the model was called more often than the replayed routing has calls; record as many calls, or "
-                        "call it after the `with`"
-                    )
-                call.replayed = replay.popleft()
-                work.append(handlers.replay)
-            if recording is not None:
-                call.recorded = {}
-                recording.calls.append(call.recorded)
-                work.append(handlers.record)
+        work = self._context_work(call, recording, replay) if in_context else []
         call.trains = model.training and call.gradients
         if call.trains:
             work += self._training_work(model, call, kwargs)
         if work and call.gradients:
             state.has_trained = True
         call.handlers = tuple(work)
+
+    def _context_work(
+        self, call: ModelCall, recording: RecordedRouting | None, replay: contexts.Replay | None
+    ) -> list[Callable]:
+        """List the handlers that a new call's routers run because of this thread's `with` blocks, and give the call what
+        these record to or replay."""
+        if is_compiled() or self.state.policy is not None:
+            raise RuntimeError(handlers.NOT_RECORDED)
+        work: list[Callable] = []
+        if replay is not None:
+            if not replay:
+                raise RuntimeError(
+                    "the model was called more often than the replayed routing has calls; record as many calls, or "
+                    "call it after the `with`"
+                )
+            call.replayed = replay.popleft()
+            work.append(handlers.replay)
+        if recording is not None:
+            call.recorded = {}
+            recording.calls.append(call.recorded)
+            work.append(handlers.record)
+        return work
 
     def _training_work(self, model: nn.Module, call: ModelCall, kwargs: dict) -> list[Callable]:
         """List the handlers that a new call's routers run in training, and note in the call what these need."""
@@ -221,7 +228,7 @@ class ModelHook:
         """Check once that the layers support the policy, and hook the routers that came since it was set."""
         policy = self.state.policy
         if policy is not None and policy != self.checked_policy:
-            undo_liger_and_check_routing(model, policy)
+            undo_liger_and_check_policy(model, policy)
             hook_routers(model, self.state)
             self.experts, self.checked_policy = every_experts(model), policy
 

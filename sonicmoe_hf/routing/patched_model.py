@@ -10,7 +10,7 @@ from ..patching.moe_layers import every_experts, find_layers, is_patched, transf
 from ..private.transformers import parallel_mesh
 from .hooks import ModelHook, RouterHook, hook_of, install_hooks, routers
 from .state import RoutingState
-from .support import undo_liger_and_check_routing
+from .support import undo_liger_and_check_policy
 
 
 def find_state(model: nn.Module) -> RoutingState | None:
@@ -60,7 +60,7 @@ def set_routing(model: nn.Module, routing) -> None:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
     """
     root, policy = _patched_root(model), as_routing_policy(routing)
-    undo_liger_and_check_routing(root, policy)
+    undo_liger_and_check_policy(root, policy)
     set_policy(root, policy)
 
 
@@ -81,7 +81,7 @@ def check_and_hook_routers(
         UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
     """
     root = _patched_root(model)
-    undo_liger_and_check_routing(root, policy, remedy)
+    undo_liger_and_check_policy(root, policy, remedy)
     return _install(root)
 
 

@@ -1,4 +1,4 @@
-"""Recorded routing of a model, and a router's output with recorded experts.
+"""Recorded routing of a model, and a router's output with experts that it is given.
 
 Letters: L layers with experts, T tokens of a call, B sequences of S positions, E experts, K experts per token.
 """
@@ -53,7 +53,7 @@ class RecordedRouting:
     ) -> RecordedRouting:
         """Take the routing that an inference server used for one batch, as one call of the model that is trained.
 
-        A server computes every token but the last that it samples, so its array has a row less than the sequence has
+        A server computes every token but the last that it samples, so its array is one shorter than the sequence has
         tokens. That token, padding, and prompt tokens that the server left out get -1: the router's own choice.
 
         Args:
@@ -71,8 +71,8 @@ class RecordedRouting:
             For `replay_routing` and `serving_divergence`, or as a tensor [L, B * S, K] by `.tensors()`.
         Raises:
             ValueError: a sequence without an array; arrays of another length than the mask says, or that differ in layers
-                or experts per token; an id beyond int32; a row that names one expert twice, as rows that nothing was
-                written to do.
+                or experts per token; an id beyond int32; a token that has one expert twice, as where nothing was
+                written.
         Example:
             outputs = llm.generate(prompts, SamplingParams(...))  # LLM(..., enable_return_routed_experts=True)
             routing = RecordedRouting.from_server([output.outputs[0] for output in outputs], attention_mask)
@@ -80,9 +80,9 @@ class RecordedRouting:
                 logits = model(input_ids, attention_mask).logits
         """
         index_LTK = server_arrays.aligned_with_batch(completions, attention_mask, prompt_start, layers)
-        routing = cls({f"layer {number} of the server's": None for number in range(len(index_LTK))})
-        routing.calls.append({name: [index_TK] for name, index_TK in zip(routing.layers, index_LTK)})
-        return routing
+        recorded = cls({f"layer {number} of the server's": None for number in range(len(index_LTK))})
+        recorded.calls.append({name: [index_TK] for name, index_TK in zip(recorded.layers, index_LTK)})
+        return recorded
 
     def tensors(self) -> list[torch.Tensor]:
         """Stack the indices of each call to one tensor [L, T, K], int32, on the device of its first layer.
@@ -145,8 +145,8 @@ class ReplayedCall:
                 )
 
 
-def replayed(family: Family, router: nn.Module, output: tuple, given_TK: torch.Tensor) -> tuple:
-    """Make the router's output (logits, weights, indices) with the experts of `given_TK`, and their weights by the
+def with_experts(family: Family, router: nn.Module, output: tuple, given_TK: torch.Tensor) -> tuple:
+    """Make the router's output (logits, weights, indices) with the experts of `given_TK` and their weights by the
     family's formula from these logits. Tokens whose experts stay, and those with ids below 0, keep the router's own
     weights bit for bit.
 

@@ -46,9 +46,9 @@ def _move(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     return index_LTK.to(device=device)
 
 
-def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]):
-    """Check a routing and make {layer: [indices [T, K], int32 or as given]} of each of its calls, moved to where its
-    first router computes.
+def checked_calls(model: nn.Module, recorded: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]):
+    """Check recorded experts and make {layer: [indices [T, K], int32 or as given]} of each call, moved to where the
+    model's first router computes.
 
     Raises:
         UnsupportedModelError, ValueError: as `replay_routing`.
@@ -56,16 +56,16 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
     layers = _experts_by_layer(model)
     weight = next(find_layers(model)).router.weight
     device = None if weight.is_meta else weight.device  # of an offloaded router only its call tells
-    if isinstance(routing, RecordedRouting) and routing.is_of_server:
-        routing = routing.tensors()
-    if isinstance(routing, RecordedRouting):
-        if routing.num_experts != layers:
+    if isinstance(recorded, RecordedRouting) and recorded.is_of_server:
+        recorded = recorded.tensors()
+    if isinstance(recorded, RecordedRouting):
+        if recorded.num_experts != layers:
             raise ValueError(
-                f"the routing is of layers with experts {routing.num_experts}, but the model has {layers}"
+                f"the routing is of layers with experts {recorded.num_experts}, but the model has {layers}"
             )
-        return routing.calls
+        return recorded.calls
     calls = []
-    for index_LTK in [routing] if isinstance(routing, torch.Tensor) else routing:
+    for index_LTK in [recorded] if isinstance(recorded, torch.Tensor) else recorded:
         if index_LTK.dim() != 3 or len(index_LTK) != len(layers) or index_LTK.dtype not in INTEGERS:
             raise ValueError(
                 f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, "
@@ -81,14 +81,14 @@ def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Se
 
 
 @contextlib.contextmanager
-def _in_context(model: nn.Module, routing: RecordedRouting | Replay) -> Iterator[None]:
-    """Make this thread's calls of the model note their routing in `routing`, or take it from there.
+def _in_context(model: nn.Module, recording_or_replay: RecordedRouting | Replay) -> Iterator[None]:
+    """Make this thread's calls of the model note their experts in a recording, or take them from a replay.
 
     Raises:
         RuntimeError: at the end, the model has other hooks than at the beginning.
     """
     state = routing_state(model)
-    with in_this_thread(state, routing):
+    with in_this_thread(state, recording_or_replay):
         yield
     if find_state(model) is not state:
         raise RuntimeError(
@@ -114,9 +114,9 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
         with sonicmoe_hf.replay_routing(model, routing):
             new = model(**batch).logits
     """
-    routing = RecordedRouting(_experts_by_layer(model))
-    with _in_context(model, routing):
-        yield routing
+    recording = RecordedRouting(_experts_by_layer(model))
+    with _in_context(model, recording):
+        yield recording
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def replay_routing(
         routing: what `record_routing` gave: the first call of the model replays the first recorded one, and so on. Or
             what `RecordedRouting.from_server` made of an inference server's arrays. Or the experts of one call, an
             integer tensor [layers, tokens, experts per token], or a sequence of such tensors, one a call. Tokens count
-            batch row by batch row, padding included; a token with an id below 0 keeps the router's choice.
+            sequence by sequence, padding included; a token with an id below 0 keeps the router's choice.
     Raises:
         UnsupportedModelError: a layer's router is not known (docs/models.md).
         ValueError: the model is not patched; another number of layers, or an expert that does not exist; from the model,

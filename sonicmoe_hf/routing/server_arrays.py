@@ -73,7 +73,7 @@ def experts_array(completion: Any, number: int = 0) -> torch.Tensor:
 
 def _layers_with_experts(index_BSLK: torch.Tensor) -> list[int]:
     """List the layers of which something was recorded; all, if nothing was. Servers count decoder layers without
-    experts too, whose rows are the zeros that they were made with. A layer of the model's that is left out here is
+    experts too, whose entries are the zeros that they were made with. A layer of the model's that is left out here is
     missed there."""
     is_known_BSL = (index_BSLK >= 0).all(-1)
     is_constant_BSL = (index_BSLK == index_BSLK[..., :1]).all(-1)

@@ -45,7 +45,7 @@ def why_left_unrounded(model: nn.Module) -> dict[str, str]:
     return fixed | why_no_rounding(model)
 
 
-def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSupport]:
+def with_rounding_reasons(layers: list[LayerSupport], model: nn.Module) -> list[LayerSupport]:
     """Set the reason of accelerated layers that token rounding leaves as they are."""
     reasons = why_left_unrounded(model)
     return [
@@ -54,7 +54,7 @@ def with_rounding(layers: list[LayerSupport], model: nn.Module) -> list[LayerSup
     ]
 
 
-def undo_liger_and_check_routing(
+def undo_liger_and_check_policy(
     model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None"
 ) -> None:
     """Undo Liger's change of the experts, and check that every layer can be accelerated and do what the policy asks.

@@ -22,7 +22,7 @@ from ..patching.support import supports
 from ..private.torch import has_compiled_modules
 from ..routing.hooks import routers
 from ..routing.patched_model import find_state, routing_policy
-from ..routing.support import with_rounding
+from ..routing.support import with_rounding_reasons
 from .mixed_precision import computing_dtype
 from .router_loss import router_loss
 
@@ -125,7 +125,7 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool, remedies:
     name = type(model).__name__
     if reason is not None:
         return f"{name} is not patched: {reason}"
-    report = PatchReport(with_rounding(supports(model), model), routing_policy(model))
+    report = PatchReport(with_rounding_reasons(supports(model), model), routing_policy(model))
     modules = _Modules(model)
     weight = next(weight for experts in modules.experts for weight in experts.parameters())
     dtype = _dtype(weight)

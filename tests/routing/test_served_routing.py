@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from sonicmoe_hf import RecordedRouting, record_routing, replay_routing, serving_divergence
 from sonicmoe_hf.patching.moe_layers import find_layers
-from sonicmoe_hf.routing.recorded import replayed
+from sonicmoe_hf.routing.recorded import with_experts
 
 LENGTHS = (9, 13, 1, 6)
 WIDTH = 16
@@ -245,7 +245,7 @@ def test_tokens_with_given_experts_beside_tokens_with_their_own_have_the_routers
     trained = [parameter for parameter in layer.router.parameters() if parameter.requires_grad]
     expected = torch.autograd.grad((expected_TK * factors_TK).sum(), trained, allow_unused=True)
 
-    _, weights_TK, used_TK = replayed(layer.family, layer.router, layer.router(x), given_TK)
+    _, weights_TK, used_TK = with_experts(layer.family, layer.router, layer.router(x), given_TK)
     found = torch.autograd.grad((weights_TK * factors_TK).sum(), trained, allow_unused=True)
     assert torch.equal(used_TK, index_TK) and weights_TK.dtype == expected_TK.dtype
     kept = (given_TK < 0).any(-1) | (given_TK == layer.router(x)[2]).all(-1)

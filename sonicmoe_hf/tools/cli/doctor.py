@@ -23,7 +23,7 @@ from ...patching.experts import experts_facts, sizes_of
 from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import LayerSupport, accelerated_layers, loading_remedy, supports
 from ...private.versions import untested_versions, versions
-from ...routing.support import why_left_unrounded, with_rounding
+from ...routing.support import why_left_unrounded, with_rounding_reasons
 from .warmup_kernels import describe_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -103,7 +103,7 @@ def examine(
             its experts are packed in no format that is known.
     """
     model = build_on_meta(name)
-    support = with_rounding(supports(model), model)
+    support = with_rounding_reasons(supports(model), model)
     quantization, support = _describe_quantization(declared_quantization(model.config), support)
     not_rounding = why_left_unrounded(model)
     rounding = []
