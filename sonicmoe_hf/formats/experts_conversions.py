@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Quantized
+from ..kernels.packed.format import check_finite
 from ..layer.experts_module import is_transposed, packable, row_order
 from ..layer.holding import local_shape
 from ..layer.packed_weight import PackedWeight
@@ -15,6 +17,8 @@ from .matrices_apart import Apart
 from .matrix_format import FLOATS, WEIGHT, MatrixFormat
 from .parameter_conversion import LoadedParameter, ParameterConversion, StoredTensors, naming_weight
 from .shares import assemble_share, pack_share
+
+Matrix = TypeVar("Matrix")  # values, or codes and scales
 
 
 class PackExperts(ParameterConversion):
@@ -70,8 +74,7 @@ class TakeExperts(ParameterConversion):
         """See ParameterConversion."""
         wanted, dtype, is_plain = self.wanted_format, target.meta_parameter.dtype, self._is_plain(stored)
         if wanted == self.stored_format.name and not is_plain:
-            packed = self._join_experts(self._parts(stored, target), target, target.holding.experts.start)
-            return PackedWeight.of(packed, wanted, dtype)
+            return PackedWeight.of(self._take(stored, target), wanted, dtype)
         order = "concatenated" if len(self.sources) > 1 else "whole"
         device = next(tensor.device for tensors in stored.values() for tensor in tensors)
 
@@ -94,39 +97,43 @@ class TakeExperts(ParameterConversion):
         return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
 
     def _values(self, stored: StoredTensors, target: LoadedParameter) -> Iterator[torch.Tensor]:
-        """Yield the values [N, K] of each expert."""
-        first = target.holding.experts.start
-        if self.stored_format.name not in FORMATS:  # 8-bit integers, which nothing here holds packed
-            tensors = [self._stored_by_expert(stored, source, target) for source in self.sources]
-            for number, expert in enumerate(zip(*tensors), first):
-                with naming_weight(f"{target.full_name}, expert {number}"):
-                    values = torch.cat([self.stored_format.dense(*part) for part in expert])
-                yield values
-            return
-        for number, expert in enumerate(zip(*self._parts(stored, target)), first):
-            joined = self._join_experts([[part] for part in expert], target, number)
-            yield FORMATS[self.stored_format.name].expert(joined, 0)
+        """Yield the values [N, K] of each expert in fp32."""
 
-    def _parts(self, stored: StoredTensors, target: LoadedParameter) -> list[list[Quantized]]:
-        """List the experts as the checkpoint has them, [part][expert]."""
-        parts = [self._pack_part(stored, source, target) for source in self.sources]
+        def dense(*tensors: torch.Tensor) -> torch.Tensor:
+            matrix = self.stored_format.dense(*tensors)
+            check_finite(matrix)
+            return matrix
+
+        num_experts = local_shape(target.meta_parameter)[0]
+        for matrices in zip(*(self._read_part(stored, source, target, dense) for source in self.sources)):
+            values = torch.cat(matrices)
+            check_shape(target.full_name, (num_experts, *values.shape), target.meta_parameter)
+            yield values
+
+    def _take(self, stored: StoredTensors, target: LoadedParameter) -> Quantized:
+        """Join the experts as the checkpoint has them."""
+        parts = [[*self._read_part(stored, source, target, self.stored_format.read)] for source in self.sources]
         alike = _kinds(parts[0][0])
         for source, experts in zip(self.sources, parts):
-            for expert, packed in enumerate(experts, target.holding.experts.start):
-                if _kinds(packed) != alike:
+            for expert, matrix in enumerate(experts, target.holding.experts.start):
+                if _kinds(matrix) != alike:
                     raise CheckpointError(
                         f"{target.full_name}, {source} of expert {expert}: its weight and scales are stored as "
-                        f"{_kinds(packed)}, others of this layer as {alike}"
+                        f"{_kinds(matrix)}, others of this layer as {alike}"
                     )
-        return parts
-
-    def _join_experts(self, parts: list[list[Quantized]], target: LoadedParameter, first: int) -> Quantized:
-        """Join experts from the `first` on, all or some of those of the weight."""
         packed, format = self.stored_format.join_parts(parts), FORMATS[self.stored_format.name]
-        format.check(target.full_name, packed, first)
-        num_experts = local_shape(target.meta_parameter)[0]
-        check_shape(target.full_name, (num_experts, *format.shape(packed)[1:]), target.meta_parameter)
+        format.check(target.full_name, packed, target.holding.experts.start)
+        check_shape(target.full_name, format.shape(packed), target.meta_parameter)
         return packed
+
+    def _read_part(
+        self, stored: StoredTensors, source: str, target: LoadedParameter, read: Callable[..., Matrix]
+    ) -> Iterator[Matrix]:
+        """Read a part of each expert's weight, one after the other, from the tensors that store it; an error names it."""
+        for expert, tensors in enumerate(self._stored_by_expert(stored, source, target), target.holding.experts.start):
+            with naming_weight(f"{target.full_name}, {source} of expert {expert}"):
+                matrix = read(*tensors)
+            yield matrix
 
     def _stored_by_expert(
         self, stored: StoredTensors, source: str, target: LoadedParameter
@@ -145,14 +152,6 @@ class TakeExperts(ParameterConversion):
                 f"experts the checkpoint has {counts}"
             )
         return list(zip(*by_name.values()))
-
-    def _pack_part(self, stored: StoredTensors, source: str, target: LoadedParameter) -> list[Quantized]:
-        """Pack a part of each expert's weight as the checkpoint has it; an error names the expert."""
-        packed = []
-        for expert, tensors in enumerate(self._stored_by_expert(stored, source, target), target.holding.experts.start):
-            with naming_weight(f"{target.full_name}, {source} of expert {expert}"):
-                packed.append(self.stored_format.read(*tensors))
-        return packed
 
 
 def check_shape(name: str, stored: tuple[int, ...], parameter: torch.Tensor) -> None:

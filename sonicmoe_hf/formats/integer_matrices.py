@@ -292,19 +292,19 @@ class CompressedInt8(RenamedMatrix):
     whose bytes are values + 128, and X.weight_scale [N, K/group]."""
 
     name, dtype, ends, optional = "int8", WORD, ("weight_packed", "weight_scale"), ("weight_shape",)
-    element_size = 1.1
+    has_standard_blocks = False
 
     def __init__(self, group: int | None):
         self.group = group
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See MatrixFormat."""
-        return (shape[0], 4 * shape[1])
+        return (shape[0], WORD.itemsize * shape[1])
 
     def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
         """See MatrixFormat."""
         rows, columns = shape
-        shapes = (rows, columns // 4), (rows, -(-columns // (self.group or columns))), (2,)
+        shapes = (rows, columns // WORD.itemsize), (rows, -(-columns // (self.group or columns))), (2,)
         dtypes = (WORD,), SCALES, (torch.int64, torch.int32)
         return dict(zip([*self.names(name), *self.optional_names(name)], zip(shapes, dtypes)))
 
@@ -319,8 +319,7 @@ class CompressedInt8(RenamedMatrix):
         """See MatrixFormat."""
         self.check(*tensors)
         codes, scales = as_bytes(tensors[0]).int() - 128, tensors[1].float()
-        spread = scales.repeat_interleave(self.group or codes.shape[1], 1)[:, : codes.shape[1]]
-        return codes.float() * spread
+        return codes.float() * scales.repeat_interleave(self.group or codes.shape[1], 1)[:, : codes.shape[1]]
 
     def read(self, *tensors: torch.Tensor) -> Quantized:
         """Raise CheckpointError: no format here holds it."""

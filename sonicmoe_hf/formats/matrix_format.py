@@ -5,27 +5,29 @@ kernels/packed says how the weight of all experts of a layer is stored.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Container
 
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.packed import FORMATS, Quantized
+from ..kernels.packed import Quantized
 from ..kernels.packed.format import TensorSpecs
 from ..kernels.packed.grid import Grid, Rounded
 
 WEIGHT = "weight"  # how the name of a matrix ends
+LARGE = (4096, 4096)  # (N, K) of a matrix beside which what is stored once for all of it counts little
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of a matrix that the checkpoint has not packed
 
 
 class MatrixFormat(ABC):
     """A format in which files store a matrix [N, K], a part of one expert's weight or a linear layer's weight.
 
-    name: the key in FORMATS of experts in it. dtype: of the tensor of codes. scales, optional, unused: how names of
-    further tensors end. Those of the scales follow the weight's name, as do the optional ones, which a checkpoint may
-    lack; the unused ones follow the module's, and are for inference alone. has_standard_blocks: whether a scale is
-    for the values that it is for in FORMATS[name].
+    name: the key in FORMATS of experts in it, or "int8", which is none: such matrices have no `read` and no `grid`, only
+    values. dtype: of the tensor of codes. scales, optional, unused: how names of further tensors end. Those of the scales
+    follow the weight's name, as do the optional ones, which a checkpoint may lack; the unused ones follow the module's,
+    and are for inference alone. has_standard_blocks: whether a scale is for the values that it is for in FORMATS[name].
     """
 
     name: str
@@ -37,8 +39,9 @@ class MatrixFormat(ABC):
 
     @property
     def element_size(self) -> float:
-        """Bytes of one value with its share of the scales, as `Format.element_size`."""
-        return FORMATS[self.name].element_size
+        """Bytes of one value and of the part of a scale that is for it, as files store a large matrix."""
+        specs = self.specs(WEIGHT, LARGE).values()
+        return sum(math.prod(shape) * dtypes[0].itemsize for shape, dtypes in specs) / math.prod(LARGE)
 
     def names(self, weight_name: str) -> list[str]:
         """Name the tensors that store the weight of this name."""

@@ -188,6 +188,9 @@ def test_eight_bits_become_four_while_they_stream_in_and_stay_no_format_of_their
     assert same_bits(model.state_dict(), expected.state_dict())
     with pytest.raises(ValueError, match=r"'fp8', but the checkpoint is quantized already \(int8\); load the bf16"):
         from_pretrained(tmp_path / "packed", experts_quantization="fp8")
+    edit_tensors(tmp_path / "packed", lambda tensors: tensors[f"{LAYER}.weight_scale"].fill_(float("inf")))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight of expert 3: .* NaN or infinite"):
+        from_pretrained(tmp_path / "packed", experts_quantization=wanted)
 
 
 def small_kimi():
