@@ -3,8 +3,11 @@ experts in NF4, gradient checkpointing, Liger's kernels.
 
     python -m benchmarks.step.long                                  # one GPU
     torchrun --nproc-per-node 4 -m benchmarks.step.long             # context parallelism over four, as accelerate has it
+    torchrun --nproc-per-node 2 -m benchmarks.step.long --ulysses --experts bf16
 
-Over several GPUs accelerate slices each sequence, attention is torch's ring attention, and FSDP2 shards the weights.
+Over several GPUs accelerate slices each sequence, attention is torch's ring attention, and FSDP2 shards the weights. With
+--ulysses DeepSpeed's Ulysses shares the heads of attention and ZeRO-2 shards what the optimizer has, as packed experts
+cannot.
 Small models are checked first: on one GPU gradients beside those of fp32, with layers in pieces; over several, the loss
 and what a step changes beside those of one GPU that has the whole sequence. Weights are random; with --spread-load
 experts have the load of a trained model.
@@ -24,7 +27,9 @@ from unittest import mock
 
 import torch
 from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sonicmoe_hf
 from benchmarks.common.command import Command
@@ -65,22 +70,37 @@ class StepTimes(TrainerCallback):
             self.peak_GiB = torch.cuda.max_memory_allocated() / GIB
 
 
+def share_sequences(ranks: int, ulysses: bool) -> dict:
+    """Choose a Trainer's arguments by which so many ranks share each sequence."""
+    if ranks == 1:
+        return {}
+    if not ulysses:
+        fsdp = {"version": 2, "cpu_ram_efficient_loading": False, "reshard_after_forward": True}
+        return {"fsdp": True, "fsdp_config": fsdp, "parallelism_config": ParallelismConfig(cp_size=ranks)}
+    deepspeed = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": "auto"},
+    }
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
+    parallelism = ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler)
+    return {"deepspeed": deepspeed, "parallelism_config": parallelism}
+
+
 def train(
-    model, sequences: list[torch.Tensor], ranks: int, checkpointing: bool = True, offloading: bool = False, **settings
+    model, sequences: list[torch.Tensor], checkpointing: bool = True, offloading: bool = False, bf16=True, **settings
 ):
     """Train on one sequence a step, and return (its StepTimes, the Trainer, the losses). settings: of its arguments."""
     on_gpu = torch.cuda.is_available()
-    if ranks > 1:
-        fsdp = {"version": 2, "cpu_ram_efficient_loading": False, "reshard_after_forward": True}
-        parallel = {"fsdp": True, "fsdp_config": fsdp, "parallelism_config": ParallelismConfig(cp_size=ranks)}
-        settings = parallel | settings
     args = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=1,
         max_steps=len(sequences),
         max_grad_norm=0.0,
         train_sampling_strategy="sequential",
-        bf16=True,
+        bf16=bf16,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -91,10 +111,17 @@ def train(
         dataloader_pin_memory=on_gpu,
         **settings,
     )
-    times, rows = StepTimes(), [{"input_ids": tokens, "labels": tokens} for tokens in sequences]
+    times = StepTimes()
+    rows = [{"input_ids": each, "labels": each, "position_ids": torch.arange(len(each))} for each in sequences]
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[times])
     sonicmoe_hf.attach(trainer)
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     trainer.train()
+    if "deepspeed" in settings:  # which registers its attention in the place of torch's, once a process
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+        parallel_state_sp._release_sequence_parallel_groups()
     return times, trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
@@ -110,26 +137,29 @@ def values_of(model) -> dict[str, torch.Tensor]:
 
 def check_ranks(run: Run, options: argparse.Namespace, ranks: int) -> None:
     """Compare a step of plain gradient descent of a small model over all ranks with the gradients of this rank alone,
-    which has the whole sequence.
+    which has the whole sequence. By Ulysses in fp32, since DeepSpeed's bf16 rounds what a step changes, and with
+    gradients that DeepSpeed multiplies by the ranks.
 
     Raises:
         SystemExit: the loss or a gradient differs.
     """
     tiny, run = argparse.Namespace(device=options.device, tiny=True), run._replace(layers=checking.LAYERS)
     model = prepare(build_base(run, tiny), run)
+    model = model.float() if options.ulysses else model
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     tokens = draw_sequence(SMALL, model.config.vocab_size)
     batch = tokens.unsqueeze(0).to(options.device)
-    with torch.autocast(options.device, torch.bfloat16):
+    with torch.autocast(options.device, torch.bfloat16, enabled=not options.ulysses):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
     before = values_of(model)
     expected = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    _, trainer, (parallel_loss,) = train(model, [tokens], ranks, optim="sgd", learning_rate=1.0)
+    settings = {"optim": "sgd", "learning_rate": 1 / ranks if options.ulysses else 1.0, "bf16": not options.ulysses}
+    _, trainer, (parallel_loss,) = train(model, [tokens], **settings, **share_sequences(ranks, options.ulysses))
     gradients = {name: before[name] - value for name, value in values_of(trainer.model).items()}
     errors = {name: ((gradients[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
     worst = max(errors, key=errors.__getitem__)
@@ -148,10 +178,10 @@ def measure(run: Run, kept: str, options: argparse.Namespace, ranks: int) -> dic
     times, _, (_, *losses) = train(
         model,
         [tokens[:SHORT], *[tokens] * options.steps],
-        ranks,
         run.checkpointing,
         options.offloading,
         **settings,
+        **share_sequences(ranks, options.ulysses),
     )
     if not losses[-1] <= losses[0]:  # FSDP2 gives them in bf16
         raise SystemExit(f"the loss on one sequence went from {losses[0]} to {losses[-1]}: it does not train")
@@ -173,6 +203,7 @@ def main():
     parser.add_argument(
         "--steps", type=int, default=2, help="at full length, of which the first is timed if it is alone"
     )
+    parser.add_argument("--ulysses", action="store_true", help="DeepSpeed's, over several GPUs, for experts in bf16")
     parser.add_argument("--no-cudnn", action="store_true", help="attention by torch's flash kernels")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--no-check", action="store_true", help="the caller has checked")
@@ -181,6 +212,10 @@ def main():
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         join_ranks(options.device)
+    if options.ulysses:
+        import deepspeed
+
+        deepspeed.init_distributed(auto_mpi_discovery=False)
     table, layers = Table(options.csv), options.layers or models.MODELS[options.model].layers
     experts = None if options.experts == "bf16" else options.experts
     mode = "LoRA" if experts is None else "QLoRA"
@@ -195,7 +230,8 @@ def main():
                 check([run], options, autocast=True)
         release()
     launch = [*models.settings_of(options.model, options), *["offloading"] * options.offloading]
-    launch += ["flash attention"] * options.no_cudnn + [f"{ranks} GPUs", "context parallelism"] * (ranks > 1)
+    parallelism = "Ulysses" if options.ulysses else "context parallelism"
+    launch += ["flash attention"] * options.no_cudnn + [f"{ranks} GPUs", parallelism] * (ranks > 1)
     for length, kept in itertools.product(options.lengths, options.kept):
         run = run._replace(tokens=length, checkpointing=kept == CHECKPOINTS)
         settings = ", ".join([*launch, "checkpointing" if run.checkpointing else f"save={kept}"])

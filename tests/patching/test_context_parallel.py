@@ -295,8 +295,13 @@ def test_torch_sinks_is_an_error_by_name_under_both(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_torchs_ring_attention_gives_the_gradients_of_one_gpu(tmp_path):
-    """The benchmark checks the same, here of a small model in bf16."""
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_two_gpus_give_the_gradients_of_one(attention, tmp_path):
+    """The benchmark checks the same, here of a small model; by torch's ring attention in bf16."""
+    options = []
+    if attention == "ulysses":
+        pytest.importorskip("deepspeed")
+        options = ["--ulysses", "--experts", "bf16"]
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     small = ["--tiny", "--layers", "2", "--lengths", "256", "--csv", str(tmp_path / "long.csv")]
-    subprocess.run([*ranks, "-m", "benchmarks.step.long", *small], check=True, timeout=180)
+    subprocess.run([*ranks, "-m", "benchmarks.step.long", *small, *options], check=True, timeout=180)
