@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.reading.files import check_float, refuse_model_beside_adapter
+from ..checkpoints.reading.files import check_float, check_no_model_beside_adapter
 from ..checkpoints.writing.output import finite_bounds
 from ..errors import CheckpointError
 from ..formats.tensor_files import open_tensors
@@ -76,7 +76,7 @@ class Adapter(NamedTuple):
             CheckpointError: it is not plain LoRA; something that its config names is missing, or the model has no place
                 for a tensor; or a shape is not that of the rank and the weight. The message names what, and the remedy.
         """
-        refuse_model_beside_adapter(folder)
+        check_no_model_beside_adapter(folder)
         assignment = Assignment(folder / ADAPTER_WEIGHTS, AdapterConfig(folder), model)
         reader = _Reader(assignment, model)
         factors, replaced = LazyMapping(reader.factors()), LazyMapping(reader.replaced())

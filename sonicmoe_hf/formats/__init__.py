@@ -4,6 +4,6 @@ In the order of reading: declared and declared_integers (what config.json says),
 integer_matrices (how a file stores a matrix), stored_as_declared (whether files do as config.json says), hub_names. Then
 what becomes of tensors while they load: conversions (the table of them), parameter_conversion, matrices_apart,
 experts_conversions and dense_conversion; quantizer (which Transformers calls) and state_dicts. Then ranks: shares (expert
-parallelism), sharding (FSDP2) and refusals (what does not go). Errors that name a file, folder or weight come from
-json_files, tensor_files, source_errors and conversion_errors.
+parallelism), sharding (FSDP2) and distribution_checks. Errors that name a file or a weight come from json_files,
+tensor_files and conversion_errors.
 """

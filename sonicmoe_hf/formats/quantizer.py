@@ -27,8 +27,8 @@ from ..layer.packed_weight import PackedWeight
 from .conversions import of_packed_experts, with_experts_apart, with_matrix_format
 from .declared import QUANT_METHOD, DeclaredQuantization, check_format
 from .declared_integers import METHODS
+from .distribution_checks import check_distributed, guard_deepspeed
 from .experts_conversions import PackExperts
-from .refusals import check_distributed, guard_deepspeed
 from .shares import gather_for_saving, is_split, keep_from_fsdp, restore_parameters
 from .state_dicts import hook_state_dicts
 from .stored_as_declared import check_stored, check_undeclared
@@ -98,7 +98,7 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
 
 
 class ExpertsQuantizer(HfQuantizer):
-    """See the module. `linear` is the quantizer of the linear layers, or None."""
+    """Transformers' quantizer of experts. linear: the quantizer of the linear layers, or None."""
 
     quantization_config: ExpertsQuantizationConfig
 

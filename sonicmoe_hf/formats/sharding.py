@@ -1,4 +1,4 @@
-"""FSDP2 (fully_shard) over packed weights: each rank keeps the codes and scales of its share of the experts.
+"""FSDP2 (fully_shard) over packed weights: each rank keeps the codes and scales of its shard of the experts.
 
 fully_shard splits a parameter by its first dimension, here the experts, and gathers codes and scales where a layer runs:
 a quarter of the bytes that bf16 experts would take on the wire. NF4's state is small and kept by every rank, while other
@@ -39,7 +39,7 @@ class PackedShard(PackedWeight):
     state: of these experts, or NF4's, of the whole weight.
     """
 
-    refusal = NOT_SAVED
+    unsupported = NOT_SAVED
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Raise RuntimeError: one rank has a shard of the weight alone."""

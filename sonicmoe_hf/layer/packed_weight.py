@@ -53,7 +53,7 @@ class PackedWeight(torch.Tensor):
     expanded: torch.Tensor | None
     format: str
     is_transposed: bool
-    refusal, frozen = NOT_DENSE, FROZEN
+    unsupported, frozen = NOT_DENSE, FROZEN
     operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # by torch's op: the function that takes its place
 
     @staticmethod
@@ -154,10 +154,10 @@ class PackedWeight(torch.Tensor):
                 return result
         listed = (argument if isinstance(argument, (list, tuple)) else (argument,) for argument in args)
         first = next(tensor for tensors in listed for tensor in tensors if isinstance(tensor, cls))
-        first._refuse(function)
+        first._raise_unsupported(function)
 
-    def _refuse(self, operation: Any) -> NoReturn:
-        raise RuntimeError(self.refusal.format(operation=operation, format=self.format))
+    def _raise_unsupported(self, operation: Any) -> NoReturn:
+        raise RuntimeError(self.unsupported.format(operation=operation, format=self.format))
 
     def __tensor_flatten__(self):
         names = ["codes", "scales"] if self.state is None else ["codes", "scales", "state"]
@@ -175,7 +175,7 @@ class PackedWeight(torch.Tensor):
     @data.setter
     def data(self, value):
         if kind_of(self) != kind_of(value):
-            self._refuse("weight.data = ...")
+            self._raise_unsupported("weight.data = ...")
         self._set_data(value)
 
     @property

@@ -6,17 +6,20 @@ import contextlib
 import difflib
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..attention.models import choose_attention
+from ..checkpoints.reading.files import not_there
 from ..errors import UnsupportedModelError
 from ..formats.conversion_errors import named_errors
-from ..formats.source_errors import named_source
+from ..formats.tensor_files import open_tensors
 from ..layer.config import COMPUTE_CHOICES, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..patching.patch import guard_streamed
@@ -82,7 +85,7 @@ def from_pretrained(
             f"experts_implementation={implementation!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or "
             f"load with {auto_class.__name__}.from_pretrained"
         )
-    with named_source(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")):
+    with _naming_source(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")):
         if experts_quantization is None:
             check_not_packed(pretrained_model_name_or_path, kwargs)
         else:
@@ -127,6 +130,34 @@ def _check_foreign_arguments(kwargs: dict[str, Any]) -> None:
         names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
         name = SHORT_DTYPES.get(dtype, (difflib.get_close_matches(dtype, names, 1) or ["bfloat16"])[0])
         raise ValueError(f"dtype is {dtype!r}, which torch does not know; give {name!r}")
+
+
+@contextlib.contextmanager
+def _naming_source(source: Path) -> Iterator[None]:
+    """Name the model's folder or hub id, and what it lacks, in errors of loading it: OSError, and CheckpointError for a
+    safetensors file that is not whole."""
+    try:
+        yield
+    except SafetensorError:  # names no file
+        for file in sorted(source.glob("*.safetensors")):
+            open_tensors(file)
+        raise
+    except (OSError, ValueError) as error:
+        is_config_there = not source.is_dir() or (source / "config.json").is_file()
+        if type(error) is not OSError and (type(error) is not ValueError or is_config_there):
+            raise
+        reason = " ".join(str(error).split())
+        raise OSError(f"{_what_is_lacking(source)}: {reason}") from error
+
+
+def _what_is_lacking(source: Path) -> str:
+    if not source.is_dir():
+        return not_there(source)
+    if (source / "adapter_config.json").is_file():
+        return f"{source} holds an adapter, whose base is read from where base_model_name_or_path says"
+    if not (source / "config.json").is_file():
+        return f"{source} has no config.json, so it is no model's folder"
+    return f"{source} has a config.json, but Transformers cannot load its weights"
 
 
 def _auto_class(name, kwargs: dict[str, Any]):

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..attention.indexers import use_pieces, use_whole
+from ..formats.distribution_checks import guard_deepspeed
 from ..formats.quantizer import ignore_packed_in_ddp
-from ..formats.refusals import guard_deepspeed
 from ..layer.config import COMPUTE_CHOICES, SAVE_CHOICES, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..private import attributes

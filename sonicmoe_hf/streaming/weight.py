@@ -43,7 +43,7 @@ class HostWeight(PackedWeight):
     """
 
     layer: HostLayer | None
-    refusal, frozen = NOT_DENSE, FROZEN
+    unsupported, frozen = NOT_DENSE, FROZEN
 
     def __init__(self, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool, device, layer=None):
         super().__init__(packed, format, dtype, is_transposed)
@@ -77,7 +77,7 @@ class HostWeight(PackedWeight):
 
     def _set_data(self, value: Any) -> None:
         if value.device != self.device:
-            self._refuse("weight.data = ... of another device")
+            self._raise_unsupported("weight.data = ... of another device")
         if isinstance(value, HostWeight):
             self._hold(value.packed)
             self.layer = value.layer

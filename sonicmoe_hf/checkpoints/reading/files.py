@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 
 from ...errors import CheckpointError
 from ...formats.json_files import read_json
-from ...formats.source_errors import not_there
 from ...formats.tensor_files import open_tensors
 
 CONFIG_FILE = "config.json"
@@ -71,6 +70,13 @@ def local_folder(src: str | os.PathLike, revision: str | None = None, only: list
         raise CheckpointError(f"{not_there(name, enough)}: {reason}") from error
 
 
+def not_there(source, enough: str = "") -> str:
+    """Say that `source` is neither a folder nor what the hub has. enough: a sentence's end on which files would do."""
+    remedy = "; unset HF_HUB_OFFLINE, or give a local folder" if constants.HF_HUB_OFFLINE else ""
+    remedy = f"{remedy or '; give a local folder'}, {enough}" if enough else remedy
+    return f"there is no folder {source}, and the hub did not give it{remedy}"
+
+
 def read_config(folder: Path) -> dict:
     """Read the config.json of the model in `folder`.
 
@@ -105,7 +111,7 @@ def headers_of(path: Path) -> dict[str, Header]:
     return headers
 
 
-def refuse_model_beside_adapter(folder: Path) -> None:
+def check_no_model_beside_adapter(folder: Path) -> None:
     """Raise CheckpointError where a folder holds a whole model and an adapter: Transformers would load both."""
     whole = next((file for file in (WEIGHTS_FILE, INDEX_FILE) if (folder / file).exists()), None)
     if whole is not None and (folder / ADAPTER_CONFIG).exists():
@@ -122,7 +128,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
         CheckpointError: no safetensors weights, a file or tensor missing or damaged, a tensor in two files, an adapter or
             an index that does not name it beside model.safetensors.
     """
-    refuse_model_beside_adapter(folder)
+    check_no_model_beside_adapter(folder)
     index = folder / INDEX_FILE
     if not index.exists():
         return headers_of(folder / WEIGHTS_FILE)

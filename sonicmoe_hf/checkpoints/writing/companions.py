@@ -62,7 +62,7 @@ def companions(folder: Path, own: set[str], adapter: Path | None = None) -> Comp
             notices.append(f"tokenizer and chat template are the adapter's; the base's differ in {', '.join(names)}")
         sources = replaced
     for file, path in sources.items():
-        _refuse_link_outside(path, path.parents[len(file.parts) - 1])
+        _check_link_inside(path, path.parents[len(file.parts) - 1])
     return Companions(sources, notices)
 
 
@@ -106,7 +106,7 @@ def _list_files(folder: Path, own: set[str]) -> tuple[list[Path], list[str]]:
     return files, skipped
 
 
-def _refuse_link_outside(file: Path, folder: Path) -> None:
+def _check_link_inside(file: Path, folder: Path) -> None:
     """Raise CheckpointError where `file`, in `folder`, is a link to what is neither in the folder nor, if this
     is a snapshot in the hub's cache, among the blobs of its repository."""
     target, folder = file.resolve(), folder.resolve()

@@ -1,5 +1,4 @@
-"""Errors where a model with packed experts is to be distributed in a way that does not support them; each is raised
-before the distribution begins, and names a supported one."""
+"""Checks of the way in which a model with packed experts is to be distributed; errors name one that takes them."""
 
 from __future__ import annotations
 
