@@ -52,11 +52,17 @@ class CompiledModule:
     """
 
     def __init__(self, module: nn.Module, layer: nn.Module, is_captured: bool):
-        self.module, self.layer, self.is_captured = module, layer, is_captured
-        self.compiled_call, self.is_new = compiled_call(module), True
-        self.reasons: set[str] = set()
-        self.is_uncompiled = self.takes_any_length = False
-        self.num_graphs, self.hooks = -1, WeakTensorKeyDictionary()
+        self.module = module
+        self.layer = layer
+        self.is_captured = is_captured
+        self.compiled_call = compiled_call(module)
+        self.is_new = True
+        self.takes_any_length = False
+        self.is_uncompiled = False
+        self.reasons: set[str] = set()  # why a part of it, or all, runs in Python
+        # of a captured layer: how many graphs there were when it last copied gradients, by these hooks of parameters
+        self.num_graphs = -1
+        self.hooks = WeakTensorKeyDictionary()
 
     def __call__(self, *args, **kwargs):
         is_checkpointed = self.layer.gradient_checkpointing and self.layer.training and not self.is_captured

@@ -79,12 +79,13 @@ def compile_layers(model: nn.Module, **options) -> int:
     if captures and partly_in_python:
         names = " and ".join(sorted(cls.__name__ for cls in partly_in_python))
         logger.warning(NOT_CAPTURED.format(mode=options["mode"], layers=names))
-    settings = {captured: _write_settings(options, captured) if captures else options for captured in (True, False)}
+    captured = _write_settings(options, True) if captures else options
+    uncaptured = _write_settings(options, False) if captures else options
     for layer in layers:
         is_partly_in_python = type(layer) in partly_in_python
         is_captured = captures and not is_partly_in_python
         for module in _modules_of(layer, is_partly_in_python):
-            module.compile(**settings[is_captured])
+            module.compile(**(captured if is_captured else uncaptured))
             set_compiled_call(module, CompiledModule(module, layer, is_captured))
     return len(layers)
 
