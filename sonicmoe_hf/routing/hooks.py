@@ -136,8 +136,8 @@ class ModelHook:
     def __getstate__(self):
         return {**vars(self), "checked_policy": None, "experts": []}  # a copy is checked afresh
 
-    def __setstate__(self, attributes):
-        vars(self).update(attributes)
+    def __setstate__(self, values):
+        vars(self).update(values)
         calls.capture()  # for a model that comes from another process
 
     def enter(self, model: nn.Module, args, kwargs):

@@ -32,7 +32,7 @@ class VaryingLengths(WhileTraining):
 
     def _forget(self) -> None:
         self.shapes: set[tuple[int, ...]] = set()
-        self.count = self.tokens = 0
+        self.num_observed = self.num_tokens = 0  # micro-batches, and the tokens in them
         self.is_compiled = self.is_packed = self.takes_any_length = False
 
     def begin(self, args: Any, model: Any) -> None:
@@ -61,17 +61,17 @@ class VaryingLengths(WhileTraining):
     def note(self, inputs) -> None:
         """Observe the sizes of a training micro-batch."""
         ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
-        if self.count >= OBSERVED or not isinstance(ids, torch.Tensor):
+        if self.num_observed >= OBSERVED or not isinstance(ids, torch.Tensor):
             return
-        self.count += 1
-        self.tokens += ids.numel()
+        self.num_observed += 1
+        self.num_tokens += ids.numel()
         self.shapes.add(tuple(ids.shape))
         if self.takes_any_length:
             for column in inputs.values():  # a mask is also read in compiled layers
                 if isinstance(column, torch.Tensor) and column.shape == ids.shape and ids.shape[-1] > 1:
                     mark_as_any_size(column, column.dim() - 1)
         varies = len(self.shapes) > (1 if self.is_compiled else OBSERVED // 2)
-        are_short = self.tokens <= self.count * FEW_TOKENS
+        are_short = self.num_tokens <= self.num_observed * FEW_TOKENS
         if varies and are_short and torch.backends.cuda.cudnn_sdp_enabled():
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.has_disabled_cudnn = True

@@ -173,15 +173,15 @@ def packed(batches: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
 
     The first label of each sequence is -100, since no token of its own predicts it.
     """
-    rows: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+    columns: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for batch in batches:
         ids, labels, is_token = batch["input_ids"], batch["labels"].clone(), _is_token(batch)
         labels[:, 0] = -100
         positions = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device).expand_as(ids)
         for name, values in (("input_ids", ids), ("labels", labels), ("position_ids", positions)):
-            rows[name].append(values[is_token])
+            columns[name].append(values[is_token])
     # with a cache Transformers takes no notice of sequences in a row
-    return {name: torch.cat(values)[None] for name, values in rows.items()} | {"use_cache": False}
+    return {name: torch.cat(values)[None] for name, values in columns.items()} | {"use_cache": False}
 
 
 def filled(row: dict[str, Any], length: int) -> Row:

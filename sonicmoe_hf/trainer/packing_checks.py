@@ -115,7 +115,7 @@ def check_rows_apart(model: Any) -> None:
     config = transformers_model(model).config
     size = config.get_text_config().vocab_size
     ids = torch.randint(size, (3, PROBE_TOKENS), generator=generator, dtype=torch.int64, device="cpu").to(device)
-    rows = (torch.cat([ids[first], ids[2]])[None] for first in (0, 1))
+    rows = (torch.cat([earlier, ids[2]])[None] for earlier in ids[:2])
     positions = torch.arange(PROBE_TOKENS, dtype=torch.int64, device=device).repeat(2)[None]
     model.eval()
     try:

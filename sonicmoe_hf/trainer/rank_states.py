@@ -42,6 +42,7 @@ class RankStates(TrainerCallback):
         self.trainer = trainer
 
     def on_save(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        """Write this rank's optimiser, schedule and random numbers into the checkpoint's folder."""
         from accelerate.utils import recursively_apply
 
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -28,7 +28,7 @@ from .router_loss import router_loss
 
 
 class Remedies(NamedTuple):
-    """The words that adapt experts which a LoRA leaves out, and that pack experts which bitsandbytes leaves dense."""
+    """Code or options that adapt experts which a LoRA leaves out, and that pack those which bitsandbytes leaves dense."""
 
     adapt: str
     pack: str

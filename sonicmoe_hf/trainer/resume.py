@@ -121,9 +121,9 @@ def check_experts_restored(wrapped: nn.Module, args: TrainingArguments, state: T
     model = whole_model(wrapped)
     loads = state.global_step > 0 or args.load_best_model_at_end
     if not attached and loads and model is not None and conversions(model) and expert_weights(model):
-        what = f"resumes at step {state.global_step}" if state.global_step else "ends with load_best_model_at_end"
+        moment = f"resumes at step {state.global_step}" if state.global_step else "ends with load_best_model_at_end"
         raise RuntimeError(
-            f"training {what}, but Transformers' Trainer restores weights by name and leaves fused experts as they are "
+            f"training {moment}, but Transformers' Trainer restores weights by name and leaves fused experts as they are "
             "in memory: call sonicmoe_hf.attach(trainer), when it has its callbacks, before trainer.train()"
         )
 

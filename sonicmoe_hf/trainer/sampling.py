@@ -8,8 +8,8 @@ from ..layer.packed_weight import PackedWeight
 from ..patching.moe_layers import every_experts
 
 NOT_SENT = (
-    "TRL merges adapters and sends vLLM whole weights, which it cannot do of {what}, so vLLM would go on sampling from "
-    "other experts; have it send adapters alone: from sonicmoe_hf.trl import GRPOTrainer, or "
+    "TRL merges adapters and sends vLLM whole weights, which it cannot do of {weights}, so vLLM would go on sampling "
+    "from other experts; have it send adapters alone: from sonicmoe_hf.trl import GRPOTrainer, or "
     "sonicmoe_hf.vllm_adapters({trainer}) for a class of your own"
 )
 
@@ -29,5 +29,5 @@ def check_sampling(trainer: Any) -> None:
         for module in trainer.model.modules()
     )
     if is_packed or is_adapted:
-        what = "packed experts" if is_packed else "adapters on experts"
-        raise ValueError(NOT_SENT.format(what=what, trainer=type(trainer).__name__))
+        weights = "packed experts" if is_packed else "adapters on experts"
+        raise ValueError(NOT_SENT.format(weights=weights, trainer=type(trainer).__name__))
