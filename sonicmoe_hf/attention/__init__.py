@@ -7,5 +7,4 @@ Packed sequences: packing.py puts batches into that form, positions.py reads it 
 keeps sequences apart, or refuses them, in models that do not.
 torch_pieces: pieces.py says how many queries fit, piecewise.py attends with them; indexers.py puts the layers of
 families that choose keys to work in pieces, among them deepseek_v4.py and pooled_indexer.py.
-linear.py stands alone: it warns of linear attention without kernels.
 """

@@ -12,9 +12,10 @@ from helpers.small_families import small_model
 from transformers import AutoConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.attention import linear, models
+from sonicmoe_hf.attention import models
 from sonicmoe_hf.attention.names import TORCH_SINKS
 from sonicmoe_hf.tools.cli.doctor import examine
+from sonicmoe_hf.tools.cli.linear_attention import describe_linear_attention
 from sonicmoe_hf.tools.random_models import random_model, random_packed_model
 
 HALF = {"dtype": torch.bfloat16}
@@ -106,6 +107,6 @@ def test_of_models_that_choose_keys_the_reason_is_said(model_type):
 @pytest.mark.pinned
 @pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="its kernels are taken")
 def test_doctor_names_the_packages_of_linear_attention_s_kernels():
-    (sentence,) = linear.describe_linear_attention(small_model("kimi_linear"))
+    (sentence,) = describe_linear_attention(small_model("kimi_linear"))
     assert "pip install" in sentence and "flash-linear-attention" in sentence
-    assert linear.describe_linear_attention(small_model("qwen3_moe")) == []
+    assert describe_linear_attention(small_model("qwen3_moe")) == []

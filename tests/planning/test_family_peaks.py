@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sonicmoe_hf.attention.indexers import use_pieces
-from sonicmoe_hf.attention.linear import describe_linear_attention
 from sonicmoe_hf.patching.moe_layers import find_layers
+from sonicmoe_hf.tools.cli.linear_attention import describe_linear_attention
 from sonicmoe_hf.tools.planning.sizes import PLAIN_LINEAR, sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import Training

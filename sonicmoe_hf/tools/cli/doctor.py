@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ...attention.linear import describe_linear_attention
 from ...attention.models import describe_attention
 from ...checkpoints.reading.config_only import build_on_meta
 from ...errors import CheckpointError
@@ -24,6 +23,7 @@ from ...patching.layer_ranges import LayerRange, collapse
 from ...patching.support import LayerSupport, accelerated_layers, loading_remedy, supports
 from ...private.versions import untested_versions, versions
 from ...routing.support import why_left_unrounded, with_rounding_reasons
+from .linear_attention import describe_linear_attention
 from .warmup_kernels import describe_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
