@@ -11,7 +11,7 @@ from ..kernels.packed import Quantized, mxfp4, nvfp4
 from ..kernels.packed.format import TensorSpecs
 from ..kernels.packed.fp8 import FP8_BLOCK, fp8_grid
 from ..kernels.packed.grid import Grid, Rounded
-from .matrix_format import WEIGHT, MatrixFormat, RenamedMatrix, check_matrix
+from .matrix_format import WEIGHT, MatrixFormat, RenamedMatrix
 
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
 BLOCK = (FP8_BLOCK, FP8_BLOCK)
@@ -138,7 +138,7 @@ class NVFP4Matrix(MatrixFormat):
     k_scale and v_scale of attention, are scales of activations, for inference alone."""
 
     name, dtype, scales = "nvfp4", torch.uint8, ("_scale", "_scale_2")
-    unused = (".input_scale", ".k_scale", ".v_scale")
+    unused: tuple[str, ...] = (".input_scale", ".k_scale", ".v_scale")
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See MatrixFormat."""
@@ -169,35 +169,18 @@ class CompressedMXFP4(RenamedMatrix, MXFP4Matrix):
     dtype, ends = torch.uint8, ("weight_packed", "weight_scale")
 
 
-class CompressedNVFP4(RenamedMatrix):
+class CompressedNVFP4(RenamedMatrix, NVFP4Matrix):
     """compressed-tensors' nvfp4-pack-quantized: X.weight_packed uint8 [N, K/2]; X.weight_scale float8_e4m3 [N, K/16];
     X.weight_global_scale, one fp32 number, of which a value is e2m1 * weight_scale / weight_global_scale. Here it is
     e2m1 * (weight_scale * (1 / weight_global_scale)), as engines compute it, which may differ by a bit in fp32."""
 
-    name, dtype, ends = "nvfp4", torch.uint8, ("weight_packed", "weight_scale", "weight_global_scale")
-
-    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See MatrixFormat."""
-        return (shape[0], 2 * shape[1])
-
-    def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
-        """See MatrixFormat."""
-        rows, columns = shape
-        shapes = (rows, columns // 2), (rows, columns // nvfp4.BLOCK), (1,)
-        dtypes = torch.uint8, torch.float8_e4m3fn, torch.float32
-        return {tensor: (shape, (dtype,)) for tensor, shape, dtype in zip(self.names(name), shapes, dtypes)}
-
-    def check(self, *tensors: torch.Tensor) -> None:
-        """See MatrixFormat."""
-        check_matrix(tensors[2].reshape(-1), (1,), (torch.float32,), self.ends[2])
-        super().check(*tensors[:2], tensors[2].reshape(-1))
+    ends = ("weight_packed", "weight_scale", "weight_global_scale")
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See MatrixFormat."""
-        return nvfp4.nvfp4_grid(1 / scales[1].reshape(()))
+        return super().grid(scales[0], 1 / scales[1])
 
     def read(self, *tensors: torch.Tensor) -> Quantized:
         """See MatrixFormat."""
-        self.check(*tensors)
-        codes, scales, of_all = tensors
-        return Quantized(codes, scales.view(torch.uint8), (1 / of_all.float()).reshape(1))
+        matrix = super().read(*tensors)
+        return matrix._replace(state=1 / tensors[2].reshape(1))

@@ -147,7 +147,7 @@ class RenamedMatrix(MatrixFormat):
     """
 
     ends: tuple[str, ...]
-    unused = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+    unused: tuple[str, ...] = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
     def names(self, weight_name: str) -> list[str]:
         """See MatrixFormat."""
