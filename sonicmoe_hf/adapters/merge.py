@@ -124,14 +124,14 @@ def _target_of_merge(
     if quantize == KEEP and layout not in (None, own):
         raise CheckpointError(f"quantize='keep' writes the base's own layout, {own!r}; leave layout out")
     keeps_format = quantize == KEEP or (
-        quantize is not None and quantize == stored.quantization and not stored.packed_here
+        quantize is not None and quantize == stored.quantization and not stored.is_packed_here
     )
-    is_other = quantize is not None or layout not in (None, own) or stored.packed_here
+    is_other = quantize is not None or layout not in (None, own) or stored.is_packed_here
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
     if keeps_format or not is_other:
         notices = add_adapter(stored, model, adapter, seed)
         target = own_target(stored, (family, own, own), keeps_format)
-    elif stored.packed_here and not has_native_layout(stored.config):
+    elif stored.is_packed_here and not has_native_layout(stored.config):
         if layout == "native" or quantize is not None:
             family_of(stored.config, stored.folder / CONFIG_FILE)  # raises
         notices = add_adapter(stored, model, adapter, seed)

@@ -32,7 +32,7 @@ from .matrix_format import WEIGHT, MatrixFormat
 from .parameter_conversion import pattern_of
 
 LOADS_MATRICES = hasattr(HfQuantizer, "get_new_dtype")  # since 5.19: it casts nothing on its own
-# DeepSeek-V4's names of scales, and those that we go by
+# a renaming: DeepSeek-V4's names of scales to those of other FP8 checkpoints
 SHORT_NAMES = (r"^(.+)(?<!_l2_clip)\.scale$", r"\1.weight_scale_inv")
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 MERGES = (
@@ -56,7 +56,7 @@ def with_experts_apart(conversions: list[WeightTransform]) -> list[WeightTransfo
     return [leave_apart(conversion) for conversion in conversions]
 
 
-def of_packed_experts(hf_quantizer) -> list[WeightConverter]:
+def packed_experts_conversions(hf_quantizer) -> list[WeightConverter]:
     """Make the conversions of a checkpoint whose experts were packed here, in the quantizer's format."""
     format = FORMATS[hf_quantizer.quantization_config.experts]
     return [
@@ -72,7 +72,7 @@ def with_matrix_format(conversions: list, hf_quantizer, format: MatrixFormat) ->
     rest becomes dense."""
     return [
         *([WeightRenaming(*SHORT_NAMES)] if isinstance(format.linear, FP8Matrix) else []),
-        *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
+        *(_keep_packed(converter, hf_quantizer, format) for converter in conversions),
         WeightConverter(
             [*map(pattern_of, format.linear.all_names(WEIGHT)), *(f"{end[1:]}$" for end in format.unused)],
             WEIGHT,
@@ -81,7 +81,8 @@ def with_matrix_format(conversions: list, hf_quantizer, format: MatrixFormat) ->
     ]
 
 
-def _of_experts(converter, hf_quantizer, format: MatrixFormat):
+def _keep_packed(converter, hf_quantizer, format: MatrixFormat):
+    """Change the conversion of experts' matrices to TakeExperts; return any other as it is."""
     if not isinstance(converter, WeightConverter):
         return converter
     sources, targets = converter._original_source_patterns, converter._original_target_patterns

@@ -37,8 +37,8 @@ def check_format(what: str, name: str) -> None:
 
 
 class DeclaredQuantization(NamedTuple):
-    """The declaration of a quantization. method: its quant_method. entries: all of it, and config.json's expert_dtype, of
-    DeepSeek-V4.
+    """The declaration of a quantization. method: its quant_method. entries: all of them, and config.json's expert_dtype,
+    which DeepSeek-V4 has.
 
     `loadable_matrix_format` and `format_name` say what from_pretrained loads, which is FP8 in blocks of 128 x 128 alone;
     `stored_format`, in which blocks the files store it, since conversion and merging read FP8 in any.
@@ -54,7 +54,7 @@ class DeclaredQuantization(NamedTuple):
 
     @property
     def is_per_expert(self) -> bool:
-        """Tell whether it is FP8, NVFP4 or integers in every linear layer, or in experts alone, with tensors for each."""
+        """Tell whether files store each matrix by itself, in FP8, NVFP4 or integers: all linear layers', or experts'."""
         return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
 
     def format_name(self) -> str:
@@ -146,16 +146,16 @@ def declared_quantization(config: PreTrainedConfig | dict, folder: Path | None =
         CheckpointError: what declares it is damaged.
     """
     configs = list(_with_text_configs(config))
-    declared, of_experts = (_first(configs, entry) for entry in ("quantization_config", EXPERT_DTYPE))
+    declared, expert_dtype = (_first_value(configs, entry) for entry in ("quantization_config", EXPERT_DTYPE))
     if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
-        declared = _modelopts(folder / MODELOPT_FILE)
+        declared = _read_modelopt_file(folder / MODELOPT_FILE)
     if declared is None:
         return None
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
     file = "config.json" if folder is None else folder / "config.json"
     check_type({"quantization_config": declared}, "quantization_config", dict, file)
     method = declared.get("quant_method")
-    beside = {} if of_experts is None else {EXPERT_DTYPE: of_experts}
+    beside = {} if expert_dtype is None else {EXPERT_DTYPE: expert_dtype}
     return DeclaredQuantization(str(getattr(method, "value", method)), {**beside, **declared})
 
 
@@ -168,7 +168,7 @@ def _with_text_configs(config: PreTrainedConfig | dict) -> Iterator[dict]:
             yield from _with_text_configs(inner)
 
 
-def _modelopts(path: Path) -> dict | None:
+def _read_modelopt_file(path: Path) -> dict | None:
     """Read the declaration in ModelOpt's own file; None where the KV cache alone is quantized."""
     quantization = read_json(path, quantization=dict).get("quantization")
     if not isinstance(quantization, dict) or "quant_algo" not in quantization:
@@ -177,5 +177,6 @@ def _modelopts(path: Path) -> dict | None:
     return None if quantization["quant_algo"] is None else {"quant_method": MODELOPT, **quantization}
 
 
-def _first(configs: list[dict], entry: str):
+def _first_value(configs: list[dict], entry: str) -> Any:
+    """Find the value of an entry in the first config that has it; None where none has."""
     return next((config[entry] for config in configs if config.get(entry) is not None), None)

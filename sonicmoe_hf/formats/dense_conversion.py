@@ -29,16 +29,16 @@ class TakeDense(ParameterConversion):
         weight, *others = by_name.values()
         if weight.is_meta:
             return torch.empty_like(parameter, device="meta")
-        is_packed = weight.dtype not in FLOATS
-        missing = [name for name in needed if name not in by_name] if is_packed else []
-        if missing or (bool(others) and not is_packed):
+        is_quantized = weight.dtype not in FLOATS
+        missing = [name for name in needed if name not in by_name] if is_quantized else []
+        if missing or (bool(others) and not is_quantized):
             scales = len(by_name.keys() & {*needed[1:]})
             raise CheckpointError(
                 f"{layer} is {weight.dtype} with {scales} of {len(needed) - 1} scales; the checkpoint is incomplete"
             )
         with naming_weight(layer):
-            dense = self._dense(weight, others, parameter) if is_packed else weight
-        if is_packed and not bool(torch.isfinite(dense).all()):
+            dense = self._dense(weight, others, parameter) if is_quantized else weight
+        if is_quantized and not bool(torch.isfinite(dense).all()):
             raise CheckpointError(f"{layer} or its scales have NaN or infinite values")
         return dense.to(parameter.dtype)
 

@@ -24,7 +24,7 @@ from ..kernels.packed import FORMATS
 from ..layer.experts_module import matrix_shape, packable, row_order, why_replaced_by_liger
 from ..layer.holding import Holder, holding_of, is_partitioned
 from ..layer.packed_weight import PackedWeight
-from .conversions import of_packed_experts, with_experts_apart, with_matrix_format
+from .conversions import packed_experts_conversions, with_experts_apart, with_matrix_format
 from .declared import QUANT_METHOD, DeclaredQuantization, check_format
 from .declared_integers import METHODS
 from .distribution_checks import check_distributed, guard_deepspeed
@@ -107,8 +107,8 @@ class ExpertsQuantizer(HfQuantizer):
         self.linear: Any = None
         if quantization_config.linear is not None:
             linear = copy.deepcopy(quantization_config.linear)
-            is_packed = self.pre_quantized and quantization_config.declared is None
-            self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=is_packed)
+            pre_quantized = self.pre_quantized and quantization_config.declared is None
+            self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=pre_quantized)
         self.tensor_names: list[str] = []  # of the packed weights of the model that is loaded, in its state dict
 
     def packs(self, model: PreTrainedModel, param_name: str) -> bool:
@@ -148,7 +148,7 @@ class ExpertsQuantizer(HfQuantizer):
         conversions = [] if self.linear is None else self.linear.get_weight_conversions()
         if not self.pre_quantized:
             return conversions
-        return [*of_packed_experts(self), *conversions]
+        return [*packed_experts_conversions(self), *conversions]
 
     def update_weight_conversions(self, weight_conversions, *model):
         declared = self.quantization_config.declared

@@ -17,7 +17,7 @@ TO_PLAIN_NAMES = (
     "dequantize=True; rename them: AutoModelForCausalLM.from_pretrained(SRC, "
     'key_mapping={"proj_blocks$": "proj"}).save_pretrained(DST, save_original_format=False)'
 )
-INTEGERS = (".qweight", ".weight_packed")  # ends of names
+INTEGERS = (".qweight", ".weight_packed")  # how the names of codes end
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
 

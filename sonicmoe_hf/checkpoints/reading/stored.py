@@ -87,7 +87,7 @@ class StoredWeights(TensorFiles):
         return self.quantization if (name, self.quantization) == ("int4", "uint4") else name
 
     @property
-    def packed_here(self) -> bool:
+    def is_packed_here(self) -> bool:
         """Tell whether quantize_experts or conversion packed the experts."""
         return self.declared is not None and self.declared.is_packed_here
 
@@ -175,5 +175,5 @@ class StoredWeights(TensorFiles):
     def dense_dtype(self) -> torch.dtype:
         """Choose the dtype that quantized weights become: bf16; of experts packed here, that which the model computes
         in."""
-        declared = self.config.get("dtype") or self.config.get("torch_dtype") if self.packed_here else None
+        declared = self.config.get("dtype") or self.config.get("torch_dtype") if self.is_packed_here else None
         return DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16

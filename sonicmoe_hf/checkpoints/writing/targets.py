@@ -66,7 +66,7 @@ def target_of(
                 "dtype out"
             )
         keeps = source.quantization == quantize
-        if keeps and not source.packed_here and source.layout == target_layout:
+        if keeps and not source.is_packed_here and source.layout == target_layout:
             return own_target(source, layouts, keeps_format=True)
         check_packing(source, quantize, layout)
         packed = quantization_config(source, quantize, layout)
@@ -101,7 +101,7 @@ def dense_target(
     """Describe `stored`, of a family without a native layout, dense: under the names of its files, or where sonicmoe_hf
     packed it under the hub's. model: the checkpoint's, on the meta device."""
     notices, wanted = _quantization_notices(stored, dequantize), None if dtype is None else DTYPES[dtype]
-    output = HubNamed(stored, model, wanted) if stored.packed_here else Output(stored, wanted)
+    output = HubNamed(stored, model, wanted) if stored.is_packed_here else Output(stored, wanted)
     config = dense_config(stored, stored.config, dtype)
     return Target(str(stored.config["model_type"]), "hub", "hub", output, config, notices)
 
@@ -131,7 +131,7 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
             f"{stored.quantization}; leave quantize='keep' (--quantize keep) out, so that all weights become bf16"
         )
     notices = [f"what nothing changed is as in {stored.folder} bit by bit, in {stored.quantization}"]
-    if stored.packed_here:
+    if stored.is_packed_here:
         notices += [
             f"the experts were packed as {stored.quantization} by sonicmoe_hf, so the checkpoint that they were packed "
             "from may still be there: merge into that and pack the result, which loses less (sonicmoe-hf merge ORIGINAL "
@@ -152,7 +152,7 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
         return []
     dtype = str(source.dense_dtype).removeprefix("torch.")
     notices = [f"the weights were {source.quantization} and are {dtype} now"]
-    if source.packed_here:
+    if source.is_packed_here:
         format = FORMATS[source.quantization]
         notices.append(
             f"what rounding to {format.name} lost stays lost: about {format.loss}% of a weight "
