@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,7 +146,7 @@ class TokenRoundingCallback(StepCallback):
         check_and_hook_routers(model, self._policy_with_tile, remedy="leave TokenRoundingCallback out")
 
     def _with_tile_of(self, own: TokenRounding | None) -> TokenRounding:
-        """Set the policy's tile to that of the model's own, where this callback was given none."""
+        """Make the policy of this callback with the tile of the model's own, where it was given none."""
         if own is None or own.tile is None or own.tile == self.policy.tile:
             return self.policy
         if self.policy.tile is not None:
@@ -180,7 +181,7 @@ class ExpertLoadCallback(StepCallback):
     and where token rounding was on:
 
         moe/rows_added, moe/rows_dropped   pairs more and fewer than by top-k
-        moe/padded_rows_avoided padding to full tiles that top-k would have needed and rounding did not
+        moe/padded_rows_avoided kernels' rows of padding to full tiles that top-k would have needed and rounding did not
         moe/top_k_fallbacks     layer forwards that fell back to top-k for want of pairs
 
     history: one dict a log, with "step", "rows_per_expert" ({layer: [load of each expert]}) and the metrics.
@@ -269,8 +270,8 @@ class ExpertLoadCallback(StepCallback):
         if not counts or len(counts) < len(hooks):
             return {}
         per_layer = [split_counts((total // ranks_of_batch(model)).cpu()) for total in summed_over_ranks(counts)]
-        loads = [load_E for load_E, _ in per_layer]
-        totals = dict(zip(TOTALS, torch.stack([totals for _, totals in per_layer]).sum(0).tolist()))
+        loads, totals_of_layers = zip(*per_layer)
+        totals = dict(zip(TOTALS, torch.stack(totals_of_layers).sum(0).tolist()))
         if totals["calls"] == 0:
             return {}
         metrics = _load_metrics(loads, totals)
@@ -279,7 +280,7 @@ class ExpertLoadCallback(StepCallback):
         return metrics
 
 
-def _load_metrics(loads: list[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:
+def _load_metrics(loads: Sequence[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:
     """Compute the metrics of a log. loads: int64 [E], of each layer; totals: TOTALS, of all layers."""
     means = [load_E.double().mean().clamp(min=1e-9) for load_E in loads]
     deviations = [load_E.double().std(correction=0) for load_E in loads]

@@ -48,7 +48,8 @@ class PackedSteps(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.packed_tokens: int | None = None  # as `attach` was given them, and few_lengths
+        # as `attach` was given them
+        self.packed_tokens: int | None = None
         self.few_lengths: bool | None = None
         self.is_compiled = False
         self._forget_run()
@@ -95,7 +96,7 @@ class PackedSteps(TrainerCallback):
         self._forget_rows()
         if max(len(batches), trainer.args.gradient_accumulation_steps) < 2 or not self.is_on:
             return
-        max_tokens = self.packed_tokens or AUTOMATIC_TOKENS
+        max_tokens = self.packed_tokens or AUTOMATIC_TOKENS  # of this run; a row of this step may have fewer at most
         if num_items is None:  # the check says why
             self._passes_once(check_steps, trainer, max_tokens)
             return
@@ -115,7 +116,7 @@ class PackedSteps(TrainerCallback):
                 self._add(group, max_row_tokens)
 
     def _can_pack(self, trainer: Any, max_tokens: int) -> bool:
-        """Tell whether rows of at most so many tokens are as their micro-batches one by one."""
+        """Tell whether rows of at most so many tokens, in any step of this run, are as their micro-batches one by one."""
         return (
             self._passes_once(check_steps, trainer, max_tokens)
             and (not self.is_automatic or self._passes_once(check_automatic, trainer))
@@ -137,7 +138,7 @@ class PackedSteps(TrainerCallback):
                 logger.warning(PACKED)
 
     def _passes_once(self, check: Callable, *args) -> bool:
-        """Tell what `_passes` does of a check that a run needs to pass once."""
+        """Tell whether a check raises nothing, which is made in a run until it passes."""
         if check not in self.checks_passed and self._passes(check, *args):
             self.checks_passed.add(check)
         return check in self.checks_passed
