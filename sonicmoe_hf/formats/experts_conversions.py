@@ -72,29 +72,29 @@ class TakeExperts(ParameterConversion):
 
     def make(self, target: LoadedParameter, stored: StoredTensors) -> torch.Tensor:
         """See ParameterConversion."""
-        wanted, dtype, is_plain = self.wanted_format, target.meta_parameter.dtype, self._is_plain(stored)
-        if wanted == self.stored_format.name and not is_plain:
+        wanted, dtype, is_in_floats = self.wanted_format, target.meta_parameter.dtype, self._is_in_floats(stored)
+        if wanted == self.stored_format.name and not is_in_floats:
             return PackedWeight.of(self._take(stored, target), wanted, dtype)
         order = "concatenated" if len(self.sources) > 1 else "whole"
         device = next(tensor.device for tensors in stored.values() for tensor in tensors)
 
         def pack(mean=torch.mean):
-            if is_plain:
-                plain = Apart(stored[source] for source in self.sources)
-                check_shape(target.full_name, plain.shape, target.meta_parameter)
-                return plain.pack(wanted, dtype, order, mean)
+            if is_in_floats:
+                apart = Apart(stored[source] for source in self.sources)
+                check_shape(target.full_name, apart.shape, target.meta_parameter)
+                return apart.pack(wanted, dtype, order, mean)
             values = (values.to(dtype) for values in self._values(stored, target))
             packed = FORMATS[wanted].pack(values, local_shape(target.meta_parameter), order, mean, device)
             return PackedWeight(packed, wanted, dtype)
 
         return pack_share(wanted, pack, local_shape(target.meta_parameter), device, target.holding)
 
-    def _is_plain(self, stored: StoredTensors) -> bool:
+    def _is_in_floats(self, stored: StoredTensors) -> bool:
         """Tell whether the checkpoint has these experts in floats."""
         scales = {name for source in self.sources for name in self.stored_format.names(source)} - {*self.sources}
         weights = [tensor for source in self.sources for tensor in stored.get(source, ())]
-        is_packed = any(stored.get(name) for name in scales) or not weights
-        return not is_packed and all(tensor.dtype in FLOATS for tensor in weights)
+        is_quantized = any(stored.get(name) for name in scales) or not weights
+        return not is_quantized and all(tensor.dtype in FLOATS for tensor in weights)
 
     def _values(self, stored: StoredTensors, target: LoadedParameter) -> Iterator[torch.Tensor]:
         """Yield the values [N, K] of each expert in fp32."""
@@ -113,13 +113,13 @@ class TakeExperts(ParameterConversion):
     def _take(self, stored: StoredTensors, target: LoadedParameter) -> Quantized:
         """Join the experts as the checkpoint has them."""
         parts = [[*self._read_part(stored, source, target, self.stored_format.read)] for source in self.sources]
-        alike = _kinds(parts[0][0])
+        alike = _tensor_specs(parts[0][0])
         for source, experts in zip(self.sources, parts):
             for expert, matrix in enumerate(experts, target.holding.experts.start):
-                if _kinds(matrix) != alike:
+                if _tensor_specs(matrix) != alike:
                     raise CheckpointError(
                         f"{target.full_name}, {source} of expert {expert}: its weight and scales are stored as "
-                        f"{_kinds(matrix)}, others of this layer as {alike}"
+                        f"{_tensor_specs(matrix)}, others of this layer as {alike}"
                     )
         packed, format = self.stored_format.join_parts(parts), FORMATS[self.stored_format.name]
         format.check(target.full_name, packed, target.holding.experts.start)
@@ -162,6 +162,6 @@ def check_shape(name: str, stored: tuple[int, ...], parameter: torch.Tensor) -> 
         raise ValueError(f"{name} has shape {tuple(stored)} in the checkpoint; the model's is {tuple(shape)}")
 
 
-def _kinds(packed: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _tensor_specs(packed: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """List shape and dtype of each tensor, which are alike for all experts that one weight can hold."""
     return [(tuple(tensor.shape), tensor.dtype) for tensor in packed if tensor is not None]

@@ -20,7 +20,8 @@ PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in
 
 
 class FP8Matrix(MatrixFormat):
-    """X.weight float8_e4m3 [N, K], and X.weight_scale_inv [ceil(N / block), ceil(K / block)]: fp32, bf16, or E8M0.
+    """A matrix in FP8: X.weight float8_e4m3 [N, K]; X.weight_scale_inv [ceil(N / block), ceil(K / block)], fp32, bf16 or
+    E8M0.
 
     block: rows and columns that share a scale. has_powers: whether scales are powers of two in any dtype.
     """
@@ -111,7 +112,7 @@ class MXFP4Matrix(MatrixFormat):
 
 
 class FP4Matrix(MXFP4Matrix):
-    """DeepSeek-V4's: experts' X.weight int8 [N, K / 2] and X.scale E8M0 [N, K / 32], beside linear layers in FP8."""
+    """DeepSeek-V4's experts: X.weight int8 [N, K / 2] and X.scale E8M0 [N, K / 32], beside linear layers in FP8."""
 
     code_dtypes, scales = PAIRS, ("_scale_inv",)
 
@@ -133,9 +134,9 @@ class FP4Matrix(MXFP4Matrix):
 
 
 class NVFP4Matrix(MatrixFormat):
-    """X.weight uint8 [N, K/2], two values a byte, the first in the LOW half; X.weight_scale, float8_e4m3 [N, K/16];
-    X.weight_scale_2, one fp32 number. A value is e2m1 * (weight_scale * weight_scale_2), in fp32. X.input_scale, and the
-    k_scale and v_scale of attention, are scales of activations, for inference alone."""
+    """A matrix in ModelOpt's NVFP4: X.weight uint8 [N, K/2], two values a byte, the first in the low half; X.weight_scale
+    float8_e4m3 [N, K/16]; X.weight_scale_2, one fp32 number. A value is e2m1 * (weight_scale * weight_scale_2), in fp32.
+    X.input_scale, and the k_scale and v_scale of attention, are scales of activations, for inference alone."""
 
     name, dtype, scales = "nvfp4", torch.uint8, ("_scale", "_scale_2")
     unused: tuple[str, ...] = (".input_scale", ".k_scale", ".v_scale")

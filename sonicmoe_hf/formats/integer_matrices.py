@@ -48,8 +48,7 @@ def _as_one_expert(matrix: Quantized) -> Quantized:
 class Int4Matrix(RenamedMatrix):
     """A matrix [N, K] of 4-bit codes in words.
 
-    group: values of a row that share a scale, the last of them perhaps fewer; None: the whole row. has_zeros: whether it
-    is declared that some zero is not 8.
+    group: values of a row that share a scale, the last of them perhaps fewer; None: the whole row.
     """
 
     dtype = WORD
@@ -59,7 +58,7 @@ class Int4Matrix(RenamedMatrix):
 
     @property
     def has_zeros(self) -> bool:
-        """Tell whether some zero is not 8."""
+        """Tell whether it is declared that some zero is not 8."""
         return self.name == "uint4"
 
     def num_groups(self, size_in: int) -> int:
@@ -79,15 +78,16 @@ class Int4Matrix(RenamedMatrix):
         self.check(*tensors)
         codes, scales, zeros = self._from_words(*tensors)
         size_in = 2 * codes.shape[1]
-        group, whole = group_of(size_in, self.group or size_in), self.group or size_in
+        stored_group = self.group or size_in
+        group = group_of(size_in, stored_group)
         if group < GROUP:
             raise CheckpointError(
-                f"{whole} of {size_in} values share a scale, which {self.name} cannot hold: it takes groups of a "
+                f"{stored_group} of {size_in} values share a scale, which {self.name} cannot hold: it takes groups of a "
                 f"multiple of {GROUP}; {TO_BF16_OR_PACK}"
             )
 
         def spread(of_groups: torch.Tensor) -> torch.Tensor:
-            return of_groups.repeat_interleave(whole // group, 1)[:, : size_in // group].contiguous()
+            return of_groups.repeat_interleave(stored_group // group, 1)[:, : size_in // group].contiguous()
 
         if self.has_zeros:
             assert zeros is not None
@@ -147,7 +147,7 @@ class Int4Matrix(RenamedMatrix):
 class CompressedInt4(Int4Matrix):
     """compressed-tensors' pack-quantized (Kimi K2, llm-compressor's W4A16): X.weight_packed int32 [N, K/8], whose
     nibbles, the low one first, are values + 8; X.weight_scale [N, K/group]; X.weight_zero_point int32 [N/8, K/group] of
-    weights that are not symmetric, packed along N; X.weight_shape (N, K), in one of two dtypes."""
+    weights that are not symmetric, words along N; X.weight_shape (N, K), in one of two dtypes."""
 
     optional = ("weight_shape",)
 
@@ -199,9 +199,9 @@ class CompressedInt4(Int4Matrix):
 
 
 class GPTQInt4(Int4Matrix):
-    """GPTQ's: X.qweight int32 [K/8, N], packed along K, the low nibble first; X.scales [K/group, N]; X.qzeros int32
-    [K/group, N/8], packed along N, zeros less `offset` (1, or 0 in gptq_v2); X.g_idx int32 [K], the group of each column,
-    which AutoRound leaves out."""
+    """A matrix of GPTQ's: X.qweight int32 [K/8, N], words along K, the low nibble first; X.scales [K/group, N]; X.qzeros
+    int32 [K/group, N/8], words along N, zeros less `offset` (1, or 0 in gptq_v2); X.g_idx int32 [K], the group of each
+    column, which AutoRound leaves out."""
 
     ends, optional = ("qweight", "scales", "qzeros"), ("g_idx",)
 
@@ -259,7 +259,7 @@ def _to_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 class AWQInt4(Int4Matrix):
-    """AutoAWQ's "gemm": X.qweight int32 [K, N/8] and X.qzeros int32 [K/group, N/8], packed along N in an order of AWQ's,
+    """AutoAWQ's "gemm": X.qweight int32 [K, N/8] and X.qzeros int32 [K/group, N/8], words along N in an order of AWQ's,
     zeros as they are; X.scales [K/group, N]."""
 
     ends = ("qweight", "scales", "qzeros")

@@ -57,7 +57,7 @@ class MatrixFormat(ABC):
         return self
 
     def check_stretches(self, *stretches: torch.Tensor) -> None:  # noqa: B027 - most formats have none
-        """Check stretches of optional tensors, which is all of them that ranks of expert parallelism get.
+        """Check stretches of optional tensors; ranks of expert parallelism get no more of these.
 
         Raises:
             CheckpointError: no format here holds what they say.
@@ -81,13 +81,17 @@ class MatrixFormat(ABC):
 
     @abstractmethod
     def specs(self, name: str, shape: tuple[int, ...]) -> TensorSpecs:
-        """Describe, by name, shape and dtypes of the tensors that store a matrix [N, K]."""
+        """Describe the tensors that store a matrix [N, K]: by name their shape and the dtypes that they may have."""
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """Raise CheckpointError where a matrix and its scales do not fit together."""
-        expected = self.specs("weight", self.dense_shape(tensors[0].shape)).items()
-        for tensor, (name, (shape, dtypes)) in zip(tensors, expected):
-            check_matrix(tensor, shape, dtypes, name)
+        """Raise CheckpointError where one of the tensors that store a matrix has another shape or dtype than it must."""
+        specs = self.specs(WEIGHT, self.dense_shape(tensors[0].shape)).items()
+        for tensor, (name, (shape, dtypes)) in zip(tensors, specs):
+            own_shape = tuple(tensor.shape) or (1,)  # one number has either
+            if tensor.dtype not in dtypes or own_shape != (shape or (1,)):
+                raise CheckpointError(
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtypes[0]} of shape {shape}"
+                )
 
     @abstractmethod
     def grid(self, *scales: torch.Tensor) -> Grid:
@@ -108,7 +112,7 @@ class MatrixFormat(ABC):
         return self.grid(*scales).round(weight, scales[0], codes, uniform)
 
     def rewrite(self, stored: list[torch.Tensor], rounded: Rounded) -> list[torch.Tensor]:
-        """Make the tensors that store a matrix which was rounded, of those that stored it."""
+        """Make the tensors that store a rounded matrix, of those that stored it before."""
         return [rounded.codes.view(stored[0].dtype), rounded.scales, *stored[2:]]
 
     @abstractmethod
@@ -117,27 +121,19 @@ class MatrixFormat(ABC):
         as `check`."""
 
     def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Join a weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""
+        """Join the scales [E, parts, ...] of a weight's parts, gate and up or down alone."""
         return scales.flatten(1, 2)
 
     def join_parts(self, parts: list[list[Quantized]]) -> Quantized:
-        """Join one weight of the parts [part][expert], gate and up or down alone, one behind the other."""
-        by_expert = [part for of_expert in zip(*parts) for part in of_expert]
+        """Join the matrices [part][expert], gates and ups or downs alone, to the weight of all experts."""
+        matrices = [matrix for parts_of_expert in zip(*parts) for matrix in parts_of_expert]
 
-        def field(name: str) -> torch.Tensor:
-            """Stack a field of all parts: [E, parts, ...]."""
-            return torch.stack([getattr(part, name) for part in by_expert]).unflatten(0, (-1, len(parts)))
+        def stack(field: str) -> torch.Tensor:
+            """Stack a field of all matrices: [E, parts, ...]."""
+            return torch.stack([getattr(matrix, field) for matrix in matrices]).unflatten(0, (-1, len(parts)))
 
-        state = None if by_expert[0].state is None else field("state")
-        return Quantized(field("codes").flatten(1, 2), self.join_scales(field("scales")), state)
-
-
-def check_matrix(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], what: str) -> None:
-    """Raise CheckpointError where a tensor of a checkpoint has another shape, or none of these dtypes."""
-    if tensor.dtype not in dtypes or (tuple(tensor.shape) or (1,)) != (shape or (1,)):  # a number has either shape
-        raise CheckpointError(
-            f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtypes[0]} of shape {shape}"
-        )
+        state = None if matrices[0].state is None else stack("state")
+        return Quantized(stack("codes").flatten(1, 2), self.join_scales(stack("scales")), state)
 
 
 class RenamedMatrix(MatrixFormat):

@@ -60,8 +60,8 @@ class PackedShard(PackedWeight):
 
 def _by_expert(weight: PackedWeight) -> tuple[torch.Tensor, ...]:
     """List the tensors with a row for each expert: all but the state that ties experts together."""
-    is_tied = weight.state is None or FORMATS[weight.format].is_whole
-    return weight.packed[:2] if is_tied else weight.packed  # type: ignore[return-value]
+    has_states = weight.state is not None and not FORMATS[weight.format].is_whole
+    return weight.packed if has_states else weight.packed[:2]  # type: ignore[return-value]
 
 
 def _make_like(kind: type[PackedWeight], weight: PackedWeight, tensors: Sequence[torch.Tensor]) -> Any:
@@ -70,8 +70,9 @@ def _make_like(kind: type[PackedWeight], weight: PackedWeight, tensors: Sequence
 
 
 def _with_state(tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> Quantized:
-    codes, scales, *own = tensors
-    return Quantized(codes, scales, own[0] if own else state)
+    """Make a weight's tensors of those with a row for each expert, and of the state where it is none of these."""
+    codes, scales, *states = tensors
+    return Quantized(codes, scales, states[0] if states else state)
 
 
 def _shard(weight: PackedWeight, tensors: Sequence[torch.Tensor]) -> PackedShard:

@@ -34,9 +34,9 @@ def pack_share(
     FORMATS[format].check_share(holding.experts, values)
 
     def mean(absmax: torch.Tensor) -> torch.Tensor:
-        of_all = absmax.new_empty(holding.size * absmax.numel())
-        dist.all_gather_into_tensor(of_all, absmax.contiguous(), group=holding.group)
-        return of_all.mean()
+        gathered = absmax.new_empty(holding.size * absmax.numel())
+        dist.all_gather_into_tensor(gathered, absmax.contiguous(), group=holding.group)
+        return gathered.mean()
 
     try:
         packed = pack(mean=mean)
@@ -59,9 +59,9 @@ def assemble_share(format: Format, tensors: list[torch.Tensor], holding: Holding
     scales_per_expert = scales[0].numel()
     num_scale_scales = -(-holding.num_experts * scales_per_expert // SCALES_PER_SCALE)
     length = SCALE_SCALES.start + num_scale_scales  # of the state
-    longest = -(-length // holding.size)
-    stretches = stretch.new_empty(holding.size * longest)
-    padded = torch.nn.functional.pad(stretch, (0, longest - len(stretch)))
+    max_length = -(-length // holding.size)
+    stretches = stretch.new_empty(holding.size * max_length)
+    padded = torch.nn.functional.pad(stretch, (0, max_length - len(stretch)))
     dist.all_gather_into_tensor(stretches, padded, group=holding.group)
     return [codes, scales, format.state_of(holding.experts, stretches[:length], scales_per_expert)]
 
@@ -116,7 +116,7 @@ def _gather_on_first(tensor: torch.Tensor, holding: Holding) -> list[torch.Tenso
     sent = tensor.contiguous().view(torch.uint8)  # a byte is a byte, whatever dtypes the backend knows
     received = [torch.empty_like(sent) for _ in range(holding.size)] if holding.rank == 0 else None
     dist.gather(sent, received, group=holding.group, group_dst=0)
-    return None if received is None else [one.cpu().view(tensor.dtype) for one in received]
+    return None if received is None else [share.cpu().view(tensor.dtype) for share in received]
 
 
 def gather_for_saving(
@@ -135,8 +135,8 @@ def gather_for_saving(
     for name, tensor in state_dict.items():
         if name in shared:
             format, suffix, holding = shared[name]
-            of_ranks = _gather_on_first(tensor, holding)
-            tensor = None if of_ranks is None else format.join(suffix, of_ranks)
+            shares = _gather_on_first(tensor, holding)
+            tensor = None if shares is None else format.join(suffix, shares)
         elif isinstance(tensor, torch.Tensor):
             tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
             tensor = tensor.cpu().contiguous() if save_on_this_rank else None
