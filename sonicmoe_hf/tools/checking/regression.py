@@ -1,4 +1,4 @@
-"""Regression of one change of log-probabilities on others, each of which is run twice. Letters: T tokens.
+"""Regression of one difference of log-probabilities on others, each of which is run twice. Letters: T tokens.
 
 In bf16 the trained model's own rounding is in each difference of two of its runs, and in what a place seems to lack, so
 that a fit of one to the other by least squares finds parts missing that are there. Each run is therefore made twice, with
@@ -16,8 +16,8 @@ MIN_SLACK = 0.01  # 1 - leverage of a token: where one token decides a coefficie
 
 
 class Runs(NamedTuple):
-    """A model's log-probabilities [T], or changes of them, in two runs that differ in their rounding. Where that is exact
-    they are the same."""
+    """A model's log-probabilities [T], or differences of them, in two runs that differ in their rounding. Where that
+    is exact they are the same."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -32,7 +32,7 @@ class Runs(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Compute the root of the mean square of a change, without the rounding of the runs."""
+        """Compute the root of the mean square of a difference, without the rounding of the runs."""
         return (self.first * self.second).mean().clamp(min=0).sqrt().item()
 
 
@@ -41,8 +41,8 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def fit(change: torch.Tensor, directions: Sequence[Runs]) -> tuple[list[float], list[float]]:
-    """Fit `change` [T] by directions, whose second runs are the instruments; where both runs are the same, that is by
+def fit(difference: torch.Tensor, directions: Sequence[Runs]) -> tuple[list[float], list[float]]:
+    """Fit `difference` [T] by directions, whose second runs are the instruments; where both runs are the same, that is by
     least squares. Returns the coefficients of the directions and their standard errors.
 
     A few tokens, for which a router chooses other experts, may make most of a difference, so tokens have different
@@ -51,13 +51,13 @@ def fit(change: torch.Tensor, directions: Sequence[Runs]) -> tuple[list[float], 
     matrix = torch.stack([direction.first for direction in directions], dim=-1)  # [T, directions]
     instruments = torch.stack([direction.second for direction in directions], dim=-1)
     inverse = torch.linalg.pinv(instruments.T @ matrix) @ instruments.T
-    coefficients = inverse @ change
+    coefficients = inverse @ difference
     leverage = (matrix * inverse.T).sum(dim=1)
-    residual = (change - matrix @ coefficients) / (1 - leverage).clamp(min=MIN_SLACK)
+    residual = (difference - matrix @ coefficients) / (1 - leverage).clamp(min=MIN_SLACK)
     return coefficients.tolist(), (inverse * residual).norm(dim=1).tolist()
 
 
-def residual_of(change: torch.Tensor, directions: Sequence[Runs]) -> torch.Tensor:
-    """Subtract from `change` [T] what its fit by the directions explains."""
-    coefficients, _ = fit(change, directions)
-    return change - sum(coefficient * each.first for coefficient, each in zip(coefficients, directions))
+def residual_of(difference: torch.Tensor, directions: Sequence[Runs]) -> torch.Tensor:
+    """Subtract from `difference` [T] what its fit by the directions explains."""
+    coefficients, _ = fit(difference, directions)
+    return difference - sum(coefficient * each.first for coefficient, each in zip(coefficients, directions))

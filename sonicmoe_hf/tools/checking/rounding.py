@@ -1,4 +1,4 @@
-"""Rounding in a dtype, as noise on what the modules of a model give."""
+"""Rounding in a dtype, as noise on what the modules of a model put out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """
     generators: dict[torch.device, torch.Generator] = {}
 
-    def move(module: Any, arguments: Any, output: Any) -> Any:
+    def perturb(module: Any, arguments: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return output
         device = output.device
@@ -29,7 +29,7 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
         return (output.float() * (1 + error * (torch.finfo(dtype).eps / 2))).to(output.dtype)
 
     leaves = [module for module in model.modules() if not any(module.children()) or is_experts(module)]
-    hooks = [module.register_forward_hook(move) for module in leaves]
+    hooks = [module.register_forward_hook(perturb) for module in leaves]
     try:
         yield
     finally:

@@ -85,13 +85,13 @@ class Server:
             NoAnswer: it refuses all three forms, or has no such model, or its texts do not tell their tokens.
         """
         refusals = []
-        for observe in (self._score_prompt, self._score_generated):
+        for score in (self._score_prompt, self._score_generated):
             try:
-                answers = [observe(model, text) for text in texts]
+                answers = [score(model, text) for text in texts]
             except NoAnswer as error:
                 refusals.append(error)
             else:
-                return [text for text, _ in answers], torch.cat([values for _, values in answers]).double()
+                return [text for text, _ in answers], torch.cat([log_p for _, log_p in answers])
         try:
             texts = [generated for text in texts if (generated := self._generate_greedily(model, text)) is not None]
         except NoAnswer as error:
@@ -103,49 +103,49 @@ class Server:
             raise NoAnswer(OTHER_TOKENS.format(url=self.url, model=model))
         return texts, None
 
-    def _choice(self, **body: Any) -> dict:
+    def _complete(self, **body: Any) -> dict:
         """Request a completion. Returns its first choice, with the "usage" added."""
         reply = self.request("completions", body)
         return {**next(iter(_objects(reply.get("choices"))), {}), "usage": reply.get("usage")}
 
     def _score_prompt(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
         """Get the log-probabilities of the text itself, as a prompt."""
-        choice = self._choice(model=model, prompt=text.ids, echo=True, logprobs=1, max_tokens=1, temperature=0)
-        return text, self._values(choice, text)
+        choice = self._complete(model=model, prompt=text.ids, echo=True, logprobs=1, max_tokens=1, temperature=0)
+        return text, self._read_log_p(choice, text.start, len(text.ids))
 
     def _score_generated(self, model: str, text: Text) -> tuple[Text, torch.Tensor]:
         """Get the log-probabilities of tokens that the model generates after the text's first half."""
         prompt = text.ids[: (len(text.ids) + 1) // 2]
-        choice = self._choice(model=model, prompt=prompt, logprobs=1, return_token_ids=True, **GREEDY)
+        choice = self._complete(model=model, prompt=prompt, logprobs=1, return_token_ids=True, **GREEDY)
         generated = choice.get("token_ids") or ()
         if not isinstance(generated, (list, tuple)) or not all(_is_token(each) for each in generated):
             raise NoAnswer(f"{self.url}: {model} answers with token_ids {generated!r:.80}, which are none")
-        text = Text((*prompt, *generated), len(prompt))
-        return text, self._values(choice, text._replace(start=0, ids=tuple(generated)))
+        return Text((*prompt, *generated), len(prompt)), self._read_log_p(choice, 0, len(generated))
 
     def _generate_greedily(self, model: str, text: Text) -> Text | None:
         """Continue the text's first half greedily, and tokenize the answer; None where other tokens were generated."""
         prompt = self.tokenizer.decode(text.ids[: (len(text.ids) + 1) // 2], skip_special_tokens=True)
-        choice = self._choice(model=model, prompt=prompt, **GREEDY)
+        choice = self._complete(model=model, prompt=prompt, **GREEDY)
         answer, usage = choice.get("text") or "", choice["usage"]
         if not isinstance(answer, str):
             raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with {answer!r:.80}, which is no text")
-        first = self.tokenizer(prompt)["input_ids"]
+        prompt_ids = self.tokenizer(prompt)["input_ids"]
         # apart: some tokenizers take the space off where an answer begins, and put it there again
-        ids = (*first, *self.tokenizer(answer, add_special_tokens=False)["input_ids"])
-        if len(ids) == len(first):
+        answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if not answer_ids:
             raise NoAnswer(f"{self.url}: {model} answers {prompt!r} with nothing")
-        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if isinstance(count, int) and count - len(ids) + len(first) not in (0, 1):  # 1: the end of the text
+        num_generated = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if isinstance(num_generated, int) and num_generated - len(answer_ids) not in (0, 1):  # 1: the end of the text
             return None
-        return Text(ids, max(1, len(first)))
+        return Text((*prompt_ids, *answer_ids), max(1, len(prompt_ids)))
 
-    def _values(self, choice: dict, text: Text) -> torch.Tensor:
-        """Read the log-probabilities of the text's tokens. Raises NoAnswer where an answer has others, or none."""
-        given = choice.get("logprobs")
-        values = given.get("token_logprobs") if isinstance(given, dict) else None
-        values = values[text.start : len(text.ids)] if isinstance(values, list) else []
-        if not values or len(values) != len(text.ids) - text.start or not all(map(_is_finite, values)):
+    def _read_log_p(self, choice: dict, begin: int, end: int) -> torch.Tensor:
+        """Read the log-probabilities of the tokens from `begin` to `end`. Raises NoAnswer where an answer has others, or
+        none."""
+        logprobs = choice.get("logprobs")
+        values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+        values = values[begin:end] if isinstance(values, list) else []
+        if not values or len(values) != end - begin or not all(map(_is_finite, values)):
             raise NoAnswer(f"{self.url} gives no log-probabilities of these tokens")
         return torch.tensor(values, dtype=torch.float64, device="cpu")
 
