@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Moe
 from benchmarks.common.provenance import columns
 from sonicmoe_hf import merge_adapter
 from sonicmoe_hf.tools.checking.check import check_adapter
-from sonicmoe_hf.tools.checking.hypotheses import AdaptedLayer, layers_of, wholes_of
+from sonicmoe_hf.tools.checking.hypotheses import AdaptedLayer, layers_of, whole_weights_of
 from sonicmoe_hf.tools.checking.models import Loading
 
 RESULTS = Path(__file__).parents[1] / "results" / "check_defects.csv"
@@ -134,7 +134,7 @@ def write_adapter(base: Path, folder: Path, whole: bool, factors: float = FACTOR
 def write_defect(base: Path, adapted: PeftModel, defect: Defect, folder: Path) -> None:
     """Merge the adapter with the defect into `folder`, and leave the adapter as it was."""
     layers, kept = layers_of(adapted), []
-    wrappers: list[Any] = [each.switch.__self__ for each in wholes_of(adapted, []) if each.name == defect.whole]
+    wrappers: list[Any] = [each.switch.__self__ for each in whole_weights_of(adapted, []) if each.name == defect.whole]
     for layer in layers:
         kept.append(layer.b.data)
         factor = defect.kept(layer)

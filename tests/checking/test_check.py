@@ -20,9 +20,9 @@ from sonicmoe_hf import convert_adapter, merge_adapter
 from sonicmoe_hf.lora.packed_base import ENTRY
 from sonicmoe_hf.tools.checking.check import Check, check_adapter
 from sonicmoe_hf.tools.checking.hypotheses import layers_of
+from sonicmoe_hf.tools.checking.place_judge import JudgedPlace
 from sonicmoe_hf.tools.checking.server import NoAnswer, Server
 from sonicmoe_hf.tools.checking.texts import LENGTH, Text
-from sonicmoe_hf.tools.checking.trained_adapter import JudgedPlace
 from sonicmoe_hf.tools.checking.verdict import Verdict
 from sonicmoe_hf.tools.cli.check import print_check
 from sonicmoe_hf.tools.cli.main import main

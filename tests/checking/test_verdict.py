@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from sonicmoe_hf.checkpoints.writing.rounding_effects import TO_NEAREST
+from sonicmoe_hf.tools.checking.evidence import Evidence, Reference
 from sonicmoe_hf.tools.checking.hypotheses import EXPERTS, LEFT_OUT, Hypothesis
-from sonicmoe_hf.tools.checking.hypothesis_tests import Reference
 from sonicmoe_hf.tools.checking.regression import Runs
-from sonicmoe_hf.tools.checking.verdict import MIN_TOKENS, judge
+from sonicmoe_hf.tools.checking.verdict import MIN_TOKENS
+from sonicmoe_hf.tools.checking.verdict import judge as judge_evidence
 
 pytestmark = pytest.mark.pinned
 TOKENS = 1000
@@ -26,6 +27,10 @@ def twice(log_p):
 
 
 WITHOUT = Hypothesis(LEFT_OUT, EXPERTS, lambda layer: None)
+
+
+def judge(log_p, reference, **known):
+    return judge_evidence(Evidence(log_p, reference, **known))
 
 
 def reference(experts, rest):
@@ -50,18 +55,18 @@ def test_the_rounding_of_the_trained_model_itself_is_no_part_that_is_missing(par
     without, place = Runs(10 * rest + noise[2], 10 * rest + noise[3]), experts + 10 * rest + noise[4]
     zero = twice(torch.zeros(TOKENS, dtype=torch.float64))
     once = Reference(zero, twice(adapter.first), [(WITHOUT, twice(without.first))])
-    assert judge(place, once, noise=1.5).kind == "applied in part"
+    assert judge(place, once, rounding_noise=1.5).kind == "applied in part"
     both = Reference(zero, adapter, [(WITHOUT, without)])
-    verdict = judge(place, both, noise=1.5)
+    verdict = judge(place, both, rounding_noise=1.5)
     assert verdict.kind == "applied" and verdict.shares["rest"] == pytest.approx(1, abs=0.05)
     first_zero, first_adapter, first_without = (
         Runs(*(each[:60] for each in runs)) for runs in (zero, adapter, without)
     )
-    verdict = judge(place[:60], Reference(first_zero, first_adapter, [(WITHOUT, first_without)]), noise=1.5)
+    verdict = judge(place[:60], Reference(first_zero, first_adapter, [(WITHOUT, first_without)]), rounding_noise=1.5)
     assert verdict.kind == "cannot tell" and verdict.shares["experts"] is None
     assert "of its experts is there" in verdict.reason
     assert verdict.reason.endswith("add --dtype float32, or give longer text like that it was trained on, --text")
-    assert judge(10 * rest + noise[4], both, noise=1.5).kind == "applied in part"
+    assert judge(10 * rest + noise[4], both, rounding_noise=1.5).kind == "applied in part"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,7 @@ def test_a_fifth_of_a_part_that_is_missing_is_told_or_its_share_is_said_not_to_b
 ):
     experts, rest, random = parts
     found = (1 - missing) * experts + rest + noise * random
-    verdict = judge(found, reference(experts, rest), noise=noise + 0.5)
+    verdict = judge(found, reference(experts, rest), rounding_noise=noise + 0.5)
     assert verdict.kind == kind and re.search(words, verdict.reason), verdict.reason
 
 
@@ -115,7 +120,7 @@ def test_a_server_of_unknown_noise_that_has_all_of_the_change_is_not_called_anot
     verdict = judge(left * experts + rest + noise, reference(experts, rest))
     assert verdict.kind == kind and "other differences, 0." in verdict.reason
     assert ("let the server have the base beside the adapter" in verdict.reason) == (left == 1)
-    verdict = judge(left * experts + rest + noise, reference(experts, rest), noise=1.0)
+    verdict = judge(left * experts + rest + noise, reference(experts, rest), rounding_noise=1.0)
     assert verdict.kind == ("applied" if left == 1 else "applied in part"), "the base tells how large its noise is"
 
 

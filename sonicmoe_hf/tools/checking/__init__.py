@@ -7,6 +7,8 @@ places, server     what a folder or a server gives
 models             what Transformers loads; adapted_model: what PEFT puts on it
 scores             the log-probabilities that a model gives; rounding: noise on them
 hypotheses         what may have become of an adapter; trained_adapter: what each of them would give
-verdict            which of them explains what a place gives
-hypothesis_tests   how near a place is to each of them; regression: the statistics of that
+place_judge        which hypotheses a place is compared with
+verdict            which of them explains what the place gives
+evidence           how far a place is from the trained model; hypothesis_tests: how near to each hypothesis;
+                   regression: the statistics of these
 """

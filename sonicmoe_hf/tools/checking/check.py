@@ -16,13 +16,17 @@ from ...errors import CheckpointError
 from ...formats.json_files import read_json
 from .adapted_model import adapted
 from .models import Loading
+from .place_judge import JudgedPlace, PlaceJudge
 from .places import Observation, observe_adapted, observe_merged, observe_server
 from .scores import scores_of
 from .server import Server
-from .texts import NUM_TEXTS, Text, texts_for
-from .trained_adapter import JudgedPlace, TrainedAdapter
+from .texts import Text, texts_for
+from .trained_adapter import TrainedAdapter
 
-MORE = 4  # times as many texts, where the first NUM_TEXTS leave a verdict open
+FIRST_TEXTS, MAX_TEXTS = (
+    8,
+    32,
+)  # how many texts places are judged by; where these leave a verdict open, by the others too
 
 
 class Check(NamedTuple):
@@ -67,27 +71,36 @@ def check_adapter(
     if not with_tokenizer:
         raise CheckpointError(f"neither {base} nor {adapter} has a tokenizer; save the model's into one of them")
     tokenizer = _read_tokenizer(with_tokenizer[0])
-    texts = texts_for(tokenizer, text, MORE * NUM_TEXTS)
+    texts = texts_for(tokenizer, text, MAX_TEXTS)
     client = None if server is None else Server(server, tokenizer)
 
-    def observe_texts(texts: list[Text]) -> list[Observation]:
+    def observe_served(texts: list[Text]) -> list[Observation]:
         return [] if client is None else list(observe_server(client, model, texts, say))
 
-    served = observe_texts(texts[:NUM_TEXTS])
-    places = list(observe_merged(base_folder, merged, loading, texts, say))  # one model is in memory at a time
-    model_of_base, places = _load_base(base, loading, places, texts, say)
+    served = observe_served(texts[:FIRST_TEXTS])
+    in_folders = list(observe_merged(base_folder, merged, loading, texts, say))  # one model is in memory at a time
+    as_stored = None
+    if loading.experts_quantization is not None and any(each.dtype is not None for each in in_folders):
+        say(f"loading {base} as it is stored")
+        as_stored = scores_of(loading._replace(experts_quantization=None).load(base_folder), texts, base, say)
+    say(f"loading {base}")
+    base_model = loading.load(base_folder)
+    if as_stored is not None:
+        as_loaded = scores_of(base_model, texts, base, say)
+        in_folders = [each.with_nearer_base(as_stored, as_loaded) for each in in_folders]
     with tempfile.TemporaryDirectory(prefix="sonicmoe-hf-check-") as temporary:
         new = Path(temporary)
-        places += observe_adapted(model_of_base, base_folder, in_other_forms, texts, new, say)
-        with adapted(model_of_base, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
-            reference, used = TrainedAdapter(wrapped, biases, model_of_base.dtype, say), texts[:NUM_TEXTS]
-            results = [reference.check(each) for each in [*served, *(each.first_texts(NUM_TEXTS) for each in places)]]
-            if any(result.is_unknown for result in results) and len(texts) > NUM_TEXTS:
+        in_folders += observe_adapted(base_model, base_folder, in_other_forms, texts, new, say)
+        with adapted(base_model, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
+            trained, used = TrainedAdapter(wrapped, biases, base_model.dtype), texts[:FIRST_TEXTS]
+            judge = PlaceJudge(trained, say).judge
+            places = [judge(each) for each in [*served, *(each.cut_to(FIRST_TEXTS) for each in in_folders)]]
+            if any(place.is_unknown for place in places) and len(texts) > FIRST_TEXTS:
                 say("asking for more texts")
-                results, used = [reference.check(each) for each in [*observe_texts(texts), *places]], texts
-            change = reference.change(used)
-    results.sort(key=lambda each: folders.index(each.place) if each.place in folders else -1)
-    return Check(change.abs().mean().item(), len(change), results)
+                places, used = [judge(each) for each in [*observe_served(texts), *in_folders]], texts
+            change = trained.change(used)
+    places.sort(key=lambda each: folders.index(each.place) if each.place in folders else -1)
+    return Check(change.abs().mean().item(), len(change), places)
 
 
 def _read_tokenizer(folder: Path) -> Any:
@@ -95,20 +108,3 @@ def _read_tokenizer(folder: Path) -> Any:
     for file in folder.glob("tokenizer*.json"):
         read_json(file)
     return AutoTokenizer.from_pretrained(folder)
-
-
-def _load_base(
-    base: str, loading: Loading, places: list[Observation], texts: list[Text], say: Callable[[str], None]
-) -> tuple[Any, list[Observation]]:
-    """Load the base, and give places the nearer of its two forms: an adapter of packed experts may have been merged into
-    the base as it is stored."""
-    folder, unpacked = local_folder(base), None
-    if loading.experts_quantization is not None and any(each.dtype is not None for each in places):
-        say(f"loading {base} as it is stored")
-        unpacked = scores_of(loading._replace(experts_quantization=None).model(folder), texts, base, say)
-    say(f"loading {base}")
-    model = loading.model(folder)
-    if unpacked is not None:
-        packed = scores_of(model, texts, base, say)
-        places = [each.with_nearer_base(unpacked, packed) for each in places]
-    return model, places

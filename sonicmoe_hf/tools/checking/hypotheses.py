@@ -16,6 +16,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from ...adapters.adapter import is_interleaved
 from ...layer.experts_module import has_gate, is_experts, weight_names
+from .adapted_model import Biases
 
 # kinds of hypotheses: some layers of the adapter are missing, read in another way, or at another scale
 LEFT_OUT, MISREAD, SCALED = "left out", "misread", "scaled"
@@ -38,12 +39,12 @@ OTHER_SCALE = "without its alpha_pattern and rsLoRA: scaled by lora_alpha / rank
 class AdaptedLayer(NamedTuple):
     """A layer that the adapter is on.
 
-    target: the last component of the adapted module's or parameter's name. experts: the module, where the layer adapts a
-    weight of experts. decoder_layer: the number of the one it is in; "" outside those.
+    wrapper: PEFT's module. target: the last component of the adapted module's or parameter's name. experts: the module,
+    where the layer adapts a weight of experts. decoder_layer: the number of the one it is in; "" outside those.
     """
 
     wrapper: Any
-    adapter: str
+    adapter_name: str
     target: str
     experts: Any
     decoder_layer: str = ""
@@ -51,17 +52,17 @@ class AdaptedLayer(NamedTuple):
     @property
     def b(self) -> torch.Tensor:
         """Read lora_B."""
-        return self.wrapper.lora_B[self.adapter].weight
+        return self.wrapper.lora_B[self.adapter_name].weight
 
     @property
     def rank(self) -> int:
         """Read r, of each expert where it adapts experts."""
-        return self.wrapper.r[self.adapter]
+        return self.wrapper.r[self.adapter_name]
 
     @property
     def scale(self) -> float:
         """Read the scale of B A."""
-        return self.wrapper.scaling[self.adapter]
+        return self.wrapper.scaling[self.adapter_name]
 
     @property
     def is_gate_up(self) -> bool:
@@ -69,7 +70,11 @@ class AdaptedLayer(NamedTuple):
         return self.experts is not None and has_gate(self.experts) and self.target == weight_names(self.experts)[0]
 
 
-class Whole(NamedTuple):
+Group = Callable[[AdaptedLayer], bool]  # tells which layers are in it
+LoraB = Callable[[AdaptedLayer], torch.Tensor | None]  # computes a layer's lora_B; None where it is the adapter's
+
+
+class WholeWeight(NamedTuple):
     """A module or tensor that was trained whole, beside LoRA.
 
     switch: sets it to the trained values (True) or the base's (False).
@@ -82,33 +87,42 @@ class Whole(NamedTuple):
 class Hypothesis(NamedTuple):
     """A hypothesis of what a place computes instead of the adapter.
 
-    change: computes the lora_B that the place has in a layer; None where it is the adapter's. left_out: tells of a
-    Whole's name whether the place lacks it. decoder_layer: its number, where only one is changed; otherwise "".
+    kind: LEFT_OUT, MISREAD or SCALED; "" of the adapter as it was trained. lora_b: the place's. lacks: tells of a
+    WholeWeight's name whether the place is without it. decoder_layer: its number, where the place differs in one only;
+    otherwise "".
     """
 
     kind: str
     name: str
-    change: Callable[[AdaptedLayer], torch.Tensor | None]
-    left_out: Callable[[str], bool] = lambda name: False
+    lora_b: LoraB
+    lacks: Callable[[str], bool] = lambda name: False
     decoder_layer: str = ""
 
     @contextmanager
-    def simulated(self, layers: list[AdaptedLayer], wholes: list[Whole]) -> Iterator[None]:
-        """Change the model's adapter inside the block to what the hypothesis says."""
+    def simulated(self, layers: list[AdaptedLayer], whole_weights: list[WholeWeight]) -> Iterator[None]:
+        """Put the place's adapter, as this hypothesis has it, on the model inside the block."""
         originals = [layer.b.data for layer in layers]
-        switched = [whole for whole in wholes if self.left_out(whole.name)]
+        missing = [each for each in whole_weights if self.lacks(each.name)]
         try:
             for layer in layers:
-                if (changed := self.change(layer)) is not None:
-                    layer.b.data = changed
-            for whole in switched:
-                whole.switch(False)
+                if (b := self.lora_b(layer)) is not None:
+                    layer.b.data = b
+            for each in missing:
+                each.switch(False)
             yield
         finally:
             for layer, b in zip(layers, originals):
                 layer.b.data = b
-            for whole in switched:
-                whole.switch(True)
+            for each in missing:
+                each.switch(True)
+
+
+def _as_trained(layer: AdaptedLayer) -> None:
+    """Change no lora_B."""
+
+
+AS_TRAINED = Hypothesis("", ALL, _as_trained)
+THE_BASE = Hypothesis(LEFT_OUT, "the base", lambda layer: torch.zeros_like(layer.b.data), lambda name: True)
 
 
 def layers_of(model: Any) -> list[AdaptedLayer]:
@@ -125,63 +139,26 @@ def layers_of(model: Any) -> list[AdaptedLayer]:
     return layers
 
 
-def wholes_of(model: Any, biases: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> list[Whole]:
-    """List the weights that an adapter of a PEFT model has trained whole: modules_to_save, tokens and biases.
-
-    biases: parameters that hold the adapter's biases, each with the base's values.
-    """
-    wholes = []
+def whole_weights_of(model: Any, biases: Biases) -> list[WholeWeight]:
+    """List the weights that an adapter of a PEFT model has trained whole: modules_to_save, tokens and biases."""
+    whole_weights = []
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
-            wholes.append(Whole(name.rpartition(".")[2], module.enable_adapters))
+            whole_weights.append(WholeWeight(name.rpartition(".")[2], module.enable_adapters))
     for bias, base_values in biases:
         values = {True: bias.data, False: base_values}
 
         def switch(on: bool, bias: torch.nn.Parameter = bias, values: dict[bool, torch.Tensor] = values) -> None:
             bias.data = values[on]
 
-        wholes.append(Whole(BIASES, switch))
-    return wholes
+        whole_weights.append(WholeWeight(BIASES, switch))
+    return whole_weights
 
 
-def hypotheses_for(model: Any, layers: list[AdaptedLayer], wholes: list[Whole]) -> list[Hypothesis]:
-    """List the hypotheses of how a server may have misread a PEFT model's adapter, on these layers and whole weights."""
-    experts = [layer for layer in layers if layer.experts is not None]
-    groups = groups_of(layers)
-    numbers = list(dict.fromkeys(layer.decoder_layer for layer in layers if layer.decoder_layer))
-    groups |= {f"layer {number}": partial(_has_number, number) for number in numbers}
-    for number in dict.fromkeys(layer.decoder_layer for layer in experts if layer.decoder_layer):
-        groups[f"layer {number}'s experts"] = partial(_has_experts_of, number)
-    hypotheses, seen = [], []
-    for name, is_in in groups.items():
-        if name == ALL:
-            continue
-        members = [is_in(layer) for layer in layers]
-        if all(members) or members in seen:  # the base or all LoRA, or a group under another name
-            continue
-        seen.append(members)
-        changed = {layer.decoder_layer for layer, is_member in zip(layers, members) if is_member}
-        number = changed.pop() if len(changed) == 1 else ""
-        hypotheses.append(Hypothesis(LEFT_OUT, name, scaled_by(is_in, 0), decoder_layer=number))
-    names = list(dict.fromkeys(whole.name for whole in wholes))
-    for name in names:
-        if layers or len(names) > 1:
-            hypotheses.append(Hypothesis(LEFT_OUT, name, lambda layer: None, partial(operator.eq, name)))
-    if layers and wholes:
-        hypotheses.append(Hypothesis(LEFT_OUT, LORA, scaled_by(lambda layer: True, 0)))
-        if len(names) > 1:
-            everything = " and ".join(names)
-            hypotheses.append(Hypothesis(LEFT_OUT, everything, lambda layer: None, lambda name: True))
-    if any(layer.rank > 1 for layer in experts):
-        hypotheses += [Hypothesis(MISREAD, OTHER_COLUMN_ORDER, change) for change in (_as_by_rank, _as_by_expert)]
-    if any(layer.is_gate_up for layer in layers):
-        hypotheses.append(Hypothesis(MISREAD, OTHER_ROW_ORDER, _in_other_rows))
-    alpha = model.peft_config[model.active_adapter].lora_alpha
-    if any(layer.scale != alpha / layer.rank for layer in layers):
-        hypotheses.append(
-            Hypothesis(MISREAD, OTHER_SCALE, lambda layer: layer.b.data * (alpha / layer.rank / layer.scale))
-        )
-    return hypotheses
+def hypotheses_for(model: Any, layers: list[AdaptedLayer], whole_weights: list[WholeWeight]) -> list[Hypothesis]:
+    """List the hypotheses of what may have become of a PEFT model's adapter, on these layers and whole weights."""
+    names = list(dict.fromkeys(each.name for each in whole_weights))
+    return [*_without_groups(layers), *_without_whole_weights(names, bool(layers)), *_misreadings(model, layers)]
 
 
 def hypotheses_of_targets(layers: list[AdaptedLayer], number: str) -> list[Hypothesis]:
@@ -191,44 +168,88 @@ def hypotheses_of_targets(layers: list[AdaptedLayer], number: str) -> list[Hypot
     if len(targets) == 1:  # leaving it out leaves out the layer
         return []
     return [
-        Hypothesis(
-            LEFT_OUT, f"layer {number}'s {target}", scaled_by(partial(_has, target, number), 0), decoder_layer=number
-        )
+        Hypothesis(LEFT_OUT, f"layer {number}'s {target}", scaled(_target_in(number, target), 0), decoder_layer=number)
         for target in targets
     ]
 
 
-def groups_of(layers: list[AdaptedLayer]) -> dict[str, Callable[[AdaptedLayer], bool]]:
-    """Group the layers that engines treat alike: all, those of each target, the experts' and the rest. By name, a test of
-    membership."""
-    groups: dict[str, Callable[[AdaptedLayer], bool]] = {ALL: lambda layer: True}
+def groups_of(layers: list[AdaptedLayer]) -> dict[str, Group]:
+    """Group the layers that engines treat alike, by name: all, those of each target, the experts' and the rest."""
+    groups: dict[str, Group] = {ALL: lambda layer: True}
     if any(layer.experts is not None for layer in layers) and any(layer.experts is None for layer in layers):
         groups[EXPERTS] = lambda layer: layer.experts is not None
         groups[REST] = lambda layer: layer.experts is None
-    for target in dict.fromkeys(layer.target for layer in layers):
-        groups[target] = partial(_has_target, target)
-    return groups
+    return groups | {target: _with_target(target) for target in dict.fromkeys(layer.target for layer in layers)}
 
 
-def _has_target(target: str, layer: AdaptedLayer) -> bool:
-    return layer.target == target
-
-
-def _has_number(number: str, layer: AdaptedLayer) -> bool:
-    return layer.decoder_layer == number
-
-
-def _has(target: str, number: str, layer: AdaptedLayer) -> bool:
-    return _has_target(target, layer) and _has_number(number, layer)
-
-
-def _has_experts_of(number: str, layer: AdaptedLayer) -> bool:
-    return layer.decoder_layer == number and layer.experts is not None
-
-
-def scaled_by(is_in: Callable[[AdaptedLayer], bool], scale: float) -> Callable[[AdaptedLayer], torch.Tensor | None]:
-    """Make the change of a hypothesis that scales lora_B in the layers of a group."""
+def scaled(is_in: Group, scale: float) -> LoraB:
+    """Scale lora_B in the layers of a group."""
     return lambda layer: layer.b.data * scale if is_in(layer) else None
+
+
+def _with_target(target: str) -> Group:
+    return lambda layer: layer.target == target
+
+
+def _in_layer(number: str) -> Group:
+    return lambda layer: layer.decoder_layer == number
+
+
+def _experts_in(number: str) -> Group:
+    return lambda layer: layer.decoder_layer == number and layer.experts is not None
+
+
+def _target_in(number: str, target: str) -> Group:
+    return lambda layer: layer.decoder_layer == number and layer.target == target
+
+
+def _without_groups(layers: list[AdaptedLayer]) -> list[Hypothesis]:
+    """List the hypotheses that a group of layers is left out, a decoder layer, or the experts of one."""
+    numbers = dict.fromkeys(layer.decoder_layer for layer in layers if layer.decoder_layer)
+    with_experts = dict.fromkeys(
+        layer.decoder_layer for layer in layers if layer.decoder_layer and layer.experts is not None
+    )
+    groups = groups_of(layers)
+    groups |= {f"layer {number}": _in_layer(number) for number in numbers}
+    groups |= {f"layer {number}'s experts": _experts_in(number) for number in with_experts}
+    hypotheses, seen = [], []
+    for name, is_in in groups.items():
+        members = [is_in(layer) for layer in layers]
+        if all(members) or members in seen:  # all LoRA, or a group under another name
+            continue
+        seen.append(members)
+        changed = {layer.decoder_layer for layer in layers if is_in(layer)}
+        number = changed.pop() if len(changed) == 1 else ""
+        hypotheses.append(Hypothesis(LEFT_OUT, name, scaled(is_in, 0), decoder_layer=number))
+    return hypotheses
+
+
+def _without_whole_weights(names: list[str], has_lora: bool) -> list[Hypothesis]:
+    """List the hypotheses that LoRA, one of the whole weights of these names, or all of these are left out, where
+    something of the adapter remains."""
+    hypotheses = []
+    if has_lora or len(names) > 1:
+        hypotheses += [Hypothesis(LEFT_OUT, name, _as_trained, partial(operator.eq, name)) for name in names]
+    if has_lora and names:
+        hypotheses.append(Hypothesis(LEFT_OUT, LORA, scaled(lambda layer: True, 0)))
+        if len(names) > 1:
+            hypotheses.append(Hypothesis(LEFT_OUT, " and ".join(names), _as_trained, lambda name: True))
+    return hypotheses
+
+
+def _misreadings(model: Any, layers: list[AdaptedLayer]) -> list[Hypothesis]:
+    """List the hypotheses that all of the adapter is there, and its lora_B or its scale are read in another way."""
+    hypotheses = []
+    if any(layer.experts is not None and layer.rank > 1 for layer in layers):
+        hypotheses += [Hypothesis(MISREAD, OTHER_COLUMN_ORDER, lora_b) for lora_b in (_as_by_rank, _as_by_expert)]
+    if any(layer.is_gate_up for layer in layers):
+        hypotheses.append(Hypothesis(MISREAD, OTHER_ROW_ORDER, _in_other_rows))
+    alpha = model.peft_config[model.active_adapter].lora_alpha
+    if any(layer.scale != alpha / layer.rank for layer in layers):
+        hypotheses.append(
+            Hypothesis(MISREAD, OTHER_SCALE, lambda layer: layer.b.data * (alpha / layer.rank / layer.scale))
+        )
+    return hypotheses
 
 
 def _as_by_rank(layer: AdaptedLayer) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ class Loading(NamedTuple):
     experts_memory: str | None = None
     experts_quantization: str | None = None
 
-    def model(self, folder: Path) -> PreTrainedModel:
+    def load(self, folder: Path) -> PreTrainedModel:
         """Load the model in `folder`, onto the GPUs where there are any."""
         options: dict[str, Any] = {"dtype": self.dtype}
         declared = read_config(folder).get("quantization_config") or {}
@@ -44,8 +44,8 @@ class Loading(NamedTuple):
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """Read the dtype of a checkpoint's weights; None where they are packed."""
     config = read_config(folder)
-    text = config.get("text_config") or {}
-    if config.get("quantization_config") or text.get("quantization_config"):
+    configs = [config, config.get("text_config") or {}]
+    if any(each.get("quantization_config") for each in configs):
         return None
-    name = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
+    name = next((each[key] for each in configs for key in ("dtype", "torch_dtype") if each.get(key)), "float32")
     return getattr(torch, str(name))

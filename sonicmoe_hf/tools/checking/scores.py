@@ -24,6 +24,11 @@ class TokenScores(NamedTuple):
 Scores = dict[Text, TokenScores]
 
 
+def log_p_of(scores: Scores, texts: list[Text]) -> torch.Tensor:
+    """Join the log-probabilities [T] of these texts' tokens."""
+    return torch.cat([scores[text].log_p for text in texts])
+
+
 @torch.no_grad()
 def scores_of(
     model: Any, texts: Iterable[Text], place: str, say: Callable[[str], None] = lambda sentence: None
@@ -54,10 +59,10 @@ def scores_of(
                 f"{place} is a {type(model).__name__}, which gives no probabilities of tokens; check compares language "
                 "models"
             )
-        for text, row, logits in zip(batch, ids, all_logits):
-            expected = logits[text.start - 1 : -1].float().log_softmax(-1)
-            log_p = expected.gather(-1, row[text.start :, None].to(expected.device))[:, 0]
-            scores[text] = TokenScores(log_p.double().cpu(), (log_p - expected.amax(-1)).double().cpu())
+        for text, text_ids, logits in zip(batch, ids, all_logits):
+            of_vocabulary = logits[text.start - 1 : -1].float().log_softmax(-1)
+            log_p = of_vocabulary.gather(-1, text_ids[text.start :, None].to(of_vocabulary.device))[:, 0]
+            scores[text] = TokenScores(log_p.double().cpu(), (log_p - of_vocabulary.amax(-1)).double().cpu())
             if not all(vector.isfinite().all() for vector in scores[text]):
                 raise CheckpointError(f"{place} gives log-probabilities that are not finite, in {model.dtype}")
     return scores

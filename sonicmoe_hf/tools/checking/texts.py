@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
 
-LENGTH, NUM_TEXTS = 128, 8  # tokens of a text; texts
+LENGTH = 128  # tokens of a text
 CHARACTERS = 64 * LENGTH  # of a file that are read for a text
 DOCUMENTED = statistics, socketserver, argparse, copy  # whose documentation is the text, where none is given
 
@@ -23,22 +23,22 @@ class Text(NamedTuple):
     start: int = 1
 
 
-def texts_for(tokenizer: Any, file: str | None, num_texts: int = NUM_TEXTS) -> list[Text]:
+def texts_for(tokenizer: Any, file: str | None, num_texts: int) -> list[Text]:
     """Cut a file, or documentation of the standard library, into `num_texts` texts of at most LENGTH tokens, which begin
     as the tokenizer begins a text.
 
     Raises:
         CheckpointError: there are less than two tokens.
     """
-    documents = [module.__doc__ or "" for module in DOCUMENTED] if file is None else []
-    written = "".join(documents)
-    if file is not None:
+    if file is None:
+        written = "".join(module.__doc__ or "" for module in DOCUMENTED)
+    else:
         with Path(file).open(encoding="utf-8", errors="replace") as opened:
             written = opened.read(CHARACTERS * num_texts)
-    first = tokenizer("")["input_ids"]
+    prefix = tokenizer("")["input_ids"]
     ids = tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
-    size = LENGTH - len(first)
-    texts = [Text((*first, *ids[begin : begin + size])) for begin in range(0, len(ids), size)][:num_texts]
+    size = LENGTH - len(prefix)
+    texts = [Text((*prefix, *ids[begin : begin + size])) for begin in range(0, len(ids), size)][:num_texts]
     texts = [text for text in texts if len(text.ids) > 1]
     if not texts:
         raise CheckpointError(f"{file or 'the text'} has less than two tokens, so there is nothing to compare")
