@@ -103,21 +103,25 @@ class StoredWeights(TensorFiles):
         if isinstance(self.format, MatrixFormat) and self.format.linear is not self.format:
             formats.append(self.format.linear)
         weights: dict[str, Weight] = {}
-        beside: set[str] = set()
+        others: set[str] = set()  # tensors that store a weight beside the first, such as its scales
         for name, header in self.tensors.items():
-            there = ((format.weight_of(name, header.dtype), format) for format in formats)
-            weight, format = next((each for each in there if each[0] is not None), (None, None))
-            if weight is None and header.dtype == torch.float8_e4m3fn and not isinstance(self.format, MatrixFormat):
+            by_format = ((format.weight_of(name, header.dtype), format) for format in formats)
+            weight_name, format = next((pair for pair in by_format if pair[0] is not None), (None, None))
+            if (
+                weight_name is None
+                and header.dtype == torch.float8_e4m3fn
+                and not isinstance(self.format, MatrixFormat)
+            ):
                 raise CheckpointError(
                     f"{name} is float8, but config.json declares no fp8 quantization; add quantization_config as the "
                     "original has it"
                 )
-            read = Weight(self, name) if weight is None else self._quantized_weight(weight, format)
-            if missing := [tensor for tensor in read.tensor_names if tensor not in self.tensors]:
+            weight = Weight(self, name) if weight_name is None else self._quantized_weight(weight_name, format)
+            if missing := [tensor for tensor in weight.tensor_names if tensor not in self.tensors]:
                 raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")
-            weights[read.name] = read
-            beside.update(read.tensor_names[1:])
-        return {name: weight for name, weight in weights.items() if name not in beside}
+            weights[weight.name] = weight
+            others.update(weight.tensor_names[1:])
+        return {name: weight for name, weight in weights.items() if name not in others}
 
     def _quantized_weight(self, name: str, format: Any) -> Weight:
         if isinstance(format, MatrixFormat):
