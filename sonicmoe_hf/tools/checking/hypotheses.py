@@ -1,4 +1,4 @@
-"""Hypotheses of what became of an adapter: the same adapter with some of its layers left out, or read in another way."""
+"""Hypotheses of what became of an adapter: the same adapter with layers left out, misread, or at another scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...adapters.adapter import is_interleaved
 from ...layer.experts_module import has_gate, is_experts, weight_names
 from .adapted_model import Biases
 
-# kinds of hypotheses: some layers of the adapter are missing, read in another way, or at another scale
+# kinds of hypotheses
 LEFT_OUT, MISREAD, SCALED = "left out", "misread", "scaled"
 ALL = "the adapter"
 LORA = "its LoRA"
@@ -134,8 +134,8 @@ def layers_of(model: Any) -> list[AdaptedLayer]:
         inner: Any = module.get_base_layer()  # type: ignore[operator]
         target = module.parameter_name if isinstance(module, ParamWrapper) else name.rpartition(".")[2]
         experts = inner if is_experts(inner) and target in weight_names(inner) else None
-        number = re.search(r"\.(\d+)\.", name)
-        layers.append(AdaptedLayer(module, model.active_adapter, target, experts, number[1] if number else ""))
+        match = re.search(r"\.(\d+)\.", name)
+        layers.append(AdaptedLayer(module, model.active_adapter, target, experts, match[1] if match else ""))
     return layers
 
 
@@ -183,7 +183,7 @@ def groups_of(layers: list[AdaptedLayer]) -> dict[str, Group]:
 
 
 def scaled(is_in: Group, scale: float) -> LoraB:
-    """Scale lora_B in the layers of a group."""
+    """Make the lora_B of a place that scales the adapter's in the layers of a group."""
     return lambda layer: layer.b.data * scale if is_in(layer) else None
 
 
@@ -206,20 +206,17 @@ def _target_in(number: str, target: str) -> Group:
 def _without_groups(layers: list[AdaptedLayer]) -> list[Hypothesis]:
     """List the hypotheses that a group of layers is left out, a decoder layer, or the experts of one."""
     numbers = dict.fromkeys(layer.decoder_layer for layer in layers if layer.decoder_layer)
-    with_experts = dict.fromkeys(
-        layer.decoder_layer for layer in layers if layer.decoder_layer and layer.experts is not None
-    )
     groups = groups_of(layers)
     groups |= {f"layer {number}": _in_layer(number) for number in numbers}
-    groups |= {f"layer {number}'s experts": _experts_in(number) for number in with_experts}
+    groups |= {f"layer {number}'s experts": _experts_in(number) for number in numbers}
     hypotheses, seen = [], []
     for name, is_in in groups.items():
         members = [is_in(layer) for layer in layers]
-        if all(members) or members in seen:  # all LoRA, or a group under another name
+        if all(members) or not any(members) or members in seen:  # all LoRA, none, or a group under another name
             continue
         seen.append(members)
-        changed = {layer.decoder_layer for layer in layers if is_in(layer)}
-        number = changed.pop() if len(changed) == 1 else ""
+        in_layers = {layer.decoder_layer for layer in layers if is_in(layer)}
+        number = in_layers.pop() if len(in_layers) == 1 else ""
         hypotheses.append(Hypothesis(LEFT_OUT, name, scaled(is_in, 0), decoder_layer=number))
     return hypotheses
 

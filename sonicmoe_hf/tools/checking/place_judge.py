@@ -64,7 +64,7 @@ class PlaceJudge:
         return judge(with_targets.with_alternatives(self._nearest_scaled(observation, evidence)))
 
     def _evidence(self, observation: Observation) -> Evidence:
-        """Run the first hypotheses on what a place gives."""
+        """Gather the evidence on a place: its log-probabilities, and those by the first hypotheses."""
         hypotheses, all_runs = [THE_BASE, AS_TRAINED, *self._trained.hypotheses], []
         for number, hypothesis in enumerate(hypotheses):
             self._say(f"comparing {observation.place} with the adapter, {number} of {len(hypotheses)} readings")
@@ -73,9 +73,9 @@ class PlaceJudge:
         return Evidence(
             torch.zeros_like(base.first) if observation.log_p is None else observation.log_p,
             Reference(base, adapter, list(zip(self._trained.hypotheses, others))),
-            observation.own_base,
-            self._trained.rounding_noise(observation),
-            observation.rounding_remedy,
+            own_base=observation.own_base,
+            rounding_noise=self._trained.rounding_noise(observation),
+            rounding_remedy=observation.rounding_remedy,
         )
 
     def _targets_of_nearest_layer(self, observation: Observation, evidence: Evidence) -> Alternatives:

@@ -11,14 +11,12 @@ from .hypothesis_tests import HypothesisTest, run_tests
 APPLIED, NOT_APPLIED, IN_PART, OTHER = "applied", "not applied", "applied in part", "other"
 CANNOT_TELL = "cannot tell"
 MIN_TOKENS = 30  # with fewer, a standard deviation is not known well enough to test hypotheses by it
-MIN_TELLABLE = (
-    0.05  # of the adapter's change: in bf16 a part with a smaller effect on these texts may hide in the noise
-)
+MIN_TELLABLE = 0.05  # of the adapter's change: in bf16 a part with a smaller effect may hide in the noise
 ROUNDED = "merged and rounded"
 NO_CHANGE = "the adapter itself changes nothing: its lora_B is zero, or lost in the rounding of --dtype"
 TOO_FEW = "{} tokens are too few to tell, give a longer --text"
 TOO_LITTLE = "{} there; what the adapter changes of these texts is too little to tell more beside rounding: {}"
-IN_FULL = "add --dtype float32"
+IN_FP32 = "add --dtype float32"
 MORE_TEXT = "give longer text like that it was trained on, --text"
 UNPACKED = f"{MORE_TEXT}, or check what merge writes without --quantize"
 WITH_BASE = "let the server have the base beside the adapter, which is then compared too"
@@ -50,7 +48,7 @@ class _Judgement(NamedTuple):
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Judge a place."""
+    """Judge a place by the evidence on it."""
     kind, reason, is_share = _judge(evidence)
     from_adapter, from_base = (
         (evidence.log_p - runs.first).abs().mean().item()
@@ -115,7 +113,7 @@ def _judge_near(evidence: Evidence, tests: list[HypothesisTest]) -> _Judgement:
         return _judge_partly(max(partly, key=lambda each: each.min_coefficient * each.size))
     unclear = [each for each in tests if not each.is_false and each.size >= MIN_TELLABLE * effect]
     if unclear:
-        remedies = [MORE_TEXT] if is_exact else [IN_FULL, MORE_TEXT]
+        remedies = [MORE_TEXT] if is_exact else [IN_FP32, MORE_TEXT]
         unclear.sort(key=lambda each: -each.max_coefficient)
         ranges = " and ".join(_describe_range(each) for each in unclear[:3])
         return _Judgement(CANNOT_TELL, TOO_LITTLE.format(f"{ranges} is", ", or ".join(remedies)))
