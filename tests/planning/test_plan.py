@@ -23,11 +23,12 @@ from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.tools.cli.commands import gibibytes
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.cli.plan import PARTS, runnable
+from sonicmoe_hf.tools.planning.choices import choose_shown
 from sonicmoe_hf.tools.planning.memory import GIB, experts_bytes, memory_of
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import Training
-from sonicmoe_hf.tools.planning.ways import GAPS, LIGER, choose_shown, in_sequences, ways_of, why_left_out
+from sonicmoe_hf.tools.planning.ways import GAPS, LIGER, in_sequences, ways_of, why_left_out
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B, config_from
 
 pytestmark = pytest.mark.pinned

@@ -19,8 +19,9 @@ import sonicmoe_hf
 from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.tools.cli.main import main
 from sonicmoe_hf.tools.demo import corpus
+from sonicmoe_hf.tools.planning.choices import choose_shown
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint
-from sonicmoe_hf.tools.planning.ways import choose_shown, ways_of, why_left_out
+from sonicmoe_hf.tools.planning.ways import ways_of, why_left_out
 from sonicmoe_hf.tools.random_models import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.pinned

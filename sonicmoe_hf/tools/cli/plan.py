@@ -8,9 +8,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..planning.choices import advise, choose_shown, choose_usual
 from ..planning.memory import GIB
 from ..planning.sizes import ModelSizes, sizes_of_checkpoint
-from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, advice, choose_shown, choose_usual, ways_of, why_left_out
+from ..planning.ways import CONTEXT, GAPS, SEQUENCE, Way, ways_of, why_left_out
 from .example import FOLDER
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _print(
         console.print(_table_of(fitting), soft_wrap=False)
         for number, way in enumerate(fitting, 1):
             console.print(f"[bold]{number}[/]  {escape(runnable(way.command))}")
-        console.print(f"{escape(TRAINED_ON)}\n\n{advice(fitting)}")
+        console.print(f"{escape(TRAINED_ON)}\n\n{advise(fitting)}")
         room = (f"{number}: {way.expanded_memory}GiB" for number, way in enumerate(fitting, 1) if way.expanded_layers)
         if is_all and (listed := ", ".join(room)):
             console.print(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .run_time import packed_nbytes
@@ -52,45 +53,97 @@ class Memory:
 
 def memory_of(step: Step) -> Memory:
     """Compute the peak: the largest of the loss, a layer's backward at either end of the model, the optimiser's step."""
+    fixed = _fixed_memory(step)
+    at_moments = [_in_loss(step, fixed), _in_optimiser_step(step, fixed), *_in_backward(step, fixed)]
+    return max(at_moments, key=lambda memory: memory.total)
+
+
+def _in_loss(step: Step, fixed: Memory) -> Memory:
     sizes, training = step
-    fixed, tokens, checkpointing = _fixed_memory(step), training.tokens, training.checkpointing
-    layer, stream = tokens * step.layer_bytes, tokens * step.stream_bytes
-    between = RESIDENT_STATES if training.offloading else sizes.layers
-    kept = (between * stream if checkpointing else sizes.layers * layer) + _casts(step)
-    kept_by_last = (0.0 if checkpointing else layer) + stream  # when only the last layer's backward is left
-    weights = (0.0, sizes.largest_weight, sizes.experts / sizes.moe_layers)[training.expanded]
-    expanded = 0.0 if training.experts == "bf16" else 2.0 * weights
-    recomputed = (layer if checkpointing else 0.0) + expanded / (training.gpus if training.splits_experts else 1)
-    root, gathered = _root(step), _communication(step)
-    gradients, head = _gradients(step), _head(step)
+    last_norm = training.tokens * step.norm_bytes(sizes.hidden, training.fp32_stream)
+    return replace(
+        fixed,
+        moment="loss",
+        gradients=_bucket_bytes(step),
+        activations=_kept_bytes(step) + last_norm,
+        logits=_logits_bytes(step),
+        communication=_root_bytes(step),
+    )
+
+
+def _in_optimiser_step(step: Step, fixed: Memory) -> Memory:
+    return replace(fixed, moment="optimiser's step", gradients=_gradients(step), communication=_root_bytes(step))
+
+
+def _in_backward(step: Step, fixed: Memory) -> Iterator[Memory]:
+    """Yield the memory in backward of its first layer, when all layers still keep what they need, and of its last: before
+    the gradients of the experts' weights, and after them."""
+    training = step.training
+    backward = replace(fixed, communication=_communication(step))
+    layer, stream = training.tokens * step.layer_bytes, training.tokens * step.stream_bytes
+    recomputed = (layer if training.checkpointing else 0.0) + _expanded_bytes(step)
+    kept_by_last = (0.0 if training.checkpointing else layer) + stream
     own, waiting = _layer_gradients(step)
-    adam = training.optimizer == "adam" or not training.full
-    earlier = max(gradients - own - head, 0.0) if adam else 0.0
-    buckets = gradients if training.parallel == "DDP" else 0.0  # which are there all the time
-    in_loss = kept + tokens * step.norm_bytes(sizes.hidden, training.fp32_stream)
-    moments = [
-        replace(
-            fixed,
-            moment="loss",
-            gradients=buckets,
-            activations=in_loss,
-            logits=_loss(step),
-            communication=root,
-        ),
-        replace(fixed, moment="optimiser's step", gradients=gradients, communication=root),
-    ]
-    before, after = step.backward_bytes
-    for workspace, of_layer in ((before, waiting), (after, waiting + own)):
-        working, backward = recomputed + tokens * workspace, replace(fixed, communication=gathered)
-        first = {"activations": kept + working, "gradients": buckets + of_layer, "logits": head}
-        last = {
-            "activations": kept_by_last + working,
-            "gradients": earlier + of_layer,
-            "logits": head if adam else 0.0,
-        }
-        moments.append(replace(backward, moment="first layer's backward", **first))
-        moments.append(replace(backward, moment="last layer's backward", **last))
-    return max(moments, key=lambda moment: moment.total)
+    head = _head_gradient(step)
+    collects_gradients = training.optimizer == "adam" or not training.full  # until the optimiser's step
+    earlier = max(_gradients(step) - own - head, 0.0) if collects_gradients else 0.0
+    for workspace, of_layer in zip(step.backward_bytes, (waiting, waiting + own)):
+        working = recomputed + training.tokens * workspace
+        yield replace(
+            backward,
+            moment="first layer's backward",
+            activations=_kept_bytes(step) + working,
+            gradients=_bucket_bytes(step) + of_layer,
+            logits=head,
+        )
+        yield replace(
+            backward,
+            moment="last layer's backward",
+            activations=kept_by_last + working,
+            gradients=earlier + of_layer,
+            logits=head if collects_gradients else 0.0,
+        )
+
+
+# activations
+
+
+def _kept_bytes(step: Step) -> float:
+    """Count what all layers keep for backward, and autocast."""
+    sizes, training = step
+    if not training.checkpointing:
+        return sizes.layers * (training.tokens * step.layer_bytes) + _cast_bytes(step)
+    between_layers = RESIDENT_STATES if training.offloading else sizes.layers
+    return between_layers * (training.tokens * step.stream_bytes) + _cast_bytes(step)
+
+
+def _cast_bytes(step: Step) -> float:
+    """Count the fp32 weights in bf16, which autocast keeps for backward."""
+    sizes, training = step
+    if not training.fp32_stream or training.checkpointing:
+        return 0.0
+    return 2.0 * (sizes.total - sizes.embeddings + (0 if training.liger else sizes.vocabulary * sizes.hidden))
+
+
+def _expanded_bytes(step: Step) -> float:
+    """Count the packed weights of a layer that its backward has expanded to bf16 at a time."""
+    sizes, training = step
+    if training.experts == "bf16":
+        return 0.0
+    of_experts = sizes.experts / sizes.moe_layers
+    parameters = {0: 0.0, 1: sizes.largest_weight, 2: of_experts}[training.expanded]
+    return 2.0 * parameters / (training.gpus if training.splits_experts else 1)
+
+
+def _logits_bytes(step: Step) -> float:
+    """Count the logits and what becomes of them."""
+    sizes, training = step
+    if not training.liger:
+        return 3 * 4.0 * sizes.vocabulary * training.tokens
+    # Liger's FLCE: chunks of tokens, whose logits are as large as the hidden states
+    per_chunk = math.ceil(training.tokens / math.ceil(sizes.vocabulary / sizes.hidden))
+    chunk = 2 ** math.ceil(math.log2(max(per_chunk, 1)))
+    return 6.0 * sizes.vocabulary * min(chunk, training.tokens) + _head_gradient(step)
 
 
 # weights, optimiser, gradients
@@ -130,9 +183,10 @@ def _fixed_memory(step: Step) -> Memory:
             rest -= sizes.linear * (2 - 0.5 - 1 / 64)  # bitsandbytes: 4 bits, and 8 of a scale for 64, about
     host = 0.0
     if training.experts_memory is not None:  # whole layers, and two buffers for the others
-        layer = experts / sizes.moe_layers
-        kept = min(sizes.moe_layers, training.experts_memory // layer)
-        host, experts = experts - kept * layer, layer * min(sizes.moe_layers, kept + 2)
+        of_layer = experts / sizes.moe_layers
+        resident_layers = min(sizes.moe_layers, training.experts_memory // of_layer)
+        host = experts - resident_layers * of_layer
+        experts = of_layer * min(sizes.moe_layers, resident_layers + 2)
     shards = training.shards
     of_adapter = 4.0 + (ADAM8 if training.optimizer == "adam8bit" else 8.0)
     return Memory(
@@ -155,51 +209,37 @@ def _gradients(step: Step) -> float:
     return float(training.width * sizes.total) / training.shards
 
 
+def _bucket_bytes(step: Step) -> float:
+    """Count DDP's buckets of gradients, which are there all the time."""
+    return _gradients(step) if step.training.parallel == "DDP" else 0.0
+
+
 def _layer_gradients(step: Step) -> tuple[float, float]:
     """Count (gradients of the layer whose backward runs, those of the layer before that wait to be reduced)."""
     sizes, training = step
     in_experts = sizes.experts / sizes.moe_layers
     if not training.full:
         return 0.0, 0.0
-    own, waiting = float(training.width * sizes.layer), 0.0
+    own, waiting = float(training.width * sizes.layer_parameters), 0.0
     if training.optimizer == "adam8bit":  # of the experts' two weights, then new moments of one
         own = 2.0 * in_experts + 2.0 * sizes.largest_weight
     elif training.splits_experts:
-        own = training.width * (sizes.layer - in_experts + in_experts / training.gpus)
+        own = training.width * (sizes.layer_parameters - in_experts + in_experts / training.gpus)
     elif training.parallel == "FSDP2":
-        own = waiting = 2.0 * sizes.layer
+        own = waiting = 2.0 * sizes.layer_parameters
     return own + (4.0 * in_experts if step.is_in_pieces else 0.0), waiting  # pieces are summed in fp32
 
 
-def _head(step: Step) -> float:
+def _head_gradient(step: Step) -> float:
     """Count the gradient of the head's weight, whole, from the loss on."""
     sizes, training = step
     return (4.0 if training.fp32_stream else 2.0) * sizes.vocabulary * sizes.hidden if training.full else 0.0
 
 
-def _casts(step: Step) -> float:
-    """Count the fp32 weights in bf16, which autocast keeps for backward."""
-    sizes, training = step
-    if not training.fp32_stream or training.checkpointing:
-        return 0.0
-    return 2.0 * (sizes.total - sizes.embeddings + (0 if training.liger else sizes.vocabulary * sizes.hidden))
-
-
-def _loss(step: Step) -> float:
-    """Count the logits and what becomes of them."""
-    sizes, training = step
-    if not training.liger:
-        return 3 * 4.0 * sizes.vocabulary * training.tokens
-    # Liger's FLCE: chunks of tokens, whose logits are as large as the hidden states
-    per_chunk = math.ceil(training.tokens / math.ceil(sizes.vocabulary / sizes.hidden))
-    chunk = 2 ** math.ceil(math.log2(max(per_chunk, 1)))
-    return 6.0 * sizes.vocabulary * min(chunk, training.tokens) + _head(step)
-
-
 # several GPUs
 
 
-def _root(step: Step) -> float:
+def _root_bytes(step: Step) -> float:
     """Count the bytes that stay gathered: embeddings and head, or in Transformers' expert parallelism the head alone."""
     sizes, training = step
     head = sizes.vocabulary * sizes.hidden if training.splits_experts else 0
@@ -209,11 +249,11 @@ def _root(step: Step) -> float:
 def _communication(step: Step) -> float:
     """Count the bytes that are gathered, or wait to be sent, while a layer's backward runs."""
     sizes, training = step
-    outside_experts = 2.0 * (sizes.layer - sizes.experts // sizes.moe_layers)
+    outside_experts = 2.0 * (sizes.layer_parameters - sizes.experts // sizes.moe_layers)
     if training.parallel == "FSDP2":
         in_flight = 1 if training.full else 2  # the next layer's weights come while this one's backward runs
         gathered = outside_experts + experts_bytes(sizes, training.experts) / sizes.moe_layers
-        return _root(step) + in_flight * gathered
+        return _root_bytes(step) + in_flight * gathered
     if training.parallel == "ZeRO-3":
         return 2.0 * min(LIVE_PARAMETERS, sizes.total) + 2 * 2.0 * REDUCE_BUCKET
-    return _root(step) + outside_experts if training.splits_experts else 0.0
+    return _root_bytes(step) + outside_experts if training.splits_experts else 0.0

@@ -96,7 +96,7 @@ class ModelSizes:
         return max(num_experts * size_out * size_in for num_experts, size_out, size_in in self.expert_weights)
 
     @property
-    def layer(self) -> int:
+    def layer_parameters(self) -> int:
         """Parameters of a mixture-of-experts layer, with its share of the attention and the rest."""
         return self.experts // self.moe_layers + (self.rest - self.embeddings) // self.layers
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 METHODS = ("full", "lora", "qlora")
 SHARDED = ("FSDP2", "ZeRO-3", "expert parallelism")
+RANK = 16  # of LoRA in examples/finetune.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,8 @@ class Training:
     optimizer: str = "adam"
     experts: str = "bf16"
     linear: str = "bf16"
-    r: int = 16
-    experts_r: int = 16
+    r: int = RANK
+    experts_r: int = RANK
     targets: tuple[str, ...] | None = None
     checkpointing: bool = True
     offloading: bool = False
