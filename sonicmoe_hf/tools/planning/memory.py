@@ -109,7 +109,7 @@ def _in_backward(step: Step, fixed: Memory) -> Iterator[Memory]:
 
 
 def _kept_bytes(step: Step) -> float:
-    """Count what all layers keep for backward, and autocast."""
+    """Count the activations that all layers keep for backward, and the casts of weights by autocast."""
     sizes, training = step
     if not training.checkpointing:
         return sizes.layers * (training.tokens * step.layer_bytes) + _cast_bytes(step)

@@ -232,7 +232,7 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
 
 
 def _of_finetune(training: Training, **settings: Any) -> Iterator[tuple[str, Training]]:
-    """Yield what examples/finetune.py does with these settings, with each choice of what is kept for backward."""
+    """Yield the trainings by examples/finetune.py with these settings, one for each choice of what backward keeps."""
     for kept in _kinds_kept(training):
         yield "finetune", replace(training, **settings, **kept)
 
