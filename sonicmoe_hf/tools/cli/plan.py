@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..planning.choices import advise, choose_shown, choose_usual
 from ..planning.memory import GIB
@@ -34,6 +34,16 @@ TRAINED_ON = (
 EXAMPLE = re.compile(r"(?<!\S)examples/(?=\w+\.(?:py|yaml|json)(?!\S))")
 
 
+class Plan(NamedTuple):
+    """The ways of training a model on so many GPUs of gpu_memory GiB, and notes on what the plan leaves out."""
+
+    sizes: ModelSizes
+    gpus: int
+    gpu_memory: float
+    ways: list[Way]
+    notes: list[str]
+
+
 def plan(
     model: str,
     gpus: int,
@@ -48,32 +58,28 @@ def plan(
     sizes = sizes_of_checkpoint(model)
     batch = {"tokens": tokens or max(SEQUENCE, sequence_length), "sequence": sequence_length}
     ways = ways_of(sizes, gpus=gpus, gpu_memory=gpu_memory, method=method, **batch)
-    notes = [*sizes.notes, *filter(None, [why_left_out(sizes)])]
+    planned = Plan(sizes, gpus, gpu_memory, ways, [*sizes.notes, *filter(None, [why_left_out(sizes)])])
     if as_json:
-        facts = {
-            "model": sizes.name,
-            "parameters": sizes.total,
-            "experts_parameters": sizes.experts,
-            "gpus": gpus,
-            "gpu_memory_GiB": gpu_memory,
-            "tokens": ways[0].training.tokens,
-            "notes": notes,
-            "ways": [_as_json(way) for way in ways],
-        }
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(_plan_json(planned), indent=2))
     else:
-        _print(
-            sizes,
-            ways if all else choose_usual(sizes, ways),
-            notes,
-            f"{gpus} GPU{'s' * (gpus > 1)} of {gpu_memory:g} GiB",
-            len(ways),
-            all,
-        )
+        _print(planned, is_all=all)
     return 0 if any(way.fits for way in ways) else 1
 
 
-def _as_json(way: Way) -> dict:
+def _plan_json(planned: Plan) -> dict[str, Any]:
+    return {
+        "model": planned.sizes.name,
+        "parameters": planned.sizes.total,
+        "experts_parameters": planned.sizes.experts,
+        "gpus": planned.gpus,
+        "gpu_memory_GiB": planned.gpu_memory,
+        "tokens": planned.ways[0].training.tokens,
+        "notes": planned.notes,
+        "ways": [_way_json(way) for way in planned.ways],
+    }
+
+
+def _way_json(way: Way) -> dict[str, Any]:
     return {
         "name": way.name,
         "method": way.training.method,
@@ -94,22 +100,22 @@ def runnable(command: str) -> str:
     return EXAMPLE.sub(lambda match: shlex.quote(f"{FOLDER}/"), command)
 
 
-def _print(
-    sizes: ModelSizes, ways: list[Way], notes: list[str], gpus: str, num_ways: int, is_all: bool = False
-) -> None:
-    """Print the ways that fit as a table, their commands, and what does not fit. num_ways: those left out included.
-    is_all: whether all were asked for, and what they leave room for."""
+def _print(planned: Plan, is_all: bool) -> None:
+    """Print the ways that fit as a table, their commands, and what does not fit. is_all: ways of all formats, and what
+    they leave room for."""
     from rich.markup import escape
 
     from .console import make_console
 
-    console = make_console(soft_wrap=True)
+    console, sizes = make_console(soft_wrap=True), planned.sizes
+    ways = planned.ways if is_all else choose_usual(sizes, planned.ways)
     fitting, too_large = choose_shown(ways)
     console.print(
         f"{escape(sizes.name)}: {sizes.total / 1e9:.1f}e9 parameters, {sizes.experts / sizes.total:.0%} of them in "
-        f"experts; {gpus}, {ways[0].training.tokens:,} tokens a step and GPU"
+        f"experts; {planned.gpus} GPU{'s' * (planned.gpus > 1)} of {planned.gpu_memory:g} GiB, "
+        f"{ways[0].training.tokens:,} tokens a step and GPU"
     )
-    for note in notes:
+    for note in planned.notes:
         console.print(f"[yellow]note: {escape(note)}[/]")
     if fitting:
         console.print(_table_of(fitting), soft_wrap=False)
@@ -126,7 +132,7 @@ def _print(
             f"does not fit: {escape(way.name)}: {way.needed:.0f} GiB (at the {way.memory.moment} "
             f"{way.memory.total / GIB:.0f})"
         )
-    if len(ways) < num_ways:
+    if len(ways) < len(planned.ways):
         console.print("Experts can be packed in other formats too: --all")
     console.print(
         f"A way fits if its peak, {GAPS - 1:.0%} more for gaps between blocks, and {CONTEXT:g} GiB for CUDA's context "

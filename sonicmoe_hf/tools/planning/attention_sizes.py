@@ -14,13 +14,7 @@ from ...attention.models import PIECES_WITH_SINKS as FP32_SCORES  # their sinks 
 from ...attention.models import has_sinks, takes_pieces
 from ...errors import UnsupportedModelError
 
-MIXERS = (
-    "Attention",
-    "DeltaNet",
-    "Mamba",
-    "ShortConv",
-    "Lightning",
-)  # what mixes tokens, by words in names of classes
+MIXERS = ("Attention", "DeltaNet", "Mamba", "ShortConv", "Lightning")  # what mixes tokens, by words in classes' names
 
 
 class AttentionLinear(NamedTuple):
@@ -34,7 +28,7 @@ class AttentionLinear(NamedTuple):
 
 MASKED_BY_HEAD = "minimax_m3_sparse"  # a kind of layers, whose mask is [B, heads, S, S]
 # By model type, bytes of a query, a key and a head (kept, made): masks with a bias of each head; probabilities in fp32.
-OF_HEADS = {
+SCORE_BYTES = {
     "inkling_text": (2.0, 2.0),
     "inkling2_text": (6.0, 8.1),
     "flint": (6.0, 6.0),
@@ -79,25 +73,27 @@ def attention_sizes_of(model: PreTrainedModel) -> AttentionSizes:
     config: Any = model.config.get_text_config()
     decoder = model.get_decoder()  # without towers for images or sound
     mixers, names = _linear_layers(decoder, MIXERS), {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
-    outputs = [p for p in mixers if p.features_out == config.hidden_size and p.name.startswith("o")]
-    widest = max((p.features_in for p in outputs), default=0)
-    normed = [p for p in mixers if names & {f"{p.name[0]}_norm", f"{p.name[0]}_layernorm"}]
-    lightning = [p for p in _linear_layers(decoder, ("Lightning",)) if p.name == "out_proj"]
+    outputs = [each for each in mixers if each.features_out == config.hidden_size and each.name.startswith("o")]
+    widest = max((each.features_in for each in outputs), default=0)
+    normed = [
+        each
+        for each in mixers
+        if each.name in ("q_proj", "k_proj") and names & {f"{each.name[0]}_norm", f"{each.name[0]}_layernorm"}
+    ]
+    lightning = [each for each in _linear_layers(decoder, ("Lightning",)) if each.name == "out_proj"]
     heads = entry_of(config, "num_attention_heads")
     kept_per_score, made_per_score = _score_bytes(config, heads)
     return AttentionSizes(
         kind=_kind(config),
         heads=heads,
         linears=_linear_layers(model, ("Attention",)),
-        features=_of_a_layer(config, ((p, p.features_out) for p in mixers if p not in outputs)),
-        output=_of_a_layer(config, ((p, p.features_in) for p in outputs)),
+        features=_mean_features(config, ((each, each.features_out) for each in mixers if each not in outputs)),
+        output=_mean_features(config, ((each, each.features_in) for each in outputs)),
         # a gate of the output may come from q_proj too
-        head_norms=_of_a_layer(
-            config, ((p, min(p.features_out, widest)) for p in normed if p.name in ("q_proj", "k_proj"))
-        ),
-        gated_output=_of_a_layer(config, ((p, p.features_in) for p in outputs if _is_gated(mixers, p))),
-        queries=max((p.features_out for p in mixers if p.name.startswith("q")), default=0),
-        lightning=_of_a_layer(config, ((p, p.features_in) for p in lightning)),
+        head_norms=_mean_features(config, ((each, min(each.features_out, widest)) for each in normed)),
+        gated_output=_mean_features(config, ((each, each.features_in) for each in outputs if _is_gated(mixers, each))),
+        queries=max((each.features_out for each in mixers if each.name.startswith("q")), default=0),
+        lightning=_mean_features(config, ((each, each.features_in) for each in lightning)),
         kept_per_score=kept_per_score,
         made_per_score=made_per_score,
         index_heads=getattr(config, "index_n_heads", None) or 0,
@@ -111,8 +107,8 @@ def attention_sizes_of(model: PreTrainedModel) -> AttentionSizes:
 def _is_gated(mixers: list[AttentionLinear], output: AttentionLinear) -> bool:
     """Tell whether a sigmoid gates what an attention's last linear layer reads: the gate comes from q_proj, or from a
     layer of its own."""
-    is_gate = {("q_proj", 2 * output.features_in), *((name, output.features_in) for name in ("gate_proj", "g_proj"))}
-    return any((p.name, p.features_out) in is_gate for p in mixers)
+    gates = {("q_proj", 2 * output.features_in), *((name, output.features_in) for name in ("gate_proj", "g_proj"))}
+    return any((each.name, each.features_out) in gates for each in mixers)
 
 
 def _kind(config: Any) -> str:
@@ -125,17 +121,17 @@ def _score_bytes(config: Any, heads: int) -> tuple[float, float]:
     if config.model_type in FP32_SCORES:  # and the compressed keys of DeepSeek-V4 beside the tokens'
         keys = 1.0 + 1.0 / min((getattr(config, "compress_rates", None) or {"": float("inf")}).values())
         return 4.0 * heads * keys, 8.5 * heads * keys
-    if config.model_type in OF_HEADS:
-        kept, made = OF_HEADS[config.model_type]
+    if config.model_type in SCORE_BYTES:
+        kept, made = SCORE_BYTES[config.model_type]
         return kept * heads, made * heads
     if _kind(config) == "eager":
-        return of_eager(heads)
+        return eager_score_bytes(heads)
     if MASKED_BY_HEAD in (getattr(config, "layer_types", None) or ()):
         return 2.0 * heads, 5.2 * heads  # the mask in bf16; in bool, before it is joined
     return (2.0, 4.0) if getattr(config, "index_topk", None) else (0.0, 0.0)  # one mask for all heads
 
 
-def of_eager(heads: int) -> tuple[float, float]:
+def eager_score_bytes(heads: int) -> tuple[float, float]:
     """Count as `_score_bytes` does the bytes of eager attention in bf16: probabilities; gradients of scores and
     probabilities."""
     return 2.0 * heads, 3 * 2.0 * heads
@@ -164,6 +160,6 @@ def _linear_layers(model: nn.Module, kinds: tuple[str, ...]) -> list[AttentionLi
     return [AttentionLinear(*key, count) for key, count in counts.items()]
 
 
-def _of_a_layer(config: Any, features: Iterable[tuple[AttentionLinear, int]]) -> int:
-    """Count the features in a layer, on average."""
+def _mean_features(config: Any, features: Iterable[tuple[AttentionLinear, int]]) -> int:
+    """Count the features in a layer, on average over all."""
     return sum(linear.num_layers * count for linear, count in features) // config.num_hidden_layers

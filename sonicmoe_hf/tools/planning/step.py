@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...attention.pieces import PIECE_BYTES
-from .attention_sizes import AttentionLinear, of_eager
+from .attention_sizes import AttentionLinear, eager_score_bytes
 from .run_time import MAX_ROWS, gathers_tokens, is_in_pieces, makes_room_for_all_ranks
 from .sizes import FP32_STREAMS, ModelSizes
 from .training import Training
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     def adapted(self) -> list[AttentionLinear]:
         """The attention's linear layers that have adapters."""
         targets, r = self.training.targets, self.training.r
-        return [p for p in self.sizes.attention.linears if (targets is None or p.name in targets) and r]
+        return [each for each in self.sizes.attention.linears if (targets is None or each.name in targets) and r]
 
     @property
     def adapter_parameters(self) -> tuple[int, int]:
@@ -45,7 +45,9 @@ class Step(NamedTuple):
         if training.full:
             return 0, 0
         on_experts = sum(count * training.experts_r * (out + in_) for count, out, in_ in sizes.expert_weights)
-        on_attention = sum(training.r * p.num_layers * (p.features_in + p.features_out) for p in self.adapted)
+        on_attention = sum(
+            training.r * linear.num_layers * (linear.features_in + linear.features_out) for linear in self.adapted
+        )
         return on_experts, on_attention
 
     @property
@@ -69,6 +71,11 @@ class Step(NamedTuple):
     def keeps_h(self) -> bool:
         """Tell whether h stays for backward, which computes it again otherwise."""
         return self.training.save == "preactivation" and not self.is_in_pieces
+
+    @property
+    def rows_at_once(self) -> float:
+        """The routed rows of a token that are computed at once."""
+        return MAX_ROWS / self.training.tokens if self.is_in_pieces else self.rows
 
     @property
     def rows(self) -> float:
@@ -122,41 +129,57 @@ class Step(NamedTuple):
         attention, training = self.sizes.attention, self.training
         if training.attention in (None, attention.kind):
             return attention.kept_per_score, attention.made_per_score
-        return of_eager(attention.heads) if training.attention == "eager" else (0.0, 0.0)
+        return eager_score_bytes(attention.heads) if training.attention == "eager" else (0.0, 0.0)
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes that a layer keeps of a token for backward: norms, inputs of linear layers,
-        attention, h, adapters' rows."""
+        """Bytes that a layer keeps of a token for backward."""
+        exchanged = 0.0 if self.gathers_tokens else self.exchanged_bytes
+        return self._hidden_bytes + self._attention_bytes + self._experts_bytes + self._mlp_bytes + exchanged
+
+    @property
+    def _hidden_bytes(self) -> float:
+        """Bytes kept of hidden states: by norms, and as inputs of linear layers."""
         sizes, training = self
-        attention = sizes.attention
-        hidden, full, adapted = sizes.hidden, training.full, self.adapted
-        has_experts_adapters = training.experts_r and not full
+        hidden = sizes.hidden
         inputs = 5 if training.fp32_stream else 2  # q, k and v share one, but for casts of autocast
-        if not full:  # each adapter has a copy of its own
-            inputs = sum(p.features_in == hidden and p.name != "o_proj" for p in adapted)
+        if not training.full:  # each adapter has a copy of its own
+            inputs = sum(linear.features_in == hidden and linear.name != "o_proj" for linear in self.adapted)
         kept = sizes.norms * self.norm_bytes(hidden, self.has_fp32_stream) + 2.0 * hidden * inputs
-        kept += 2.0 * sizes.experts_hidden if has_experts_adapters else 0.0
-        if full and sizes.experts_hidden != hidden:  # latents: what experts read, and what becomes hidden states again
-            kept += 2 * 2.0 * sizes.experts_hidden
-        kept += 2.0 * (attention.features + attention.output) + self.norm_bytes(attention.head_norms, fp32=False)
-        if full or any(p.name == "o_proj" for p in adapted):
+        kept += (4.0 + 2.0) * hidden * sizes.gated_norms  # a gate's sigmoid, in fp32, and what it gates
+        return kept + (STREAM_COPIES * 4.0 * hidden * sizes.streams if sizes.streams > 1 else 0.0)
+
+    @property
+    def _attention_bytes(self) -> float:
+        """Bytes kept by attention, without those of hidden states."""
+        attention, training = self.sizes.attention, self.training
+        kept = 2.0 * (attention.features + attention.output) + self.norm_bytes(attention.head_norms, fp32=False)
+        if training.full or any(linear.name == "o_proj" for linear in self.adapted):
             kept += 2.0 * attention.output  # the contiguous copy that o_proj reads
-        read = attention.linears if full else adapted
-        kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
+        reading = attention.linears if training.full else self.adapted
+        latents = (linear.features_in for linear in reading if linear.name != "o_proj")
+        kept += sum(2.0 * features for features in latents if features != self.sizes.hidden)
         kept += self.score_bytes[0] * training.sequence
         kept += 2 * 2.0 * attention.gated_output  # the gate's sigmoid and what it gates
-        kept += (4.0 + 2.0) * hidden * sizes.gated_norms  # likewise, the sigmoid in fp32
-        kept += LIGHTNING * attention.lightning
-        if sizes.streams > 1:
-            kept += STREAM_COPIES * 4.0 * sizes.hidden * sizes.streams
-        rows = self.rows
+        return kept + LIGHTNING * attention.lightning
+
+    @property
+    def _experts_bytes(self) -> float:
+        """Bytes kept by experts and their router, without those that other ranks send."""
+        sizes, training = self
+        has_adapters, rows = training.experts_r and not training.full, self.rows
+        kept = 2.0 * sizes.experts_hidden if has_adapters else 0.0
+        if training.full and sizes.experts_hidden != sizes.hidden:
+            kept += 2 * 2.0 * sizes.experts_hidden  # latents: what experts read, and what becomes hidden states again
         kept += 2.0 * sizes.up_rows * sizes.inner * rows if self.keeps_h else 0.0
-        kept += 2 * 2.0 * max(training.experts_r, 16) * rows if has_experts_adapters else 0.0
-        kept += 4.0 * sizes.num_experts + 28.0 * sizes.top_k  # the router's scores; weights, ids, and where rows stand
-        # dense and shared MLPs: gate, its activation, up, their product; of clamped ones also both clamped, and a sigmoid
-        kept += sizes.plain_copies * 2.0 * sizes.plain_inner / sizes.layers
-        return kept + (0.0 if self.gathers_tokens else self.exchanged_bytes)
+        kept += 2 * 2.0 * max(training.experts_r, 16) * rows if has_adapters else 0.0
+        return kept + 4.0 * sizes.num_experts + 28.0 * sizes.top_k  # scores; weights, ids, and where rows stand
+
+    @property
+    def _mlp_bytes(self) -> float:
+        """Bytes kept by dense and shared MLPs: gate, its activation, up, their product; of clamped ones also both
+        clamped, and a sigmoid."""
+        return self.sizes.plain_copies * 2.0 * self.sizes.plain_inner / self.sizes.layers
 
     @property
     def backward_bytes(self) -> tuple[float, float]:
@@ -167,8 +190,8 @@ class Step(NamedTuple):
         """
         sizes, training = self
         attention = sizes.attention
-        rows = 2.0 * (MAX_ROWS / training.tokens if self.is_in_pieces else self.rows)
-        dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
+        row = 2.0 * self.rows_at_once  # bytes of each of their features
+        dh, a, dx = row * sizes.up_rows * sizes.inner, row * sizes.inner, row * sizes.experts_hidden
         a = a if training.full or training.experts_r else 0.0
         h = dh if self.keeps_h else 0.0
         again = self.forward_bytes if training.checkpointing else 0.0
@@ -196,14 +219,14 @@ class Step(NamedTuple):
         """
         sizes, training = self
         attention = sizes.attention
-        rows = 2.0 * (MAX_ROWS / training.tokens if self.is_in_pieces else self.rows)
+        row = 2.0 * self.rows_at_once  # bytes of each of their features
         around = 3 * self.stream_bytes + 2.0 * sizes.hidden  # and what the norm before made
-        h = rows * sizes.up_rows * sizes.inner
-        experts = rows * (sizes.inner + sizes.experts_hidden) + 2.0 * sizes.experts_hidden + around
+        h = row * sizes.up_rows * sizes.inner
+        experts = row * (sizes.inner + sizes.experts_hidden) + 2.0 * sizes.experts_hidden + around
         keys = training.sequence / attention.index_rate
         if keys <= attention.index_topk or not attention.index_heads:
             return experts + (0.0 if self.keeps_h else h)
         scores = min(4.0 * attention.index_heads * keys, PIECE_BYTES / training.tokens)
-        later = (h if self.keeps_h else 0.0) + sizes.plain_copies * 2.0 * sizes.plain_inner / sizes.layers
+        later = (h if self.keeps_h else 0.0) + self._mlp_bytes
         later += 2.0 * attention.output + self.norm_bytes(sizes.hidden, self.has_fp32_stream)
         return max(experts, 2 * scores + 2.0 * attention.queries + around - later)
