@@ -24,7 +24,9 @@ def check(base: str, adapter: str, folders: list[str], as_json: bool, server: st
     else:
         print_check(result, asked_server=server is not None)
     wrong = [place for place in result.places if not place.is_right]
-    return 0 if not wrong else 2 if all(place.is_unknown for place in wrong) else 1
+    if not wrong:
+        return 0
+    return 2 if all(place.is_unknown for place in wrong) else 1
 
 
 def print_check(result: Check, asked_server: bool) -> None:

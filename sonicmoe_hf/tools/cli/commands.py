@@ -70,9 +70,9 @@ def _sizes(text: str) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def _json(what: str = " instead of tables") -> Option:
+def _json(contents: str = " instead of tables") -> Option:
     return _option(
-        "--json", dest="as_json", action="store_true", help=f'print JSON{what}; errors are {{"error": ...}}'
+        "--json", dest="as_json", action="store_true", help=f'print JSON{contents}; errors are {{"error": ...}}'
     )
 
 

@@ -70,14 +70,14 @@ def machine() -> dict[str, Any]:
             {
                 "name": str(device),
                 "description": description,
-                "backends": {_name(dtype): _backend(device, dtype) for dtype in DTYPES},
+                "backends": {_name(dtype): _choose_backend(device, dtype) for dtype in DTYPES},
             }
             for device, description in devices
         ],
     }
 
 
-def _backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+def _choose_backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     """Choose the backend, and say why; or "error" and the error of choosing one."""
     try:
         name, reason = backends.choose(device, dtype)
@@ -103,55 +103,60 @@ def examine(
             its experts are packed in no format that is known.
     """
     model = build_on_meta(name)
-    support = with_rounding_reasons(supports(model), model)
-    quantization, support = _describe_quantization(declared_quantization(model.config), support)
+    declared = declared_quantization(model.config)
+    support = _with_quantization(with_rounding_reasons(supports(model), model), declared)
     not_rounding = why_left_unrounded(model)
     rounding = []
     if batch_size is not None and sequence_length is not None:
-        rounding = _forecasts(model, support, not_rounding, batch_size * sequence_length, TokenRounding(tile=tile))
+        rounding = _forecast_rounding(
+            model, support, not_rounding, batch_size * sequence_length, TokenRounding(tile=tile)
+        )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.get_default_dtype() if model.dtype is None else model.dtype
-    backend, reason = _backend(device, dtype)
+    backend, reason = _choose_backend(device, dtype)
     has_kernels = backend in backends.KERNELS and device.type != "cpu"  # and not the reference in plain PyTorch
     layers = [
-        _layer(layers, not_rounding, has_kernels) for layers in collapse(support, _kernels_by_layer(model, support))
+        _describe_layers(layers, not_rounding, has_kernels)
+        for layers in collapse(support, _kernels_by_layer(model, support))
     ]
     supported = bool(layers) and all(layer["supported"] for layer in layers)
     return {
         "name": name,
         "architecture": type(model).__name__,
-        "quantization": quantization,
+        "quantization": _name_quantization(declared),
         "supported": supported,
         "accelerated": supported and has_kernels,
         "here": {"device": str(device), "dtype": _name(dtype), "backend": backend, "reason": reason},
         "layers": layers,
         "token_rounding": rounding,
         "attention": [*describe_attention(model), *describe_linear_attention(model)],
-        "adapters": _adapter_forecast(model, support),
+        "adapters": _count_adapters(model, support),
     }
 
 
-def _describe_quantization(
-    declared: DeclaredQuantization | None, support: list[LayerSupport]
-) -> tuple[str | None, list[LayerSupport]]:
-    """Name the checkpoint's quantization, None for plain weights, and find what works with it."""
+def _name_quantization(declared: DeclaredQuantization | None) -> str | None:
+    """Name the checkpoint's quantization; None for plain weights."""
     if declared is None:
-        return None, support
+        return None
+    return PACKED_AS + declared.format_name() if declared.is_packed_here else declared.method
+
+
+def _with_quantization(support: list[LayerSupport], declared: DeclaredQuantization | None) -> list[LayerSupport]:
+    """Say in the reasons of layers what becomes of their quantized experts, which may not be supported."""
+    if declared is None:
+        return support
     if declared.is_packed_here:
-        packed = PACKED_AS + declared.format_name()
-        return packed, [
-            layer._replace(reason=f"{layer.reason}; its experts are {packed}, frozen") for layer in support
-        ]
-    if _comes_in_bf16(declared):
-        comes = f"at every load Transformers makes its {declared.format_name()} experts bf16 (by compressed-tensors)"
-        return declared.method, [
-            layer._replace(reason=f"{layer.reason}; {comes}; {_remedy(declared)}") for layer in support
-        ]
-    reason = (
-        f"the checkpoint is quantized ({declared.method}): its experts would never reach sonicmoe_hf; "
-        f"{_remedy(declared)}"
-    )
-    return declared.method, [layer._replace(accelerated=False, reason=reason) for layer in support]
+        experts = f"its experts are {_name_quantization(declared)}, frozen"
+    elif _comes_in_bf16(declared):
+        at_load = f"at every load Transformers makes its {declared.format_name()} experts bf16 (by compressed-tensors)"
+        experts = f"{at_load}; {_remedy(declared)}"
+    else:
+        reason = (
+            f"the checkpoint is quantized ({declared.method}): its experts would never reach sonicmoe_hf; "
+            f"{_remedy(declared)}"
+        )
+        return [layer._replace(accelerated=False, reason=reason) for layer in support]
+    return [layer._replace(reason=f"{layer.reason}; {experts}") for layer in support]
 
 
 def _comes_in_bf16(declared: DeclaredQuantization) -> bool:
@@ -173,7 +178,7 @@ def _remedy(declared: DeclaredQuantization) -> str:
     return loading_remedy(declared.method, format) if is_read else NO_REMEDY
 
 
-def _layer(layers: LayerRange, not_rounding: Collection[str], has_kernels: bool) -> dict[str, Any]:
+def _describe_layers(layers: LayerRange, not_rounding: Collection[str], has_kernels: bool) -> dict[str, Any]:
     name, family, supported, reason = layers.support
     return {
         "layers": layers.name,
@@ -188,16 +193,16 @@ def _layer(layers: LayerRange, not_rounding: Collection[str], has_kernels: bool)
     }
 
 
-def _forecasts(
+def _forecast_rounding(
     model, support: list[LayerSupport], not_rounding: Collection[str], tokens: int, policy: TokenRounding
 ) -> list[dict[str, Any]]:
     """Forecast token rounding of so many tokens, for each kind of layer (experts, top-k) where it works."""
     layers = [layer for layer in accelerated_layers(model, support) if layer.name not in not_rounding]
     kinds = dict.fromkeys((layer.experts.num_experts, layer.router.top_k) for layer in layers)
-    return [_forecast(tokens, num_experts, top_k, policy) for num_experts, top_k in kinds]
+    return [_forecast_kind(tokens, num_experts, top_k, policy) for num_experts, top_k in kinds]
 
 
-def _forecast(tokens: int, num_experts: int, top_k: int, policy: TokenRounding) -> dict[str, Any]:
+def _forecast_kind(tokens: int, num_experts: int, top_k: int, policy: TokenRounding) -> dict[str, Any]:
     tile, applies = policy.tile_rows, policy.applies(tokens, top_k, num_experts)
     needed = -(-policy.min_pairs(num_experts) // top_k)
     rows = tokens * top_k / num_experts
@@ -225,7 +230,7 @@ def _in_words(parameters: int) -> str:
     return f"{parameters / 1e6:,.0f} million" if parameters >= 1e6 else f"{parameters / 1e3:,.0f} thousand"
 
 
-def _adapter_forecast(model, support: list[LayerSupport]) -> dict[str, Any] | None:
+def _count_adapters(model, support: list[LayerSupport]) -> dict[str, Any] | None:
     """Count the parameters that LoRA has on the experts of supported layers whose routers are known, at rank r and at r /
     experts per token; None without any."""
     layers = [layer for layer in accelerated_layers(model, support) if layer.router is not None]

@@ -39,7 +39,8 @@ def warmup(
     if compile:
         if model is None:
             raise ValueError("--compile takes a model: sonicmoe-hf warmup MODEL --compile")
-        return _compile_graphs(model, torch_dtype, quantize, rank, batch_size, tokens, liger)
+        options = {"quantize": quantize, "rank": rank, "batch_size": batch_size, "tokens": tokens, "liger": liger}
+        return _compile_graphs(model, dtype=torch_dtype, **options)
     if model is None:
         kinds = [LayerKind(*sizes, torch_dtype, Activation(activation), layout, bias) for sizes in shape]
     else:
@@ -62,25 +63,25 @@ def _compile_kernels(kinds: list[LayerKind], processes: int | None) -> int:
         move(0, total)
         for number, outcome in enumerate(outcomes, 1):
             compiled += outcome.seconds is not None
-            what = "was there" if outcome.seconds is None else f"compiled in {outcome.seconds:.1f} s"
-            print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {what}", flush=True)
+            result = "was there" if outcome.seconds is None else f"compiled in {outcome.seconds:.1f} s"
+            print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {result}", flush=True)
             move(number, total)
     from ...kernels.hopper.variants import on_triton
 
     seconds = time.perf_counter() - began
     print(f"{total} kernels in {cache_folder()}: {compiled} compiled now, {seconds:.1f} s")
-    on_triton_too = [kind for kind in kinds if on_triton(kind.hidden, kind.inner, kind.activation)]
-    for kind in on_triton_too:
+    partly_on_triton = [kind for kind in kinds if on_triton(kind.hidden, kind.inner, kind.activation)]
+    for kind in partly_on_triton:
         print(describe_kernels(kind.hidden, kind.inner, kind.activation))
-    return 1 if on_triton_too else 0
+    return 1 if partly_on_triton else 0
 
 
-def _compile_graphs(model: str, *settings) -> int:
+def _compile_graphs(model: str, **settings) -> int:
     """Compile a model's layers by torch, print what its cache has of them and lacks, and return the exit code."""
     from .warmup_graphs import Settings, compile_ahead  # which imports PEFT
 
     began = time.perf_counter()
-    graphs = compile_ahead(model, Settings(*settings))
+    graphs = compile_ahead(model, Settings(**settings))
     seconds = time.perf_counter() - began
     folder, total = compile_cache_folder(), graphs.there + graphs.added
     print(f"graphs of layers in {folder}: {total}, of which {graphs.added} compiled now, {seconds:.1f} s")
