@@ -23,10 +23,8 @@ from .server import Server
 from .texts import Text, texts_for
 from .trained_adapter import TrainedAdapter
 
-FIRST_TEXTS, MAX_TEXTS = (
-    8,
-    32,
-)  # how many texts places are judged by; where these leave a verdict open, by the others too
+FIRST_TEXTS = 8  # which places are judged by
+MAX_TEXTS = 32  # where the first ones leave a verdict open
 
 
 class Check(NamedTuple):
@@ -92,13 +90,15 @@ def check_adapter(
         new = Path(temporary)
         in_folders += observe_adapted(base_model, base_folder, in_other_forms, texts, new, say)
         with adapted(base_model, base_folder, adapter_folder, new / "adapter") as (wrapped, biases):
-            trained, used = TrainedAdapter(wrapped, biases, base_model.dtype), texts[:FIRST_TEXTS]
+            trained = TrainedAdapter(wrapped, biases, base_model.dtype)
             judge = PlaceJudge(trained, say).judge
             places = [judge(each) for each in [*served, *(each.cut_to(FIRST_TEXTS) for each in in_folders)]]
             if any(place.is_unknown for place in places) and len(texts) > FIRST_TEXTS:
                 say("asking for more texts")
-                places, used = [judge(each) for each in [*observe_served(texts), *in_folders]], texts
-            change = trained.change(used)
+                places = [judge(each) for each in [*observe_served(texts), *in_folders]]
+                change = trained.change(texts)
+            else:
+                change = trained.change(texts[:FIRST_TEXTS])
     places.sort(key=lambda each: folders.index(each.place) if each.place in folders else -1)
     return Check(change.abs().mean().item(), len(change), places)
 
