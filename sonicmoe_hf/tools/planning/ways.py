@@ -115,7 +115,7 @@ class Way:
 
     @property
     def expanded_memory(self) -> int:
-        """Whole GiB that they take."""
+        """Whole GiB that these expanded layers take."""
         return -int(-expanded_bytes(self.step.sizes, self.expanded_layers) // GIB)
 
 
@@ -143,14 +143,11 @@ def ways_of(
     Raises:
         UnsupportedModelError: no command of that method can load the checkpoint, as it is quantized.
     """
-    planned = []
-    for example, training in _trainings(sizes, gpus, *in_sequences(tokens, sequence)):
-        if method in (None, training.method):
-            if sizes.attention.in_pieces:  # as from_pretrained chooses; of sinks with bf16 weights on a GPU
-                training = replace(training, attention=TORCH_PIECES)
-            elif sizes.attention.has_sinks and _is_loaded_in_bf16(training):
-                training = replace(training, attention=TORCH_SINKS)
-            planned.append(Way(example, Step(sizes, training), gpu_memory))
+    planned = [
+        Way(example, Step(sizes, _with_attention(training, sizes)), gpu_memory)
+        for example, training in _trainings(sizes, gpus, *in_sequences(tokens, sequence))
+        if method in (None, training.method)
+    ]
     packed = [way for way in planned if way.training.method == "qlora"]
     if not any(way.fits for way in packed):
         planned += [_from_host_memory(way) for way in packed if way.example == "qlora"]
@@ -170,18 +167,21 @@ def _from_host_memory(way: Way) -> Way:
     is_small = FORMATS[training.experts].element_size < 1
     smaller = replace(training, linear="nf4" if is_small and not sizes.is_packed else training.linear)
     least = replace(smaller, optimizer="adam8bit")
-    of_rank = [replace(least, r=rank, experts_r=rank) for rank in SMALLER_RANKS if is_small]
-    for each in (training, smaller, least, *of_rank):
-        alone = replace(way, step=Step(sizes, each))
-        if alone.fits:
-            left = int((way.gpu_memory - alone.needed) / GAPS)
-            return replace(way, step=Step(sizes, replace(each, experts_memory=left * GIB)))
-    return alone
+    of_smaller_ranks = [replace(least, r=rank, experts_r=rank) for rank in SMALLER_RANKS if is_small]
+    tried = [replace(way, step=Step(sizes, each)) for each in (training, smaller, least, *of_smaller_ranks)]
+    fitting = next((each for each in tried if each.fits), None)
+    if fitting is None:
+        return tried[-1]
+    left = int((way.gpu_memory - fitting.needed) / GAPS)
+    return replace(way, step=Step(sizes, replace(fitting.training, experts_memory=left * GIB)))
 
 
-def _is_loaded_in_bf16(training: Training) -> bool:
-    """Tell whether the example loads the model in bf16."""
-    return training.weights == "bf16" and training.parallel != "ZeRO-3"
+def _with_attention(training: Training, sizes: ModelSizes) -> Training:
+    """Choose the attention's implementation as from_pretrained does: of sinks for weights that are loaded in bf16."""
+    if sizes.attention.in_pieces:
+        return replace(training, attention=TORCH_PIECES)
+    is_loaded_in_bf16 = training.weights == "bf16" and training.parallel != "ZeRO-3"
+    return replace(training, attention=TORCH_SINKS) if sizes.attention.has_sinks and is_loaded_in_bf16 else training
 
 
 def why_left_out(sizes: ModelSizes) -> str | None:
@@ -204,9 +204,9 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
     one, divides = gpus == 1, sizes.num_experts % gpus == 0
     if why_left_out(sizes) is None:
         full = Training(method="full", **of_all)
-        for parallel in ["one GPU"] if one else ["FSDP2"]:
-            yield from _of_finetune(full, weights="fp32", parallel=parallel)
-            yield from _of_finetune(full, parallel=parallel)
+        sharded = "one GPU" if one else "FSDP2"
+        yield from _of_finetune(full, weights="fp32", parallel=sharded)
+        yield from _of_finetune(full, parallel=sharded)
         if not one:
             yield from _of_finetune(full, weights="fp32", parallel="ZeRO-3")
         if sizes.quantization is None:  # these two examples load no quantized checkpoints
