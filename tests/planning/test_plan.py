@@ -300,6 +300,8 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     config.quantization_config = {"quant_method": "sonicmoe_hf", "experts": "nf4", "linear": None}
     sizes = sizes_of(config)
     assert {way.training.method for way in ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)} == {"qlora"}
+    config.quantization_config = {**config.quantization_config, "linear": "nf4"}  # which convert does not read
+    assert why_left_out(sizes_of(config)).endswith("; plan for the bf16 checkpoint that it was made from")
     config.quantization_config = {
         **DECLARED_FP8,
         "expert_dtype": "fp4",
