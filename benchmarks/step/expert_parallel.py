@@ -184,10 +184,8 @@ def gradient_norm(model) -> float:
 def bytes_of_step(model, tokens, options) -> dict[str, float]:
     """Count the bytes that one forward and backward send."""
     counting = BytesSent(options.device)
-    ours = {
-        name: counting.as_ours(getattr(collectives, name))
-        for name in ("_begin_gather", "_begin_scatter_sum", "_exchange")
-    }
+    sending = (collectives._begin_gather, collectives._begin_scatter_sum, collectives._all_to_all)
+    ours = {function.__name__: counting.as_ours(function) for function in sending}
     with counting, mock.patch.multiple(collectives, **ours):
         forward_and_backward(model, tokens)
     model.zero_grad(set_to_none=True)

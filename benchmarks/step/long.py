@@ -105,6 +105,7 @@ def train(
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        remove_unused_columns=False,  # Liger's loss, as the forward, names no positions
         gradient_checkpointing=checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False, "offload": offloading and on_gpu},
         use_cpu=not on_gpu,

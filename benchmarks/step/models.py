@@ -288,14 +288,20 @@ def use_fused_loss(model) -> None:
     model.forward = MethodType(_forward_with_fused_loss, model)
 
 
-def _forward_with_fused_loss(self, input_ids, labels, **options):
+def _forward_with_fused_loss(self, input_ids, labels=None, shift_labels=None, **options):
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
 
     chunk = {name: options.pop(name) for name in ("chunk_mem_const",) if name in options}
     hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options).last_hidden_state
     weight = self.lm_head.weight
     weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return CausalLMOutput(LigerForCausalLMLoss(hidden, weight, labels, self.config.hidden_size, **chunk))
+    targets = {
+        "labels": labels,
+        "shift_labels": shift_labels,
+    }  # the second from a rank that has a part of the sequence
+    return CausalLMOutput(
+        LigerForCausalLMLoss(hidden, weight, hidden_size=self.config.hidden_size, **targets, **chunk)
+    )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -20,18 +20,18 @@ FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 ro
 def keep_tensors_apart():
     """Make an allocation for each tensor also where moe_experts has several in one."""
     op = import_module("sonicmoe_hf.layer.products")
-    pack = op.pack
+    prepare = op.prepare_adapters
 
     def own(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
             tensor
         )
 
-    def pack_apart(*arguments):
-        packed = pack(*arguments)
-        return [one._replace(a=own(one.a), b=own(one.b)) if one.a is not None else one for one in packed]
+    def prepare_apart(*arguments):
+        prepared = prepare(*arguments)
+        return [one._replace(a=own(one.a), b=own(one.b)) if one.a is not None else one for one in prepared]
 
-    op.pack = pack_apart
+    op.prepare_adapters = prepare_apart
 
 
 def main(backend):
