@@ -1,4 +1,4 @@
-"""What memcheck relies on, on a CPU."""
+"""`keep_tensors_apart`, on which memcheck relies, on a CPU."""
 
 from every_kernel import keep_tensors_apart
 from moe_problems import AdaptedLayer

@@ -16,6 +16,7 @@ from sonicmoe_hf.patching.guard import guard_of
 from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
 from sonicmoe_hf.trainer.lengths import VaryingLengths
+from sonicmoe_hf.trainer.packed_steps import PackedSteps
 
 pytestmark = pytest.mark.pinned
 ONE = {"num_hidden_layers": 1, "use_cache": False}
@@ -59,7 +60,9 @@ def test_what_torch_left_to_python_is_compiled_without_its_causes(monkeypatch):
         compiled(model)(**batch(), output_hidden_states=True)
     lengths, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=1)
     lengths.is_compiled = True
-    assert "remove the module's hook" in GpuAdvice(lengths)._switches(args, model), "the advice on a GPU names it, too"
+    assert "remove the module's hook" in GpuAdvice(lengths, PackedSteps())._switches(args, model), (
+        "the advice on a GPU names it, too"
+    )
     for hook in hooks:
         hook.remove()
     monkeypatch.setattr(compiled_module, "RECORDS", False)  # as with torch 2.11
