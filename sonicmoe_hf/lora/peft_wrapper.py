@@ -47,7 +47,7 @@ _PEFTS_FORWARD = ParamWrapper.forward
 _PEFTS_CAST = Linear._cast_input_dtype
 _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
-_PEFTS_CHECK = BaseTuner._check_merge_allowed
+_PEFTS_CHECK = peft_model.LoraModel._check_merge_allowed
 _PEFTS_SAVE = PeftConfigMixin.save_pretrained
 _PEFTS_PARAMETERS = BaseTuner._inject_parameters
 _said: set[str] = set()
@@ -242,8 +242,8 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
 
 
 def _check_merge_allowed(self) -> None:
-    """Refuse a merge in memory before it begins, as BaseTuner's method does: else all but the experts would be merged by
-    the time that their error comes. What merging needs to know of the whole model is done here, too."""
+    """Refuse a merge in memory before it begins, as LoraModel's method does: else all but the experts would be merged by
+    the time that their error comes. Once nothing refuses it, do what merging needs of the whole model."""
     has_shares = any(expert_parallelism(module) is not None for module in self.model.modules())
     for module in self.model.modules():
         if isinstance(module, LoraLayer) and not set(module.lora_A).isdisjoint(module.active_adapters):
@@ -252,9 +252,10 @@ def _check_merge_allowed(self) -> None:
                 reason = "that ranks share, and of layers that they shard beside them,"
             if reason is not None:
                 raise UnsupportedModelError(shares.NOT_MERGED.format(kind=reason))
+    with tied_head.without_warning(self.model):
+        _PEFTS_CHECK(self)
     packed_merge.name_weights(self.model)
     tied_head.untie_adapted_head(self.model)
-    _PEFTS_CHECK(self)
 
 
 def _why_not_merged(wrapper: ParamWrapper) -> str | None:
@@ -302,7 +303,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     config is saved with its base's packing, and `shares` shards the factors there."""
     yield ParamWrapper, "forward", _forward
     yield Linear, "_cast_input_dtype", _cast_input_dtype
-    yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
+    yield peft_model.LoraModel, "_check_merge_allowed", _check_merge_allowed
     yield ParamWrapper, "merge", packed_merge.merge
     yield ParamWrapper, "unmerge", packed_merge.unmerge
     yield BaseTuner, "_inject_parameters", _inject_parameters

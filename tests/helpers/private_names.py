@@ -93,7 +93,7 @@ USED = {  # the name, or "place: what its source sets"
     "peft.tuners.lora.layer.Linear._cast_input_dtype": "inputs of adapters that autocast would cast back",
     "peft.tuners.lora.layer.ParamWrapper.update_layer": "sharding the factors of experts",
     "peft.tuners.lora.layer.ParamWrapper.get_delta_weight": "the error for merging sharded factors",
-    "peft.tuners.tuners_utils.BaseTuner._check_merge_allowed": "the error before anything is merged",
+    "peft.tuners.lora.model.LoraModel._check_merge_allowed": "the error before anything is merged",
     "peft.tuners.tuners_utils.BaseTuner._inject_parameters": "LoRA's dropout beside experts, which have none",
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter": "averaging the gradients of other adapters, and sonicmoe-hf run --adapt-experts",
     "peft.utils.save_and_load._reshard_dtensor_values_for_load": "loading the factors of experts",

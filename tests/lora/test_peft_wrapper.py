@@ -356,3 +356,17 @@ def test_a_declared_forward_around_the_experts_that_takes_no_keywords_gets_pefts
     with caplog.at_level(logging.WARNING, "sonicmoe_hf"):
         assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
     assert "hands on no keyword arguments; let it take **kwargs" in caplog.text
+
+
+def test_a_head_that_is_tied_is_untied_by_a_merge_but_not_by_one_that_peft_refuses(recwarn):
+    model = patch(build("qwen3_moe", tie_word_embeddings=True, **ONE_LAYER))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"]))
+    recwarn.clear()
+    model.quantization_method = "gptq"
+    with pytest.raises(ValueError, match="gptq"):
+        adapted.merge_and_unload()
+    assert model.lm_head.base_layer.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
+    del model.quantization_method
+    merged = adapted.merge_and_unload()
+    assert merged.lm_head.weight is not merged.model.embed_tokens.weight and not merged.config.tie_word_embeddings
+    assert not [str(each.message) for each in recwarn if "tie_word_embeddings" in str(each.message)]
