@@ -103,6 +103,7 @@ def test_up_to_index_topk_keys_all_are_picked_without_scores():
 
 
 @pytest.mark.pinned
+@pytest.mark.slow
 def test_an_indexer_of_deepseek_v32_takes_a_tenth_of_the_memory_at_8192_tokens():
     """32 GiB whole. What stays: three tensors of a piece, 512 MiB each, and picked keys."""
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer

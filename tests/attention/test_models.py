@@ -12,7 +12,7 @@ import transformers
 from helpers.adapters import with_lora
 from helpers.attention import CHANGES, build, packed_batch, padded_batch, results, split_packed
 from helpers.flash_kernels import as_on_cuda
-from helpers.marks import rest_pinned, rest_slow
+from helpers.marks import rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -117,8 +117,9 @@ def test_gradient_checkpointing(kernels, use_reentrant):
 
 @pytest.mark.pinned
 @pytest.mark.parametrize(
-    "kernels, use_reentrant", rest_slow(itertools.product(["cuda_path", "cpu"], [False, True])), indirect=["kernels"]
+    "kernels, use_reentrant", itertools.product(["cuda_path", "cpu"], [False, True]), indirect=["kernels"]
 )
+@pytest.mark.slow
 def test_layers_compiled_under_gradient_checkpointing(kernels, use_reentrant):
     torch._dynamo.reset()
     model, batch = with_lora(build(experts="sonicmoe_hf"), target_modules=["q_proj"]), padded_batch("both")

@@ -74,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("family, implementation, kind", rest_slow(CASES, 2))
+@pytest.mark.parametrize("family, implementation, kind", rest_slow(CASES))
 def test_checkpointed_layers_of_sparse_attention_are_compiled_beside_it(family, implementation, kind):
     """Packed sequences are computed apart as without compiling, and nothing is compiled for them beside any size."""
     model = checkpoint_layers(model_of(family, implementation), kind)

@@ -109,7 +109,8 @@ def test_nothing_in_a_compiled_step_keeps_it_from_being_captured(monkeypatch, na
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("kind", rest_slow(["non_reentrant", "reentrant"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["non_reentrant", "reentrant"])
 def test_nor_does_checkpointing(monkeypatch, kind):
     assert list(traced(monkeypatch, checkpoint_layers(full().to("meta"), kind)).obstacles()) == []
 

@@ -112,6 +112,7 @@ def test_a_text_model_that_ignores_images_says_so_once(caplog):
     assert said.startswith("sonicmoe_hf: Qwen3MoeForCausalLM takes no pixel_values, and ignores what it gets")
 
 
+@pytest.mark.slow
 def test_a_compiled_text_model_says_so_too(caplog):
     model = build("qwen3_moe", num_hidden_layers=1)
     patch_model(model)

@@ -232,7 +232,7 @@ def test_a_layers_peak_is_counted_within_15_percent(family, checkpointed):
     assert (abs(found - 1) <= 0.15) == (family not in reasons), (found, reasons.get(family))
 
 
-@pytest.mark.parametrize("family", rest_slow([family for family in ON_PLAIN_TORCH if family in families_here()], 2))
+@pytest.mark.parametrize("family", rest_slow([family for family in ON_PLAIN_TORCH if family in families_here()]))
 def test_what_a_linear_layer_takes_on_plain_torch_is_what_the_plan_says(family, monkeypatch):
     """Of 1,024 tokens, of which each takes the same; with gradient checkpointing, and the experts of the layer."""
     monkeypatch.setitem(CHANGES, family, ON_PLAIN_TORCH[family])

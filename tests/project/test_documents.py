@@ -93,7 +93,13 @@ def folder_of_sessions(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "session", [each for each in sessions() if each.command.split()[1] != "run"], ids=lambda each: each.command[12:40]
+    "session",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each.command.split()[1] == "check"))
+        for each in sessions()
+        if each.command.split()[1] != "run"
+    ],
+    ids=lambda each: each.command[12:40],
 )
 def test_terminal_sessions_of_the_documents_are_what_the_commands_print(session, folder_of_sessions, monkeypatch):
     """`run`'s is tests/autopatch/test_run.py's."""

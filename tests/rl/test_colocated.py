@@ -166,6 +166,7 @@ def test_an_interrupted_constructor_puts_back_what_was_replaced(mode, starts, ba
 
 
 @pytest.mark.pinned
+@pytest.mark.slow
 def test_rloo_and_replay_false_send_adapters_alone(base, engine, tmp_path):
     settings = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
     rloo = make(RLOOTrainer, base, tmp_path / "rloo", settings, config_class=RLOOConfig)

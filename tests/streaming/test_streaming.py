@@ -220,7 +220,8 @@ def test_a_trainer_in_mixed_precision_resumes(late_copies, tmp_path):
 
 
 @pytest.mark.pinned
-@pytest.mark.parametrize("format, checkpointing", rest_slow([("nf4", False), ("nf4", True), (None, None)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("format, checkpointing", [("nf4", False), ("nf4", True), (None, None)])
 def test_compiled_layers_train_evaluate_and_generate_the_same(late_copies, format, checkpointing):
     torch._dynamo.reset()
     expected = lived(add_adapter(streamed(None, format, layers=2), checkpointing))

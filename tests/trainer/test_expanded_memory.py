@@ -64,6 +64,7 @@ def test_layers_that_fit_compute_the_same_bits_and_expand_nothing(family, format
         assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_compiled_layers_take_them_and_let_them_go():
     model = packed(layers=1)
     compile_layers(model, backend="aot_eager")

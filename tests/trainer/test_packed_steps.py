@@ -156,7 +156,7 @@ def test_torch_compile_packs_rows_of_what_the_largest_micro_batch_takes_anyway(l
 
 @pytest.mark.parametrize(
     ("adapters", "is_before"),
-    rest_slow([(True, True), (False, False), (False, True)], 2),
+    rest_slow([(True, True), (False, False), (False, True)]),
     ids=["PEFT", "after attach", "before"],
 )
 def test_layers_compiled_before_training_have_rows_as_with_torch_compile(adapters, is_before, messages, tmp_path):
