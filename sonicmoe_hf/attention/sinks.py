@@ -20,6 +20,8 @@ from ..layer import torch_op
 from . import flash
 from .packing import Side, check_not_captured, ending_once, sides_of
 
+CODE_DIGEST = torch_op.digest_code("attention") + torch_op.CODE_DIGEST
+
 
 class AttentionInputs(NamedTuple):
     """The tensors that have gradients: query [B, T, H, D]; key and value [B, S, H / G, D], of which a value's heads may
@@ -49,14 +51,14 @@ class Masking(NamedTuple):
 class AttentionOptions(NamedTuple):
     """The options of attention. scale: of the scores. causal, window: as flash.Visible has them. max_q, max_k: lengths of
     the longest packed sequences, 0 where they are read from the starts. code_digest: by which torch.compile's cache on
-    disk tells graphs of other versions apart (torch_op.CODE_DIGEST)."""
+    disk tells graphs of other versions apart (CODE_DIGEST)."""
 
     scale: float
     causal: bool
     window: int = flash.NO_WINDOW
     max_q: int = 0
     max_k: int = 0
-    code_digest: str = torch_op.CODE_DIGEST
+    code_digest: str = CODE_DIGEST
 
 
 def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[torch.Tensor, int]:

@@ -36,15 +36,17 @@ from ..private.torch import (
 from . import ahead
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
-# a digest of what is traced below functions and ops that a model's graph holds, as an argument of theirs: torch's cache
-# of compiled graphs on disk knows them by names and arguments alone
-CODE_DIGEST = hashlib.sha256(
-    b"".join(
-        file.read_bytes()
-        for folder in ("attention", "layer")
-        for file in sorted((Path(__file__).parents[1] / folder).glob("*.py"))
-    )
-).hexdigest()
+
+
+def digest_code(*folders: str) -> str:
+    """Digest the sources in these folders of the package, and below."""
+    files = (file for folder in folders for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# of what is traced below functions and ops that a model's graph holds, as an argument of theirs: torch's cache of graphs
+# on disk knows them by names and arguments alone
+CODE_DIGEST = digest_code("layer", "kernels", "private")
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), str, float, int, bool}
 
 

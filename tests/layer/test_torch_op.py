@@ -1,6 +1,7 @@
 """moe_experts as one op: what torch.compile, tracers, dispatch modes and torch's own checks see of it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sonicmoe_hf.layer.call import CALL, LayerCall, Options, Saved, SaveFlags
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
 from sonicmoe_hf.layer.projection import Projection
+from sonicmoe_hf.layer.torch_op import CODE_DIGEST, digest_code
 
 
 @pytest.mark.parametrize("save", rest_pinned(["input", "preactivation"]))
@@ -76,6 +78,14 @@ def test_torchs_cache_on_disk_gives_no_graph_of_another_version_of_the_op(monkey
         torch.compile(recomputed, fullgraph=True)(inputs).sum().backward()
         hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["layer/experts_op", "kernels/interface", "kernels/packed/format", "private/torch"])
+def test_the_digest_is_of_all_sources_that_are_traced(name, monkeypatch):
+    read = Path.read_bytes
+    changed = f"/sonicmoe_hf/{name}.py"
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + b"#" * file.as_posix().endswith(changed))
+    assert digest_code("layer", "kernels", "private") != CODE_DIGEST
 
 
 @pytest.mark.parametrize("save", ["preactivation", "input"])
