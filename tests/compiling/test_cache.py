@@ -1,5 +1,7 @@
 """torch's cache on disk: the graphs of layers that were compiled before are taken from it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.models import batch, build_patched, loss_and_gradients
@@ -10,6 +12,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import sonicmoe_hf
+from sonicmoe_hf.checkpoints.reading.config_only import build_from_config
+from sonicmoe_hf.compiling.layers import decoder_layers
 from sonicmoe_hf.private.torch import cached_graphs
 from sonicmoe_hf.tools.cli import warmup_graphs
 from sonicmoe_hf.tools.cli.main import main
@@ -62,6 +66,30 @@ def test_warmup_fills_torchs_cache_for_a_run_of_other_lengths(tmp_path, monkeypa
         sonicmoe_hf.attach(trainer)
         trainer.train()
     assert kept_graphs() == [1, 0, 0]
+
+
+QWEN_VL = {"model_type": "qwen3_vl_moe", "text_config": {"num_hidden_layers": 3}, "vision_config": {"depth": 2}}
+NEMOTRON = {"model_type": "nemotron_h", "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]}
+
+
+@pytest.mark.parametrize("entries, num_layers", [(QWEN_VL, 1), (NEMOTRON, 3)], ids=["vision too", "derived"])
+def test_warmup_builds_the_first_decoder_layers_of_each_kind(entries, num_layers):
+    model = build_from_config(entries, Path("config.json"))
+    before = model.config.to_dict()
+    config = warmup_graphs._config_with_each_kind(model)
+    with torch.device("meta"):
+        built = type(model)._from_config(config)
+    assert len(decoder_layers(built.get_decoder())) == num_layers
+    assert model.config.to_dict() == before
+
+
+def test_warmup_does_not_build_a_whole_model_whose_config_counts_other_layers():
+    entries = {"model_type": "switch_transformers", "num_layers": 2, "num_decoder_layers": 1}
+    model = build_from_config(
+        {**entries, "architectures": ["SwitchTransformersForConditionalGeneration"]}, Path("config.json")
+    )
+    with pytest.raises(ValueError, match="has 1 layers and its config num_hidden_layers=2"):
+        warmup_graphs._config_with_each_kind(model)
 
 
 def test_warmup_wants_a_model_to_compile(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from typing import Any, NamedTuple
 
@@ -45,10 +46,10 @@ class Graphs(NamedTuple):
 
 
 def compile_ahead(name: str, settings: Settings) -> Graphs:
-    """Train a step of a model's first layers, of each kind at least one, with random weights, and where lengths vary
-    another as one row."""
-    on_meta = build_on_meta(name)
-    model: Any = random_packed_model(_config_with_each_kind(on_meta), experts=settings.quantize, dtype=settings.dtype)
+    """Train a step of a model's first decoder layers, of each kind at least one, with random weights, and where lengths
+    vary another as one row."""
+    config = _config_with_each_kind(build_on_meta(name))
+    model: Any = random_packed_model(config, experts=settings.quantize, dtype=settings.dtype)
     model = get_peft_model(model, lora_config(model, r=settings.rank))
     batches = _batches(settings, model.config.get_text_config().vocab_size)
     before = cached_graphs()
@@ -89,17 +90,29 @@ def _train(model: Any, settings: Settings, batches: list, packed_tokens: int) ->
 
 
 def _config_with_each_kind(model: PreTrainedModel) -> PreTrainedConfig:
-    """Make the config of a model with as few layers as have all of its kinds."""
-    config = model.config.get_text_config()
+    """Make the config of a model like this one, whose decoder has as few of its first layers as have all of its kinds.
+
+    Raises:
+        ValueError: the config's number of layers is not that of the decoder.
+    """
+    whole = copy.deepcopy(model.config)
+    config = whole.get_text_config()
     types = getattr(config, "layer_types", None) or ()
     kinds = [
         (repr(layer), [(name, each.shape) for name, each in layer.named_parameters()], tuple(types[i : i + 1]))
-        for i, layer in enumerate(decoder_layers(model))
+        for i, layer in enumerate(decoder_layers(model.get_decoder()))
     ]
+    if len(kinds) != config.num_hidden_layers:
+        raise ValueError(
+            f"the decoder of {type(model).__name__} has {len(kinds)} layers and its config num_hidden_layers="
+            f"{config.num_hidden_layers}, so that its first ones cannot be built alone; leave --compile out, and let the "
+            "first step compile them"
+        )
     count = max((kinds.index(kind) for kind in kinds), default=0) + 1
-    if len(kinds) == vars(config).get("num_hidden_layers"):
-        config.num_hidden_layers = count
-    return model.config
+    config.num_hidden_layers = count
+    if config.num_hidden_layers != count:  # Nemotron-H's follows from these
+        config.layer_types = types[:count]
+    return whole
 
 
 def _batches(settings: Settings, vocabulary: int) -> list[dict[str, torch.Tensor]]:
