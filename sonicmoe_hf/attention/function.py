@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import flash
+from .cpu_masks import causal_mask
 from .flash import MAX_HEAD, NO_WINDOW
 from .sinks import AttentionInputs, AttentionOptions, Masking, attention_with_sinks
 
@@ -36,21 +37,9 @@ def torch_sinks(
     _check(query, key, value, sinks, causal, window)
     options = AttentionOptions(query.shape[-1] ** -0.5 if scale is None else scale, causal, window or NO_WINDOW)
     masking = Masking()
-    if not flash.uses_cuda_kernels(query.device):
-        masking = Masking(mask=_mask(query, key, causal, window))
+    if causal and not flash.uses_cuda_kernels(query.device):
+        masking = Masking(mask=causal_mask(query, key, options))
     return attention_with_sinks(AttentionInputs(query, key, value, sinks), masking, options)
-
-
-def _mask(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor | None:
-    """Make the mask to be added to scores [1, 1, T, S]: 0 where a query sees a key, else -inf; None where all see all."""
-    if not causal:
-        return None
-    num_queries, num_keys = query.shape[1], key.shape[1]
-    queries = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int64, device=query.device)[:, None]
-    distance = queries - torch.arange(num_keys, dtype=torch.int64, device=query.device)
-    sees = (distance >= 0) & (distance < (num_keys if window is None else window))
-    mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device)
-    return mask.masked_fill_(~sees, -torch.inf)[None, None]
 
 
 def _check(query, key, value, sinks, causal: bool, window: int | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import flash
+from .cpu_masks import causal_mask, mask_of_starts
 from .flash import MAX_HEAD, NO_WINDOW
 from .models import check_model
 from .names import EAGER, TORCH_SINKS
@@ -74,7 +75,8 @@ def sinks_attention_forward(
     elif attention_mask is not None:
         masking = Masking(mask=_additive(attention_mask, q, k))
     else:
-        masking = Masking(mask=_causal_mask(q, k, options, position_ids))
+        numbers = None if position_ids is None else begins_of(position_ids, position_ids.shape[0]).cumsum(1)
+        masking = Masking(mask=causal_mask(q, k, options, numbers))
     return attention_with_sinks(AttentionInputs(q, k, v, s_aux), masking, options), None
 
 
@@ -140,7 +142,7 @@ def _attend_packed(
         masking = Masking(starts_q=starts[0], starts_k=starts[1])
         options = options._replace(max_q=int(max_q or 0), max_k=int(max_k or 0))
     else:
-        masking = Masking(mask=_mask_of_starts(rows.query, rows.key, options, starts))
+        masking = Masking(mask=mask_of_starts(rows.query, rows.key, options, starts))
     return attention_with_sinks(rows, masking, options).squeeze(0).unflatten(0, shape)
 
 
@@ -156,41 +158,3 @@ def _tells_sequences(position_ids, q, k) -> bool:
     """Tell whether position_ids are the tokens' own, of a call without cached keys, and may begin sequences."""
     length = q.shape[1]
     return position_ids is not None and position_ids.dim() == 2 and length == k.shape[1] == position_ids.shape[1] > 1
-
-
-def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: AttentionOptions) -> torch.Tensor:
-    """Make the mask to add to the scores, from the keys that a query `sees` and their distance before it, which options
-    limits; both broadcast to [B, 1, T, S]."""
-    if options.causal:
-        sees = sees & (distance >= 0)
-    if options.window != NO_WINDOW:
-        sees = sees & (distance.abs() < options.window)
-    mask = torch.zeros(sees.shape, dtype=q.dtype, device=q.device).masked_fill(~sees, -torch.inf)
-    return mask[(None,) * (4 - mask.dim())]
-
-
-def _causal_mask(q, k, options: AttentionOptions, position_ids: torch.Tensor | None) -> torch.Tensor:
-    """Make the mask of rows in which the last query has the last key's position; position_ids may begin sequences."""
-    queries, keys = (
-        torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
-        torch.arange(k.shape[1], dtype=torch.int64, device=q.device),
-    )
-    distance = (queries[:, None] + (k.shape[1] - q.shape[1]) - keys)[None, None]
-    sees = torch.ones_like(distance, dtype=torch.bool)
-    if position_ids is not None:
-        number = begins_of(position_ids, position_ids.shape[0]).cumsum(1)
-        sees = number[:, None, :, None] == number[:, None, None]
-    return _mask(sees, distance, q, options)
-
-
-def _mask_of_starts(q, k, options: AttentionOptions, starts) -> torch.Tensor:
-    """Make the mask of packed sequences: the last query of each has its last key's position."""
-    queries, keys = (
-        torch.arange(q.shape[1], dtype=torch.int64, device=q.device),
-        torch.arange(k.shape[1], dtype=torch.int64, device=q.device),
-    )
-    starts_q, starts_k = (x.to(q.device) for x in starts)
-    number_q, number_k = (torch.searchsorted(x, i, right=True) for x, i in ((starts_q, queries), (starts_k, keys)))
-    sees = (number_q[:, None] == number_k) & (number_q < len(starts_q))[:, None]
-    end_q, end_k = (torch.cat([x, x[-1:]])[number] for x, number in ((starts_q, number_q), (starts_k, number_k)))
-    return _mask(sees, (end_k - keys) - (end_q - queries)[:, None], q, options)
