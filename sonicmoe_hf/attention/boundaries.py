@@ -19,7 +19,7 @@ from transformers.utils import is_tracing
 
 from ..errors import UnlikeApartError
 from ..private.torch import leave_to_python
-from .models import SUPPORTED
+from .models import SUPPORTED, model_type_of
 from .names import TORCH_SINKS
 from .pieces import Span, arguments_of, cut, in_patched_models
 from .positions import LastAnswer, are_packed, starts_of
@@ -74,7 +74,8 @@ def check_rows(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     if given.get("attention_mask") is not None or (positions is None and not lengths):
         return
     by_kernels = any(name in (config._attn_implementation or "") for name in BY_KERNELS)
-    why, needed = LEAKING.get(config.model_type.removeprefix("sonicmoe_"), (None, ()))
+    model_type = model_type_of(config)
+    why, needed = LEAKING.get(model_type, (None, ()))
     remedy = PAD_REMEDY
     if why is None:
         if by_kernels or positions is not None:
@@ -83,7 +84,7 @@ def check_rows(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     elif why == NO_POSITIONS:
         if by_kernels:
             return
-        remedy += ", or load it with flash attention" + (' ("torch_sinks")' if config.model_type in SUPPORTED else "")
+        remedy += ", or load it with flash attention" + (' ("torch_sinks")' if model_type in SUPPORTED else "")
     elif needed:
         if set(needed) <= set(lengths):
             return  # kernels take them; without its kernels Transformers raises an error
@@ -152,11 +153,8 @@ def _sequences(given: dict[str, Any]) -> list[SequenceSpan] | None:
     firsts = _first_tokens(mask, size)
     if firsts is None:
         return None
-    counts = _count_from_the_row(given, firsts)
-    return [
-        SequenceSpan(Span(row, first, length), first * counted)
-        for row, (first, counted) in enumerate(zip(firsts, counts))
-    ]
+    shifts = _shifts(given, firsts)
+    return [SequenceSpan(Span(row, first, length), shift) for row, (first, shift) in enumerate(zip(firsts, shifts))]
 
 
 @leave_to_python
@@ -201,13 +199,13 @@ def _first_tokens(mask: torch.Tensor | None, batch_size: int) -> list[int] | Non
     return _last.get(mask, batch_size, compute)
 
 
-def _count_from_the_row(given: dict[str, Any], firsts: list[int]) -> list[bool]:
-    """Tell of which rows the first token's position is its index in the row."""
+def _shifts(given: dict[str, Any], firsts: list[int]) -> list[int]:
+    """Find each row's `SequenceSpan.shift`: its first token's index, where that is the token's position too, else 0."""
     positions = given.get("position_ids")
     if positions is None:
-        return [True] * len(firsts)
+        return firsts
     rows = positions.expand(len(firsts), -1)
-    return [int(rows[row, first]) == first for row, first in enumerate(firsts)]
+    return [first if int(rows[row, first]) == first else 0 for row, first in enumerate(firsts)]
 
 
 def _cut_to_sequence(given: dict[str, Any], sequence: SequenceSpan) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Keys(NamedTuple):
     def num_before(self, last: int) -> int:
         """Bound how many compressed keys queries before `last` see: those of tokens before them."""
         after = self.band.shape[1] - last
-        return max(0, self.far.shape[1] + (self.rate - 1 - after) // self.rate)
+        return max(0, self.far.shape[1] - after // self.rate)
 
 
 def attention_of(original: Callable) -> Callable:

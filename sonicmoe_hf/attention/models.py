@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from ..model_patches import NATIVE_PREFIX
 from .names import TORCH_PIECES, TORCH_SINKS
 
 SUPPORTED = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter")
@@ -18,9 +19,14 @@ FLASH_WITHOUT_SINKS = '"flash_attention_2" and "flash_attention_3"'
 OLDEST_GPU = (8, 0)  # compute capability
 
 
+def model_type_of(config) -> str:
+    """Find the model_type of a text model's config; that of the hub layout for a native one."""
+    return config.model_type.removeprefix(NATIVE_PREFIX)
+
+
 def check_model(config) -> None:
-    """Raise ValueError for a model of "torch_pieces", whose attention is more than sinks and a window."""
-    reason = PIECES_WITH_SINKS.get(config.model_type)
+    """Raise ValueError for a model with sinks whose attention is more than these and a window, one of "torch_pieces"."""
+    reason = PIECES_WITH_SINKS.get(model_type_of(config))
     if reason is not None:
         raise ValueError(
             f'attn_implementation="{TORCH_SINKS}" does not compute {config.model_type}: {reason}; load it with '
@@ -30,16 +36,12 @@ def check_model(config) -> None:
 
 def has_sinks(model: PreTrainedModel) -> bool:
     """Tell whether this is a model of "torch_sinks"."""
-    return _model_type(model) in SUPPORTED
+    return model_type_of(model.config.get_text_config()) in SUPPORTED
 
 
 def takes_pieces(model: PreTrainedModel) -> bool:
     """Tell whether `choose_attention` sets "torch_pieces" for this model."""
-    return _model_type(model) in (*PIECES_WITH_SINKS, *PIECES_WITHOUT_SINKS)
-
-
-def _model_type(model: PreTrainedModel) -> str:
-    return model.config.get_text_config().model_type.removeprefix("sonicmoe_")  # of the native layout
+    return model_type_of(model.config.get_text_config()) in (*PIECES_WITH_SINKS, *PIECES_WITHOUT_SINKS)
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -67,7 +69,7 @@ def choose_attention(model: PreTrainedModel) -> None:
 
 def describe_attention(model: PreTrainedModel) -> list[str]:
     """Describe what computes the attention of a model with sinks; no sentences for other models."""
-    model_type = _model_type(model)
+    model_type = model_type_of(model.config.get_text_config())
     if model_type in PIECES_WITH_SINKS:
         reason = f'not "{TORCH_SINKS}", as {PIECES_WITH_SINKS[model_type]}'
         return [

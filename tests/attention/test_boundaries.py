@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers.models import gradients_of, relative_error
+from helpers.models import build, gradients_of, relative_error
+from helpers.native import native_twin
 from helpers.small_families import CHANGES, DEEPSEEK_V4, families_here, small_model
 
 import sonicmoe_hf
@@ -97,6 +98,16 @@ def test_each_sequence_is_computed_as_apart_or_packed_ones_are_refused(folder):
 @pytest.mark.parametrize("folder", SINKS)
 def test_attention_with_sinks_keeps_them_apart(folder):
     model = model_of(folder)
+    with pytest.raises(ValueError, match=r'or load it with flash attention \("torch_sinks"\)'):
+        model(**packed_batch())
+    model.set_attn_implementation("torch_sinks")
+    check_each_is_as_apart(model)
+
+
+@torch.no_grad()
+def test_a_native_model_names_attention_with_sinks_too(tmp_path):
+    model = native_twin(build("gpt_oss"), tmp_path)
+    sonicmoe_hf.patch_model(model)
     with pytest.raises(ValueError, match=r'or load it with flash attention \("torch_sinks"\)'):
         model(**packed_batch())
     model.set_attn_implementation("torch_sinks")
