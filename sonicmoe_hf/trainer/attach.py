@@ -1,4 +1,4 @@
-"""attach: what a Trainer needs of us beside callbacks, in its methods."""
+"""attach: the callbacks and wrapped methods that a Trainer gets of us."""
 
 from __future__ import annotations
 
@@ -194,15 +194,19 @@ def attach(
 
 
 def _find_or_add_callbacks(trainer) -> tuple[CompiledLayers, VaryingLengths, PackedSteps]:
-    """Find the callbacks that `attach` gives settings, or add them and those that take none."""
-    compiled, lengths = find_callback(trainer, CompiledLayers), find_callback(trainer, VaryingLengths)
-    packed_steps = find_callback(trainer, PackedSteps)
-    if compiled is None or lengths is None or packed_steps is None:
-        compiled, lengths, packed_steps = CompiledLayers(), VaryingLengths(), PackedSteps()
-        # what is compiled is compiled before others ask for it
-        trainer.callback_handler.callbacks[:0] = [compiled, lengths, packed_steps, LossFilter()]
-        for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths, packed_steps), FirstStepReport()):
+    """Find the callbacks that `attach` gives settings, or add them; and add those that take none and are not there."""
+    compiled = find_callback(trainer, CompiledLayers) or CompiledLayers()
+    lengths = find_callback(trainer, VaryingLengths) or VaryingLengths()
+    packed_steps = find_callback(trainer, PackedSteps) or PackedSteps()
+    # what is compiled is compiled before others ask for it
+    first = compiled, lengths, packed_steps, find_callback(trainer, LossFilter) or LossFilter()
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:] = [*first, *(each for each in callbacks if each not in first)]
+    for each in (LigerLoss(), ModuleWalks(), FlopsPerToken(), GpuAdvice(lengths, packed_steps), FirstStepReport()):
+        if (present := find_callback(trainer, type(each))) is None:
             trainer.add_callback(each)
+        elif isinstance(present, GpuAdvice):
+            present.lengths, present.packed_steps = lengths, packed_steps
     return compiled, lengths, packed_steps
 
 

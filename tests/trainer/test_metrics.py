@@ -21,6 +21,11 @@ from transformers import TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
+from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
+from sonicmoe_hf.trainer.liger_loss import LigerLoss
+from sonicmoe_hf.trainer.loss_filter import LossFilter
+from sonicmoe_hf.trainer.methods import find_callback
+from sonicmoe_hf.trainer.packed_steps import PackedSteps
 
 LOAD = {f"moe/{name}" for name in ("load_max_over_mean", "load_cv", "dead_experts")}
 METRICS = LOAD | {f"moe/{name}" for name in ("rows_added", "rows_dropped", "padded_rows_avoided", "top_k_fallbacks")}
@@ -144,6 +149,20 @@ def test_attaching_twice_counts_once_takes_the_callback_that_is_there_and_report
     assert "\nsonicmoe-hf:   backend: eager (" in said and said.endswith("experts: trained\n")
     with pytest.raises(TypeError, match=r"takes a Trainer and got a Qwen3MoeForCausalLM: attach\(trainer\) before"):
         sonicmoe_hf.attach(model)
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize("removed", [PackedSteps, LossFilter, LigerLoss, GpuAdvice])
+def test_attaching_again_adds_what_was_removed_and_nothing_twice(removed, tmp_path):
+    trainer = trainer_for(build("qwen3_moe", num_hidden_layers=1), tmp_path)
+    callbacks = trainer.callback_handler.callbacks
+    sonicmoe_hf.attach(trainer)
+    expected = [type(each) for each in callbacks]
+    trainer.remove_callback(removed)
+    sonicmoe_hf.attach(trainer)
+    found = [type(each) for each in callbacks]
+    assert found[:4] == expected[:4] and sorted(found, key=str) == sorted(expected, key=str)
+    assert find_callback(trainer, GpuAdvice).packed_steps is find_callback(trainer, PackedSteps)
 
 
 def test_balancing_is_told_and_that_routers_are_frozen(tmp_path, capsys):
