@@ -60,7 +60,7 @@ class CompiledModule:
         self.takes_any_length = False
         self.is_uncompiled = False
         self.reasons: set[str] = set()  # why a part of it, or all, runs in Python
-        # of a captured layer: how many graphs there were when it last copied gradients, by these hooks of parameters
+        # of a captured layer: how many graphs there were when it last hooked the gradients of parameters, and these hooks
         self.num_graphs = -1
         self.hooks = WeakTensorKeyDictionary()
 
@@ -74,13 +74,15 @@ class CompiledModule:
             self._leave_uncompiled()
         if self.is_uncompiled:
             return eager_call(self.module)(*args, **kwargs)
-        breaks_before = _begin_tracing() if self.is_new else None
+        if self.is_new:
+            trace_without_liger()
+        breaks_before = graph_breaks() if self.is_new else None
         if self.takes_any_length:
             _mark_lengths(args, kwargs)
         with _traceable_records():
             result = self.compiled_call(*args, **kwargs)
         if self.is_captured and self.num_graphs != compiled_graphs():  # as where other adapters are trained
-            self._copy_gradients()
+            self._hook_gradients()
         if breaks_before is not None:
             self.is_new = False
             self._warn_of_breaks(breaks_before)
@@ -109,8 +111,9 @@ class CompiledModule:
             f"{remedy or 'take that out of the layer'} (TORCH_LOGS=graph_breaks shows the line)"
         )
 
-    def _copy_gradients(self) -> None:
-        """Copy the first gradients of a step out of the memory of the graph, which the next micro-batch writes to."""
+    def _hook_gradients(self) -> None:
+        """Register hooks of trained parameters, by which the first gradient of a step is copied out of the memory of the
+        graph, which the next micro-batch writes to."""
         self.num_graphs = compiled_graphs()
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self.hooks:
@@ -123,12 +126,6 @@ def compiled_modules(model: nn.Module) -> list[CompiledModule]:
     return [call for call in calls if isinstance(call, CompiledModule)]
 
 
-def _begin_tracing() -> Counter[str]:
-    """Make Liger's kernels traceable, before a layer's first call, and count the graph breaks so far."""
-    trace_without_liger()
-    return graph_breaks()
-
-
 def _first_words(reason: str) -> str:
     """Take the first line of torch's reason, and the code that it is about."""
     first, *rest = reason.splitlines()
@@ -137,19 +134,23 @@ def _first_words(reason: str) -> str:
 
 
 def _mark_lengths(args: tuple, kwargs: dict) -> None:
-    """Mark the dimensions of a layer's arguments that have as many elements as there are tokens in a sequence."""
+    """Mark the dimensions of a module's arguments that are the tokens of a sequence, as many as in its states, the first:
+    [B, L, H], [T, H], or in several streams [B, L, streams, H], as DeepSeek-V4's decoder layers have them."""
     given = [each if isinstance(each, tuple) else (each,) for each in (*args, *kwargs.values())]
     tensors = [each for group in given for each in group if isinstance(each, torch.Tensor)]
-    length = tensors[0].shape[-2] if tensors and tensors[0].dim() > 1 else 1
-    for tensor in tensors:
-        for dim in _dims_of_length(tensor):
-            if tensor.shape[dim] == length > 1:
-                mark_as_any_size(tensor, dim)
+    if not tensors or tensors[0].dim() < 2:
+        return
+    states, *others = tensors
+    dim_of_tokens = min(states.dim() - 2, 1)
+    marked = [(states, dim_of_tokens), *((tensor, dim) for tensor in others for dim in _dims_of_length(tensor))]
+    for tensor, dim in marked:
+        if tensor.shape[dim] == states.shape[dim_of_tokens] > 1:
+            mark_as_any_size(tensor, dim)
 
 
 def _dims_of_length(tensor: torch.Tensor) -> tuple[int, ...]:
-    """List the dimensions that are a sequence's tokens in states [B, L, H] or [T, H], ids [B, L], and masks [B, 1, L, L].
-    Others may be as many, and torch compiles again where one more is marked."""
+    """List the dimensions that may be a sequence's tokens in what comes after the states: cosines [B, L, D], ids [B, L],
+    and masks [B, 1, L, L]. Others may be as many, and torch compiles again where one more is marked."""
     last = tensor.dim() - 1
     if last >= 3:
         return last - 1, last

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 import sonicmoe_hf
 from sonicmoe_hf.attention import pieces
 from sonicmoe_hf.attention.models import choose_attention
-from sonicmoe_hf.compiling.layers import why_in_python
+from sonicmoe_hf.compiling.layers import expect_lengths, why_in_python
 
 LENGTH, PIECE = 37, 11
 BLOCKS = {"index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1, "index_n_heads": 2}
@@ -90,6 +90,26 @@ def test_checkpointed_layers_of_sparse_attention_are_compiled_beside_it(family, 
     assert not why_in_python(model)
     for ours, theirs in zip(found, expected):
         assert_all_close(ours, theirs, 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.pinned
+@pytest.mark.skipif("deepseek_v4" not in HERE, reason="of Transformers 5.23")
+def test_what_mixes_streams_of_states_is_compiled_once_for_all_lengths():
+    """The states of DeepSeek-V4's layers are [B, L, streams, H]."""
+    model = checkpoint_layers(model_of("deepseek_v4", "torch_pieces"), "non_reentrant")
+    model.enable_input_require_grads()
+    streams = []
+
+    def backend(graph, inputs):
+        streams.extend(each for each in inputs if isinstance(each, torch.Tensor) and each.dim() == 4)
+        return graph
+
+    sonicmoe_hf.compile_layers(model, backend=backend)
+    expect_lengths(model)
+    for length in (LENGTH, LENGTH - 8):
+        ids = batch_of("full")["input_ids"][:, :length]
+        step(model, {"input_ids": ids, "labels": ids, "use_cache": False})
+    assert len(streams) == 1
 
 
 @pytest.mark.gpu
