@@ -16,10 +16,15 @@ from ..layer.experts_module import IMPLEMENTATION
 from ..layer.holding import expert_parallel_remedy
 from ..layer.packed_weight import PackedWeight
 from ..private.replaced import replace
+from ..streaming.weight import HostWeight
 
 SHARDING = "replicate them by DDP, or shard them with FSDP2 (fully_shard; accelerate's fsdp_version: 2)"
 PACK_COMMAND = "sonicmoe-hf convert SRC DST --layout native --quantize FORMAT"
 DEEPSPEED = f"DeepSpeed does not take packed experts; {SHARDING}, or load the model in bf16 for DeepSpeed"
+DEEPSPEED_ON_HOST = (
+    "DeepSpeed does not take experts in host memory; replicate them by DDP, or load the model without experts_memory, in "
+    "bf16"
+)
 SPLIT = "tensor parallelism cannot split packed experts; load the model without tp_size, or in bf16"
 
 
@@ -70,8 +75,9 @@ def _why_not_distributed(
 
 
 def guard_deepspeed() -> None:
-    """Make deepspeed.initialize raise UnsupportedModelError for models with packed experts, where DeepSpeed has been
-    imported (TrainingArguments does that). Where it has not, torch's error says that it cannot swap these parameters."""
+    """Make deepspeed.initialize raise UnsupportedModelError for models with experts that are packed or in host memory,
+    where DeepSpeed has been imported (TrainingArguments does that). Where it has not, torch's error says that it cannot
+    swap these parameters."""
     deepspeed: Any = sys.modules.get("deepspeed")
     if deepspeed is None:
         return
@@ -79,8 +85,12 @@ def guard_deepspeed() -> None:
 
     @functools.wraps(begin)
     def initialize(args=None, model: nn.Module | None = None, *others, **kwargs):
-        if model is not None and any(isinstance(weight, PackedWeight) for weight in model.parameters()):
-            raise UnsupportedModelError(DEEPSPEED)
+        weights = (
+            [] if model is None else [weight for weight in model.parameters() if isinstance(weight, PackedWeight)]
+        )
+        if weights:
+            is_on_host = any(isinstance(weight, HostWeight) for weight in weights)
+            raise UnsupportedModelError(DEEPSPEED_ON_HOST if is_on_host else DEEPSPEED)
         return begin(args, model, *others, **kwargs)
 
     replace(deepspeed, "initialize", initialize)

@@ -13,7 +13,10 @@ def state_dict_names(module: nn.Module) -> set[str]:
     """List the names of the module's own parameters in a state dict."""
     names = set()
     for name, parameter in module._parameters.items():
-        names |= set(FORMATS[parameter.format].names(name)) if isinstance(parameter, PackedWeight) else {name}
+        if isinstance(parameter, PackedWeight) and parameter.format:  # a HostWeight's may be ""
+            names |= set(FORMATS[parameter.format].names(name))
+        else:
+            names.add(name)
     return names
 
 

@@ -43,7 +43,7 @@ class PackedWeight(torch.Tensor):
     every operation that would read it as a dense tensor raises RuntimeError.
 
     codes, scales, state: its tensors (kernels.packed.Quantized), of the transpose if `is_transposed`.
-    format: "nf4", "mxfp4", "fp8", "nvfp4", "int4" or "uint4".
+    format: "nf4", "mxfp4", "fp8", "nvfp4", "int4" or "uint4"; "" of a HostWeight whose codes are the dense weight.
     expanded: the dense weight, where `expanded_memory` keeps it beside them.
     """
 
