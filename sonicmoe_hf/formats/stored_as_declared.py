@@ -1,5 +1,5 @@
 """Checks of safetensors files against what config.json declares: packed weights that it does not declare, or declared
-ones that no file has, are errors before Transformers reads them."""
+integers that no file has, are errors before Transformers reads them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .declared_integers import COMPRESSED, GPTQ
 from .matrix_format import MatrixFormat
 from .tensor_files import open_tensors
 
@@ -17,7 +18,7 @@ TO_PLAIN_NAMES = (
     "dequantize=True; rename them: AutoModelForCausalLM.from_pretrained(SRC, "
     'key_mapping={"proj_blocks$": "proj"}).save_pretrained(DST, save_original_format=False)'
 )
-INTEGERS = (".qweight", ".weight_packed")  # how the names of codes end
+CODE_SUFFIXES = {".qweight": GPTQ, ".weight_packed": COMPRESSED}  # of names of codes, with a method that writes such
 FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
 
 
@@ -30,9 +31,9 @@ def check_undeclared(files: Iterable[Path]) -> None:
             for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
                 if name.endswith(PLAIN_BLOCKS) and tensors.get_slice(name).get_dtype() in PLAIN_DTYPES:
                     raise CheckpointError(f"{name} and others in {file} {TO_PLAIN_NAMES}")
-                is_integers = name.endswith(INTEGERS)
-                if is_integers or tensors.get_slice(name).get_dtype() in FLOAT8:
-                    kind, method = ("packed in integers", "gptq") if is_integers else ("FP8", "fp8")
+                method = next((method for end, method in CODE_SUFFIXES.items() if name.endswith(end)), None)
+                if method is not None or tensors.get_slice(name).get_dtype() in FLOAT8:
+                    kind, method = ("FP8", "fp8") if method is None else ("packed in integers", method)
                     raise CheckpointError(
                         f"{name} in {file} is {kind}, but the checkpoint's config declares no quantization, so its codes "
                         "would be taken for weights; add quantization_config to config.json as the original has it "
@@ -41,7 +42,8 @@ def check_undeclared(files: Iterable[Path]) -> None:
 
 
 def check_stored(files: Iterable[Path], format: MatrixFormat) -> None:
-    """Raise CheckpointError where no tensor of safetensors files is a weight in the format that config.json declares."""
+    """Raise CheckpointError where no tensor of safetensors files has the name of codes in the format that config.json
+    declares, one of integers': in others codes are called weight, as dense values are."""
     first = format.names(".weight")[0]
     for file in files:
         with open_tensors(file) as tensors:

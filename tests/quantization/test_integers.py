@@ -299,16 +299,20 @@ def test_what_is_wrong_with_a_checkpoint_is_named(kind, change, match, tmp_path)
         from_pretrained(tmp_path / "packed", experts_quantization="int4")
 
 
-def test_a_config_without_the_tensors_and_tensors_without_the_config_are_errors(tmp_path):
+@pytest.mark.parametrize(
+    "kind, suffix, method", [("gptq", "qweight", "gptq"), ("ct-32", "weight_packed", "compressed-tensors")]
+)
+def test_a_config_without_the_tensors_and_tensors_without_the_config_are_errors(kind, suffix, method, tmp_path):
     make(tmp_path / "packed", "qwen3_moe", **SIZES)
-    to_integers(tmp_path / "packed", "gptq")
-    edit_config(tmp_path / "dense", quantization_config=DECLARED["gptq"])
-    with pytest.raises(CheckpointError, match=r"no weight is in it .*qweight\); remove quantization_config"):
+    to_integers(tmp_path / "packed", kind)
+    edit_config(tmp_path / "dense", quantization_config=DECLARED[kind])
+    with pytest.raises(CheckpointError, match=rf"no weight is in it .*{suffix}\); remove quantization_config"):
         from_pretrained(tmp_path / "dense", experts_quantization="int4")
     edit_config(tmp_path / "packed", quantization_config=None)
     for options in ({}, {"experts_quantization": "int4"}):
         with pytest.raises(
-            CheckpointError, match=r"qweight in .* is packed in integers, but .*add quantization_config"
+            CheckpointError,
+            match=rf'{suffix} in .* is packed in integers, but .*add quantization_config .*"quant_method": "{method}"',
         ):
             from_pretrained(tmp_path / "packed", **options)
 
