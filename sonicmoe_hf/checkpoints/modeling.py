@@ -273,7 +273,7 @@ class NativeClasses:
         self.causal_lm = _native_model(family, "causal_lm", self.config)
 
     def register(self) -> None:
-        """Register the classes of all families with the Auto classes."""
+        """Register the family's classes with the Auto classes."""
         name = self.config.model_type
         AutoConfig.register(name, self.config, exist_ok=True)
         AutoModel.register(self.config, self.model, exist_ok=True)

@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.packed import FORMATS, Quantized
 from ..kernels.packed.format import TensorSpecs
-from ..kernels.packed.grid import Grid, Rounded
+from ..kernels.packed.grid import Rounded
 from ..kernels.packed.int4 import GROUP, LARGEST, ZERO, group_of, int4_grid, to_bytes, to_nibbles
 from .matrix_format import RenamedMatrix
 
@@ -112,10 +112,6 @@ class Int4Matrix(RenamedMatrix):
         scales = regroup(scales)
         zeros = torch.full_like(scales, ZERO, dtype=torch.uint8) if zeros is None else regroup(zeros)
         return self._to_words(codes, scales, zeros)
-
-    def grid(self, *scales: torch.Tensor) -> Grid:
-        """See MatrixFormat: of what `read` makes."""
-        return int4_grid(GROUP, scales[0].dtype, *scales[1:])
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """See MatrixFormat."""
@@ -308,7 +304,7 @@ class CompressedInt8(RenamedMatrix):
         dtypes = (WORD,), SCALES, (torch.int64, torch.int32)
         return dict(zip([*self.names(name), *self.optional_names(name)], zip(shapes, dtypes)))
 
-    def grid(self, *scales: torch.Tensor) -> Grid:
+    def round(self, stored: list[torch.Tensor], weight: torch.Tensor, uniform: torch.Tensor | None) -> Rounded:
         """Raise CheckpointError: nothing is rounded to it."""
         raise CheckpointError(
             "experts in 8-bit integers cannot be kept in that form; leave quantize='keep' (--quantize keep) out, so that "

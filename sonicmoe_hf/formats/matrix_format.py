@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of a matrix that the 
 class MatrixFormat(ABC):
     """A format in which files store a matrix [N, K], a part of one expert's weight or a linear layer's weight.
 
-    name: the key in FORMATS of experts in it, or "int8", which is none: such matrices have no `read` and no `grid`, only
+    name: the key in FORMATS of experts in it, or "int8", which is none: such matrices have no `read` and no `round`, only
     values. dtype: of the tensor of codes. scales, optional, unused: how names of further tensors end. Those of the scales
     follow the weight's name, as do the optional ones, which a checkpoint may lack; the unused ones follow the module's,
     and are for inference alone. has_standard_blocks: whether a scale is for the values that it is for in FORMATS[name].
@@ -93,9 +93,10 @@ class MatrixFormat(ABC):
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtypes[0]} of shape {shape}"
                 )
 
-    @abstractmethod
     def grid(self, *scales: torch.Tensor) -> Grid:
-        """Make the grid of values that a matrix with such scales can have, by their dtype and NVFP4's scale of all."""
+        """Make the grid of values that a matrix with such scales can have, by their dtype and NVFP4's scale of all.
+        Integers have none, and `dense` and `round` of their own."""
+        raise NotImplementedError
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Compute the values in fp32. Raises CheckpointError as `check`."""

@@ -165,7 +165,9 @@ class ExpertsQuantizer(HfQuantizer):
         declared = self.quantization_config.declared
         if not self.pre_quantized:
             check_undeclared(files)
-        elif files and declared is not None and declared["quant_method"] in METHODS:
+        elif (
+            files and declared is not None and declared["quant_method"] in METHODS
+        ):  # FP8's codes have a weight's name
             check_stored(files, DeclaredQuantization(declared["quant_method"], declared).loadable_matrix_format())
         weights = check_packable(model, self.quantization_config.experts)
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, declared)
@@ -217,7 +219,8 @@ def _renames(conversion, names: list[str]) -> bool:
 
 
 def mark_model_packed(model: PreTrainedModel) -> None:
-    """Put on a model with packed experts the attributes and hooks that it needs beside them."""
+    """Put on a model with packed experts the attributes that it needs beside them, and, for the whole process, the check
+    of `guard_deepspeed` in the place of deepspeed.initialize."""
     guard_deepspeed()
     # saved under the names it has: nothing splits packed weights into one per expert
     vars(model)["_weight_conversions"] = []

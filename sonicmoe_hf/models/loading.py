@@ -53,9 +53,9 @@ def from_pretrained(
         experts_quantization: "nf4", "mxfp4", "fp8", "nvfp4" or "int4": experts are packed and frozen, one after the other
             as the checkpoint streams in (see `quantize_experts`). Experts that the checkpoint has in that format (FP8 in
             DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4, INT4 of compressed-tensors, GPTQ,
-            AutoRound or AWQ) are taken as they are, bit for bit, and its linear layers become dense. FP8 experts are
-            packed again if another format is asked for, one expert after the other. A BitsAndBytesConfig given as
-            quantization_config is for the linear layers.
+            AutoRound or AWQ) are taken as they are, bit for bit, and its linear layers become dense. Those of all
+            of these but gpt-oss are packed again if a smaller format is asked for, one expert after the other.
+            A BitsAndBytesConfig given as quantization_config is for the linear layers.
         experts_memory: the experts are frozen, so many bytes of them stay on the GPU, and the others live in host memory
             (see `patch_model`), where each weight goes as soon as it is loaded. Without device_map the model is loaded on
             the current GPU, where there is one.
@@ -68,7 +68,8 @@ def from_pretrained(
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise; or
             experts_compute without experts in FP8; or a dtype that torch has not, or load_in_4bit, load_in_8bit.
-        UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None.
+        UnsupportedModelError: as patch_model; or the checkpoint is in FP8, NVFP4 or integers, and experts_quantization is
+            None.
         UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
         MemoryError: host memory does not hold the experts.
         OSError: there is no such model; the message says what the folder lacks.
@@ -116,8 +117,8 @@ def _check_foreign_arguments(kwargs: dict[str, Any]) -> None:
     remedy: TypeError for a name, ValueError for a value."""
     own = list(inspect.signature(from_pretrained).parameters)
     for name in set(kwargs) - {"experts_implementation"}:
-        for meant in difflib.get_close_matches(name, own, 1, cutoff=0.8):
-            raise TypeError(f"from_pretrained has no argument {name}; did you mean {meant}?")
+        if meant := difflib.get_close_matches(name, own, 1, cutoff=0.8):
+            raise TypeError(f"from_pretrained has no argument {name}; did you mean {meant[0]}?")
     for field in ("load_in_4bit", "load_in_8bit"):
         if kwargs.get(field):
             format = "nf4" if field == "load_in_4bit" else "fp8"
@@ -134,8 +135,9 @@ def _check_foreign_arguments(kwargs: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _naming_source(source: Path) -> Iterator[None]:
-    """Name the model's folder or hub id, and what it lacks, in errors of loading it: OSError, and CheckpointError for a
-    safetensors file that is not whole."""
+    """Name the model's folder or hub id, and what it lacks, in errors of loading it: OSError, which Transformers'
+    ValueError for a folder without config.json becomes too, and CheckpointError for a safetensors file that is not whole.
+    Errors of a more special type say enough."""
     try:
         yield
     except SafetensorError:  # names no file
@@ -143,8 +145,8 @@ def _naming_source(source: Path) -> Iterator[None]:
             open_tensors(file)
         raise
     except (OSError, ValueError) as error:
-        is_config_there = not source.is_dir() or (source / "config.json").is_file()
-        if type(error) is not OSError and (type(error) is not ValueError or is_config_there):
+        lacks_config = source.is_dir() and not (source / "config.json").is_file()
+        if not (type(error) is OSError or (type(error) is ValueError and lacks_config)):
             raise
         reason = " ".join(str(error).split())
         raise OSError(f"{_what_is_lacking(source)}: {reason}") from error
