@@ -1,4 +1,4 @@
-"""compile_layers: torch.compile of each decoder layer on its own."""
+"""compile_layers: torch.compile of each layer on its own, a decoder's or one of vision or audio."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_CAPTURED = (
 
 
 def compile_layers(model: nn.Module, **options) -> int:
-    """Compile each decoder layer of a model in place: one compilation serves all layers that are alike.
+    """Compile each layer of a model in place, of vision and audio too: one compilation serves all layers that are alike.
 
     Call it when the model is patched and quantized. Adapters and gradient checkpointing may come before or after; a layer
     is then computed again inside its own compiled code. A model compiled as a whole computes the same, but every layer of
@@ -66,10 +66,10 @@ def compile_layers(model: nn.Module, **options) -> int:
         model = get_peft_model(model, sonicmoe_hf.lora_config(model))
         sonicmoe_hf.compile_layers(model, mode="reduce-overhead")
     """
-    layers = decoder_layers(model)
+    layers = checkpointable_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no decoder layers that Transformers could checkpoint; use torch.compile(model)"
+            f"{type(model).__name__} has no layers that Transformers could checkpoint; use torch.compile(model)"
         )
     begin_compiling(options)
     allow_recompilations(RECOMPILATIONS)
@@ -115,8 +115,8 @@ def expect_lengths(model: nn.Module) -> None:
         module.takes_any_length = True
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """List the layers of a model that `compile_layers` compiles."""
+def checkpointable_layers(model: nn.Module) -> list[nn.Module]:
+    """List the layers that `compile_layers` compiles: all that Transformers could checkpoint, of vision and audio too."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -1,8 +1,9 @@
-"""Counting the pairs that routers send to each expert, on the device and without a host sync."""
+"""Counting the pairs that routers send to each expert, on the device and without a host sync, and sums over ranks."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from ..private.torch import mark_as_static
 
@@ -26,6 +27,14 @@ def tokens_per_expert(
 def split_counts(counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split counts [E + len(TOTALS)] into the pairs of each expert and TOTALS."""
     return counted[: -len(TOTALS)], counted[-len(TOTALS) :]
+
+
+def summed_over_ranks(counts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Sum the layers' counts [n] over all ranks, by one collective, on the first layer's device."""
+    flat = torch.cat([count.to(counts[0].device) for count in counts])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(flat)
+    return list(flat.split([len(count) for count in counts]))
 
 
 class ExpertLoad:

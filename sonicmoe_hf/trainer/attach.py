@@ -11,7 +11,7 @@ from ..patching.moe_layers import is_patched
 from ..private.transformers import LOADING_METHODS, forget_dequantization
 from .callbacks import ExpertLoadCallback, StepCallback, TokenRoundingCallback
 from .compiled import CompiledLayers
-from .documents import check_documents
+from .documents import checked_step
 from .expanded_memory import add_expanded_memory
 from .few_lengths import with_few_lengths
 from .flops import FlopsPerToken, count_flops
@@ -28,7 +28,7 @@ from .rank_states import save_rank_states
 from .report import FirstStepReport
 from .resume import load_whole
 from .sampling import check_sampling
-from .steps import drop_step
+from .steps import clear_step
 
 
 def _log_with_load(trainer, log, logs, *args, **kwargs):
@@ -52,13 +52,13 @@ def _train_to_the_end(trainer, train, *args, **kwargs):
             if isinstance(callback, WhileTraining):
                 callback.end()
         if is_patched(trainer.model):
-            drop_step(trainer.model)
+            clear_step(trainer.model)
 
 
 def _training_step(trainer, training_step, *args, **kwargs):
     """Call `trainer.training_step` with rows in place of micro-batches, and no documents that ranks would mix, and filter
     its loss."""
-    step = partial(packed_step, trainer, partial(check_documents, trainer, training_step))
+    step = partial(packed_step, trainer, partial(checked_step, trainer, training_step))
     return filtered_loss(trainer, step, *args, **kwargs)
 
 

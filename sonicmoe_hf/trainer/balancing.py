@@ -13,12 +13,12 @@ from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..patching.moe_layers import MoELayer, find_layers, transformers_model
 from ..routing.balance import update_bias
 from ..routing.call_scale import ScaleHook
+from ..routing.expert_load import summed_over_ranks
 from ..routing.hooks import hook_of, routers
 from ..routing.patched_model import check_and_hook_routers, is_pipelined, routing_state
 from ..routing.state import Balancing
 from .callbacks import StepCallback
 from .router_loss import router_loss
-from .steps import summed_over_ranks
 
 logger = logging.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from ..layer.config import TokenRounding
 from ..layer.holding import Holder, expert_parallel_remedy, holding_of
 from ..models.patch import patch_model
 from ..patching.moe_layers import find_layers, is_patched
-from ..routing.expert_load import TOTALS, split_counts
+from ..routing.expert_load import TOTALS, split_counts, summed_over_ranks
 from ..routing.patched_model import (
     check_and_hook_routers,
     clear_counts,
@@ -29,7 +29,7 @@ from ..routing.patched_model import (
 from .load_reports import check_drawable, draw_history
 from .policy_trainers import check_no_policy_trainer
 from .resume import check_experts_restored
-from .steps import begin_step, drop_step, end_step, routers_can_report, summed_over_ranks
+from .steps import begin_step, clear_step, end_step, routers_can_report
 
 logger = logging.get_logger(__name__)
 OF_ROUNDING = ("rows_added", "rows_dropped", "padded_rows_avoided", "top_k_fallbacks")
@@ -63,7 +63,7 @@ class StepCallback(TrainerCallback):
         check_experts_restored(model, args, state, self.attached)
         if not is_patched(model):
             patch_model(model)
-        drop_step(model)
+        clear_step(model)
         self._routers_can_report = routers_can_report(model, args)
 
     def begin_step(self, model, **settings) -> None:
@@ -76,7 +76,7 @@ class StepCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Put the model back as it was before."""
-        drop_step(model)
+        clear_step(model)
 
 
 class TokenRoundingCallback(StepCallback):

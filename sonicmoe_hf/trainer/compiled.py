@@ -8,14 +8,14 @@ from accelerate.utils import DynamoBackend
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..compiling.layers import begin_compiling, compile_layers, decoder_layers
+from ..compiling.layers import begin_compiling, checkpointable_layers, compile_layers
 from ..kernels.announce import is_first_rank
 from ..private.torch import has_compiled_modules
 from .methods import wrap_method
 
 logger = logging.get_logger(__name__)
 
-SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all that are alike; decoder layers: {layers}"
+SAID = "sonicmoe_hf: torch compiles each layer on its own{mode}, once for all that are alike; layers: {layers}"
 BY_ARGUMENT = (
     "; the model is not compiled as a whole; attach(trainer, compile=False) leaves torch_compile to the Trainer"
 )
@@ -56,7 +56,7 @@ def compile_options(trainer: Any, compile: bool | None) -> dict[str, Any] | None
     """
     args = trainer.args
     is_wanted = args.torch_compile if compile is None else compile
-    if not is_wanted or not decoder_layers(trainer.model):
+    if not is_wanted or not checkpointable_layers(trainer.model):
         return None
     options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {name: option for name, option in options.items() if option is not None}

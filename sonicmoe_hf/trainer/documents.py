@@ -14,9 +14,10 @@ SEVERAL_DOCUMENTS = (
 )
 
 
-def check_documents(trainer: Any, training_step, model, inputs, *args, **kwargs):
-    """Call `trainer.training_step`, whose inputs are whole sequences under `cp_size`, and this rank's slices under
-    `sp_size`.
+def checked_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
+    """Check the documents of a step's inputs, and call `trainer.training_step`.
+
+    Inputs are whole sequences under `cp_size`, and this rank's slices under `sp_size`.
 
     Raises:
         ValueError: one of them holds several documents, which a single rank would keep apart.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..private.torch import has_checkpointing, has_compiled_modules
@@ -36,7 +34,7 @@ def begin_step(model: nn.Module, reports: bool, **settings) -> None:
 
 
 def end_step(model: nn.Module) -> None:
-    """Put the model's RoutingState back as it was before the step.
+    """Put the model's RoutingState back as between steps, after a step that ran to its end.
 
     Raises:
         RuntimeError: none of the routers has been called in training since it began.
@@ -46,21 +44,13 @@ def end_step(model: nn.Module) -> None:
         return
     work = [WORK[name] for name in state.step.replaced if getattr(state, name)]
     is_silent = state.step.reports and not state.step.reported
-    drop_step(model)
+    clear_step(model)
     if work and is_silent and router_hooks(model):
         raise RuntimeError(NOT_REPORTED.format(work=", ".join(work)))
 
 
-def drop_step(model: nn.Module) -> None:
-    """Do as `end_step` for a step that an error or Ctrl-C ended."""
+def clear_step(model: nn.Module) -> None:
+    """Put the model's RoutingState back as between steps: with the settings from before, and without a last call."""
     state = find_state(model)
     if state is not None:
         vars(state).update(state.between_steps())
-
-
-def summed_over_ranks(counts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum the layers' counts [n] over all ranks, by one collective, on the first layer's device."""
-    flat = torch.cat([count.to(counts[0].device) for count in counts])
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(flat)
-    return list(flat.split([len(count) for count in counts]))

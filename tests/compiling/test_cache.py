@@ -13,7 +13,7 @@ from torch._inductor import config
 
 import sonicmoe_hf
 from sonicmoe_hf.checkpoints.reading.config_only import build_from_config
-from sonicmoe_hf.compiling.layers import decoder_layers
+from sonicmoe_hf.compiling.layers import checkpointable_layers
 from sonicmoe_hf.private.torch import cached_graphs
 from sonicmoe_hf.tools.cli import warmup_graphs
 from sonicmoe_hf.tools.cli.main import main
@@ -79,7 +79,7 @@ def test_warmup_builds_the_first_decoder_layers_of_each_kind(entries, num_layers
     config = warmup_graphs._config_with_each_kind(model)
     with torch.device("meta"):
         built = type(model)._from_config(config)
-    assert len(decoder_layers(built.get_decoder())) == num_layers
+    assert len(checkpointable_layers(built.get_decoder())) == num_layers
     assert model.config.to_dict() == before
 
 

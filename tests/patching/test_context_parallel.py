@@ -27,7 +27,7 @@ import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.layer.holding import has_expert_parallelism
 from sonicmoe_hf.routing import handlers
-from sonicmoe_hf.trainer.documents import check_documents
+from sonicmoe_hf.trainer.documents import checked_step
 
 pytestmark = pytest.mark.pinned  # accelerate and torch.distributed are what constraints.txt says
 FSDP2 = {"version": 2, "cpu_ram_efficient_loading": False}
@@ -275,10 +275,10 @@ def test_documents_are_told_from_a_sequence_that_is_one(option, rank, length):
     words = rf"{option}_size.*give each document a sequence of its own"
     with mock.patch.object(torch.distributed, "get_rank", return_value=rank):
         with pytest.raises(ValueError, match=words) if has_two else contextlib.nullcontext():
-            assert check_documents(trainer, lambda model, given: given, None, inputs) is inputs
+            assert checked_step(trainer, lambda model, given: given, None, inputs) is inputs
         apart = whole.reshape(-1, length)
         inputs = {"position_ids": apart if option == "cp" else apart.chunk(WORLD, 1)[rank]}
-        assert check_documents(trainer, lambda model, given: given, None, inputs) is inputs
+        assert checked_step(trainer, lambda model, given: given, None, inputs) is inputs
 
 
 def test_torch_sinks_is_an_error_by_name_under_both(tmp_path):

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from ...checkpoints.reading.config_only import build_on_meta
-from ...compiling.layers import decoder_layers, why_in_python
+from ...compiling.layers import checkpointable_layers, why_in_python
 from ...lora.config import lora_config
 from ...private.torch import cached_graphs
 from ...trainer.attach import attach
@@ -100,7 +100,7 @@ def _config_with_each_kind(model: PreTrainedModel) -> PreTrainedConfig:
     types = getattr(config, "layer_types", None) or ()
     kinds = [
         (repr(layer), [(name, each.shape) for name, each in layer.named_parameters()], tuple(types[i : i + 1]))
-        for i, layer in enumerate(decoder_layers(model.get_decoder()))
+        for i, layer in enumerate(checkpointable_layers(model.get_decoder()))
     ]
     if len(kinds) != config.num_hidden_layers:
         raise ValueError(
