@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..layer import backends
 from ..layer.dispatch import dispatch
+from ..layer.experts_op import Exchange
 from ..layer.holding import Holding
 from ..layer.routing import Routing
 from ..routing import calls
@@ -24,6 +26,35 @@ NOBODY = -1  # the expert of a pair that is none
 
 
 Experts = Callable[[torch.Tensor, Routing, torch.Tensor], torch.Tensor]
+
+
+def local_ids(expert_index: torch.Tensor, holding: Holding) -> torch.Tensor:
+    """Count expert ids from this rank's first; those of others lie outside 0 .. num_local - 1."""
+    return expert_index - holding.experts.start
+
+
+def local_routing(
+    expert_index: torch.Tensor,
+    weights: torch.Tensor,
+    token_index: torch.Tensor | None,
+    num_tokens: int,
+    holding: Holding,
+    exchange: Exchange | None = None,
+) -> Routing:
+    """Make the Routing of the pairs with this rank's experts, sorted, whose ids are `local_ids`. exchange: the
+    Routing's."""
+    backend = backends.choose(weights.device, None).name
+    rows = dispatch(expert_index, num_tokens, holding.num_local, token_index, sentinels=True, backend=backend)
+    return Routing(
+        expert_index,
+        weights,
+        token_index,
+        sentinels=True,
+        rows=rows,
+        rows_backend=backend,
+        is_local=True,
+        exchange=exchange,
+    )
 
 
 def pairs_of(routing: Routing, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,17 +132,17 @@ def reach_experts(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
 
 
 def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, holding: Holding) -> MaxSizes:
-    """Exchange sizes, once for each call of a patched model, whose layers all have the same tokens."""
+    """Exchange sizes, once for each forward of a patched model, whose layers all have the same tokens."""
     own = [num_tokens, num_pairs, int(is_list)]
-    call = calls.in_progress()
-    if call is None:
+    forward = calls.in_progress()
+    if forward is None:
         return MaxSizes(*max_over_ranks(own, holding.group))
-    if call.max_sizes is None:
-        call.max_sizes = own, max_over_ranks(own, holding.group)
-    first, maxima = call.max_sizes
+    if forward.max_sizes is None:
+        forward.max_sizes = own, max_over_ranks(own, holding.group)
+    first, maxima = forward.max_sizes
     if first != own:
         raise RuntimeError(
-            f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same model call had "
+            f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same forward had "
             f'{first[0]} and {first[1]}: use ep_implementation="all_to_all" for such a model'
         )
     return MaxSizes(*maxima)
@@ -139,17 +170,18 @@ def by_gathering(
     whose number the host reads while x is on its way."""
     num_tokens, group = len(x_TH), holding.group
     if not sizes.num_tokens:
-        local = holding.routing(holding.local(routing.expert_index), routing.weights, routing.token_index, 0)
+        expert = local_ids(routing.expert_index, holding)
+        local = local_routing(expert, routing.weights, routing.token_index, 0, holding)
         return experts(x_TH, local, routing.weights)
     pairs, weights = (gather(tensor, group) for tensor in _pad_pairs(routing, num_tokens, holding, sizes))
     x_TH = _pad(x_TH, sizes.num_tokens)
     are_many = x_TH.nbytes * holding.size >= MANY_BYTES
     gathering = Gathering(x_TH, group, are_many)
     expert, token = pairs.unbind(1) if sizes.is_list else (pairs, None)
-    expert = holding.local(expert)
+    expert = local_ids(expert, holding)
     if are_many:
         expert, weights, token = _own_pairs(expert, weights, token, holding)
-    local = holding.routing(expert, weights, token, gathering.num_tokens, gathering)
+    local = local_routing(expert, weights, token, gathering.num_tokens, holding, gathering)
     return experts(x_TH, local, weights)[:num_tokens]
 
 
@@ -196,5 +228,5 @@ def by_all_to_all(x_TH: torch.Tensor, routing: Routing, holding: Holding, expert
     counts = received.long()
     first = counts[:, 0].cumsum(0) - counts[:, 0]
     token = position + first.repeat_interleave(counts[:, 1], output_size=len(position))
-    out = experts(x, holding.routing(expert, weights, token.to(torch.int32), len(x)), weights)
+    out = experts(x, local_routing(expert, weights, token.to(torch.int32), len(x), holding), weights)
     return sum_of_rows(all_to_all(out, tokens_in, tokens_out, group), rows, num_tokens)

@@ -22,7 +22,7 @@ from ..layer.routing import Routing
 from ..private import attributes
 from ..private.transformers import experts_implementation
 from .collectives import mean_of_gradients, ranks_with_same_experts, sum_gradients, sum_over_ranks
-from .exchange import Experts, pairs_of, reach_experts
+from .exchange import Experts, local_ids, local_routing, pairs_of, reach_experts
 
 _FULLY_SHARD = fsdp.fully_shard
 _INSTALL_FORWARD = EpDispatchExpertsParallel.install_forward
@@ -30,10 +30,12 @@ _INSTALL_FORWARD = EpDispatchExpertsParallel.install_forward
 
 def fully_shard(module: Any, *, mesh=None, **options):
     """Shard a module, or a list of them, as torch's function does, but not experts that one rank has whole: FSDP2 would
-    copy all their weights in forward and again in backward, and their gradients three times."""
+    copy all their weights in forward and again in backward, and their gradients three times. With a policy of precision
+    or offloading it gets these too."""
     roots = module if isinstance(module, list) else [module]
-    ours: Any = expert_parallelism(roots[0])
-    if ours is not None and mesh.size() == 1 and options == {"reshard_after_forward": True}:
+    ours: Any = None if isinstance(module, list) else expert_parallelism(module)
+    has_no_policy = options == {"reshard_after_forward": True}  # only FSDP2 does what a policy says
+    if ours is not None and mesh.size() == 1 and has_no_policy:
         ours.is_outside_fsdp = True
         vars(module)["set_gradient_divide_factor"] = _leave_gradients  # which Transformers calls next
         return module
@@ -168,8 +170,8 @@ class SonicMoEExpertParallelism(EPImplementation):
         return self._exchange_slice(hidden_states, routing, experts, self.batch_group)
 
     def _on_shared_batch(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):
-        expert = self.holding.local(routing.expert_index)
-        local = self.holding.routing(expert, routing.weights, routing.token_index, len(x_TH))
+        expert = local_ids(routing.expert_index, self.holding)
+        local = local_routing(expert, routing.weights, routing.token_index, len(x_TH), self.holding)
         return sum_over_ranks(experts(x_TH, local, routing.weights), group)
 
     def _exchange_slice(self, x_TH, routing: Routing, experts: Experts, group: dist.ProcessGroup):

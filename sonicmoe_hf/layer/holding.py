@@ -1,4 +1,4 @@
-"""Holding: who holds a layer's experts, and which of them this rank has; `holding_of` alone says it.
+"""Holding: who holds a layer's experts, and which of them this rank has.
 
 Letters: E experts of the layer.
 """
@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..private import attributes
-from . import backends
-from .dispatch import dispatch
 from .experts_module import IMPLEMENTATION, is_experts, num_experts_in
-from .routing import Routing
+
+TENSOR_PARALLEL_MESH = "tp"  # Transformers' name of the mesh's dimension
 
 
 class ExpertParallelism(Protocol):
@@ -79,26 +78,6 @@ class Holding(NamedTuple):
         """The layer's experts that are here."""
         return slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
 
-    def local(self, expert_index: torch.Tensor) -> torch.Tensor:
-        """Count expert ids from this rank's first; those of others lie outside 0 .. num_local - 1."""
-        return expert_index - self.experts.start
-
-    def routing(self, expert_index, weights, token_index, num_tokens: int, exchange: Any = None) -> Routing:
-        """Make the Routing of the pairs with this rank's experts, sorted, whose ids are counted from the first of them.
-        exchange: the Routing's."""
-        backend = backends.choose(weights.device, None).name
-        rows = dispatch(expert_index, num_tokens, self.num_local, token_index, sentinels=True, backend=backend)
-        return Routing(
-            expert_index,
-            weights,
-            token_index,
-            sentinels=True,
-            rows=rows,
-            rows_backend=backend,
-            is_local=True,
-            exchange=exchange,
-        )
-
 
 def has_share(experts: Any, num_experts: int | None) -> bool:
     """Tell whether expert parallelism gives this module a share of the layer's `num_experts`, if they are known: its
@@ -119,7 +98,7 @@ def is_partitioned(parameter: Any) -> bool:
 
 def local_tensor(tensor: Any) -> Any:
     """Get this rank's shard or share of a tensor that ranks have as a DTensor; of others the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+    return tensor if mesh_of(tensor) is None else tensor.to_local()
 
 
 def local_shape(tensor: Any) -> torch.Size:
@@ -134,19 +113,29 @@ def holding_of(experts: Any) -> Holding:
         return ours.holding
     weights = [weight for weight in experts._parameters.values() if weight is not None]
     num_local = getattr(experts, "num_experts", 0)
-    mesh = next((weight.device_mesh for weight in weights if hasattr(weight, "device_mesh")), None)
+    mesh = next((mesh for mesh in map(mesh_of, weights) if mesh is not None), None)
     config = getattr(experts, "config", None)  # which experts outside the interface lack until they are patched
     if has_share(experts, num_experts_in(config) if is_experts(experts) else None):
         if mesh is None or mesh.ndim > 1:  # FSDP2 shards them too
             return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local)
         group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local, group, rank, size)
-    if any(hasattr(weight, "ds_id") for weight in weights):
+    if any(map(is_partitioned, weights)):
         return Holding(Holder.ZERO3, num_local)
-    if all(each.is_replicate() for weight in weights for each in getattr(weight, "placements", ())):
+    cuts = [cut for weight in weights for cut in _cuts_of(weight)]
+    if not cuts:
         return Holding(Holder.ONE_DEVICE, num_local)
-    # both shard weights, but FSDP2 hands whole ones to the class's own forward
-    return Holding(Holder.TENSOR_PARALLEL if "forward" in vars(experts) else Holder.FSDP2, num_local)
+    return Holding(Holder.TENSOR_PARALLEL if TENSOR_PARALLEL_MESH in cuts else Holder.FSDP2, num_local)
+
+
+def _cuts_of(tensor: Any) -> list[str | None]:
+    """List the dimensions of a DeviceMesh over which a tensor is cut, by their names, if they have any; none of a tensor
+    that each rank has whole."""
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return []
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    return [name for name, placement in zip(names, tensor.placements) if not placement.is_replicate()]
 
 
 def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:

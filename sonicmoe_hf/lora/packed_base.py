@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..formats.declared import declared_quantization
 from ..formats.json_files import check_items, check_type, read_json
 from ..layer.experts_module import packable
-from ..layer.holding import is_partitioned, local_tensor
+from ..layer.holding import is_partitioned, local_tensor, mesh_of
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
 
@@ -136,8 +136,8 @@ def _norms_of(model: nn.Module) -> dict[str, float]:
             norms[name.rsplit(".", 2)[0]] = name, weight
     last = [norms[layer] for layer in layers if layer in norms]
     few = last[:: max(1, len(last) // LAYERS)][:LAYERS]
-    is_shared = any(hasattr(weight, "device_mesh") or is_partitioned(weight) or weight.is_meta for _, weight in few)
-    return {} if is_shared else {name: _magnitude(weight) for name, weight in few}
+    is_elsewhere = any(mesh_of(weight) is not None or is_partitioned(weight) or weight.is_meta for _, weight in few)
+    return {} if is_elsewhere else {name: _magnitude(weight) for name, weight in few}
 
 
 def option_to_load(auto_mapping: dict | None, base: Path) -> str | None:

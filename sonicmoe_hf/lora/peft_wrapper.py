@@ -27,7 +27,15 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedModelError
 from ..layer.adapters_argument import KEYWORD, Adapters
 from ..layer.experts_module import IMPLEMENTATION, weight_names
-from ..layer.holding import ExpertParallelism, Holder, expert_parallel_remedy, expert_parallelism, holding_of, mesh_of
+from ..layer.holding import (
+    ExpertParallelism,
+    Holder,
+    expert_parallel_remedy,
+    expert_parallelism,
+    has_share,
+    holding_of,
+    mesh_of,
+)
 from ..layer.packed_weight import PackedWeight
 from ..layer.projection import LowRank
 from ..patching.forwards import why_not_reached
@@ -110,7 +118,7 @@ def _check_once(wrapper: ParamWrapper, experts: Any) -> _CheckedWrapper:
     depends_on = (
         experts,
         type(experts),
-        instance.get("_is_expert_parallel"),
+        has_share(experts, None),
         instance.get(attributes.PARALLELISM),
         weight.dtype,
     )

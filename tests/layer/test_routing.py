@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sonicmoe_hf.expert_parallel.exchange import local_routing
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding, as_routing_policy
@@ -205,7 +206,7 @@ def test_sorting_and_rounding_have_no_dtype_that_a_backend_would_not_take(monkey
         rounded, _ = rounded_routing(FAMILIES["olmoe"], ROUTERS["olmoe"], logits, top_k, policy)
         return (
             dispatch(top_k, 64, 4),
-            Holding(Holder.EXPERT_PARALLEL, 4).routing(top_k, weights, None, 64).rows,
+            local_routing(top_k, weights, None, 64, Holding(Holder.EXPERT_PARALLEL, 4)).rows,
             rounded.rows,
         )
 

@@ -1,6 +1,7 @@
 """Two gloo ranks: DDP, FSDP2, expert and tensor parallelism."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -113,6 +114,20 @@ def test_odd_sizes_and_adapted_experts_get_the_unsharded_models_gradients(ranks,
     if is_adapted:
         assert all(sum(".experts." in name for name in found) == 2 * 4 for _, found in results)
     assert_mean_of_ranks(made(**changes), results)
+
+
+def holder_of_wrapped(rank):
+    """Shard experts, around whose forward somebody put another, and adapt them."""
+    model = made("qwen3_moe")
+    for layer in find_layers(model):
+        layer.experts.forward = functools.partial(layer.experts.forward)
+        fully_shard(layer.experts)
+    with_lora(model)
+    return {holding_of(layer.experts).by for layer in find_layers(model)}
+
+
+def test_experts_that_fsdp2_shards_may_have_a_forward_around_their_own(ranks):
+    assert ranks.run(holder_of_wrapped) == [{Holder.FSDP2}] * WORLD
 
 
 def compiled_under_fsdp2(rank):
