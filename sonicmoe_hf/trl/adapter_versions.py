@@ -86,7 +86,7 @@ class AdapterVersions:
         self.prefix = f"sonicmoe-{zlib.crc32(str(root).encode()):08x}"
         self.number, self.is_3d = 0, False
         self._hub_model = _hub_model(model)
-        self._check()
+        self._prepare()
 
     def is_own(self, name: str) -> bool:
         """Tell whether an adapter that a server has is one of these versions, of this run or an earlier one."""
@@ -96,8 +96,8 @@ class AdapterVersions:
         """Make the next version's number one above those of an earlier run."""
         self.number = max([self.number, *(int(match[1]) for name in names if (match := NUMBER.search(name)))])
 
-    def _check(self) -> None:
-        """Convert the adapter once, before an engine starts, and read its rank.
+    def _prepare(self) -> None:
+        """Set `rank`, `takes_3d` and the last number, by converting the adapter once before an engine starts.
 
         Raises:
             CheckpointError: vLLM takes no such adapter, or not of this model.
@@ -115,7 +115,8 @@ class AdapterVersions:
         self.rank, self.takes_3d, self.number = box[0]
 
     def _inspect(self, factors: dict[str, torch.Tensor]) -> tuple[int, bool, int]:
-        """Compute the adapter's rank, rounded up for vLLM, whether vLLM takes PEFT's own form, and the last number."""
+        """Compute the adapter's rank, rounded up for vLLM, whether vLLM takes PEFT's own form, and the last number, and
+        delete the folders that earlier runs left unfinished."""
         self.root.mkdir(parents=True, exist_ok=True)
         for unfinished in self.root.glob(f".{self.prefix}-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -134,7 +135,8 @@ class AdapterVersions:
     def publish(self) -> Version:
         """Write the adapter as it is now; all ranks call it, and one writes.
 
-        A folder appears whole, under a name that no run has used. The last but one is deleted.
+        A folder appears whole, under a name that no run has used. The newest KEPT_VERSIONS stay, older
+        ones are deleted.
         """
         self.number += 1
         name = f"{self.prefix}-{self.number}"

@@ -15,7 +15,7 @@ from .adapter_versions import AdapterVersions, adapter_of
 from .functions import ASYNC, ASYNC_GRPO, TrlClass, check_functions
 from .serving import Serving, dtype_of
 
-BUILDER = "validate_lora_for_vllm_sync"  # a global of its module, by which factory.py knows AsyncGRPOTrainer
+MARKER = "validate_lora_for_vllm_sync"  # a global of its module, by which factory.py knows AsyncGRPOTrainer
 WHOLE = (
     "AsyncGRPOTrainer would merge the adapter and send whole weights, which vLLM does not take of these experts; start "
     "the server with {flags}, one replica (no --data-parallel-size), and give no weight_transfer"
@@ -41,7 +41,7 @@ class SendsAdaptersInBackground(TrlClass):
     def _ours(self):
         module = sys.modules[ASYNC_GRPO]
         with ExitStack() as stack:
-            stack.enter_context(temporarily_replaced(module, "validate_lora_for_vllm_sync", _checked_config))
+            stack.enter_context(temporarily_replaced(module, MARKER, _checked_config))
             stack.enter_context(temporarily_replaced(module, "save_lora_adapter", self._save))
             yield
 

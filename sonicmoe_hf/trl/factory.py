@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .async_grpo import BUILDER as ASYNC_BUILDER
-from .async_grpo import SendsAdaptersInBackground
-from .functions import builder_of
+from .async_grpo import MARKER, SendsAdaptersInBackground
+from .functions import module_with
 from .serving import Serving
 from .trainers import BUILDER, ReplaysRouting, SendsAdapters
 
@@ -58,9 +57,9 @@ def vllm_adapters(
         raise TypeError(
             f"{trainer_class.__name__} sends adapters already; give vllm_adapters TRL's own class, or yours"
         )
-    if builder_of(trainer_class, ASYNC_BUILDER) is not None:
+    if module_with(trainer_class, MARKER) is not None:
         ours: type = SendsAdaptersInBackground
-    elif builder_of(trainer_class, BUILDER) is None:
+    elif module_with(trainer_class, BUILDER) is None:
         raise TypeError(f"{trainer_class.__name__} is no trainer of TRL's that samples with vLLM")
     else:
         has_replay = any(

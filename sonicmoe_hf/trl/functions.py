@@ -88,7 +88,7 @@ def _check(owner: Any, wanted: TrlFunction) -> None:
         )
 
 
-def builder_of(trainer_class: type, name: str) -> Any:
-    """Find the module of TRL in which the constructor of a trainer looks up its global `name`; None without one."""
+def module_with(trainer_class: type, name: str) -> Any:
+    """Find TRL's module, of those with a trainer's class and its bases, that has the global `name`; None without one."""
     modules = (sys.modules[cls.__module__] for cls in trainer_class.__mro__ if cls.__module__.startswith("trl."))
     return next((module for module in modules if name in vars(module)), None)

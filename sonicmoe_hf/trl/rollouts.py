@@ -52,7 +52,7 @@ class GeneratedSequences:
         Raises:
             RuntimeError: none of them was generated.
         """
-        generated = self._prefix_of(ids) or self._continuation_of(ids)
+        generated = self._take_prefix_of(ids) or self._continuation_of(ids)
         if generated is None:
             raise RuntimeError(
                 "a completion is none that vLLM generated in this rollout, so its experts are not known; leave out what "
@@ -69,14 +69,22 @@ class GeneratedSequences:
         unknown = rows.new_full((len(ids) - 1 - len(rows), *rows.shape[1:]), -1)
         return torch.cat([rows, unknown])
 
-    def _prefix_of(self, ids: list[int]) -> Generated | None:
-        """Find the longest sequence that `ids` begins with, where all that was cut off is behind it."""
+    def _take_prefix_of(self, ids: list[int]) -> Generated | None:
+        """Find the longest sequence that `ids` begins with, and take it out of those kept unless no equal one is left.
+
+        None where there is none, or where it is shorter than `ids` and a longer one begins with all of `ids`.
+        """
         hashes = list(_hashes(ids))
         for length in range(len(ids), 0, -1):
-            for number, each in enumerate(same := self._by_hash.get(hashes[length], [])):
-                if each.ids == ids[:length]:
-                    is_cut = length < len(ids) and self._continuation_of(ids) is not None
-                    return None if is_cut else (same.pop(number) if len(same) > 1 else each)
+            same = self._by_hash.get(hashes[length], [])
+            for number, each in enumerate(same):
+                if each.ids != ids[:length]:
+                    continue
+                if length < len(ids) and self._continuation_of(ids) is not None:
+                    return None
+                if len(same) > 1:
+                    del same[number]
+                return each
         return None
 
     def _continuation_of(self, ids: list[int]) -> Generated | None:

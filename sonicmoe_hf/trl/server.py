@@ -30,6 +30,7 @@ class VllmServer:
         self.info: dict[str, Any] = {}
         self.info = self._read_info()
         self._check()
+        self._choose_form()
         own = [model["id"] for model in self._models() if versions.is_own(model["id"])]
         versions.continue_after(own)
         self._served: list[str] = own  # of a run that was killed
@@ -82,7 +83,11 @@ class VllmServer:
                 f"the vLLM server computes in {served} and the trainer in {name_of(self.dtype)}, so their "
                 f"log-probabilities differ by the rounding; start the server with --dtype {name_of(self.dtype)}"
             )
-        self.versions.is_3d = self.versions.takes_3d and bool(lora.get("enable_mixed_moe_lora_format"))
+
+    def _choose_form(self) -> None:
+        """Have the adapter written in PEFT's own form where vLLM takes that of it and the server was started for it."""
+        takes_both = bool(self.info["lora_config"].get("enable_mixed_moe_lora_format"))
+        self.versions.is_3d = self.versions.takes_3d and takes_both
 
     def _models(self) -> list[dict[str, Any]]:
         return self.client._get(f"{self.client.base_url}/v1/models")["data"]

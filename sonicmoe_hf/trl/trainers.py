@@ -16,7 +16,7 @@ from ..patching.moe_layers import every_experts, is_patched
 from ..private.replaced import temporarily_replaced
 from ..routing.divergence import serving_divergence
 from ..routing.replay import record_routing, replay_routing
-from .functions import SYNC, TrlClass, builder_of, check_functions, check_replay_functions
+from .functions import SYNC, TrlClass, check_functions, check_replay_functions, module_with
 from .generation import AdapterGeneration
 from .rollouts import DTYPE, Rollout, as_calls
 from .serving import Serving
@@ -49,7 +49,7 @@ class SendsAdapters(TrlClass):
         Raises:
             RuntimeError: TRL has other functions.
         """
-        module = builder_of(type(self), BUILDER)
+        module = module_with(type(self), BUILDER)
         check_functions(SYNC)
         with temporarily_replaced(module, BUILDER, functools.partial(self._generation, vars(module)[BUILDER])):
             yield
@@ -73,7 +73,8 @@ class ReplaysRouting(SendsAdapters):
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
-        """See SendsAdapters."""
+        """Do as SendsAdapters, and begin without a rollout: here and not in an __init__, since autopatch's
+        `Session.make_grpo` constructs trainers without ours."""
         check_replay_functions(type(self))
         self._rollout: Rollout | None = None  # until its batch is scored
         self._aligned: torch.Tensor | None = None
