@@ -42,7 +42,7 @@ class Session:
         self.reported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
         self.printed: set[str] = set()
         self.adapted: list[Any] = []  # LoRA configs that got the experts
-        self.has_packed = self.has_compiled = False
+        self.has_packed = self.has_attached = False
         self.thread = threading.local()  # is_loading: from_pretrained patches what it has loaded
         self.has_trained = False
 
@@ -145,7 +145,7 @@ class Session:
         attach(trainer, compile=True if self.settings.compile else None)
         trainer.remove_callback(FirstStepReport)  # `report` says it
         self.training_args[transformers_model(trainer.model)] = trainer.args
-        self.has_compiled = True
+        self.has_attached = True
 
     def make_grpo(self, trainer: Any, make: Any, args: tuple, kwargs: dict) -> None:
         """Construct one of TRL's GRPOTrainers by `make`; one that samples by vLLM, and has an adapter, as
@@ -206,7 +206,7 @@ class Session:
                 self.has_packed,
                 "loaded no model with experts by from_pretrained",
             ),
-            ("compile", settings.compile or None, self.has_compiled, "begun to train no Trainer's model with experts"),
+            ("compile", settings.compile or None, self.has_attached, "begun to train no Trainer's model with experts"),
         ):
             if value is not None and not had_effect:
                 words = option if value is True else f"{option} {value}"

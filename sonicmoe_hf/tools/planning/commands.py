@@ -59,6 +59,6 @@ def _finetune_options(step: Step) -> list[str]:
         "--deepspeed examples/zero3.json": training.parallel == "ZeRO-3",
         "--liger": bool(training.liger),
         "--save input": training.save == "input",
-        "--dequantize": sizes.is_dequantized and training.method != "qlora",
+        "--dequantize": sizes.can_dequantize and training.method != "qlora",
     }
     return [option for option, is_set in options.items() if is_set]

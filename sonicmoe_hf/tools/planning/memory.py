@@ -81,7 +81,7 @@ def _in_backward(step: Step, fixed: Memory) -> Iterator[Memory]:
     training = step.training
     backward = replace(fixed, communication=_communication(step))
     layer, stream = training.tokens * step.layer_bytes, training.tokens * step.stream_bytes
-    recomputed = (layer if training.checkpointing else 0.0) + _expanded_bytes(step)
+    recomputed = (layer if training.checkpointing else 0.0) + _bytes_expanded_in_backward(step)
     kept_by_last = (0.0 if training.checkpointing else layer) + stream
     own, waiting = _layer_gradients(step)
     head = _head_gradient(step)
@@ -125,7 +125,7 @@ def _cast_bytes(step: Step) -> float:
     return 2.0 * (sizes.total - sizes.embeddings + (0 if training.liger else sizes.vocabulary * sizes.hidden))
 
 
-def _expanded_bytes(step: Step) -> float:
+def _bytes_expanded_in_backward(step: Step) -> float:
     """Count the packed weights of a layer that its backward has expanded to bf16 at a time."""
     sizes, training = step
     if training.experts == "bf16":

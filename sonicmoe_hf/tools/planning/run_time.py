@@ -1,5 +1,4 @@
-"""The choices that layers make at run time, as planning foresees them. No other file of planning takes figures or rules
-from the rooms that train."""
+"""The choices that layers make at run time, as planning foresees them."""
 
 from __future__ import annotations
 

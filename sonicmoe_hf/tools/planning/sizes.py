@@ -53,7 +53,7 @@ class ModelSizes:
     linear: parameters of all linear layers but the head. streams: hidden states of a token between two layers
     (hyper-connections have several). gated_norms: of a layer's hidden states, with a sigmoid of their own in fp32.
     quantization: what its checkpoint declares, by the names of kernels/packed where it is of these; is_packed: by this
-    package; is_dequantized: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it.
+    package; can_dequantize: Transformers can load it in bf16; is_convertible: `sonicmoe-hf convert` makes bf16 of it.
     notes: what is estimated, in words.
     """
 
@@ -81,7 +81,7 @@ class ModelSizes:
     gated_norms: float = 0.0
     quantization: str | None = None
     is_packed: bool = False
-    is_dequantized: bool = False
+    can_dequantize: bool = False
     is_convertible: bool = False
     notes: tuple[str, ...] = ()
 
@@ -162,7 +162,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         gated_norms=_norms(decoder, config.hidden_size, "GatedRMSNorm") / config.num_hidden_layers,
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
-        is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
+        can_dequantize=declared is not None and declared.method in DEQUANTIZED and quantization == declared.method,
         is_convertible=_is_convertible(model.config),
         notes=_notes(model, support),
     )

@@ -187,7 +187,7 @@ def _with_attention(training: Training, sizes: ModelSizes) -> Training:
 def why_left_out(sizes: ModelSizes) -> str | None:
     """Say which ways the checkpoint's quantization leaves out, and what to do."""
     quantization = sizes.quantization
-    if quantization is None or sizes.is_dequantized:
+    if quantization is None or sizes.can_dequantize:
         return None
     remedy = "plan for the bf16 checkpoint that it was made from"
     if sizes.is_convertible:
@@ -225,6 +225,7 @@ def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iter
                 if kept["checkpointing"]:
                     yield "qlora", replace(small, linear="nf4" if is_plain else "bf16", **kept)
         if sizes.quantization in (None, format):
+            # FSDP2 cuts packed weights between experts, into equal shards; those in bf16 may differ
             for parallel in ["one GPU"] if one else ["DDP", "FSDP2"] if divides else ["DDP"]:
                 yield from _of_finetune(packed, parallel=parallel)
         if not one and divides:
