@@ -384,7 +384,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             metrics[DEAD_EXPERTS] = entry[DEAD_EXPERTS]  # of the last log
     if trainer.is_world_process_zero():
         print(
-            f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; experts without rows "
+            f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; experts without pairs "
             f"at the end: {metrics.get(DEAD_EXPERTS, 'not logged')}; saved to {arguments.output}"
         )
     return metrics

@@ -56,7 +56,7 @@ def test_the_demo_fails_when_experts_are_without_rows_at_the_end(dead, passed, t
     demo.log = [{"loss": loss, "eval_loss": loss, "step": step} for step, loss in enumerate((3.0, 2.0, 1.0))]
     demo.load.history.append({"moe/dead_experts": dead})
     run._check_training(demo)
-    assert {check["name"]: check["passed"] for check in demo.checks}["every expert has rows at the end"] is passed
+    assert {check["name"]: check["passed"] for check in demo.checks}["every expert has pairs at the end"] is passed
 
 
 @pytest.mark.slow

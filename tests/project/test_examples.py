@@ -57,7 +57,7 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(finet
     # 0.30 and 0.23 lower with two seeds; not lower with gradients of zero, or of another expert
     assert loss < frozen["eval_loss"] - 0.1, "the experts learned"
     dead = [entry["moe/dead_experts"] for entry in log_of(tmp_path / "small") if "moe/dead_experts" in entry]
-    assert f"experts without rows at the end: {dead[-1]};" in capsys.readouterr().out
+    assert f"experts without pairs at the end: {dead[-1]};" in capsys.readouterr().out
     texts = tmp_path / "texts.txt"
     texts.write_text(TEXT * 200)
     options = ["--model", small, "--dataset", str(texts), "--lora", "4"]

@@ -68,11 +68,11 @@ class DemoSettings:
     def __post_init__(self):
         tokens = BATCH_SIZE * SEQUENCE_LENGTH
         if self.policy is not None and not self.policy.applies(tokens, TOP_K, NUM_EXPERTS):
-            rows = tokens * TOP_K // NUM_EXPERTS
+            load = tokens * TOP_K // NUM_EXPERTS
             raise ValueError(
-                f"tile is {self.tile}, but the demo's experts get {rows} rows on average and rounding needs "
+                f"tile is {self.tile}, but the demo's experts get {load} pairs on average and rounding needs "
                 f"{self.policy.min_tiles_per_expert:g} tiles; choose a tile of at most "
-                f"{int(rows / self.policy.min_tiles_per_expert)}"
+                f"{int(load / self.policy.min_tiles_per_expert)}"
             )
 
     @property
@@ -109,8 +109,8 @@ class Demo:
         entries = [entry for entry in self.log if key in entry]
         return plots.Curve([entry["step"] for entry in entries], [entry[key] for entry in entries])
 
-    def rows(self) -> np.ndarray:
-        """List the rows of every expert of every layer, at every log: [layers, logs, experts]."""
+    def loads(self) -> np.ndarray:
+        """List the load of every expert of every layer, at every log: [layers, logs, experts]."""
         return np.stack(list(load_by_layer(self.load.history).values()))
 
 
@@ -236,11 +236,11 @@ def _check_training(demo: Demo) -> None:
     demo.check("the held-out loss falls", held_out[-1] < held_out[0], f"{held_out[0]:.2f} -> {held_out[-1]:.2f}")
     if demo.settings.steps >= BALANCED_AFTER:
         dead = demo.load.history[-1]["moe/dead_experts"]
-        demo.check("every expert has rows at the end", dead == 0, f"{dead} without")
+        demo.check("every expert has pairs at the end", dead == 0, f"{dead} without")
     if demo.settings.policy is not None:
         tile, fallbacks = demo.settings.tile, sum(demo.logged("moe/top_k_fallbacks").values)
         changed = sum(sum(demo.logged(f"moe/rows_{name}").values) for name in ("added", "dropped"))
-        whole = not (demo.rows() % tile).any()
+        whole = not (demo.loads() % tile).any()
         demo.check("token rounding was at work", changed > 0 and fallbacks == 0, f"{fallbacks:.0f} fallbacks to top-k")
         demo.check("every expert got whole tiles", whole, f"{len(demo.load.history)} logs, tiles of {tile} rows")
 
@@ -339,9 +339,9 @@ def print_summary(demo: Demo) -> None:
 
 
 def _numbers(demo: Demo) -> list[tuple[str, str]]:
-    last, rows = demo.load.history[-1], int(demo.rows().sum())
+    last, pairs = demo.load.history[-1], int(demo.loads().sum())
     added, dropped, avoided = (
-        f"{total:,} ({total / rows:.1%})"
+        f"{total:,} ({total / pairs:.1%})"
         for name in ("rows_added", "rows_dropped", "padded_rows_avoided")
         for total in [sum(entry.get(f"moe/{name}", 0) for entry in demo.load.history)]
     )
@@ -350,9 +350,9 @@ def _numbers(demo: Demo) -> list[tuple[str, str]]:
     return [
         ("tokens", speed),
         ("held-out loss (top-k)", f"{held_out[0]:.3f} -> {held_out[-1]:.3f} nats per token"),
-        ("rows computed by experts", f"{rows:,}"),
+        ("pairs computed by experts", f"{pairs:,}"),
         ("added, dropped by rounding", f"{added}, {dropped}"),
         ("padded rows avoided", avoided),
         ("busiest expert / mean", f"{last['moe/load_max_over_mean']:.1f} at the end"),
-        ("experts without rows", f"{last['moe/dead_experts']} at the end"),
+        ("experts without pairs", f"{last['moe/dead_experts']} at the end"),
     ]
