@@ -139,8 +139,8 @@ def count_load(run: RouterRun) -> None:
 
 
 @torch.no_grad()
-def count_tokens(run: RouterRun) -> None:
-    """Count the tokens that top-k sends to every expert, for the next update of the router's bias; a table has none."""
+def count_bias_load(run: RouterRun) -> None:
+    """Count the pairs that top-k makes of every expert, for the next update of the router's bias; a table has none."""
     if run.family.has_fixed_experts(run.router):
         return
     if not run.forward.recomputing:

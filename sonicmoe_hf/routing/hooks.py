@@ -116,11 +116,12 @@ class RouterHook:
 
 
 class ModelHook:
-    """Forward pre-hook (with kwargs) of a model, `enter`, and forward hook, called after errors too, `leave`: they note
-    whether gradients are on, and which tokens are padding.
+    """Forward pre-hook (with kwargs) of a model, `enter`, and forward hook, called after errors too, `leave`: the first
+    begins a call, chooses what its routers do and notes which tokens are padding; the second ends it, checks what was
+    recorded and replayed, and hooks the loss.
 
-    Before the first uncompiled call under a policy it also checks that the layers support it, which parallelism may have
-    changed since it was set.
+    Before the first uncompiled call under a policy it also undoes Liger's change of the experts, checks that the layers
+    support the policy, which parallelism may have changed since it was set, and hooks new routers.
     """
 
     def __init__(self) -> None:
@@ -210,8 +211,8 @@ class ModelHook:
             work.append(handlers.count_load)
         if balancing is not None:
             call.share, call.loss_weight = share_of_batch(model, kwargs), balancing.loss_weight
-            if balancing.counts_tokens:
-                work.append(handlers.count_tokens)
+            if balancing.updates_bias:
+                work.append(handlers.count_bias_load)
             if balancing.loss_weight:
                 work.append(handlers.add_layer_loss)
         return work
@@ -225,7 +226,8 @@ class ModelHook:
         return next((ours.batch_group for ours in implementations if ours is not None), None)
 
     def _check_policy(self, model: nn.Module) -> None:
-        """Check once that the layers support the policy, and hook the routers that came since it was set."""
+        """Undo Liger's change of the experts, check that the layers support the policy, and hook the routers that came
+        since it was set, once a policy."""
         policy = self.state.policy
         if policy is not None and policy != self.checked_policy:
             undo_liger_and_check_policy(model, policy)

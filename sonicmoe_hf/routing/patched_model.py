@@ -54,7 +54,8 @@ def set_policy(root: nn.Module, policy: TokenRounding | None) -> None:
 
 
 def set_routing(model: nn.Module, routing) -> None:
-    """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`.
+    """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`. Liger's change
+    of its experts is undone.
 
     Raises:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
@@ -73,7 +74,8 @@ def routing_policy(model: nn.Module) -> TokenRounding | None:
 def check_and_hook_routers(
     model: nn.Module, policy: TokenRounding | None = None, *, remedy: str = "use routing=None"
 ) -> RoutingState:
-    """Check that every layer of a patched model supports the policy, and install the hooks of its routers and models.
+    """Undo Liger's change of a patched model's experts, check that every layer supports the policy, and install the hooks
+    of its routers and models.
 
     remedy: what the error says to do where a layer cannot round tokens.
 
@@ -86,18 +88,15 @@ def check_and_hook_routers(
 
 
 def router_hooks(model: nn.Module) -> list[RouterHook]:
-    """List the hooks of a model's routers in use, in the order of its layers, under the names of these layers."""
-    hooks = []
-    for layer in find_layers(transformers_model(model)):
-        hook = None if layer.router is None else hook_of(layer.router)
-        if hook is not None:
-            hook.layer_name = layer.name
-            hooks.append(hook)
-    return hooks
+    """List the hooks of a model's routers in use, in the order of its layers."""
+    layers = find_layers(transformers_model(model))
+    hooks = [hook_of(layer.router) for layer in layers if layer.router is not None]
+    return [hook for hook in hooks if hook is not None]
 
 
 def clear_counts(model: nn.Module) -> None:
-    """Make the routers of a patched model count their loads from zero, once they do.
+    """Undo Liger's change of a patched model's experts, hook its routers, and have them count their loads from zero, once
+    they do.
 
     Raises:
         UnsupportedModelError, ValueError: as `check_and_hook_routers`.

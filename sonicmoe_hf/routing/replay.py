@@ -21,8 +21,9 @@ from .recorded import RecordedRouting, ReplayedCall
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of given indices
 
 
-def _experts_by_layer(model: nn.Module) -> dict[str, int]:
-    """Read {layer: its number of experts} of a patched model, in the order of its layers.
+def _hook_and_list_experts(model: nn.Module) -> dict[str, int]:
+    """Undo Liger's change of a patched model's experts, hook its routers, and list {layer: its number of experts}, in the
+    order of its layers.
 
     Raises:
         UnsupportedModelError: a layer's router is not known. ValueError: as `check_and_hook_routers`.
@@ -47,13 +48,13 @@ def _move(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def checked_calls(model: nn.Module, recorded: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]):
-    """Check recorded experts and make {layer: [indices [T, K], int32 or as given]} of each call, moved to where the
-    model's first router computes.
+    """Check recorded experts, after the model's routers are hooked as by `record_routing`, and make {layer: [indices
+    [T, K], int32 or as given]} of each call, moved to where the model's first router computes.
 
     Raises:
         UnsupportedModelError, ValueError: as `replay_routing`.
     """
-    layers = _experts_by_layer(model)
+    layers = _hook_and_list_experts(model)
     weight = next(find_layers(model)).router.weight
     device = None if weight.is_meta else weight.device  # of an offloaded router only its call tells
     if isinstance(recorded, RecordedRouting) and recorded.is_of_server:
@@ -114,7 +115,7 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
         with sonicmoe_hf.replay_routing(model, routing):
             new = model(**batch).logits
     """
-    recording = RecordedRouting(_experts_by_layer(model))
+    recording = RecordedRouting(_hook_and_list_experts(model))
     with _in_context(model, recording):
         yield recording
 

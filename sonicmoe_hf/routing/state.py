@@ -18,10 +18,10 @@ from .recorded import ReplayedCall
 
 class Balancing(NamedTuple):
     """The balancing that routers do in training. loss_weight: of the layers' mean loss, 0.0 for none;
-    counts_tokens: whether they count their tokens for the bias update."""
+    updates_bias: whether they count their loads for the update of their biases."""
 
     loss_weight: float
-    counts_tokens: bool
+    updates_bias: bool
 
 
 @dataclass(eq=False)

@@ -70,7 +70,8 @@ class LoadBalancing(StepCallback):
         self.bias_update = bias_update
 
     def start(self, model: nn.Module) -> None:
-        """Balance this patched model's experts from now on, whenever it trains.
+        """Balance this patched model's experts from now on, whenever it trains. Biases that move are made fp32, and their
+        loads are counted from zero.
 
         Raises:
             ValueError: the model is not patched; or the biases would change but not be saved, with PEFT's adapters.
@@ -80,7 +81,8 @@ class LoadBalancing(StepCallback):
         self._warn_of_second_loss(None, model)
 
     def _prepare(self, model: nn.Module) -> Balancing:
-        """Check as `start` says, start counts from zero, and return what routers are to do."""
+        """Check as `start` says, hook the routers, make biases that move fp32 with loads of zero, and return what routers
+        are to do."""
         check_and_hook_routers(model)
         if is_pipelined(model):
             raise UnsupportedModelError(
@@ -150,7 +152,7 @@ class LoadBalancing(StepCallback):
         raise UnsupportedModelError(f"LoadBalancing: {layer.name}: {reason}")
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Patch the model if it is not patched, and check it."""
+        """Patch the model if it is not patched, and do all that `start` does but balance, which a step does."""
         super().on_train_begin(args, state, control, model, **kwargs)
         self._warn_of_second_loss(args, model)
         self._balancing = self._prepare(model)

@@ -33,8 +33,8 @@ FEW_LENGTHS = "attach(trainer, few_lengths=True), by which sizes come again"
 class GpuAdvice(TrainerCallback):
     """Says once, after ten steps, how busy the GPU is, and which switches would help. `attach` adds it to a Trainer.
 
-    lengths: what is known of the run: its micro-batches, whether they are packed, and whether layers are compiled.
-    packed_steps: why they cannot be packed.
+    lengths: the shapes of the run's micro-batches, and whether anything is compiled. packed_steps: whether they are
+    packed, or why they cannot be.
     """
 
     def __init__(self, lengths: VaryingLengths, packed_steps: PackedSteps) -> None:
@@ -65,18 +65,18 @@ class GpuAdvice(TrainerCallback):
     def _switches(self, args, model) -> str:
         """Name the options that speed this run up: compiled layers gain nothing where each micro-batch has a length of
         its own."""
-        lengths = self.lengths
+        lengths, is_packed = self.lengths, self.packed_steps.has_rows
         switches = why_in_python(model) if lengths.is_compiled else []
         is_possible = args.gradient_accumulation_steps > 1 and self.packed_steps.reason is None
-        can_pack = is_possible and not lengths.is_packed
-        varies = len(lengths.shapes) > 1 and not (lengths.is_packed or can_pack)
+        can_pack = is_possible and not is_packed
+        varies = len(lengths.shapes) > 1 and not (is_packed or can_pack)
         if can_pack:
             switches.append(PACK)
         if varies and not lengths.few_lengths:
             switches.append(FEW_LENGTHS)
         if not lengths.is_compiled and not varies:
             switches.append(COMPILE)
-        has_one_size = len(lengths.shapes) == 1 and not lengths.is_packed
+        has_one_size = len(lengths.shapes) == 1 and not is_packed
         if lengths.is_compiled and has_one_size and args.world_size == 1 and can_capture(model):
             switches.append(CAPTURE)
         return "; ".join([*switches, LARGER])

@@ -26,14 +26,15 @@ class VaryingLengths(WhileTraining):
     """
 
     def __init__(self) -> None:
-        self.few_lengths = False  # what `attach` was given
+        self.few_lengths: bool | None = None  # what `attach` was given
         self.has_disabled_cudnn = False
         self._forget()
 
     def _forget(self) -> None:
         self.shapes: set[tuple[int, ...]] = set()
         self.num_observed = self.num_tokens = 0  # micro-batches, and the tokens in them
-        self.is_compiled = self.is_packed = self.takes_any_length = False
+        # anything in the model, or by the Trainer the whole; whether its compiled layers take any length
+        self.is_compiled = self.takes_any_length = False
 
     def begin(self, args: Any, model: Any) -> None:
         """Begin to observe a run's lengths."""
@@ -47,7 +48,6 @@ class VaryingLengths(WhileTraining):
 
         masks: [1, N], of the rows in which the micro-batches are packed.
         """
-        self.is_packed = self.is_packed or bool(masks)
         if self.is_compiled and not self.takes_any_length:
             columns = [batch.get("input_ids") if hasattr(batch, "get") else None for batch in batches]
             lengths = {ids.shape[-1] for ids in columns if isinstance(ids, torch.Tensor)}

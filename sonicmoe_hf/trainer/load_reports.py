@@ -45,8 +45,8 @@ def draw_history(path: Path, history: list[dict]) -> None:
     steps = [entry["step"] for entry in history]
     busiest_axes.plot(steps, [entry["moe/load_max_over_mean"] for entry in history], color=RED, linewidth=1.6)
     busiest_axes.axhline(1, color="grey", linestyle=":", linewidth=1)
-    busiest_axes.set_title("Tokens of the busiest expert over its layer's mean, in the worst layer", loc="left")
-    busiest_axes.set_ylabel("tokens / mean")
+    busiest_axes.set_title("The load of the busiest expert over its layer's mean, in the worst layer", loc="left")
+    busiest_axes.set_ylabel("pairs / mean")
     busiest_axes.set_ylim(bottom=0)
     busiest_axes.spines[["top", "right"]].set_visible(False)
     draw_experts(figure, time_axes, loads, steps)
@@ -80,10 +80,8 @@ def draw_experts(figure, axes, loads: dict[str, np.ndarray], steps: list[int]) -
         axes.axhline(end, color="white", linewidth=4 if len(ratios) <= 8 else 1)
     axes.set(xlabel="optimiser step", ylabel="experts, the busiest at the end on top, not by number")
     axes.set_yticks(ends - np.diff(ends, prepend=0) / 2, labels_of(list(loads)))
-    axes.set_title(
-        "Load of every expert over training (red: more tokens than its layer's mean)", loc="left", fontsize=12
-    )
-    figure.colorbar(image, ax=axes, label="tokens / mean tokens per expert of the layer", pad=0.01, extend="max")
+    axes.set_title("The load of every expert over training (red: above its layer's mean)", loc="left", fontsize=12)
+    figure.colorbar(image, ax=axes, label="pairs / mean pairs per expert of the layer", pad=0.01, extend="max")
 
 
 def labels_of(names: list[str]) -> list[str]:

@@ -51,7 +51,7 @@ class PackedSteps(TrainerCallback):
         # as `attach` was given them
         self.packed_tokens: int | None = None
         self.few_lengths: bool | None = None
-        self.is_compiled = False
+        self.has_compiled_layers = False
         self._forget_run()
         self._forget_rows()
 
@@ -65,16 +65,16 @@ class PackedSteps(TrainerCallback):
         self.without_loss: set[int] = set()  # ids of micro-batches in the row of a later one
         self.rows: dict[int, Row] = {}  # by the id of the last micro-batch of each
 
-    def choose(self, packed_tokens: int | None, is_compiled: bool, few_lengths: bool | None) -> None:
+    def choose(self, packed_tokens: int | None, has_compiled_layers: bool, few_lengths: bool | None) -> None:
         """Choose by what `attach` was given; None leaves what was chosen before."""
         self.packed_tokens = self.packed_tokens if packed_tokens is None else int(packed_tokens)
-        self.is_compiled = is_compiled
+        self.has_compiled_layers = has_compiled_layers
         self.few_lengths = self.few_lengths if few_lengths is None else few_lengths
 
     @property
     def is_automatic(self) -> bool:
         """Tell whether rows, which nobody asked for, go with compiled layers."""
-        return self.packed_tokens is None and self.is_compiled
+        return self.packed_tokens is None and self.has_compiled_layers
 
     @property
     def is_on(self) -> bool:
@@ -85,7 +85,7 @@ class PackedSteps(TrainerCallback):
         """Forget a run that ended inside a step, and look whether `compile_layers` was called before it."""
         self._forget_run()
         self._forget_rows()
-        self.is_compiled = self.is_compiled or (model is not None and bool(compiled_modules(model)))
+        self.has_compiled_layers = self.has_compiled_layers or (model is not None and bool(compiled_modules(model)))
 
     def arrange(self, trainer: Any, batches: list, num_items: Any) -> None:
         """Make the rows of a step.
@@ -98,7 +98,7 @@ class PackedSteps(TrainerCallback):
             return
         max_tokens = self.packed_tokens or AUTOMATIC_TOKENS  # of this run; a row of this step may have fewer at most
         if num_items is None:  # the check says why
-            self._passes_once(check_steps, trainer, max_tokens)
+            self._allows_rows_once(check_steps, trainer, max_tokens)
             return
         counts, reason = _counts(batches)
         if reason is not None:
@@ -116,35 +116,37 @@ class PackedSteps(TrainerCallback):
                 self._add(group, max_row_tokens)
 
     def _can_pack(self, trainer: Any, max_tokens: int) -> bool:
-        """Tell whether rows of at most so many tokens, in any step of this run, are as their micro-batches one by one."""
+        """Tell whether rows of at most so many tokens, in any step of this run, are as their micro-batches one by one. A
+        check that fails raises its error where rows were asked for, and else leaves this run without them."""
         return (
-            self._passes_once(check_steps, trainer, max_tokens)
-            and (not self.is_automatic or self._passes_once(check_automatic, trainer))
-            and self._passes_once(check_rows_apart, trainer.model)
+            self._allows_rows_once(check_steps, trainer, max_tokens)
+            and (not self.is_automatic or self._allows_rows_once(check_automatic, trainer))
+            and self._allows_rows_once(check_rows_apart, trainer.model)
         )
 
-    def check_step(self, model: Any) -> None:
-        """Check inside a step, at a micro-batch of a row, what callbacks ask of the routers in it; without rows nobody
-        asked for, where they ask for more than rows can give.
+    def keep_or_drop_rows(self, model: Any) -> None:
+        """Check inside a step, at a micro-batch of a row, what callbacks ask of the routers in it. Where rows cannot give
+        that, drop this step's, and make none in the rest of the run; else say once that there are rows.
 
         Raises:
-            ValueError: of rows that were asked for.
+            ValueError: rows were asked for, and cannot give it.
         """
-        if not self._passes(check_routers, model):
+        if not self._allows_rows(check_routers, model):
             self._forget_rows()
         elif self.is_automatic and not self.has_announced:
             self.has_announced = True
             if is_first_rank():
                 logger.warning(PACKED)
 
-    def _passes_once(self, check: Callable, *args) -> bool:
-        """Tell whether a check raises nothing, which is made in a run until it passes."""
-        if check not in self.checks_passed and self._passes(check, *args):
+    def _allows_rows_once(self, check: Callable, *args) -> bool:
+        """Make a check in a run until it allows rows, and tell whether it does."""
+        if check not in self.checks_passed and self._allows_rows(check, *args):
             self.checks_passed.add(check)
         return check in self.checks_passed
 
-    def _passes(self, check: Callable, *args) -> bool:
-        """Tell whether a check raises nothing. Where rows were asked for, raise its error."""
+    def _allows_rows(self, check: Callable, *args) -> bool:
+        """Make a check, and tell whether it allows rows. Its error is raised where rows were asked for; else it is said,
+        and is the reason why this run makes no further ones."""
         try:
             check(*args)
         except ValueError as error:  # of the model too, which a check calls
@@ -201,7 +203,7 @@ def packed_step(trainer: Any, training_step, model, inputs, *args, **kwargs):
     callback = find_callback(trainer, PackedSteps)
     if callback is None or not (id(inputs) in callback.without_loss or id(inputs) in callback.rows):
         return training_step(model, inputs, *args, **kwargs)
-    callback.check_step(trainer.model)
+    callback.keep_or_drop_rows(trainer.model)
     if id(inputs) in callback.without_loss:
         return torch.zeros((), dtype=torch.float32, device=trainer.args.device)
     row = callback.rows.pop(id(inputs), None)

@@ -105,8 +105,8 @@ def _trained_weights(model: nn.Module, modules: _Modules, remedies: Remedies) ->
 def _balanced_by(model: nn.Module, args: Any) -> list[str]:
     """Say what balances the experts, and whether the routers learn from it. args: of the Trainer, if it is known."""
     state, (coefficient, is_trainers) = find_state(model), router_loss(model, args)
-    weight, counts_tokens = (0.0, False) if state is None or state.balancing is None else state.balancing
-    balancers = [f"a loss of weight {weight:g}"] * bool(weight) + ["the routers' correction biases"] * counts_tokens
+    weight, updates_bias = (0.0, False) if state is None or state.balancing is None else state.balancing
+    balancers = [f"a loss of weight {weight:g}"] * bool(weight) + ["the routers' correction biases"] * updates_bias
     if coefficient:
         balancers.append(
             f"a loss of {'the trainer' if is_trainers else 'the model'}'s own, router_aux_loss_coef={coefficient:g}"

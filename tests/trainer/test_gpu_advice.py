@@ -45,23 +45,23 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
 
 @pytest.mark.pinned
 @pytest.mark.parametrize(
-    ("accumulated", "lengths", "settings", "reason", "switches"),
+    ("accumulated", "lengths", "settings", "packing", "switches"),
     [
-        (1, [16], {}, None, [gpu_advice.COMPILE]),
-        (1, [16, 17], {}, None, [gpu_advice.FEW_LENGTHS]),  # compiled layers gain nothing there
-        (1, [16, 17], {"few_lengths": True}, None, []),
-        (1, [16], {"is_compiled": True}, None, []),
-        (4, [16, 17], {}, None, [gpu_advice.PACK, gpu_advice.COMPILE]),
-        (4, [16, 17], {"is_packed": True}, None, [gpu_advice.COMPILE]),
-        (4, [16, 17], {"is_packed": True, "is_compiled": True}, None, []),
-        (4, [16, 17], {"is_compiled": True}, "attention", [gpu_advice.FEW_LENGTHS]),
+        (1, [16], {}, {}, [gpu_advice.COMPILE]),
+        (1, [16, 17], {}, {}, [gpu_advice.FEW_LENGTHS]),  # compiled layers gain nothing there
+        (1, [16, 17], {"few_lengths": True}, {}, []),
+        (1, [16], {"is_compiled": True}, {}, []),
+        (4, [16, 17], {}, {}, [gpu_advice.PACK, gpu_advice.COMPILE]),
+        (4, [16, 17], {}, {"has_rows": True}, [gpu_advice.COMPILE]),
+        (4, [16, 17], {"is_compiled": True}, {"has_rows": True}, []),
+        (4, [16, 17], {"is_compiled": True}, {"reason": "attention"}, [gpu_advice.FEW_LENGTHS]),
     ],
 )
-def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, reason, switches):
+def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, packing, switches):
     observed, args = VaryingLengths(), SimpleNamespace(gradient_accumulation_steps=accumulated, world_size=1)
     vars(observed).update(settings, shapes={(2, length) for length in lengths})
     packed_steps = PackedSteps()
-    packed_steps.reason = reason
+    vars(packed_steps).update(packing)
     said = GpuAdvice(observed, packed_steps)._switches(args, build_patched("qwen3_moe"))
     assert said == "; ".join([*switches, gpu_advice.LARGER])
 
