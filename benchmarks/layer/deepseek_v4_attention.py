@@ -68,7 +68,7 @@ def make_step(attention: str, kind: str, length: int, device: str) -> AttentionS
         angles = DeepseekV4RotaryEmbedding(config)
         embeddings = {name: angles(hidden, positions, layer_type=name) for name in ("main", "compress")}
     if attention != EAGER:
-        indexers.use_pieces(layer)
+        indexers.use_our_forwards(layer)
     mask = create_sliding_window_causal_mask(
         config=config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions
     )

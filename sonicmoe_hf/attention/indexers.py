@@ -39,23 +39,25 @@ PICKING = {  # module -> its indexer of DeepSeek's sparse attention, whose forwa
 V4, QWEN4, M3 = (modeling_module(folder) for folder in ("deepseek_v4", "qwen4_exp", "minimax_m3_vl"))
 
 
-def use_pieces(model: nn.Module) -> None:
-    """Make the indexers of a model work in pieces of queries."""
+def use_our_forwards(model: nn.Module) -> None:
+    """Have a model's indexers, and its attentions that count keys from a row's start, run our forward: in pieces of
+    queries, without a loop, or on one sequence after the other. Their classes stay wrapped."""
     ours: dict[type, Callable] = dict(_classes())
     for module in model.modules():
         if type(module) in ours:
             replace(type(module), "forward", ours[type(module)](type(module).forward))
-            setattr(module, attributes.IN_PIECES, True)
+            setattr(module, attributes.OUR_FORWARD, True)
 
 
-def use_whole(model: nn.Module) -> None:
-    """Undo `use_pieces`."""
+def leave_our_forwards(model: nn.Module) -> None:
+    """Undo `use_our_forwards`; the classes stay wrapped, and run their own forward in this model."""
     for module in model.modules():
-        vars(module).pop(attributes.IN_PIECES, None)
+        vars(module).pop(attributes.OUR_FORWARD, None)
 
 
 def _classes() -> Iterator[tuple[type, Callable]]:
-    """Yield the classes of indexers whose modules were imported, and the function that wraps their forward."""
+    """Yield the classes of indexers and attentions whose modules were imported, and the function that wraps their
+    forward."""
     every = [(module, name, _picking) for module, name in PICKING.items()]
     every += [(V4, "DeepseekV4Indexer", _without_gradients), (V4, "DeepseekV4IndexerScorer", _scoring)]
     every += [(V4, "DeepseekV4Attention", lambda original: one_by_one(attention_of(original)))]

@@ -33,7 +33,7 @@ def in_patched_models(wrap: Callable[[Callable], Callable]) -> Callable[[Callabl
 
         @functools.wraps(original)
         def forward(self, *args, **kwargs):
-            return (ours if vars(self).get(attributes.IN_PIECES) else original)(self, *args, **kwargs)
+            return (ours if vars(self).get(attributes.OUR_FORWARD) else original)(self, *args, **kwargs)
 
         return forward
 

@@ -92,7 +92,7 @@ def attention_in_pieces(
             MiniMax-M3 there.
     """
     check_call(kwargs)
-    if block_indices is not None and not vars(module).get(attributes.IN_PIECES) and are_packed(kwargs):
+    if block_indices is not None and not vars(module).get(attributes.OUR_FORWARD) and are_packed(kwargs):
         raise ValueError(
             "MiniMax-M3 counts its blocks of keys from a row's start and a query's from its sequence's: patch the model "
             "(sonicmoe_hf.patch_model), which then computes packed sequences one by one"

@@ -74,7 +74,7 @@ def compile_layers(model: nn.Module, **options) -> int:
     begin_compiling(options)
     allow_recompilations(RECOMPILATIONS)
     allow_caching(CACHED)
-    partly_in_python = {type(layer) for layer in layers if _has_pieces(layer)}
+    partly_in_python = {type(layer) for layer in layers if _runs_partly_in_python(layer)}
     captures = options.get("mode") in CAPTURED_MODES
     if captures and partly_in_python:
         names = " and ".join(sorted(cls.__name__ for cls in partly_in_python))
@@ -147,6 +147,6 @@ def _has_shares(module: nn.Module) -> bool:
     return any(expert_parallelism(each) is not None for each in module.modules())
 
 
-def _has_pieces(layer: nn.Module) -> bool:
+def _runs_partly_in_python(layer: nn.Module) -> bool:
     """Tell whether a layer's attention runs partly in Python (attention/indexers.py)."""
-    return any(vars(module).get(attributes.IN_PIECES) for module in layer.modules())
+    return any(vars(module).get(attributes.OUR_FORWARD) for module in layer.modules())

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention.indexers import use_pieces, use_whole
+from ..attention.indexers import leave_our_forwards, use_our_forwards
 from ..formats.distribution_checks import guard_deepspeed
 from ..formats.quantizer import ignore_packed_in_ddp
 from ..layer.config import COMPUTE_CHOICES, SAVE_CHOICES, check_choice
@@ -78,7 +78,7 @@ def patch_experts(
     forget_dequantization(model)
     _use_our_experts(root, save, experts_compute)
     install_guards(root, own_configs)
-    use_pieces(root)
+    use_our_forwards(root)
     warn_of_dense_experts(root)
     return layers
 
@@ -86,7 +86,7 @@ def patch_experts(
 def unpatch_experts(root: PreTrainedModel) -> None:
     """Undo patch_experts."""
     remove_installed(root, attributes.GUARD)
-    use_whole(root)
+    leave_our_forwards(root)
     experts: Any
     for experts in every_experts(root):
         vars(experts).pop(attributes.SAVE, None)

@@ -14,8 +14,8 @@ PARAMETER_NAMES = "_sonicmoe_hf_parameter_names"  # until their checkpoint is re
 WHEN_SPLIT = "_sonicmoe_hf_when_split"  # called with them once they know the ranks that share them
 HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook of weights in host memory
 
-# indexers of sparse attention
-IN_PIECES = "_sonicmoe_hf_in_pieces"  # True: they score some queries at a time
+# indexers and attentions whose class attention.indexers wraps
+OUR_FORWARD = "_sonicmoe_hf_our_forward"  # True, in a patched model: they run our forward, else their class's own
 
 # modules that hold packed weights
 HAS_STATE_DICT_HOOKS = "_sonicmoe_hf_has_state_dict_hooks"  # True: state dicts hold codes and scales by name

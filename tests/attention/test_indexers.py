@@ -38,7 +38,7 @@ def test_logits_and_gradients_are_those_of_whole_scores(family, monkeypatch):
     mask[1, 15:] = 0
     sonicmoe_hf.patch_model(model)
     whole = copy.deepcopy(model)
-    indexers.use_whole(whole)
+    indexers.leave_our_forwards(whole)
     calls = []
     for name in ("_in_pieces", "_scored"):
         real = getattr(indexers, name)
@@ -96,7 +96,7 @@ def test_up_to_index_topk_keys_all_are_picked_without_scores():
     model = small_model("deepseek_v32", index_topk=64)
     sonicmoe_hf.patch_model(model)
     whole = copy.deepcopy(model)
-    indexers.use_whole(whole)
+    indexers.leave_our_forwards(whole)
     model.model.layers[0].self_attn.indexer.wq_b.forward = None  # would be called
     ids = torch.randint(3, 50, (2, 18))
     assert torch.equal(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
@@ -117,7 +117,7 @@ def test_an_indexer_of_deepseek_v32_takes_a_tenth_of_the_memory_at_8192_tokens()
         return hidden, residual, (cos, cos), torch.zeros(1, num_tokens, num_tokens, dtype=torch.bool), None
 
     assert peak_bytes(inputs, indexer) > 30 * GIB
-    indexers.use_pieces(indexer)
+    indexers.use_our_forwards(indexer)
     assert peak_bytes(inputs, indexer) < 3 * GIB
 
 
@@ -137,7 +137,7 @@ def test_an_indexer_of_minimax_m3_takes_a_piece_of_the_memory_at_16384_tokens():
         return hidden, (cos, cos), None, torch.arange(num_tokens)[None]
 
     assert peak_bytes(inputs, indexer) > 8 * GIB
-    indexers.use_pieces(indexer)
+    indexers.use_our_forwards(indexer)
     assert peak_bytes(inputs, indexer) < 2 * GIB
 
 
@@ -176,7 +176,7 @@ def test_qwen4_exps_indexer_selects_the_same_without_its_loop(kind, queries, mon
     cache = Cache() if queries < keys else None
     given = hidden[:, -queries:], (angles.cos(), angles.sin()), mask, cache
     expected = indexer(*given)
-    indexers.use_pieces(indexer)
+    indexers.use_our_forwards(indexer)
     with torch.no_grad():
         assert torch.equal(indexer(*given) & mask, expected & mask)
     assert 0 < (expected & mask).sum() < mask.sum(), "some keys are left out"
@@ -188,7 +188,7 @@ def test_qwen4_exp_trains_as_with_its_loop(monkeypatch):
     model = small_model("qwen4_exp").train()
     sonicmoe_hf.patch_model(model)
     loop = copy.deepcopy(model)
-    indexers.use_whole(loop)
+    indexers.leave_our_forwards(loop)
     ids = torch.randint(3, 50, (2, 15), generator=torch.Generator().manual_seed(1))
     found, expected = step(model, ids), step(loop, ids)
     assert found.keys() == expected.keys()

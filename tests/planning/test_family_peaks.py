@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sonicmoe_hf.attention.indexers import use_pieces
+from sonicmoe_hf.attention.indexers import use_our_forwards
 from sonicmoe_hf.patching.moe_layers import find_layers
 from sonicmoe_hf.tools.cli.linear_attention import describe_linear_attention
 from sonicmoe_hf.tools.planning.sizes import PLAIN_LINEAR, sizes_of_model
@@ -178,7 +178,7 @@ def measured(family, config, sizes, length, checkpointed):
         for name, parameter in model.named_parameters():
             if any(kept in name for kept in IN_FP32.get(family, ())):
                 parameter.data = parameter.data.float()
-        use_pieces(model)
+        use_our_forwards(model)
         for layer in find_layers(model):
             layer.experts.forward = lambda x, *args, **options: Experts.apply(
                 x, sizes.top_k, sizes.up_rows * sizes.inner, sizes.inner, checkpointed

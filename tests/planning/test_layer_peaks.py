@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Model
 
-from sonicmoe_hf.attention.indexers import use_pieces
+from sonicmoe_hf.attention.indexers import use_our_forwards
 from sonicmoe_hf.tools.planning.sizes import sizes_of_checkpoint
 from sonicmoe_hf.tools.planning.step import Step
 from sonicmoe_hf.tools.planning.training import Training
@@ -27,7 +27,7 @@ def peak_of_one_layer(kind, attention, length):
         for name, parameter in model.named_parameters():
             if any(kept in name for kept in FP32):  # as from_pretrained keeps them
                 parameter.data = parameter.data.float()
-        use_pieces(model)
+        use_our_forwards(model)
         for module in model.modules():
             if type(module).__name__.endswith("Experts"):
                 module.forward = lambda x, *args: x * 1.0
