@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def untie_adapted_head(model: nn.Module) -> None:
+def untie_adapted_head(model: Any) -> None:
     """Untie the head of a Transformers model, where it is tied to the embeddings and an active adapter is
     on one of them: PEFT adds the product to the weight, and the other would change too.
 
@@ -41,7 +41,8 @@ def _layer_to_untie(model: Any) -> Any:
         return None
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in layers]
-    embeddings, head = (getattr(base, "weight", None) for base in bases)
+    weights: list[Any] = [getattr(base, "weight", None) for base in bases]
+    embeddings, head = weights
     is_tied = isinstance(head, nn.Parameter) and head is embeddings and not head.is_meta
     return bases[1] if is_tied and any(map(_is_adapted, layers)) else None
 
