@@ -4,7 +4,7 @@ get_tp_plan_and_mesh.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. registration.py puts that in PEFT's place. shares.py has the adapters of experts
-that ranks share.
+that ranks share, whole_adapter.py what concerns those of a whole model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..patching.moe_layers import every_experts
 from ..private import attributes
 from ..private.torch import call_of
 from ..private.transformers import experts_implementation, experts_implementation_at_once
-from . import dropout, packed_base, packed_merge, shares, tied_head
+from . import dropout, packed_base, packed_merge, shares, tied_head, whole_adapter
 
 logger = logging.getLogger(__name__)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -308,7 +308,8 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     ParamWrapper then hands the factors to our experts, Linear casts no input twice, the policy for FSDP leaves them in
     their layer, the hooks for tensor parallelism leave them alone under expert parallelism, merging asks first whether it
     can, unties a head that is adapted and rounds packed experts by their dither, dropout is of linear layers alone, a
-    config is saved with its base's packing, and `shares` shards the factors there."""
+    config is saved with its base's packing, `whole_adapter` makes adapters and collects them, and `shares` shards
+    factors."""
     yield ParamWrapper, "forward", _forward
     yield Linear, "_cast_input_dtype", _cast_input_dtype
     yield peft_model.LoraModel, "_check_merge_allowed", _check_merge_allowed
@@ -319,4 +320,5 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:
         yield peft_model, "get_tp_plan_and_mesh", _get_tp_plan_and_mesh
+    yield from whole_adapter.replacements()
     yield from shares.replacements()

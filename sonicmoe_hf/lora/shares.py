@@ -14,12 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-import peft.functional
-import peft.peft_model
 import torch
 import torch.distributed as dist
 from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import save_and_load
 from torch import nn
 
@@ -29,10 +26,6 @@ from ..layer.holding import ExpertParallelism, Holder, expert_parallelism, holdi
 from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
-from . import dropout, packed_base
-from .config import without_false_alarms
-from .loaded_names import names_that_are_loaded
-from .named_base import warn_of_other_family
 
 NOT_MERGED = (
     "adapters of experts {kind} cannot be merged in memory; save the adapter, and merge it into the checkpoint: "
@@ -41,8 +34,6 @@ NOT_MERGED = (
 SIDES = {"lora_A": (a_of_experts, a_as_peft), "lora_B": (b_of_experts, b_as_peft)}  # to [E, ...] and back
 _PEFTS_UPDATE = ParamWrapper.update_layer
 _PEFTS_DELTA = ParamWrapper.get_delta_weight
-_PEFTS_INJECT = BaseTuner.inject_adapter
-_PEFTS_STATE = save_and_load.get_peft_model_state_dict
 _PEFTS_RESHARD: Any = getattr(save_and_load, "_reshard_dtensor_values_for_load", None)  # since 0.21
 
 
@@ -124,26 +115,20 @@ def _shares_experts(model: nn.Module) -> bool:
     return any(expert_parallelism(module) is not None for module in model.modules())
 
 
-def _inject_adapter(self, model, *args, **kwargs):
-    """Inject an adapter as BaseTuner does, and average what is whole on every rank. Every way to make an adapter passes
-    here."""
-    config = self.peft_config.get(args[0] if args else kwargs.get("adapter_name"))
-    if config is not None:
-        packed_base.remember(config, model)
-        warn_of_other_family(config, model)
-        dropout.restore_dropout(config)
-    is_shared = _shares_experts(model)
-    for module in model.modules() if is_shared else ():
-        if hasattr(
-            module, "reshard"
-        ):  # after a forward FSDP2's root is whole, and PEFT would freeze what is thrown away
+def reshard_root(model: nn.Module) -> None:
+    """Shard FSDP2's root again, where ranks share experts: after a forward it is whole, and PEFT would freeze what is
+    thrown away."""
+    modules: Any = model.modules() if _shares_experts(model) else ()
+    for module in modules:
+        if hasattr(module, "reshard"):
             module.reshard()
-    with without_false_alarms(config, model):
-        result = _PEFTS_INJECT(self, model, *args, **kwargs)
-    if is_shared and not hasattr(model, attributes.HAS_AVERAGED_ADAPTERS):
+
+
+def average_other_adapters(model: nn.Module) -> None:
+    """Average what every rank has whole of a model's adapters from the next forward on, where ranks share experts."""
+    if _shares_experts(model) and not hasattr(model, attributes.HAS_AVERAGED_ADAPTERS):
         setattr(model, attributes.HAS_AVERAGED_ADAPTERS, True)
         model.register_forward_pre_hook(_average_replicated)
-    return result
 
 
 @torch.compiler.disable
@@ -165,18 +150,16 @@ def _average_gradient(parameter: torch.Tensor) -> None:
     dist.all_reduce(parameter.grad)
 
 
-def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
-    """Collect an adapter as PEFT does, with the factors of all experts. Nothing is made whole that is not the
-    adapter's, and PEFT's own loading changes no name into another."""
-    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+def with_whole_factors(model: nn.Module, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Select what may be an adapter's of a model's state dict, with the factors of all experts, where ranks share these;
+    elsewhere give what is given. Nothing is made whole that is not the adapter's."""
     if not _shares_experts(model):
-        return names_that_are_loaded(base, _PEFTS_STATE(model, state_dict, *args, **kwargs))
-    sharded = {name: (side, parallelism) for name, side, parallelism in _sharded_factors(model)}
+        return state_dict
     given = _of_adapters(model, model.state_dict() if state_dict is None else state_dict)
-    for name, (side, parallelism) in sharded.items():
+    for name, side, parallelism in _sharded_factors(model):
         if mesh_of(given.get(name)) is not None:
             given[name] = whole_factor(given[name], side, parallelism)
-    return names_that_are_loaded(base, _PEFTS_STATE(model, given, *args, **kwargs))
+    return given
 
 
 def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -202,12 +185,8 @@ def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """List the replacements by which PEFT makes, loads, saves and averages adapters so, as in peft_wrapper.py."""
+    """List the replacements by which PEFT makes and loads factors so, as in peft_wrapper.py."""
     yield ParamWrapper, "update_layer", _update_layer
     yield ParamWrapper, "get_delta_weight", _get_delta_weight
-    yield BaseTuner, "inject_adapter", _inject_adapter
-    for module in (peft, peft.functional, peft.peft_model, peft.utils, save_and_load):  # each has the function's name
-        if hasattr(module, "get_peft_model_state_dict"):
-            yield module, "get_peft_model_state_dict", _get_peft_model_state_dict
     if _PEFTS_RESHARD is not None:
         yield save_and_load, "_reshard_dtensor_values_for_load", _reshard_dtensor_values_for_load
