@@ -51,7 +51,7 @@ class Options(NamedTuple):
     backend: str
     fp8: bool = False
     saves: SaveFlags = SaveFlags()
-    keeps_expanded: bool = False  # of packed weights: expanded.may_keep
+    keeps_expanded: bool = False  # of packed weights: kept.may_keep
     piece: int = 0  # the tokens of a piece, where a layer is cut (pieces.py)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..kernels.tape import Taped, leaves_of
-from . import expanded, pieces, products, torch_op
+from . import kept, pieces, products, torch_op
 from .call import CALL, LayerCall, Saved
 from .fetching import on_device
 from .products import Arriving
@@ -58,11 +58,11 @@ def _experts_forward(call: LayerCall) -> list[torch.Tensor]:
     compute = products.forward if options.backend == "eager" else _FORWARD_TAPES
     with on_device(call, dtype) as call:
         if options.keeps_expanded:
-            weights = expanded.expand(call, dtype, ("gate_up", "down"))
-            call = expanded.use(dict(weights), call)
+            weights = kept.expand(call, dtype, ("gate_up", "down"))
+            call = kept.use(dict(weights), call)
         results = pieces.forward(compute, call) if options.piece else compute([call])
         if options.keeps_expanded:
-            expanded.keep(weights, results[1:])
+            kept.keep(weights, results[1:])
         return results
 
 
@@ -72,9 +72,9 @@ def _experts_first_half(call: LayerCall) -> list[torch.Tensor]:
     options, dtype = call.options, call.x.dtype
     compute = products.first_half if options.backend == "eager" else _FIRST_HALF_TAPES
     with on_device(call, dtype) as call:
-        weights = expanded.expand(call, dtype, ("gate_up",)) if options.keeps_expanded else {}
-        results = compute([expanded.use(dict(weights), call)])
-        expanded.keep(weights, results[:-1])
+        weights = kept.expand(call, dtype, ("gate_up",)) if options.keeps_expanded else {}
+        results = compute([kept.use(dict(weights), call)])
+        kept.keep(weights, results[:-1])
         return results
 
 
@@ -145,13 +145,13 @@ def _run_backward(
     """
     call = calls.pop()
     options, saved, dtype, dout = call.options, call.saved, dout.dtype, dout.contiguous()
-    weights = expanded.take_kept(options.saves.choose(saved)) if options.keeps_expanded else {}
+    weights = kept.take_kept(options.saves.choose(saved)) if options.keeps_expanded else {}
     compute = products.backward if options.backend == "eager" else _BACKWARD_TAPES
     with on_device(call._replace(saved=Saved()), dtype) as call:
         if options.keeps_expanded and saved.h is None:  # for h gate_up is used too
             names = ("gate_up", "down") if options.piece else ("gate_up",)
-            weights = weights or expanded.expand(call, dtype, names)
-        calls.append(expanded.use(weights, call)._replace(saved=saved))
+            weights = weights or kept.expand(call, dtype, names)
+        calls.append(kept.use(weights, call)._replace(saved=saved))
         del saved
         if exchange is not None:
             return _exchanged_backward(compute, calls, dout, needs, exchange)
@@ -249,7 +249,7 @@ def _launches_of_backward(dout: torch.Tensor, call: LayerCall, needs: str) -> No
 def _as_recomputed(call: LayerCall, dtype: torch.dtype) -> LayerCall:
     """Put expanded weights into the call as backward of a checkpoint has them."""
     keeps_expanded = call.options.keeps_expanded and not call.options.fp8
-    return expanded.use(expanded.expand_again(call, dtype, ("gate_up",)) if keeps_expanded else {}, call)
+    return kept.use(kept.expand_if_room(call, dtype, ("gate_up",)) if keeps_expanded else {}, call)
 
 
 _FIRST_HALF = torch_op.Op(_experts_first_half, _fake_first_half, WHAT, launches=_launches_of_halves)

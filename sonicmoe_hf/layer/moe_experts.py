@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, Rows, accumulation_dtype, is_gated
 from ..kernels.packed import FORMATS, ORDERS, Quantized
-from . import backends, expanded
+from . import backends, kept
 from .call import LayerCall, Options, SaveFlags
 from .config import COMPUTE_CHOICES, LAYOUTS, SAVE_CHOICES, check_choice, check_order
 from .dispatch import dispatch
@@ -142,7 +142,7 @@ def _run(
             u=differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h),
             v=differentiable and down.b is not None and down.b.requires_grad,
         ),
-        keeps_expanded=bool(gate_up.format or down.format) and expanded.may_keep(),
+        keeps_expanded=bool(gate_up.format or down.format) and kept.may_keep(),
         piece=piece,
     )
     call = LayerCall(weight=weight, x=x.contiguous(), gate_up=gate_up, down=down, rows=rows, options=options)

@@ -21,7 +21,7 @@ OUR_FORWARD = "_sonicmoe_hf_our_forward"  # True, in a patched model: they run o
 HAS_STATE_DICT_HOOKS = "_sonicmoe_hf_has_state_dict_hooks"  # True: state dicts hold codes and scales by name
 
 # storages of tensors
-EXPANDED = "_sonicmoe_hf_expanded"  # the packed weights that a recomputation expanded, for backward
+KEPT = "_sonicmoe_hf_kept"  # the packed weights that a recomputation expanded, for backward
 
 # PEFT
 HAS_AVERAGED_ADAPTERS = "_sonicmoe_hf_has_averaged_adapters"  # True, of a model: ranks average adapters' gradients

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.packed import FORMATS, Quantized
-from ..layer.expanded import free_on_card
+from ..layer.kept import free_on_card
 
 AUTO = "auto"
 EXPERTS_MEMORY = 'experts_memory is {}; give the bytes of experts that stay on the GPU, such as "8GiB" or 0, or "auto"'

@@ -15,7 +15,7 @@ from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import PackedOperand
 from sonicmoe_hf.kernels.packed import FORMATS, Quantized
-from sonicmoe_hf.layer import expanded, pieces
+from sonicmoe_hf.layer import kept, pieces
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank
 from sonicmoe_hf.layer.packed_weight import as_parameter
@@ -215,7 +215,7 @@ def test_a_step_expands_each_weight_twice_with_checkpointing_too(save, layout, e
         found, times = gradients(run)
         assert_same(found, expected)
         assert times == 4 and not expansions.alive()
-    monkeypatch.setattr(expanded, "free_on_card", lambda device: 0)
+    monkeypatch.setattr(kept, "free_on_card", lambda device: 0)
     found, times = gradients(run)
     assert_same(found, expected)
     assert times == 6 + (save == "input")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..private.attributes import EXPANDED
+from ..private.attributes import KEPT
 from ..private.torch import current_graph_task_id, is_traced_in_checkpoint
 from . import backends
 from .call import LayerCall
@@ -43,11 +43,11 @@ def expand(call: LayerCall, dtype: torch.dtype, names: Sequence[str]) -> Weights
     backward computes again, until it has used them, and for a layer in pieces."""
     if call.options.fp8 or not (call.options.piece or _is_backward()):
         return {}
-    return expand_again(call, dtype, names)
+    return expand_if_room(call, dtype, names)
 
 
-def expand_again(call: LayerCall, dtype: torch.dtype, names: Sequence[str]) -> Weights:
-    """Expand the weights as `expand` does in what backward computes again."""
+def expand_if_room(call: LayerCall, dtype: torch.dtype, names: Sequence[str]) -> Weights:
+    """Expand those of a layer's weights that are packed and that the kernels do not read so, where there is room."""
     options, rows = call.options, call.rows
     kernels = backends.load(options.backend)
     packed = {name: projection for name in names if (projection := call.projection(name)).format}
@@ -90,12 +90,12 @@ def free_on_card(device: torch.device) -> int:
 def keep(weights: Weights, saved: Sequence[torch.Tensor]) -> None:
     """Keep the weights for as long as the first of the tensors that are saved for backward, if that follows at once."""
     if weights and saved and _is_backward():
-        vars(saved[0].untyped_storage())[EXPANDED] = weights
+        vars(saved[0].untyped_storage())[KEPT] = weights
 
 
 def take_kept(saved: Sequence[torch.Tensor]) -> Weights:
     """Take the weights that were kept with what was saved."""
-    return vars(saved[0].untyped_storage()).pop(EXPANDED, {}) if saved else {}
+    return vars(saved[0].untyped_storage()).pop(KEPT, {}) if saved else {}
 
 
 def use(weights: Weights, call: LayerCall) -> LayerCall:
