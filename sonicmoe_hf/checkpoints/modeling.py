@@ -24,6 +24,7 @@ from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation
 from ..model_patches import NATIVE_FAMILIES, NATIVE_PREFIX, NativeFamily
 from ..patching.experts import ExpertsFacts, experts_facts, sizes_of, sonicmoe_hf_experts_forward
+from ..patching.forwards import IS_OURS
 from ..patching.moe_layers import load_family_class
 from ..private.transformers import register_recording
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_NAMES, VERSION_KEY
@@ -91,6 +92,8 @@ class SonicMoEExperts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters=None):
         """Compute the experts' output [T, H] for `hidden_states` [T, H]; see `sonicmoe_hf_experts_forward`."""
         return sonicmoe_hf_experts_forward(self, hidden_states, top_k_index, top_k_weights, sonicmoe_hf_adapters)
+
+    vars(forward)[IS_OURS] = True
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

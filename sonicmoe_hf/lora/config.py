@@ -149,7 +149,8 @@ def check_parameter_options(settings: dict, remedy: str = REMEDY) -> None:
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_OF_MODULES):
         given["init_lora_weights"] = init
-    for field, value in given.items():
+    if given:
+        field, value = next(iter(given.items()))
         raise ValueError(f"{field} is {value!r}: PEFT does not support it for experts (target_parameters); {remedy}")
 
 

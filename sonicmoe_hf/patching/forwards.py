@@ -15,7 +15,7 @@ from ..layer.experts_module import LIGER_SWITCH, why_replaced_by_liger
 from .adopted import is_adoptable
 
 LIGERS = "LigerExperts"  # its class
-NATIVE = "sonicmoe_hf.checkpoints.modeling.SonicMoEExperts.forward"
+IS_OURS = "is_sonicmoe_hf"  # True, of a forward that calls sonicmoe_hf by itself: SonicMoEExperts'
 PARALLEL = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 
 
@@ -45,7 +45,7 @@ def _is_interface(forward: Callable) -> bool:
     """Tell whether this function or method is a forward of Transformers' experts interface, or SonicMoEExperts'."""
     function: Any = getattr(forward, "__func__", forward)
     if getattr(function, "__code__", None) is not INTERFACE_CODE:
-        return _name(function) == NATIVE
+        return getattr(function, IS_OURS, False)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__))
     interface = cells["experts_interface"].cell_contents
     return interface is ALL_EXPERTS_FUNCTIONS

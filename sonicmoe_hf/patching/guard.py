@@ -28,14 +28,18 @@ IGNORED = (
 
 
 class ExpertsGuard:
-    """Forward pre-hook of a model that contains experts.
+    """Forward pre-hook of a model that contains experts. In each call it
 
-    It checks that sonicmoe_hf computes them at the first call, because quantizers, use_kernels, parallelism and Liger may
-    have changed them since patching, and again wherever a forward of the experts was replaced. Compiled calls can only
-    raise an error then.
+    - warns, once, of images and sounds that a text model takes as keyword arguments and ignores;
+    - raises ValueError for packed sequences that the model's layers would mix;
+    - looks whether a forward of the experts was replaced, of which compiled calls can only raise an error.
 
-    It also warns, once, of images and sounds that a text model takes as keyword arguments and ignores, and raises
-    ValueError for packed sequences that the model's layers would mix.
+    At the first call, and wherever a forward was replaced, it
+
+    - undoes Liger's and checks that sonicmoe_hf computes the experts, because quantizers, use_kernels and parallelism may
+      have changed them since patching;
+    - warns of experts that bitsandbytes left dense, and of its linear layers on CPUs;
+    - takes the forwards that the experts have then for those that they are to have.
 
     own_configs: what `use_own_configs` remembers of the model. Copies and pickles begin anew.
     """

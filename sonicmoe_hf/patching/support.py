@@ -50,7 +50,7 @@ class LayerSupport(NamedTuple):
 def loading_remedy(method: str, format: str) -> str:
     """Say how to load a checkpoint quantized by `method`, as from_pretrained takes its experts: first what loses nothing.
 
-    format: of the experts, as `DeclaredQuantization.format` names it.
+    format: of the experts, as `DeclaredQuantization.format_name` gives it.
     """
     kept = KEEP_PACKED.format(format="int4" if format in ("uint4", "int8") else format)
     return f"{kept}; for plain weights, with {PLAIN_REMEDY[method]}" if method in PLAIN_REMEDY else kept
