@@ -132,6 +132,7 @@ class PackedSteps(TrainerCallback):
             ValueError: rows were asked for, and cannot give it.
         """
         if not self._allows_rows(check_routers, model):
+            self.has_rows = False
             self._forget_rows()
         elif self.is_automatic and not self.has_announced:
             self.has_announced = True

@@ -234,6 +234,13 @@ def test_without_being_asked_what_cannot_be_packed_is_computed_apart_with_the_re
     assert len(messages) == 1 and reason in messages[0] and "; " not in messages[0].partition(reason)[2]
 
 
+def test_micro_batches_that_turn_out_to_be_no_rows_have_few_lengths_where_that_is_asked_for(messages, tmp_path):
+    trainer, calls = compiled_trainer(tmp_path, VARIED, callbacks=[TokenRoundingCallback(tile=4)])
+    sonicmoe_hf.attach(trainer, few_lengths=True)
+    trainer.train()
+    assert len(messages) == 1 and calls == [(count, few_length(length)) for count, length in ALL] != ALL
+
+
 def test_a_row_is_as_its_micro_batches_for_eager_attention_too():
     batches = [batch(padding=True, seed=seed) for seed in (1, 2)]
     model = build_patched("qwen3_moe", attn_implementation="eager")
