@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from .routing.replay import record_routing, replay_routing
     from .trainer.attach import attach
     from .trainer.balancing import LoadBalancing
-    from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback
+    from .trainer.load_callback import ExpertLoadCallback
+    from .trainer.rounding_callback import TokenRoundingCallback
     from .trl.factory import vllm_adapters
 
 _MODULES = {  # of this package: what of each is exported here
@@ -65,7 +66,8 @@ _MODULES = {  # of this package: what of each is exported here
     "patching.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.attach": ("attach",),
-    "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback"),
+    "trainer.load_callback": ("ExpertLoadCallback",),
+    "trainer.rounding_callback": ("TokenRoundingCallback",),
     "trl.factory": ("vllm_adapters",),
 }
 _EXPORTED_MODULES = {"backends": "layer.backends", "functional": "layer.moe_experts", "routing": "routing"}

@@ -3,8 +3,8 @@
 In the order of reading:
 
 attach              which methods of a Trainer are wrapped, and which callbacks are added; methods: how
-callbacks           token rounding, and the experts' load, which load_reports draws; balancing: LoadBalancing
-steps               what callbacks ask of routers in a step; loss_scale: how training scales the balancing loss
+step_callback       the base of rounding_callback, load_callback (which load_reports draws) and balancing, for users
+steps               what these ask of routers in a step; loss_scale: how training scales the balancing loss
 packed_steps        micro-batches as rows without padding; packing_checks: whether they compute the same
 lengths             what is prepared for lengths that vary; few_lengths: padding to a few of them
 compiled            layers that are compiled

@@ -9,7 +9,6 @@ from transformers import Trainer
 
 from ..patching.moe_layers import is_patched
 from ..private.transformers import LOADING_METHODS, forget_dequantization
-from .callbacks import ExpertLoadCallback, StepCallback, TokenRoundingCallback
 from .compiled import CompiledLayers
 from .documents import checked_step
 from .expanded_memory import add_expanded_memory
@@ -18,6 +17,7 @@ from .flops import FlopsPerToken, count_flops
 from .gpu_advice import GpuAdvice
 from .lengths import VaryingLengths
 from .liger_loss import LigerLoss
+from .load_callback import ExpertLoadCallback
 from .load_reports import send_histograms
 from .loss_filter import LossFilter, filtered_loss
 from .loss_scale import loss_with_scale
@@ -27,7 +27,9 @@ from .packed_steps import PackedSteps, packed_step
 from .rank_states import save_rank_states
 from .report import FirstStepReport
 from .resume import load_whole
+from .rounding_callback import TokenRoundingCallback
 from .sampling import check_sampling
+from .step_callback import StepCallback
 from .steps import clear_step
 
 

@@ -17,8 +17,8 @@ from ..routing.expert_load import summed_over_ranks
 from ..routing.hooks import hook_of, routers
 from ..routing.patched_model import check_and_hook_routers, is_pipelined, routing_state
 from ..routing.state import Balancing
-from .callbacks import StepCallback
 from .router_loss import router_loss
+from .step_callback import StepCallback
 
 logger = logging.get_logger(__name__)
 

@@ -18,7 +18,7 @@ import sonicmoe_hf
 from sonicmoe_hf.kernels.announce import announce
 from sonicmoe_hf.tools.autopatch.session import Session
 from sonicmoe_hf.tools.autopatch.settings import RunSettings
-from sonicmoe_hf.trainer.callbacks import ExpertLoadCallback
+from sonicmoe_hf.trainer.load_callback import ExpertLoadCallback
 
 BATCH = models.batch()
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}

@@ -38,7 +38,7 @@ def test_the_picture_is_there_at_the_end_of_training(tmp_path):
 
 def test_the_picture_is_of_this_training_alone_and_by_the_first_rank(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(sonicmoe_hf.trainer.callbacks, "draw_history", lambda path, history: drawn.append(history))
+    monkeypatch.setattr(sonicmoe_hf.trainer.load_callback, "draw_history", lambda path, history: drawn.append(history))
     callback, model = ExpertLoadCallback(plot=tmp_path / "load.svg"), build("qwen3_moe")
     for steps in (3, 2):
         trainer = run_trainer(model, tmp_path, [callback], attach=False, max_steps=steps)
@@ -74,7 +74,7 @@ def test_what_cannot_be_drawn_is_refused_before_training():
 def test_a_picture_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     warnings = []
-    monkeypatch.setattr(sonicmoe_hf.trainer.callbacks.logger, "warning", warnings.append)
+    monkeypatch.setattr(sonicmoe_hf.trainer.load_callback.logger, "warning", warnings.append)
     train_with(ExpertLoadCallback(plot=tmp_path / "file" / "load.png"), tmp_path)
     train_with(ExpertLoadCallback(plot=tmp_path / "load.png"), tmp_path, logging_steps=10, logging_strategy="no")
     assert [warning.partition(": ")[2].startswith("no picture in") for warning in warnings] == [True, True]

@@ -36,8 +36,9 @@ from ...private.versions import versions
 from ...routing.patched_model import set_routing
 from ...trainer.attach import attach
 from ...trainer.balancing import LoadBalancing
-from ...trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback
+from ...trainer.load_callback import ExpertLoadCallback
 from ...trainer.load_reports import load_by_layer
+from ...trainer.rounding_callback import TokenRoundingCallback
 from ..comparing import relative_error
 from . import corpus, plots
 from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
