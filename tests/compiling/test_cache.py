@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.models import batch, build_patched, loss_and_gradients
 from helpers.programs import make_model
+from helpers.small_families import small_model
 from helpers.training import CHECKPOINTED_TRAINING, trainer_for
 from peft import get_peft_model
 from torch._dynamo.utils import counters
@@ -66,6 +67,19 @@ def test_warmup_fills_torchs_cache_for_a_run_of_other_lengths(tmp_path, monkeypa
         sonicmoe_hf.attach(trainer)
         trainer.train()
     assert kept_graphs() == [1, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.pinned
+def test_warmup_compiles_a_model_whose_micro_batches_are_not_packed(tmp_path, monkeypatch, capsys):
+    """Of Qwen3-VL-MoE, whose loss is a mean of each micro-batch."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(warmup_graphs, "LENGTHS", (24, 16))
+    small_model("qwen3_vl_moe").config.save_pretrained(tmp_path)
+    with config.patch(fallback_by_default=True):
+        torch._dynamo.reset()
+        assert main(["warmup", str(tmp_path), "--compile", "--rank", "4"]) == 0
+    assert "compiled now" in capsys.readouterr().out
 
 
 QWEN_VL = {"model_type": "qwen3_vl_moe", "text_config": {"num_hidden_layers": 3}, "vision_config": {"depth": 2}}
