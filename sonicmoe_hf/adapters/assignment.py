@@ -7,13 +7,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..checkpoints.reading.converters import WITH_PEFT
 from ..checkpoints.reading.files import headers_of
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_native, weight_names
 from ..lora.names import KEY, PREFIX, without_base_layer
 from ..model_patches import NATIVE_PREFIX
-from .rules import AdapterConfig, NotPlainLoRAError, name_in_trained_model
+from .rules import WITH_PEFT, AdapterConfig, NotPlainLoRAError, name_in_trained_model
 from .trained_model import PARTS_BY_NAME, AdaptedWeight, TrainedModel, product_shape
 
 SHOWN = 4  # of the names in an error

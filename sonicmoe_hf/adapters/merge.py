@@ -15,14 +15,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.layouts import CHECKPOINT_LAYOUTS, family_of, has_native_layout
+from ..checkpoints.layouts import CHECKPOINT_LAYOUTS, check_has_native_layout, has_native_layout
 from ..checkpoints.reading.config_only import build_from_config
-from ..checkpoints.reading.converters import (
-    ALTERNATING,
-    WITH_PEFT,
-    Tensors,
-    WeightGroup,
-)
+from ..checkpoints.reading.converters import ALTERNATING, Tensors, WeightGroup
 from ..checkpoints.reading.files import ADAPTER_CONFIG, CONFIG_FILE, local_folder
 from ..checkpoints.reading.source import Source
 from ..checkpoints.reading.stored import TIED, StoredWeights
@@ -43,7 +38,7 @@ from ..lora.named_base import other_family, other_name
 from ..lora.packed_base import OTHER_NORMS, PackedBase, option_to_load
 from ..model_patches import NATIVE_PREFIX
 from .adapter import Adapter
-from .rules import ADAPTER_WEIGHTS, AdapterConfig
+from .rules import ADAPTER_WEIGHTS, WITH_PEFT, AdapterConfig
 
 OTHER_TABLE = (
     "{folder} has {name}, which no training changes, with other values than {base}: it was trained on another base; give "
@@ -133,7 +128,7 @@ def _target_of_merge(
         target = own_target(stored, (family, own, own), keeps_format)
     elif stored.is_packed_here and not has_native_layout(stored.config):
         if layout == "native" or quantize is not None:
-            family_of(stored.config, stored.folder / CONFIG_FILE)  # raises
+            check_has_native_layout(stored.config, stored.folder / CONFIG_FILE)
         notices = add_adapter(stored, model, adapter, seed)
         target = dense_target(stored, model)
     else:

@@ -10,13 +10,15 @@ import math
 import re
 from pathlib import Path
 
-from ..checkpoints.reading.converters import WITH_PEFT
 from ..checkpoints.reading.files import ADAPTER_CONFIG
 from ..errors import CheckpointError
 from ..formats.json_files import check_items, read_json
 from ..lora.names import PREFIX, Names, is_target_parameter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+WITH_PEFT = (
+    "merge it with PEFT: PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(BASE), ADAPTER).merge_and_unload()"
+)
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 WRAPPED = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # and torch's
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset

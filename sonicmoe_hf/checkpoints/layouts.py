@@ -144,10 +144,9 @@ def has_native_layout(config: dict) -> bool:
     return str(config.get("model_type")).removeprefix(NATIVE_PREFIX) in NATIVE_FAMILIES
 
 
-def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
-    """Read the family that config.json names, and whether it says the native layout."""
+def check_has_native_layout(config: dict, path: Path) -> None:
+    """Raise CheckpointError where config.json, at `path`, names no family with a native layout."""
     model_type = config.get("model_type")
-    name = str(model_type).removeprefix(NATIVE_PREFIX)
     if not isinstance(model_type, str) or not has_native_layout(config):
         raise CheckpointError(
             f"{path}: model_type is {model_type!r}; {', '.join(NATIVE_FAMILIES)} have a native layout and packed experts "
@@ -155,12 +154,22 @@ def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
             "sonicmoe_hf.from_pretrained(SRC, experts_quantization=FORMAT) packs experts, and sonicmoe-hf merge BASE "
             "ADAPTER DST, without --layout, and without --quantize or with --quantize keep, merges adapters"
         )
+
+
+def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
+    """Read the family that config.json, at `path`, names, and whether it says the native layout.
+
+    Raises:
+        CheckpointError: the family has none, or its layout is of a version that is not read here.
+    """
+    check_has_native_layout(config, path)
+    model_type = config["model_type"]
     native = model_type.startswith(NATIVE_PREFIX)
     if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
         raise CheckpointError(
             f"{path}: {VERSION_KEY} is {config.get(VERSION_KEY)!r}; this sonicmoe-hf reads version {LAYOUT_VERSION}"
         )
-    return NATIVE_FAMILIES[name], native
+    return NATIVE_FAMILIES[model_type.removeprefix(NATIVE_PREFIX)], native
 
 
 def hub_config(config: dict, family: NativeFamily) -> dict:

@@ -28,6 +28,7 @@ FP8_LOADABLE: dict[str, Any] = {
     "weight_block_size": FP8_BLOCKS,
     "activation_scheme": "dynamic",  # static scales of activations are for FP8 arithmetic alone
 }
+MATRIX_METHODS = ("fp8", MODELOPT, *declared_integers.METHODS)  # that store each matrix by itself
 TO_BF16 = "load the bf16 checkpoint that it was made from"
 
 
@@ -53,9 +54,9 @@ class DeclaredQuantization(NamedTuple):
         return self.method == QUANT_METHOD
 
     @property
-    def is_per_expert(self) -> bool:
+    def stores_matrices(self) -> bool:
         """Tell whether files store each matrix by itself, in FP8, NVFP4 or integers: all linear layers', or experts'."""
-        return self.method in ("fp8", MODELOPT, *declared_integers.METHODS)
+        return self.method in MATRIX_METHODS
 
     def format_name(self) -> str:
         """Name the experts' format, one of FORMATS; where it is none of these, what the quantization is called.
@@ -65,10 +66,10 @@ class DeclaredQuantization(NamedTuple):
         """
         if self.is_packed_here:
             return self._packed_format().name
-        return self.loadable_matrix_format().name if self.is_per_expert else self.method
+        return self.loadable_matrix_format().name if self.stores_matrices else self.method
 
     def loadable_matrix_format(self) -> MatrixFormat:
-        """Find the format of each matrix that from_pretrained loads, where `is_per_expert`.
+        """Find the format of each matrix that from_pretrained loads, where `stores_matrices`.
 
         Raises:
             CheckpointError: FP8, NVFP4 or integers of a kind that no format here is, with the remedy.

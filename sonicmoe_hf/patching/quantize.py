@@ -135,14 +135,14 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     own = declared.format_name()
     format = own if (format, own) == ("int4", "uint4") else format  # which of both the checkpoint says
     is_smaller = (
-        declared.is_per_expert and FORMATS[format].element_size < declared.loadable_matrix_format().element_size
+        declared.stores_matrices and FORMATS[format].element_size < declared.loadable_matrix_format().element_size
     )
-    is_refused = linear is not None and not declared.is_per_expert
+    is_refused = linear is not None and not declared.stores_matrices
     if is_refused or (own != format and not is_smaller):
         asked = "quantization_config is given" if is_refused else f"experts_quantization is {format!r}"
         remedy = "" if own not in FORMATS else "leave it out, or " if is_refused else "name that format, or "
         raise ValueError(f"{asked}, but the checkpoint is quantized already ({own}); {remedy}{TO_BF16}")
-    if declared.is_per_expert and not LOADS_MATRICES:
+    if declared.stores_matrices and not LOADS_MATRICES:
         raise UnsupportedModelError(
             f"Transformers {transformers.__version__} casts what a checkpoint has packed; install 5.19 or "
             f"newer, or convert the checkpoint first: sonicmoe-hf convert SRC DST --layout native --quantize {format}"
@@ -155,7 +155,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         kept = (*FOR_MODEL, *FOR_CONFIG, *unused)
         kwargs = {key: value for key, value in kwargs.items() if key in kept}
     if not declared.is_packed_here:  # as the hub has it
-        entries = {**declared.entries, "experts": own} if declared.is_per_expert else None
+        entries = {**declared.entries, "experts": own} if declared.stores_matrices else None
         vars(config.get_text_config()).pop("quantization_config", None)  # a model inside may be what declares it
         config.quantization_config = {**ExpertsQuantizationConfig(format, linear).to_dict(), "declared": entries}
     return {**without_linear(kwargs), "config": config}
@@ -184,7 +184,7 @@ def check_not_packed(name, kwargs: dict) -> None:
     if declared is None:
         check_undeclared(sorted(folder.glob("*.safetensors")) if folder is not None else ())
         return
-    if not declared.is_per_expert or declared.entries.get("dequantize"):
+    if not declared.stores_matrices or declared.entries.get("dequantize"):
         return
     if getattr(kwargs.get("quantization_config"), "dequantize", False):
         return

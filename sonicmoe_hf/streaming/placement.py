@@ -19,7 +19,7 @@ from .copies import HOLD_FEWER
 from .host_memory import HostMemory, digest_of
 from .memory import AUTO, EXPERTS_MEMORY, bytes_for_auto, choose_resident, free_on_host, packed_nbytes
 from .stream import ExpertsStream, HostLayer, room_for
-from .units import as_bytes
+from .units import parse_bytes
 from .weight import HostWeight, tensors_of
 
 PROJECTIONS = ("gate_up", "down")
@@ -154,7 +154,7 @@ def _is_host(weight: Any) -> bool:
 def _budget(model: nn.Module, experts_memory: Any, device: torch.device, held: list[Any], largest: int) -> int:
     """Count the bytes of experts that stay on the device. held: the experts' weights. largest: bytes of a layer."""
     if experts_memory != AUTO:
-        return as_bytes(experts_memory, EXPERTS_MEMORY)
+        return parse_bytes(experts_memory, EXPERTS_MEMORY)
     to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
     return bytes_for_auto(device, to_come - sum(weight.nbytes for weight in held if not _is_host(weight)), largest)
 
@@ -239,7 +239,7 @@ class LoadingPlacement:
 
     def __init__(self, experts_memory: Any):
         if experts_memory != AUTO:
-            as_bytes(experts_memory, EXPERTS_MEMORY)
+            parse_bytes(experts_memory, EXPERTS_MEMORY)
         self.experts_memory = experts_memory
         self.placement: Placement | None = None
 

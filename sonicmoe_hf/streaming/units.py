@@ -8,7 +8,7 @@ IN_1000S = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS = IN_1000S | {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def as_bytes(memory: str | int, wanted: str) -> int:
+def parse_bytes(memory: str | int, wanted: str) -> int:
     """Read a number of bytes: 8589934592 of "8GiB", or of "8.6 GB" counted in thousands, or the number itself.
 
     wanted: the error's sentence, whose {} is what was given.

@@ -11,7 +11,7 @@ from ..layer.experts_module import weight_names
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
 from ..streaming.placement import expert_layers
-from ..streaming.units import as_bytes
+from ..streaming.units import parse_bytes
 from .methods import WhileTraining, find_callback
 
 EXPANDED_MEMORY = 'expanded_memory is {}; give bytes of the GPU for experts that lie expanded, such as "20GiB"'
@@ -78,7 +78,7 @@ class ExpandedWeights:
 
 def check_expanded_memory(model: nn.Module, expanded_memory: str | int) -> tuple[list[list[PackedWeight]], int]:
     """Find (the packed weights of each layer, the bytes for them). Raises as `ExpandedWeights` does."""
-    nbytes = as_bytes(expanded_memory, EXPANDED_MEMORY)
+    nbytes = parse_bytes(expanded_memory, EXPANDED_MEMORY)
     layers = [weights for _, experts in expert_layers(model) if (weights := _packed_weights(experts))]
     if not layers:
         raise UnsupportedExpertsError(

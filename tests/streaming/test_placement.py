@@ -35,7 +35,7 @@ from sonicmoe_hf.layer.experts_module import weight_names
 from sonicmoe_hf.streaming import memory, placement
 from sonicmoe_hf.streaming.memory import EXPERTS_MEMORY, choose_resident, free_on_host
 from sonicmoe_hf.streaming.placement import Placement, bytes_of, expert_layers
-from sonicmoe_hf.streaming.units import as_bytes
+from sonicmoe_hf.streaming.units import parse_bytes
 from sonicmoe_hf.streaming.weight import HostWeight
 
 BATCH = batch(2, 8)
@@ -72,7 +72,7 @@ def test_layers_of_other_sizes_count_with_their_own():
     ],
 )
 def test_experts_memory_is_a_number_of_bytes(given, expected):
-    assert as_bytes(given, EXPERTS_MEMORY) == expected
+    assert parse_bytes(given, EXPERTS_MEMORY) == expected
 
 
 @pytest.mark.parametrize("given", ["8 apples", "-1GiB", -1, 1.5, "", True, "GiB"])

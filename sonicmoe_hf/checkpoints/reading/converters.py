@@ -31,9 +31,6 @@ from transformers.core_model_loading import (
 from ...errors import CheckpointError
 from .files import same_bytes
 
-WITH_PEFT = (
-    "merge it with PEFT: PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(BASE), ADAPTER).merge_and_unload()"
-)
 ALTERNATING = 2  # groups whose weights a file may have in turn: gate and up of an expert, and its down
 NOT_INVERTED = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, StopIteration, ValueError)
 Tensors = dict[str, torch.Tensor]

@@ -12,8 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import CheckpointError
-from ...formats.declared import MODELOPT, QUANT_METHOD, DeclaredQuantization, declared_quantization
-from ...formats.declared_integers import METHODS
+from ...formats.declared import MATRIX_METHODS, QUANT_METHOD, DeclaredQuantization, declared_quantization
 from ...formats.matrix_format import MatrixFormat
 from ...private.transformers import missing_allowed
 from .converters import WeightGroup, weight_groups
@@ -22,7 +21,7 @@ from .weight import MatrixWeight, PackedExperts, UntiedWeight, Weight
 
 # model types whose dense experts are [E, in, out], and packed ones [E, out, in]
 TRANSPOSED = ("aria", "aria_text", "gpt_oss", "openai_privacy_filter")
-QUANTIZATIONS = ("mxfp4", "fp8", MODELOPT, QUANT_METHOD, *METHODS)
+QUANTIZATIONS = ("mxfp4", QUANT_METHOD, *MATRIX_METHODS)
 TIED = "tie_word_embeddings"  # of config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -152,6 +151,10 @@ class StoredWeights(TensorFiles):
             for name in group.shapes if state[parameter].is_floating_point() else ():
                 self.check_float(self.weights[name])
         return groups
+
+    def check_whole(self, model: PreTrainedModel) -> None:
+        """Raise CheckpointError where `groups` does: the weights are not all that `model` has, or do not fit it."""
+        self.groups(model)
 
     def check_float(self, weight: Weight) -> None:
         """Raise CheckpointError where a weight that is not quantized is in no dtype of weights."""

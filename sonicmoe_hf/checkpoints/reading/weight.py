@@ -20,14 +20,14 @@ from .files import Header, TensorFiles
 class Change(NamedTuple):
     """The change of a weight when it is written: an adapter is added, or the values of a format take its place.
 
-    group: makes the change of all weights that become a parameter together with it. num_experts: E of a weight that holds
-    all experts, which are made one by one; None of others. expert: the number of the expert whose own it is; 0 of others.
+    make: makes the change of all weights that become a parameter together with it. num_experts: E of a weight that holds
+    all experts, which are made one by one; None of others. expert: the expert whose own it is, by number; None of others.
     dither: by which a quantized weight is rounded; None rounds to nearest.
     """
 
-    group: Callable[[], GroupChange]
+    make: Callable[[], GroupChange]
     num_experts: int | None
-    expert: int
+    expert: int | None
     dither: Dither | None
 
     @classmethod
@@ -36,7 +36,7 @@ class Change(NamedTuple):
     ) -> Change:
         """Describe the change of the weight `name`, one of a group's, whose change `make` gives."""
         owner = group.owners[name]
-        return cls(make, group.num_experts if owner is None else None, owner or 0, dither)
+        return cls(make, group.num_experts if owner is None else None, owner, dither)
 
 
 class GroupChange:
@@ -138,7 +138,7 @@ class Weight:
     def read_changed(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read the weight, with its change if it has one; in fp32 where an adapter is added, to be rounded once."""
         values = self.read(expert, dtype)
-        return values if self.change is None else self.change.group().apply(self, values, expert)
+        return values if self.change is None else self.change.make().apply(self, values, expert)
 
     def round_change(self, expert: int | None = None) -> RoundedMatrix:
         """Change a quantized weight, or one expert's of one that holds all, and round it to its format: each block keeps
@@ -148,7 +148,7 @@ class Weight:
     def _before_and_after(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.change is not None
         before = self.read(expert, torch.float32)
-        return before, self.change.group().apply(self, before, expert)
+        return before, self.change.make().apply(self, before, expert)
 
     @property
     def is_dithered(self) -> bool:
@@ -159,7 +159,8 @@ class Weight:
         """Compute the numbers in [0, 1) by which a matrix of this shape is dithered."""
         if self.change is None or self.change.dither is None:
             return None
-        return self.change.dither.uniform(self.change.expert if expert is None else expert, shape)
+        number = self.change.expert if expert is None else expert
+        return self.change.dither.uniform(number or 0, shape)  # 0 too where it is no expert's
 
     @property
     def scales_header(self) -> Header:

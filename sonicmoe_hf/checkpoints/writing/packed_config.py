@@ -15,8 +15,8 @@ from ...kernels.packed.fp8 import FP8_BLOCK
 from ...kernels.packed.int4 import GROUP
 from ..reading.source import Source
 
-INTEGERS = ("int4", "uint4")
-FORMATS_OF = {"gpt_oss": ("mxfp4",), "per_expert": ("fp8", *INTEGERS)}  # by the hub's layout
+INTEGER_FORMATS = ("int4", "uint4")
+FORMATS_OF = {"gpt_oss": ("mxfp4",), "per_expert": ("fp8", *INTEGER_FORMATS)}  # by the hub's layout
 MXFP4_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
@@ -61,7 +61,7 @@ def _why_not_on_the_hub(source: Source, format: str) -> str | None:
 def matrix_format(source: Source, format: str) -> FP8Matrix | CompressedInt4 | None:
     """Choose how files in the hub layout store a matrix in this format; None of MXFP4, which they store for all experts.
     Integers have one size of groups, the largest of which the groups of all experts that are packed already consist."""
-    if format not in INTEGERS:
+    if format not in INTEGER_FORMATS:
         return FP8Matrix() if format == "fp8" else None
     weights = (source.weights[name] for name in source.parameter_of if name in source.weights)
     groups = (weight.shape[-1] // weight.scales_header.shape[-1] for weight in weights if weight.format is not None)

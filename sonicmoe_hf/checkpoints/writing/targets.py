@@ -58,6 +58,7 @@ def target_of(
     layouts = source.family.name, source.layout, target_layout
     packed, notices = None, []
     if quantize is None:
+        check_dequantize(source, dequantize)
         notices = _quantization_notices(source, dequantize)
     else:
         if layout == "hub" and dtype is not None:
@@ -90,8 +91,9 @@ def checked_dense_target(stored: StoredWeights, dtype: str | None, dequantize: b
             f"{stored.folder} is not quantized, and {stored.config['model_type']} has no other layout; give dtype= "
             "to cast it"
         )
+    check_dequantize(stored, dequantize)
     model = build_from_config(stored.config, stored.folder / CONFIG_FILE)
-    stored.groups(model)  # raises
+    stored.check_whole(model)
     return dense_target(stored, model, dtype, dequantize)
 
 
@@ -141,14 +143,17 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
     return Target(*layouts, output, dict(stored.config), notices)
 
 
-def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:
-    if source.quantization is None:
-        return []
-    if dequantize is False:
+def check_dequantize(source: StoredWeights, dequantize: bool | None) -> None:
+    """Raise CheckpointError where weights that are quantized are not to be dequantized."""
+    if source.quantization is not None and dequantize is False:
         raise CheckpointError(
             f"{source.folder} is quantized ({source.quantization}): conversion can only dequantize such weights"
         )
-    if dequantize:
+
+
+def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:
+    """List what users should know who did not ask for weights that are dequantized."""
+    if source.quantization is None or dequantize:
         return []
     dtype = str(source.dense_dtype).removeprefix("torch.")
     notices = [f"the weights were {source.quantization} and are {dtype} now"]

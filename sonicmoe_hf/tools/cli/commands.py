@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...kernels.activation import ACTIVATIONS
 from ...layer.config import LAYOUTS, ROUNDINGS, SAVE_CHOICES
-from ...streaming.units import as_bytes
+from ...streaming.units import parse_bytes
 from ..autopatch.settings import ROUTINGS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of argparse's add_argument
@@ -55,7 +55,7 @@ def gibibytes(text: str) -> float:
     given = re.sub(r"(?<=[MGT])B?$", "iB", text.strip(), flags=re.IGNORECASE)
     unit = "" if given[-1:].lower() == "b" else "GiB"
     try:
-        gib = as_bytes(given + unit, GPU_MEMORY) / 2**30
+        gib = parse_bytes(given + unit, GPU_MEMORY) / 2**30
     except ValueError:
         raise argparse.ArgumentTypeError(GPU_MEMORY.format(repr(text))) from None
     if CARD_NAME.search(text):

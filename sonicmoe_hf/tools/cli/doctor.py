@@ -174,7 +174,7 @@ def _remedy(declared: DeclaredQuantization) -> str:
         format = declared.format_name()
     except CheckpointError as error:
         return str(error)
-    is_read = declared.is_per_expert or declared.method == "mxfp4"
+    is_read = declared.stores_matrices or declared.method == "mxfp4"
     return loading_remedy(declared.method, format) if is_read else NO_REMEDY
 
 
