@@ -80,7 +80,7 @@ class Adapter(NamedTuple):
         assignment = Assignment(folder / ADAPTER_WEIGHTS, AdapterConfig(folder), model)
         reader = _Reader(assignment, model)
         factors, replaced = LazyMapping(reader.factors()), LazyMapping(reader.replaced())
-        return cls(assignment.config.entries, factors, replaced, assignment.trained.decoder)
+        return cls(assignment.config.entries, factors, replaced, assignment.trained_model.decoder)
 
 
 def is_in_pefts_form(folder: Path, model: PreTrainedModel) -> bool:
@@ -90,7 +90,7 @@ def is_in_pefts_form(folder: Path, model: PreTrainedModel) -> bool:
         assignment = Assignment(folder / ADAPTER_WEIGHTS, AdapterConfig(folder), model)
     except NotPlainLoRAError:
         return True
-    trained, sides = assignment.trained, assignment.sides
+    trained, sides = assignment.trained_model, assignment.sides
     as_named = all(name == f"{PREFIX}{key}" for key, name in assignment.names_in_file.items())
     in_layout = trained.is_native == any(map(is_native, trained.experts.values()))
     return as_named and in_layout and not any(each.part or assignment.is_grouped_by_expert(each) for each in sides)
@@ -100,13 +100,13 @@ class _Reader:
     """The functions that read factors and whole weights from an adapter's file."""
 
     def __init__(self, assignment: Assignment, model: PreTrainedModel):
-        self.path, self.assignment, self.trained = assignment.path, assignment, assignment.trained
+        self.path, self.assignment, self.trained_model = assignment.path, assignment, assignment.trained_model
         family = NATIVE_FAMILIES.get(model.config.model_type.removeprefix(NATIVE_PREFIX))
         self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
 
     def replaced(self) -> dict[str, Callable[[], torch.Tensor]]:
         """Map each whole weight, or table of integers, to the function that reads it."""
-        names, state = self.assignment.replaced.items(), self.trained.state
+        names, state = self.assignment.replaced.items(), self.trained_model.state
         readers = {weight: self._tensor if state[weight].is_floating_point() else self._table for weight, _ in names}
         return {weight: partial(self._read, partial(readers[weight], name)) for weight, name in names}
 
@@ -120,7 +120,7 @@ class _Reader:
     def _weight(self, parts: list[AdaptedWeight], handle: Any) -> Factors:
         """Read the factors of one weight from the open file, in the order of its own rows."""
         adapted = parts[0]
-        module = self.trained.modules[adapted.module]
+        module = self.trained_model.modules[adapted.module]
         num_experts, _, is_transposed = product_shape(module, adapted.parameter)
         if num_experts is None:
             return self._read_factors(adapted, handle)
@@ -131,9 +131,9 @@ class _Reader:
             b = b.unflatten(1, (num_experts, -1)).transpose(0, 1)
         a, b = by_expert(a, b, num_experts)
         factors = Factors(a, b, scale, is_transposed)
-        is_first = adapted.module in self.trained.experts and adapted.parameter == weight_names(module)[0]
-        if is_first and is_native(module) != self.trained.is_native and not self.hub_is_interleaved:
-            return reorder_gate_up(factors, interleaved=self.trained.is_native)
+        is_first = adapted.module in self.trained_model.experts and adapted.parameter == weight_names(module)[0]
+        if is_first and is_native(module) != self.trained_model.is_native and not self.hub_is_interleaved:
+            return reorder_gate_up(factors, interleaved=self.trained_model.is_native)
         return factors
 
     def _single_experts(self, module: nn.Module, num_experts: int, parts: list[AdaptedWeight], handle: Any) -> Factors:
@@ -150,7 +150,7 @@ class _Reader:
 
     def _read_factors(self, adapted: AdaptedWeight, handle: Any) -> Factors:
         a, b = (self._tensor(self.assignment.sides[adapted][side], handle) for side in "AB")
-        return Factors(a, b, self.assignment.config.scale(adapted.trained))
+        return Factors(a, b, self.assignment.config.scale(adapted.trained_name))
 
     def _tensor(self, name: str, handle: Any) -> torch.Tensor:
         """Read a tensor of the open file. Raises CheckpointError for NaN, infinity and what is no float."""

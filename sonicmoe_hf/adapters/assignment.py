@@ -26,7 +26,7 @@ class Assignment:
 
     Attributes:
         path, config, headers: the file, its adapter_config.json, and its tensors' headers. names_in_file: by those in the
-            trained model. trained: that model. sides: of each weight, or of an expert's own, the names of lora_A and
+            trained model. trained_model: that one. sides: of each weight, or of an expert's own, the names of lora_A and
             lora_B in the file. replaced: the names of whole weights in the file, by those of the model.
     Raises:
         CheckpointError: as `Adapter.read`.
@@ -44,15 +44,15 @@ class Assignment:
         origin = f" of {folder}" if (folder := model.config.name_or_path) else ""
         # for errors: the model of training beside the given one
         self.both_models = f"the adapter was trained on {base}, and this model is a {type(model).__name__}{origin}"
-        self.trained = TrainedModel(model, config, self.names_in_file)
+        self.trained_model = TrainedModel(model, config, self.names_in_file)
         self.family = model.config.model_type.removeprefix(NATIVE_PREFIX)
         self.replaced: dict[str, str] = {}
         self.sides: dict[AdaptedWeight, dict[str, str]] = {}
         for key, name in self.names_in_file.items():
             self._assign(key, name)
         single = {adapted.module for adapted in self.sides if adapted.part is not None}
-        for module in single & {adapted.module for adapted in self.sides if adapted.part is None}:
-            raise CheckpointError(MIXED.format(path=path, name=module))
+        if mixed := single & {adapted.module for adapted in self.sides if adapted.part is None}:
+            raise CheckpointError(MIXED.format(path=path, name=min(mixed)))
         self._check_complete(bool(single))
         if not (self.sides or self.replaced):
             raise CheckpointError(f"{path} has no weights")
@@ -69,37 +69,38 @@ class Assignment:
         else:
             self.sides.setdefault(adapted, {})[match["side"]] = name
 
-    def _find_weight(self, trained: str, depth: int) -> AdaptedWeight | None:
+    def _find_weight(self, trained_name: str, depth: int) -> AdaptedWeight | None:
         """Find the weight that the wrapper at this depth around a module of the trained model adapts, or None."""
-        module, single = self.trained.in_model(trained), EXPERT_MODULE.match(trained)
-        if module in self.trained.modules:
-            adapted = self.trained.target_parameters(module)
+        model = self.trained_model
+        module, single = model.in_model(trained_name), EXPERT_MODULE.match(trained_name)
+        if module in model.modules:
+            adapted = model.target_parameters(module)
             if depth < len(adapted):
                 return adapted[-1 - depth]
-            if module not in self.trained.experts and not depth and f"{module}.weight" in self.trained.state:
-                return AdaptedWeight(f"{module}.weight", f"{self.trained.as_trained(module)}.weight")
-        elif single and (experts := self.trained.in_model(single["experts"])) in self.trained.experts and not depth:
-            return self._find_expert_weight(experts, single["projection"], int(single["expert"]), trained)
+            if module not in model.experts and not depth and f"{module}.weight" in model.state:
+                return AdaptedWeight(f"{module}.weight", f"{model.as_trained(module)}.weight")
+        elif single and (experts := model.in_model(single["experts"])) in model.experts and not depth:
+            return self._find_expert_weight(experts, single["projection"], int(single["expert"]), trained_name)
         return None
 
-    def _find_expert_weight(self, name: str, projection: str, expert: int, trained: str) -> AdaptedWeight | None:
-        module, part = self.trained.modules[name], PARTS_BY_NAME.get(projection)
+    def _find_expert_weight(self, name: str, projection: str, expert: int, trained_name: str) -> AdaptedWeight | None:
+        module, part = self.trained_model.modules[name], PARTS_BY_NAME.get(projection)
         if part is None or (part == "gate" and not has_gate(module)):
             return None
         parameter = weight_names(module)[part == "down"]
         num_experts, *_ = product_shape(module, parameter)
         if num_experts is None or expert >= num_experts:
             return None
-        return AdaptedWeight(f"{name}.{parameter}", f"{trained}.weight", part, expert)
+        return AdaptedWeight(f"{name}.{parameter}", f"{trained_name}.weight", part, expert)
 
     def _unknown(self, name: str, module: str) -> CheckpointError:
         keys = map(KEY.match, self.names_in_file)
-        if self.trained.in_model(module) in self.trained.experts and any(
+        if self.trained_model.in_model(module) in self.trained_model.experts and any(
             key and EXPERT_MODULE.match(key["module"]) for key in keys
         ):
             return CheckpointError(MIXED.format(path=self.path, name=name))
         targets = ", ".join(self.config.entries.get("target_parameters") or ()) or "none"
-        experts = self.trained.as_trained(next(iter(self.trained.experts), "model.layers.0.mlp.experts"))
+        experts = self.trained_model.as_trained(next(iter(self.trained_model.experts), "model.layers.0.mlp.experts"))
         known = f"{PREFIX}{experts}.0.up_proj.lora_A.weight or, by target_parameters, {PREFIX}{experts}.lora_A.weight"
         return CheckpointError(
             f"{self.path}: {name} adapts nothing that the model has, by its config.json: {self.both_models}; "
@@ -111,14 +112,14 @@ class Assignment:
         if (own := SAVED_TWICE.sub("", weight)) != weight and own in self.names_in_file:
             return
         module, _, parameter = weight.rpartition(".")
-        module = self.trained.in_model(module)
+        module = self.trained_model.in_model(module)
         weight = f"{module}.{parameter}"
-        if "lora_" in name or weight not in self.trained.state or module in self.trained.experts:
+        if "lora_" in name or weight not in self.trained_model.state or module in self.trained_model.experts:
             raise NotPlainLoRAError(
                 f"{self.path}: {name} is neither lora_A nor lora_B of a layer, nor the weight of a single layer; where "
                 f"PEFT saved it, {WITH_PEFT}"
             )
-        shape, expected = self.headers[name].shape, tuple(self.trained.state[weight].shape)
+        shape, expected = self.headers[name].shape, tuple(self.trained_model.state[weight].shape)
         if shape != expected:
             raise CheckpointError(
                 f"{self.path}: {name} has shape {shape}, the base's {expected}; if the vocabulary was resized, resize "
@@ -132,14 +133,14 @@ class Assignment:
         Args:
             has_single: whether the file has factors for single experts, as all layers then do.
         """
-        present = {adapted._replace(trained="") for adapted in self.sides}
-        for adapted in self.trained.adapted_by_config(has_single):
-            if adapted._replace(trained="") not in present:
-                self.sides[adapted] = {}
+        present, sides_of_all = {adapted._replace(trained_name="") for adapted in self.sides}, dict(self.sides)
+        for adapted in self.trained_model.adapted_by_config(has_single):
+            if adapted._replace(trained_name="") not in present:
+                sides_of_all[adapted] = {}
         for side in "AB":
-            if missing := [adapted.trained for adapted, sides in self.sides.items() if side not in sides]:
+            if missing := [adapted.trained_name for adapted, sides in sides_of_all.items() if side not in sides]:
                 raise self._lacks(f"lora_{side} of ", missing)
-        if missing := [name for name in self.trained.replaced_by_config() if name not in self.replaced]:
+        if missing := [name for name in self.trained_model.replaced_by_config() if name not in self.replaced]:
             raise self._lacks("", missing)
 
     def _lacks(self, what: str, names: list[str]) -> CheckpointError:
@@ -152,24 +153,25 @@ class Assignment:
 
     def _check_shapes(self, adapted: AdaptedWeight) -> None:
         """Raise CheckpointError where the shapes of a pair of factors are not those of its rank and weight."""
-        module = self.trained.modules[adapted.module]
+        module = self.trained_model.modules[adapted.module]
         num_experts, (size_out, size_in), is_transposed = product_shape(module, adapted.parameter)
         if adapted.part is not None:
             num_experts = None
             if adapted.part != "down" and has_gate(module):
                 size_out //= 2
-        may_be_swapped = num_experts is not None and num_experts > 1 and (self.trained.is_native or not is_transposed)
+        is_out_in = self.trained_model.is_native or not is_transposed
+        may_be_swapped = num_experts is not None and num_experts > 1 and is_out_in
         shapes = tuple(self.headers[self.sides[adapted][side]].shape for side in "AB")
-        rank = self.config.rank(adapted.trained)
+        rank = self.config.rank(adapted.trained_name)
         sizes = size_out, size_in
         try:
-            self.config.check_factors(adapted.trained, shapes, num_experts or 1, sizes, rank, may_be_swapped)
+            self.config.check_factors(adapted.trained_name, shapes, num_experts or 1, sizes, rank, may_be_swapped)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. {self.both_models[0].upper()}{self.both_models[1:]}") from None
 
     def is_grouped_by_expert(self, adapted: AdaptedWeight) -> bool:
         """Tell whether lora_B's columns stand expert by expert. Raises CheckpointError where neither is known."""
-        module = self.trained.modules[adapted.module]
+        module = self.trained_model.modules[adapted.module]
         # Unsloth tells families apart by the folder that has the class of their experts
         family = self.family if is_native(module) else type(module).__module__.split(".")[-2]
-        return self.config.is_grouped_by_expert(adapted.trained.rpartition(".")[2], family)
+        return self.config.is_grouped_by_expert(adapted.trained_name.rpartition(".")[2], family)

@@ -1,9 +1,4 @@
-"""convert_adapter: a LoRA adapter for the other layout of its model, or for an inference engine.
-
-lora_B's rows stand in the order of gate and up rows, and the wrappers of an experts module in that of its parameters.
-SonicMoEExperts declares its parameters in the reverse of the families' order: weights of an adapter on both that reach,
-past any config, a model of the other layout do not fit by shape.
-"""
+"""convert_adapter: a LoRA adapter for the other layout of its model, or for an inference engine."""
 
 from __future__ import annotations
 
@@ -92,17 +87,17 @@ def run_adapter_conversion(
     given = config = AdapterConfig(src).entries
     if layout in ENGINES and (saved := config.get("modules_to_save")):
         raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
-    base = _base_folder(src, config, trained_on) / CONFIG_FILE
-    model = _model(base, native=layout == "native")
+    base, base_config = _read_base(src, config, trained_on)
+    model = _model(base_config, base, native=layout == "native")
     adapter = Adapter.read(src, model)
     if layout in ENGINES:
         tensors, config, hints = engine_form(adapter, model, layout)
     else:
         if adapter.decoder != decoder_name(model):
-            model = _text_model(base, adapter.decoder) or model
+            model = _text_model(base_config, base, adapter.decoder) or model
             adapter = Adapter.read(src, model)
         (tensors, config), hints = peft_form(adapter, model), []
-    if base_model is None and has_native_config(base) == (layout == "native"):
+    if base_model is None and _is_native(base_config) == (layout == "native"):
         base_model = given.get("base_model_name_or_path") or os.fspath(trained_on or "")
     config["base_model_name_or_path"] = base_model or None
     named = given.get("base_model_name_or_path") or trained_on or ""
@@ -111,26 +106,23 @@ def run_adapter_conversion(
     return hints
 
 
-def _model(path: Path, native: bool) -> PreTrainedModel:
-    """Build the model that the config.json at `path` describes, of either layout, on the meta device."""
-    config = read_config(path.parent)
-    if native or str(config.get("model_type")).startswith(NATIVE_PREFIX):
+def _model(config: dict, path: Path, native: bool) -> PreTrainedModel:
+    """Build the model that a config.json, at `path`, describes, in the native layout or the hub's, on the meta device."""
+    if native or _is_native(config):
         family, _ = family_of(config, path)
         config = native_config(config, family) if native else hub_config(config, family)
     return build_from_config(config, path)
 
 
-def has_native_config(config: Path) -> bool:
+def _is_native(config: dict) -> bool:
     """Tell whether a config.json is that of a checkpoint in the native layout."""
-    return str(read_config(config.parent).get("model_type")).startswith(NATIVE_PREFIX)
+    return str(config.get("model_type")).startswith(NATIVE_PREFIX)
 
 
-def _text_model(path: Path, decoder: str) -> PreTrainedModel | None:
-    """Build the text model inside the one that the config.json at `path` describes; None where its decoder has another
+def _text_model(config: dict, path: Path, decoder: str) -> PreTrainedModel | None:
+    """Build the text model inside the one that a config.json, at `path`, describes; None where its decoder has another
     name than `decoder`, that of the model that was trained."""
-    text_model = build_from_config(
-        {**read_config(path.parent), "architectures": None}, path
-    )  # which AutoModelForCausalLM loads
+    text_model = build_from_config({**config, "architectures": None}, path)  # which AutoModelForCausalLM loads
     return text_model if decoder_name(text_model) == decoder else None
 
 
@@ -148,8 +140,9 @@ def _write(
         add_card(folder, dst.name, card, format, [])
 
 
-def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:
-    """Find a folder with config.json of the model that the adapter was trained on."""
+def _read_base(src: Path, config: dict, trained_on: str | os.PathLike | None) -> tuple[Path, dict]:
+    """Read config.json of the model that the adapter of `src`, whose own config is given, was trained on: its path, and
+    what it holds."""
     name = os.fspath(trained_on or config.get("base_model_name_or_path") or "")
     if not name:
         raise CheckpointError(
@@ -157,10 +150,9 @@ def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) 
         )
     try:
         folder = local_folder(name, only=[CONFIG_FILE])
-        read_config(folder)
+        return folder / CONFIG_FILE, read_config(folder)
     except CheckpointError as error:
         raise CheckpointError(
             f"the model that the adapter was trained on cannot be read; say trained_on= (--trained-on), its folder: "
             f"{error}"
         ) from error
-    return folder

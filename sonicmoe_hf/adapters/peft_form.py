@@ -16,8 +16,8 @@ from ..formats.hub_names import HubNames
 from ..lora.factors import Factors, as_alpha, to_peft
 from ..lora.names import PREFIX, TAKEN_FOR_EXPERTS, endings
 from .adapter import Adapter
+from .rules import UNSLOTH_ENTRIES
 
-UNSLOTH = ("unsloth_fixed", "lora_B_layout", "unsloth_fused_expert_lora")
 MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"
 REPLACED_BY_TARGETS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
@@ -41,9 +41,9 @@ def new_config(
     """
     mapping = config.get("auto_mapping") or {}
     return {
-        **{field: value for field, value in config.items() if field not in UNSLOTH},
+        **{field: value for field, value in config.items() if field not in UNSLOTH_ENTRIES},
         **dict.fromkeys(REPLACED_BY_TARGETS),
-        "auto_mapping": {key: value for key, value in mapping.items() if key not in UNSLOTH} or None,
+        "auto_mapping": {key: value for key, value in mapping.items() if key not in UNSLOTH_ENTRIES} or None,
         "r": rank,
         "lora_alpha": alpha,
         "use_rslora": False,

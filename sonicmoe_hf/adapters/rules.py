@@ -1,4 +1,5 @@
-"""PEFT's own rules of LoRA: what an adapter_config.json adapts, with which rank and scale, by factors of which shape.
+"""Rules of LoRA in files: what an adapter_config.json adapts, with which rank and scale, by factors of which shape, as
+PEFT has it; and in which order Unsloth wrote the columns of experts' factors.
 
 PEFT stores the factors of an experts parameter [E, out, in] as lora_A [r*E, in] and lora_B [out, r*E], those of a matrix
 [out, in] as lora_A [r, in] and lora_B [out, r].
@@ -19,7 +20,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WITH_PEFT = (
     "merge it with PEFT: PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(BASE), ADAPTER).merge_and_unload()"
 )
-NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 WRAPPED = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # and torch's
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
     "peft_type",
@@ -83,6 +83,7 @@ EMPTY = (
 )
 NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"  # orders of lora_B's columns: PEFT's, and Unsloth's older one
+UNSLOTH_ENTRIES = ("unsloth_fixed", "lora_B_layout", "unsloth_fused_expert_lora")  # that Unsloth adds to PEFT's
 UNSLOTH_PARAMETERS = ("gate_up_proj", "down_proj")
 UNSLOTH_FAMILIES = {  # whose experts unsloth_zoo computed in its own order until 2026.9.6, and PEFT computed the others
     "deepseek_v3",
@@ -140,11 +141,12 @@ class AdapterConfig:
         init = entries.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
             set_otherwise["init_lora_weights"] = init
-        ranks = {**{entry: entries[entry] for entry in DEFAULTS}, **(entries.get("rank_pattern") or {})}
-        for entry, value in ranks.items():
+        positive = {**{entry: entries[entry] for entry in DEFAULTS}, **(entries.get("rank_pattern") or {})}
+        for entry, value in positive.items():
             if value is None or value <= 0:
                 raise CheckpointError(f"{path}: {entry} is {value}, where a number above 0 is expected")
-        for key, value in set_otherwise.items():
+        if set_otherwise:
+            key, value = next(iter(set_otherwise.items()))
             raise NotPlainLoRAError(
                 f"{path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}, or with the "
                 "trainer that wrote it, where PEFT has no such field"

@@ -6,6 +6,10 @@ trained on its text model, for example:
     trained on                        in_model ->  the model that is read for
     model.layers.3.self_attn.q_proj                model.language_model.layers.3.self_attn.q_proj
     model.layers.3.mlp.experts        <- as_trained  model.language_model.layers.3.mlp.experts
+
+lora_B's rows stand in the order of gate and up rows, and the wrappers of an experts module in that of its parameters.
+SonicMoEExperts declares its parameters in the reverse of the families' order: weights of an adapter on both that reach,
+past any config, a model of the other layout do not fit by shape.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from ..errors import CheckpointError
 from ..formats.hub_names import HubNames
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..lora.names import KEY, is_target_parameter, without_base_layer
-from .rules import NATIVE_ORDER, AdapterConfig
+from .rules import AdapterConfig
 
+NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 PARTS_BY_NAME = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it
 
@@ -30,11 +35,12 @@ TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.
 class AdaptedWeight(NamedTuple):
     """A weight that one pair of factors in the file is for, or one expert's part of a weight that holds all experts.
 
-    weight: its name in the model. trained: in the model that was trained. part, expert: of PARTS_BY_NAME, and the number.
+    weight: its name in the model. trained_name: in the model that was trained. part, expert: of PARTS_BY_NAME, and the
+    number.
     """
 
     weight: str
-    trained: str
+    trained_name: str
     part: str | None = None
     expert: int | None = None
 
@@ -125,7 +131,7 @@ class TrainedModel:
         """List the parameters of a module that target_parameters names, the innermost wrapper's first."""
         trained, names = self.as_trained(module), self._parameters(module).items()
         adapted = [AdaptedWeight(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
-        return [weight for weight in adapted if is_target_parameter(weight.trained, self.config.entries)]
+        return [weight for weight in adapted if is_target_parameter(weight.trained_name, self.config.entries)]
 
     def adapted_by_config(self, has_single: bool) -> Iterator[AdaptedWeight]:
         """Yield the modules and parameters that PEFT adapts under the config. has_single: experts as single linear

@@ -50,7 +50,7 @@ class SonicMoEExperts(nn.Module):
     Parameters:
         c_fc [E, 2I, H], gate and up rows alternating; c_proj [E, H, I]; c_fc_bias [E, 2I] and c_proj_bias [E, H] or None.
         Their order decides names inside PEFT adapters, and is the reverse of the families' own on purpose
-        (adapters/convert.py says why).
+        (adapters/trained_model.py says why).
     """
 
     is_transposed = False  # read by PEFT: out features before in features

@@ -74,7 +74,10 @@ def with_matrix_format(conversions: list, hf_quantizer, format: MatrixFormat) ->
         *([WeightRenaming(*SHORT_NAMES)] if isinstance(format.linear, FP8Matrix) else []),
         *(_keep_packed(converter, hf_quantizer, format) for converter in conversions),
         WeightConverter(
-            [*map(pattern_of, format.linear.all_names(WEIGHT)), *(f"{end[1:]}$" for end in format.unused)],
+            [
+                *map(pattern_of, format.linear.all_names(WEIGHT)),
+                *(f"{end.removeprefix('.')}$" for end in format.unused),
+            ],
             WEIGHT,
             [TakeDense(hf_quantizer, format.linear)],
         ),

@@ -61,7 +61,8 @@ class HostMemory:
 
     def fills(self, number: int) -> bool:
         """Tell whether this rank fills the memory of a weight. The two of a layer are one rank's."""
-        return not self.is_shared or self.ranks[number // 2 % len(self.ranks)] == self.rank
+        layer = number // 2
+        return not self.is_shared or self.ranks[layer % len(self.ranks)] == self.rank
 
     def gather_from_ranks(self, subject: str, own: Any) -> list[Any]:
         """Gather the contributions of this host's ranks to a subject, once all have come here. Raises torch's

@@ -145,7 +145,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
         if not os.path.isfile(folder / file):
             raise CheckpointError(f"there is no {folder / file}, which {INDEX_FILE} names")
         headers = headers_of(folder / file)
-        for name in headers.keys() & by_name.keys():
+        if twice := sorted(headers.keys() & by_name.keys()):
+            name = twice[0]
             raise CheckpointError(
                 f"{folder} has {name} in {by_name[name].file} and in {file}: remove the one that is out of date"
             )

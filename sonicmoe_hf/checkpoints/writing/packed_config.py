@@ -23,31 +23,35 @@ MXFP4_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.e
 def check_packing(source: Source, format: str, layout: str) -> None:
     """Raise CheckpointError where the experts of `source` cannot be packed in the format in "native" or "hub" layout."""
     reason = _why_not_on_the_hub(source, format) if layout == "hub" else None
+    reason = reason or _why_not_from_packed(source, format, layout)
     if reason is not None:
-        pass
-    elif source.quantization not in (None, format) and (layout == "hub" or isinstance(source.format, Format)):
+        raise CheckpointError(reason)
+
+
+def _why_not_from_packed(source: Source, format: str, layout: str) -> str | None:
+    if source.quantization not in (None, format) and (layout == "hub" or isinstance(source.format, Format)):
         remedy = "convert the bf16 checkpoint"
         if isinstance(source.format, Format):
             remedy = f"keep that format, or {remedy}"
-        reason = (
+        return (
             f"the experts would be packed as {format}, but are {source.quantization} already, and rounding twice loses "
             f"more: {remedy}"
         )
-    elif isinstance(source.format, Format) and source.format.is_whole:
-        reason = (
+    if isinstance(source.format, Format) and source.format.is_whole:
+        return (
             f"{source.folder} is packed as {source.quantization} already; from_pretrained loads it as it is (its scales "
             "have scales of 256 neighbouring blocks, which cannot be put into another order)"
         )
-    if reason is not None:
-        raise CheckpointError(reason)
+    return None
 
 
 def _why_not_on_the_hub(source: Source, format: str) -> str | None:
     formats = FORMATS_OF.get(source.family.hub_layout, ())
     if format not in formats:
+        named = [name for name in formats if name != "uint4"]  # which "int4" means too
         return (
             f"the hub has no layout for the experts of {source.family.name} in {format}, only for "
-            f"{' or '.join(formats[:2]) or 'none'}; for training, --layout native packs in every format"
+            f"{' or '.join(named) or 'none'}; for training, --layout native packs in every format"
         )
     for block, sizes in source.blocks.items():
         if format == "fp8" and (sizes.hidden % FP8_BLOCK or sizes.intermediate % FP8_BLOCK):

@@ -36,8 +36,10 @@ class Relayout(Output):
         self._source, self.format = source, format
         self.matrix_format = None if format is None or layout == "native" else matrix_format(source, format.name)
         self._experts = experts_parameters(source.family, layout, source.blocks)
-        owners = source.parameter_of
-        self._first = {owners[name]: name for name in reversed(source.weights) if name in owners}
+        self._first: dict[str, str] = {}
+        for name in source.weights:
+            if name in source.parameter_of:
+                self._first.setdefault(source.parameter_of[name], name)
         self.roundings = Roundings(str(source.quantization) if format is None else format.name)
 
     def written_name(self, weight: Weight) -> str:
@@ -164,6 +166,7 @@ class _Relaid:
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
             made.append(packed)
+            # where nothing changes, the first expert stands for all that one weight holds
             if is_changed or there.is_per_expert or experts[0] == 0:
                 exact = self._read_rows(dtype, experts[0])[number]
                 before = self._read_rows(dtype, experts[0], adapter=False)[number] if is_changed else exact
