@@ -76,6 +76,8 @@ class HubNamed(Output):
 def _groups(model: PreTrainedModel) -> dict[str, WeightGroup]:
     """Group the hub's weights of a model, by its parameters."""
     hub_names = HubNames(model)
+    # Each weight has its parameter's shape: a placeholder where several become one. Inverses look up no shape but that of
+    # a weight which is a whole parameter, and `WeightGroup.weights` tries the way back.
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
         for weight in hub_names.weights(name) or [hub_names.parameter(name)]:
