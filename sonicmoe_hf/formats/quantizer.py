@@ -29,7 +29,7 @@ from .declared import QUANT_METHOD, DeclaredQuantization, check_format
 from .declared_integers import METHODS
 from .distribution_checks import check_distributed, guard_deepspeed
 from .experts_conversions import PackExperts
-from .shares import gather_for_saving, is_split, keep_from_fsdp, restore_parameters
+from .shares import gather_for_saving, has_packed_shares, keep_from_fsdp, restore_parameters
 from .state_dicts import hook_state_dicts
 from .stored_as_declared import check_stored, check_undeclared
 
@@ -224,7 +224,7 @@ def mark_model_packed(model: PreTrainedModel) -> None:
     guard_deepspeed()
     # saved under the names it has: nothing splits packed weights into one per expert
     vars(model)["_weight_conversions"] = []
-    if is_split(model):
+    if has_packed_shares(model):
         vars(model)["gather_sharded_state_dict_for_save"] = gather_for_saving
     ignore_packed_in_ddp(model)
 

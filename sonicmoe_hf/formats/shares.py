@@ -102,7 +102,7 @@ def restore_parameters(experts: nn.Module) -> None:
                 weights[name] = as_parameter(local)
 
 
-def is_split(model: nn.Module) -> bool:
+def has_packed_shares(model: nn.Module) -> bool:
     """Tell whether ranks share the packed experts of a model."""
     return any(
         isinstance(weight, PackedWeight) and holding_of(module).by is Holder.EXPERT_PARALLEL

@@ -274,7 +274,8 @@ def _why_not_merged(wrapper: ParamWrapper) -> str | None:
         return "that ranks share"
     if not is_packed:
         return "in host memory" if isinstance(weight, PackedWeight) else None
-    return "in host memory that ranks share" if getattr(getattr(weight, "layer", None), "is_shared", False) else None
+    is_one_copy = getattr(getattr(weight, "layer", None), "has_one_copy", False)
+    return "in host memory that ranks share" if is_one_copy else None
 
 
 def _cast_input_dtype(self, x, dtype):

@@ -41,14 +41,14 @@ class HostMemory:
     ended, also by a kill. torchrun's environment says which ranks are of one host, and they meet in the store of their
     process group, whose timeout holds. A process without other ranks on its host has memory of its own.
 
-    is_shared: whether there is one copy for all ranks, known once `open` has returned.
+    has_one_copy: whether there is one copy for all ranks, known once `open` has returned.
     """
 
     meetings = itertools.count()
 
     def __init__(self) -> None:
         self.ranks, self.rank = _ranks_of_host()
-        self.is_shared = False
+        self.has_one_copy = False
         self._opened: list[torch.Tensor] = []
         if len(self.ranks) > 1:
             store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
@@ -57,12 +57,12 @@ class HostMemory:
     @property
     def num_copies(self) -> int:
         """The number of copies of the experts that this host is to hold."""
-        return 1 if self.is_shared else len(self.ranks)
+        return 1 if self.has_one_copy else len(self.ranks)
 
     def fills(self, number: int) -> bool:
         """Tell whether this rank fills the memory of a weight. The two of a layer are one rank's."""
         layer = number // 2
-        return not self.is_shared or self.ranks[layer % len(self.ranks)] == self.rank
+        return not self.has_one_copy or self.ranks[layer % len(self.ranks)] == self.rank
 
     def gather_from_ranks(self, subject: str, own: Any) -> list[Any]:
         """Gather the contributions of this host's ranks to a subject, once all have come here. Raises torch's
@@ -77,11 +77,11 @@ class HostMemory:
         written."""
         if len(self.ranks) == 1:
             return
-        self.is_shared = True
+        self.has_one_copy = True
         with contextlib.ExitStack() as files:
             causes = self._map(sizes, files)
         if causes:
-            self.is_shared, self._opened = False, []
+            self.has_one_copy, self._opened = False, []
             logger.warning(A_COPY_EACH.format(count=len(self.ranks), cause=causes[0]))
 
     def _map(self, sizes: Sequence[int], opened: contextlib.ExitStack) -> list[str]:
@@ -119,7 +119,7 @@ class HostMemory:
             try:
                 for number, size in enumerate(sizes):
                     if self.fills(number) is is_own:
-                        pin(number, opened[number] if self.is_shared else page_aligned(size))
+                        pin(number, opened[number] if self.has_one_copy else page_aligned(size))
             except (MemoryError, OSError, RuntimeError) as caught:  # the driver's, the system's, torch's
                 error = caught
             causes = self.gather_from_ranks(f"pinned {is_own}", None if error is None else str(error))

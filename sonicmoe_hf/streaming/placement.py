@@ -42,8 +42,8 @@ def _check_streamable(layers: Iterable[tuple[str, nn.Module]]) -> None:
         if holder is not Holder.ONE_DEVICE or kinds:
             by = holder.value if holder is not Holder.ONE_DEVICE else kinds.pop().__name__
             raise UnsupportedExpertsError(
-                f"{name} is shared by ranks ({by}), which keeps experts on the GPUs; leave out experts_memory, or let "
-                "each rank hold all experts (DDP)"
+                f"{name} is shared or sharded by ranks ({by}), which keeps experts on the GPUs; leave out "
+                "experts_memory, or let each rank hold all experts (DDP)"
             )
 
 
@@ -142,7 +142,7 @@ class Placement:
             return weight
         keep_dense_in_state_dicts(experts)
         projection = PROJECTIONS[weight_names(experts).index(name)]
-        if layer.is_shared:
+        if layer.has_one_copy:
             self._digests[self._name(experts, name)] = digest_of(tensors_of(weight))
         return as_parameter(HostWeight.from_weight(layer, projection, weight, is_transposed(experts)))
 
@@ -174,7 +174,7 @@ def _stream_of(held: list[Any], device: torch.device) -> ExpertsStream:
 
 def _reserve(stream: ExpertsStream, count: int, memory: HostMemory, sizes: list[int]) -> list[HostLayer]:
     """Make so many layers, and pin host memory of their weights' sizes, of all or of none."""
-    layers = [HostLayer(stream, memory.fills(2 * number), memory.is_shared) for number in range(count)]
+    layers = [HostLayer(stream, memory.fills(2 * number), memory.has_one_copy) for number in range(count)]
 
     def pin(number: int, host: torch.Tensor) -> None:
         layer, projection = divmod(number, len(PROJECTIONS))

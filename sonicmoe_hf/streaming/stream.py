@@ -55,11 +55,11 @@ class HostLayer:
     """The weights of one layer in host memory.
 
     weights: by "gate_up" and "down", the tensors, over pinned bytes. fills: whether this process writes them.
-    is_shared: whether other ranks read them too.
+    has_one_copy: whether other ranks of the host read them too.
     """
 
-    def __init__(self, stream: ExpertsStream, fills: bool = True, is_shared: bool = False):
-        self.stream, self.reference, self.fills, self.is_shared = stream, weakref.ref(self), fills, is_shared
+    def __init__(self, stream: ExpertsStream, fills: bool = True, has_one_copy: bool = False):
+        self.stream, self.reference, self.fills, self.has_one_copy = stream, weakref.ref(self), fills, has_one_copy
         self.weights: dict[str, Quantized] = {}
         self._mapped: dict[str, Quantized] | None = None
         self._bytes: dict[str, torch.Tensor] = {}

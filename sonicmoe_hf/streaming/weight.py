@@ -71,7 +71,7 @@ class HostWeight(PackedWeight):
 
     def _before_write(self, source: torch.Tensor) -> None:
         if self.layer is not None:
-            if self.layer.is_shared and digest_of(tensors_of(source)) != digest_of(self.packed):
+            if self.layer.has_one_copy and digest_of(tensors_of(source)) != digest_of(self.packed):
                 raise RuntimeError(READ_ONLY)
             self.layer.stream.forget(self.layer)
 
