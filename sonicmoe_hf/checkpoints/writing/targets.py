@@ -152,7 +152,7 @@ def check_dequantize(source: StoredWeights, dequantize: bool | None) -> None:
 
 
 def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:
-    """List what users should know who did not ask for weights that are dequantized."""
+    """Make the notices for users whose quantized weights become dense without having been asked for."""
     if source.quantization is None or dequantize:
         return []
     dtype = str(source.dense_dtype).removeprefix("torch.")
