@@ -125,7 +125,7 @@ def reshard_root(model: nn.Module) -> None:
 
 
 def average_other_adapters(model: nn.Module) -> None:
-    """Average what every rank has whole of a model's adapters from the next forward on, where ranks share experts."""
+    """Average the adapters that every rank has whole, from the model's next forward on, where ranks share experts."""
     if _shares_experts(model) and not hasattr(model, attributes.HAS_AVERAGED_ADAPTERS):
         setattr(model, attributes.HAS_AVERAGED_ADAPTERS, True)
         model.register_forward_pre_hook(_average_replicated)
@@ -151,8 +151,8 @@ def _average_gradient(parameter: torch.Tensor) -> None:
 
 
 def with_whole_factors(model: nn.Module, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Select what may be an adapter's of a model's state dict, with the factors of all experts, where ranks share these;
-    elsewhere give what is given. Nothing is made whole that is not the adapter's."""
+    """Select the entries of a model's state dict that may belong to an adapter, with the factors of all experts, where
+    ranks share these; elsewhere give `state_dict` as it is. Nothing is made whole that is not the adapter's."""
     if not _shares_experts(model):
         return state_dict
     given = _of_adapters(model, model.state_dict() if state_dict is None else state_dict)
