@@ -63,7 +63,7 @@ from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.backends import BACKEND_VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_CHOICES
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.patching.quantize import declared_for
+from sonicmoe_hf.patching.loading_packed import declared_for
 
 FEW_TOKENS = 2048  # of a GPU's step, which waits for Python up to there (docs/performance.md)
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles

@@ -70,7 +70,7 @@ from transformers import (
 import sonicmoe_hf
 from sonicmoe_hf.formats.declared import declared_quantization
 from sonicmoe_hf.kernels.packed import FORMATS
-from sonicmoe_hf.patching.quantize import declared_for
+from sonicmoe_hf.patching.loading_packed import declared_for
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -22,8 +22,8 @@ from ..formats.conversion_errors import named_errors
 from ..formats.tensor_files import open_tensors
 from ..layer.config import COMPUTE_CHOICES, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
+from ..patching.loading_packed import check_not_packed, config_for, with_packed_experts
 from ..patching.patch import guard_streamed
-from ..patching.quantize import check_not_packed, config_for, with_packed_experts
 from ..private.transformers import auto_class_of, loaded_one_by_one
 from ..streaming.placement import LoadingPlacement
 from .patch import patch_model

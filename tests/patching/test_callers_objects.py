@@ -29,7 +29,7 @@ from sonicmoe_hf import from_pretrained, lora_config, patch_model
 from sonicmoe_hf.checkpoints.reading import config_only
 from sonicmoe_hf.formats.declared import declared_quantization
 from sonicmoe_hf.models.loading import _auto_class
-from sonicmoe_hf.patching.quantize import with_packed_experts
+from sonicmoe_hf.patching.loading_packed import with_packed_experts
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
 

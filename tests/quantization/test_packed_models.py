@@ -260,7 +260,7 @@ def test_contradictions_are_refused(source, asked, match, tmp_path):
 
 
 def test_fp8_checkpoints_need_a_transformers_that_does_not_cast_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("sonicmoe_hf.patching.quantize.LOADS_MATRICES", False)
+    monkeypatch.setattr("sonicmoe_hf.patching.loading_packed.LOADS_MATRICES", False)
     small("qwen3_moe").save_pretrained(tmp_path)
     edit_config(tmp_path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UnsupportedModelError, match=r"install 5\.19 or newer, or convert"):

@@ -33,7 +33,7 @@ import sonicmoe_hf
 from sonicmoe_hf import PackedWeight, convert_checkpoint, from_pretrained, quantize_experts
 from sonicmoe_hf.checkpoints.reading.config_only import build_on_meta
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
-from sonicmoe_hf.patching import quantize
+from sonicmoe_hf.patching import loading_packed
 from sonicmoe_hf.patching.forwards import why_not_reached
 
 pytestmark = pytest.mark.pinned
@@ -122,7 +122,7 @@ def test_formats_of_a_checkpoint_that_is_quantized(fp8, tmp_path):
 
 @loads_matrices
 def test_before_transformers_5_19_fp8_is_converted_first(fp8, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantize, "LOADS_MATRICES", False)
+    monkeypatch.setattr(loading_packed, "LOADS_MATRICES", False)
     with says("or convert the checkpoint first: sonicmoe-hf convert SRC DST --layout native --quantize fp8"):
         from_pretrained(fp8, experts_quantization="fp8")
     convert_checkpoint(fp8, tmp_path / "native", layout="native", quantize="fp8")

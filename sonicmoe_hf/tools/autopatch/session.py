@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedModelError
 from ...models.patch import patch_model, unpatch_model
+from ...patching.loading_packed import FOR_FILE, with_packed_experts
 from ...patching.moe_layers import every_experts, is_patched, transformers_model
-from ...patching.quantize import FOR_FILE, with_packed_experts
 from ...private.replaced import RUN, replace
 from ...registration import install_in_peft
 from ...routing.patched_model import check_and_hook_routers, set_routing
