@@ -126,7 +126,7 @@ class PackedSteps(TrainerCallback):
 
     def keep_or_drop_rows(self, model: Any) -> None:
         """Check inside a step, at a micro-batch of a row, what callbacks ask of the routers in it. Where rows cannot give
-        that, drop this step's, and make none in the rest of the run; else say once that there are rows.
+        that, drop this step's, and make none in the rest of the run; else say once that there are rows, if nobody asked.
 
         Raises:
             ValueError: rows were asked for, and cannot give it.
