@@ -176,12 +176,12 @@ def add_adapter(stored: StoredWeights, model: PreTrainedModel, folder: Path, see
                     module = model.get_submodule(parameter.rpartition(".")[0])
                     dither = _dither_of_part(dither_of(parameter, module, seed), groups[parameter], name)
                 weight.change = Change.of(name, groups[parameter], partial(change, parameter), dither)
-    trained = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
-    if trained is not None and trained.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
+    trained_packing = PackedBase.of_adapter(adapter.config.get("auto_mapping"))
+    if trained_packing is not None and trained_packing.is_scaled_otherwise(partial(_plain_weight, stored, groups)):
         raise CheckpointError(OTHER_NORMS.format(model=stored.folder))
-    if trained is not None:
+    if trained_packing is not None:
         here = packed_base_of(stored, model, groups)
-        if sentence := trained.difference_from(here, str(stored.folder)):
+        if sentence := trained_packing.difference_from(here, str(stored.folder)):
             notices.append(sentence)
     named = adapter.config.get("base_model_name_or_path")
     if sentence := other_family(named, stored.config, str(stored.folder)):
