@@ -15,8 +15,6 @@ from torch import nn
 from ..private import attributes
 from .experts_module import IMPLEMENTATION, is_experts, num_experts_in
 
-TENSOR_PARALLEL_MESH = "tp"  # Transformers' name of the mesh's dimension
-
 
 class ExpertParallelism(Protocol):
     """The object that brings experts the tokens of other ranks: expert_parallel.implementation.
@@ -122,20 +120,14 @@ def holding_of(experts: Any) -> Holding:
         return Holding(Holder.THEIR_EXPERT_PARALLEL, num_local, group, rank, size)
     if any(map(is_partitioned, weights)):
         return Holding(Holder.ZERO3, num_local)
-    cuts = [cut for weight in weights for cut in _cuts_of(weight)]
-    if not cuts:
+    placements = (placement for weight in weights for placement in getattr(weight, "placements", ()))
+    cut_dims = [placement.dim for placement in placements if not placement.is_replicate()]
+    if not cut_dims:
         return Holding(Holder.ONE_DEVICE, num_local)
-    return Holding(Holder.TENSOR_PARALLEL if TENSOR_PARALLEL_MESH in cuts else Holder.FSDP2, num_local)
-
-
-def _cuts_of(tensor: Any) -> list[str | None]:
-    """List the dimensions of a DeviceMesh over which a tensor is cut, by their names, if they have any; none of a tensor
-    that each rank has whole."""
-    mesh = mesh_of(tensor)
-    if mesh is None:
-        return []
-    names = mesh.mesh_dim_names or (None,) * mesh.ndim
-    return [name for name, placement in zip(names, tensor.placements) if not placement.is_replicate()]
+    # tensor parallelism cuts each expert, and gets the cut weights to the class's forward by one of its own; FSDP2 cuts
+    # between experts, or where somebody told it to, and hands whole ones to any forward
+    is_tensor_parallel = any(cut_dims) and "forward" in vars(experts)
+    return Holding(Holder.TENSOR_PARALLEL if is_tensor_parallel else Holder.FSDP2, num_local)
 
 
 def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:
