@@ -1,6 +1,7 @@
 """Our implementation of expert parallelism on gloo ranks: it computes what one rank with all the experts computes."""
 
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.native import in_native_names, save_both
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gather, mean_of_ranks, whole_gradients
 from helpers.ranks import WORLD
 from helpers.training import POLICY, TILE, Watch, callback_in_first_step
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -20,9 +22,10 @@ import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRounding
 from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.expert_parallel.exchange import EXCHANGES, use_exchange
-from sonicmoe_hf.layer.holding import Holder, has_expert_parallelism, holding_of
+from sonicmoe_hf.layer.holding import Holder, expert_parallelism, has_expert_parallelism, holding_of
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.moe_layers import find_layers
+from sonicmoe_hf.private import attributes
 from sonicmoe_hf.routing import calls
 from sonicmoe_hf.routing.hooks import hook_of
 from sonicmoe_hf.tools.demo.corpus import standard_library
@@ -298,3 +301,16 @@ def test_what_does_not_work_raises_an_error_with_the_remedy(ranks, tmp_path):
         assert 'load the model with DistributedConfig(ep_implementation="sonicmoe_hf")' in messages[0]
         assert 'load the model with experts_implementation="sonicmoe_hf", or call' in messages[-1]
         assert "9 tokens and 18 pairs" in other_tokens and 'ep_implementation="all_to_all"' in other_tokens
+
+
+def test_experts_that_one_rank_has_are_outside_fsdp2_unless_a_policy_or_a_list_comes_with_them(monkeypatch):
+    from sonicmoe_hf.expert_parallel import implementation  # which older versions of Transformers do not have
+
+    sharded, mesh = [], SimpleNamespace(size=lambda: 1)
+    monkeypatch.setattr(implementation, "_FULLY_SHARD", lambda module, **options: sharded.append(module))
+    experts = next(find_layers(build("qwen3_moe"))).experts
+    vars(experts)[attributes.PARALLELISM] = SimpleNamespace(is_outside_fsdp=False)
+    policy = MixedPrecisionPolicy()
+    for module, options in ((experts, {"mp_policy": policy}), ([experts], {}), (experts, {})):
+        implementation.fully_shard(module, mesh=mesh, reshard_after_forward=True, **options)
+    assert sharded == [experts, [experts]] and expert_parallelism(experts).is_outside_fsdp
