@@ -49,7 +49,11 @@ def _check(query, key, value, sinks, causal: bool, window: int | None) -> None:
     obstacles = {
         f"query, key and value are [B, T, H, D], not {shapes}": any(len(shape) != 4 for shape in shapes),
         f"key and value {shapes[1:]} do not fit query {shapes[0]}": len(shapes[0]) == len(shapes[1]) == 4
-        and (shapes[1][:3] != shapes[2][:3] or shapes[1][0] != shapes[0][0] or heads % max(shapes[1][2], 1) != 0),
+        and (
+            shapes[1][:3] != shapes[2][:3]
+            or (shapes[1][0], shapes[1][3]) != (shapes[0][0], shapes[0][3])
+            or heads % max(shapes[1][2], 1) != 0
+        ),
         f"sinks are one for each of the {heads} heads": sinks is not None and tuple(sinks.shape) != (heads,),
         f"window is {window!r}; it counts keys of a causal query": window is not None and not (causal and window > 0),
         f"query on {query.device.type} in {query.dtype}: torch's flash kernels take bfloat16 and float16 on CUDA, and "

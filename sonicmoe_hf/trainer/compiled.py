@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..compiling.layers import begin_compiling, checkpointable_layers, compile_layers
 from ..kernels.announce import is_first_rank
 from ..private.torch import has_compiled_modules
-from .methods import wrap_method
+from .methods import unwrap_method, wrap_method
 
 logger = logging.get_logger(__name__)
 
@@ -33,13 +33,16 @@ class CompiledLayers(TrainerCallback):
         self.options: dict[str, Any] | None = None
 
     def choose(self, trainer: Any, compile: bool | None) -> None:
-        """Choose for a Trainer; compile=None leaves what was chosen before. From then on the Trainer's accelerator
-        compiles no model as a whole, if layers are to be compiled."""
+        """Choose for a Trainer; compile=None leaves what was chosen before. While layers are to be compiled, its
+        accelerator compiles no model as a whole."""
         self.compile = self.compile if compile is None else compile
         self.options = compile_options(trainer, self.compile)
-        if self.options is not None:
-            for name in ("prepare", "prepare_model"):
+        for name in ("prepare", "prepare_model"):
+            if self.options is not None:
                 wrap_method(trainer.accelerator, name, _without_dynamo)
+            else:
+                unwrap_method(trainer.accelerator, name, _without_dynamo)
+        if self.options is not None:
             begin_compiling(self.options)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):

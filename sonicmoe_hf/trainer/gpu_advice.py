@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..compiling.layers import can_capture, why_in_python
 from ..kernels.announce import is_first_rank
 from .lengths import VaryingLengths
-from .packed_steps import PackedSteps
+from .packed_steps import PADDED_FIRST, PackedSteps
 
 logger = logging.get_logger(__name__)
 
@@ -65,14 +65,15 @@ class GpuAdvice(TrainerCallback):
     def _switches(self, args, model) -> str:
         """Name the options that speed this run up: compiled layers gain nothing where each micro-batch has a length of
         its own."""
-        lengths, is_packed = self.lengths, self.packed_steps.has_rows
+        lengths, packed_steps = self.lengths, self.packed_steps
+        is_packed, of_batches = packed_steps.has_rows, packed_steps.reason_of_batches
         switches = why_in_python(model) if lengths.is_compiled else []
-        is_possible = args.gradient_accumulation_steps > 1 and self.packed_steps.reason is None
+        is_possible = args.gradient_accumulation_steps > 1 and packed_steps.reason is None and of_batches is None
         can_pack = is_possible and not is_packed
         varies = len(lengths.shapes) > 1 and not (is_packed or can_pack)
         if can_pack:
             switches.append(PACK)
-        if varies and not lengths.few_lengths:
+        if varies and not lengths.few_lengths and of_batches in (None, PADDED_FIRST):  # others keep their lengths
             switches.append(FEW_LENGTHS)
         if not lengths.is_compiled and not varies:
             switches.append(COMPILE)

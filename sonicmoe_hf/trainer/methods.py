@@ -19,6 +19,13 @@ def wrap_method(trainer: Any, name: str, function: Callable) -> None:
         setattr(trainer, name, functools.partial(function, trainer, method))
 
 
+def unwrap_method(trainer: Any, name: str, function: Callable) -> None:
+    """Undo `wrap_method`, if nobody has wrapped the method since."""
+    method = vars(trainer).get(name)
+    if getattr(method, "func", None) is function:
+        setattr(trainer, name, method.args[1])
+
+
 def is_own(trainer: Any, name: str) -> bool:
     """Tell whether a Trainer's method is that of Transformers, which functions of ours may wrap."""
     method = getattr(trainer, name)

@@ -26,6 +26,7 @@ PACKED = (
     f"largest so far has with padding, and {AUTOMATIC_TOKENS}; attach(trainer, packed_tokens=False) leaves that out"
 )
 APART = "sonicmoe_hf: micro-batches of a step are computed one by one, not as rows without padding: {reason}"
+PADDED_FIRST = "padding comes before tokens, or has labels"
 
 
 class Row(NamedTuple):
@@ -57,6 +58,7 @@ class PackedSteps(TrainerCallback):
 
     def _forget_run(self) -> None:
         self.reason: str | None = None  # why there are no rows in this run
+        self.reason_of_batches: str | None = None  # why a step had none, by what is in its batches
         self.checks_passed: set[Callable] = set()
         self.largest = 0  # tokens of a micro-batch, with padding
         self.has_rows = self.has_announced = False
@@ -102,6 +104,7 @@ class PackedSteps(TrainerCallback):
             return
         counts, reason = _counts(batches)
         if reason is not None:
+            self.reason_of_batches = reason
             if not (self.is_automatic and any("position_ids" in batch for batch in batches)):  # such are rows already
                 logger.warning_once(APART.format(reason=reason))
             return
@@ -227,7 +230,7 @@ def _counts(batches: list) -> tuple[list[int], str | None]:
         return [], reason
     counted = torch.stack([_count_and_check(batch) for batch in batches]).tolist()
     if not all(is_packable for _, is_packable in counted):
-        return [], "padding comes before tokens, or has labels"
+        return [], PADDED_FIRST
     return [count for count, _ in counted], None
 
 

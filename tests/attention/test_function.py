@@ -68,6 +68,8 @@ def test_it_is_attention_with_one_more_logit(causal, window, queries, has_sinks)
     [
         ({"query": torch.zeros(2, 9, 8)}, r"query, key and value are \[B, T, H, D\]"),
         ({"key": torch.zeros(2, 9, 3, 8)}, "do not fit query"),
+        ({"key": torch.zeros(2, 9, 4, 4)}, "do not fit query"),
+        ({"key": torch.zeros(2, 9, 4, 16)}, "do not fit query"),
         ({"sinks": torch.zeros(3)}, "one for each of the 4 heads"),
         ({"window": 0}, "window is 0"),
         ({"window": 2, "causal": False}, "window is 2; it counts keys of a causal query"),

@@ -108,6 +108,10 @@ def test_what_commands_about_checkpoints_are_given(tmp_path):
     convert = ("convert", tmp_path / "base", tmp_path / "rounded", "--layout", "hub", "--round", "nf4")
     with says("--round leaves experts dense, in the hub's layout and their own dtype; leave --dtype out"):
         assert run(*convert, "--dtype", "float32") == 2
+    with says(
+        "--round leaves experts dense, in the hub's layout and their own dtype; give --layout hub in place of native"
+    ):
+        assert run(*convert, "--layout", "native") == 2
     with says("serve this where experts_quantization='nf4' trains"):
         assert run(*convert) == 0
     rounded = sonicmoe_hf.from_pretrained(tmp_path / "rounded", dtype=torch.float32)

@@ -114,7 +114,7 @@ def test_a_native_model_is_compared_whatever_the_order_of_its_rows_and_a_base_el
 @pytest.mark.parametrize(
     "source, options, message",
     [
-        ("hub", ["--layout", "native"], "leave --layout native out"),
+        ("hub", ["--layout", "native"], "give --layout hub in place of native"),
         ("hub", ["--layout", "hub", "--dtype", "float16"], "leave --dtype out"),
         ("native", ["--layout", "hub"], "rows stand in another order"),
         ("packed", ["--layout", "hub"], "is nf4 already"),

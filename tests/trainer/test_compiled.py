@@ -95,6 +95,14 @@ def test_what_is_compiled_follows_the_arguments_and_attach(given, compile, expec
     assert hasattr(prepared, "_orig_mod") is (bool(given) and expected is None)
 
 
+def test_a_trainer_that_compiles_layers_can_still_be_left_to_compile_the_whole_model(tmp_path):
+    model = build_patched("qwen3_moe")
+    trainer = Trainer(model, arguments(tmp_path, torch_compile=True), train_dataset=Examples(4))
+    sonicmoe_hf.attach(trainer)
+    sonicmoe_hf.attach(trainer, compile=False)
+    assert hasattr(trainer.accelerator.prepare_model(model), "_orig_mod")
+
+
 @pytest.mark.parametrize(
     ("given", "has_gpu", "times"),
     [

@@ -12,7 +12,7 @@ import sonicmoe_hf
 from sonicmoe_hf.trainer import gpu_advice
 from sonicmoe_hf.trainer.gpu_advice import GpuAdvice
 from sonicmoe_hf.trainer.lengths import VaryingLengths
-from sonicmoe_hf.trainer.packed_steps import PackedSteps
+from sonicmoe_hf.trainer.packed_steps import PADDED_FIRST, PackedSteps
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,8 @@ def test_the_tenth_step_says_how_busy_the_gpu_is_and_what_helps(busy, is_said, m
         (4, [16, 17], {}, {"has_rows": True}, [gpu_advice.COMPILE]),
         (4, [16, 17], {"is_compiled": True}, {"has_rows": True}, []),
         (4, [16, 17], {"is_compiled": True}, {"reason": "attention"}, [gpu_advice.FEW_LENGTHS]),
+        (4, [16, 17], {"is_compiled": True}, {"reason_of_batches": PADDED_FIRST}, [gpu_advice.FEW_LENGTHS]),
+        (4, [16, 17], {"is_compiled": True}, {"reason_of_batches": "they have position_ids too"}, []),
     ],
 )
 def test_the_advice_names_the_switch_for_the_runs_lengths(accumulated, lengths, settings, packing, switches):

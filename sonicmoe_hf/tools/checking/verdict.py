@@ -58,8 +58,9 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _judge(evidence: Evidence) -> _Judgement:
-    """Judge in this order: too little to judge by; a hypothesis that is nearer than the adapter; packed weights, which
-    rounding explains; a change of which clearly much is missing; a hypothesis that is true in part; the adapter."""
+    """Judge in this order: too little to judge by; of packed weights what rounding explains, also where the base or the
+    lack of the experts would; a hypothesis that is nearer than the adapter; a change of which clearly much is missing; a
+    hypothesis that is true in part; the adapter."""
     if not evidence.reference.effect:
         return _Judgement(CANNOT_TELL, NO_CHANGE)
     if (num_tokens := len(evidence.log_p)) < MIN_TOKENS:

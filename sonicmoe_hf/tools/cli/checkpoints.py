@@ -33,10 +33,15 @@ def convert(
             "hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's layout: --layout hub"
         )
     if (format := given.pop("round", None)) is not None:
-        for name in set(given) - {"max_shard_size", "revision"} | ({"layout native"} if layout != "hub" else set()):
+        for name in set(given) - {"max_shard_size", "revision"}:
             raise CheckpointError(
                 f"--round leaves experts dense, in the hub's layout and their own dtype; leave "
                 f"--{name.replace('_', '-')} out"
+            )
+        if layout != "hub":
+            raise CheckpointError(
+                "--round leaves experts dense, in the hub's layout and their own dtype; give --layout hub in place of "
+                f"{layout}"
             )
         return _write("rounding", round_checkpoint, src, dst, format, verify=verify, **given)
     return _write("converting", convert_checkpoint, src, dst, layout, verify=verify, **given)
