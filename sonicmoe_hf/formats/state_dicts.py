@@ -36,14 +36,14 @@ def hook_state_dicts(module: nn.Module) -> None:
 
 def _write_tensors(module, state_dict, prefix, local_metadata):
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, PackedWeight) and prefix + name in state_dict:
+        if isinstance(parameter, PackedWeight) and parameter.format and prefix + name in state_dict:
             packed = state_dict.pop(prefix + name).packed
             state_dict.update(FORMATS[parameter.format].tensors(prefix + name, packed))
 
 
 def _read_tensors(module, state_dict, prefix, *_):
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, PackedWeight):
+        if isinstance(parameter, PackedWeight) and parameter.format:
             format = FORMATS[parameter.format]
             names = format.names(prefix + name)
             if all(tensor in state_dict for tensor in names):

@@ -16,6 +16,7 @@ from sonicmoe_hf import (
     convert_checkpoint,
     from_pretrained,
     merge_adapter,
+    patch_model,
     quantize_experts,
 )
 from sonicmoe_hf.kernels.packed import FORMATS
@@ -115,6 +116,18 @@ def packed(tmp_path_factory):
     make(folder / "hub", "qwen3_moe", **SIZES["qwen3_moe"])
     convert_checkpoint(folder / "hub", folder / "nf4", quantize="nf4")
     return folder
+
+
+def test_experts_that_become_dense_are_saved_and_loaded_from_host_memory(packed, tmp_path):
+    model = from_pretrained(packed / "hub", experts_quantization="nf4").dequantize()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    patch_model(model, experts_memory=0)
+    assert same_bits(model.state_dict(), expected)
+    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in expected.items()})
+    assert not any(tensor.any() for tensor in model.state_dict().values())
+    model.load_state_dict(expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert same_bits(from_pretrained(tmp_path / "saved").state_dict(), expected)
 
 
 def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, tmp_path):
