@@ -17,7 +17,12 @@ from .integer_matrices import (
 from .matrix_format import MatrixFormat
 
 COMPRESSED, GPTQ, AUTO_ROUND, AWQ = METHODS = ("compressed-tensors", "gptq", "auto-round", "awq")
-EXPERT = "model.layers.1.mlp.experts.0.gate_proj"  # by which patterns of names are tried
+MATRICES = ("gate_proj", "w1")
+EXPERTS = {"mlp": MATRICES, "block_sparse_moe": MATRICES, "feed_forward": MATRICES, "mixer": ("up_proj",)}
+LAYERS = ("model.layers.1", "language_model.model.layers.1", "model.language_model.layers.1")
+NAMES = [  # of an expert's matrix, by which targets are tried
+    f"{layer}.{module}.experts.0.{matrix}" for layer in LAYERS for module in EXPERTS for matrix in EXPERTS[module]
+]
 GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format: what is missing in its zeros
 AUTO_ROUND_OFFSETS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round": 0}
 
@@ -87,15 +92,17 @@ def _experts_config_group(entries: dict) -> dict:
     groups = declared.values() if isinstance(declared, dict) else ()
     by_name = [group for group in groups if any(_matches(each) for each in group.get("targets") or ())]
     by_class = [group for group in groups if "Linear" in (group.get("targets") or ())]
+    if groups and not by_name + by_class:
+        targets = [each for group in groups for each in group.get("targets") or ()]
+        _raise_not_read(COMPRESSED, f"by the targets {targets}, of which none names its experts")
     return next(iter(by_name + by_class), {})
 
 
 def _matches(target: str) -> bool:
     """Tell whether a target of compressed-tensors is the name of an expert's matrix, in any model."""
     if target.startswith("re:"):
-        names = (EXPERT, f"language_model.{EXPERT}", EXPERT.replace("model.", "model.language_model.", 1))
-        return any(re.match(target.removeprefix("re:"), name) for name in names)
-    return target == EXPERT
+        return any(re.match(target.removeprefix("re:"), name) for name in NAMES)
+    return target in NAMES
 
 
 def _gptq_format(entries: dict) -> MatrixFormat:

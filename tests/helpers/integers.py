@@ -17,9 +17,9 @@ EXPERTS = r"\.experts\.\d+\.\w+_proj\.weight$"
 LINEAR = r"(_proj|kv_a_proj_with_mqa)\.weight$"
 
 
-def compressed_config(format="pack-quantized", **weights):
+def compressed_config(format="pack-quantized", targets=("Linear",), **weights):
     """Write the quantization_config of compressed-tensors."""
-    group = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
+    group = {"targets": [*targets], "input_activations": None, "output_activations": None}
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | weights
     return {
         "quant_method": "compressed-tensors",

@@ -243,16 +243,14 @@ REFUSED = {
     "bits": ({**GPTQ, "bits": 8}, r"gptq in 8 bits"),
     "bits of compressed-tensors": (compressed_config(num_bits=3), r"compressed-tensors in 3 bits"),
     "activations": (
-        {
-            **compressed_config(),
-            "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": {"num_bits": 8}}},
-        },
+        compressed_config() | {"config_groups": {"0": {"targets": ["Linear"], "input_activations": {"num_bits": 8}}}},
         "with activations quantized too",
     ),
     "order of activations": (compressed_config(actorder="group"), "in the order of activations"),
     "another form": (compressed_config("int-quantized"), "compressed-tensors as 'int-quantized'"),
     "a scale a tensor": (compressed_config(strategy="tensor"), "with scales for each tensor"),
     "no experts": ({**compressed_config(), "ignore": ["re:.*experts.*"]}, "with experts left out"),
+    "targets": (compressed_config(targets=["re:.*self_attn.*"]), r"by the targets \['re:\.\*self_attn\.\*'\]"),
     "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "gptq as 'marlin'"),
     "awq's other kernels": ({**AWQ, "version": "gemv"}, "awq for its kernel 'gemv'"),
     "auto-round's other packings": ({**AUTO_ROUND, "packing_format": "auto_round:fp8"}, "'auto_round:fp8'"),
@@ -269,6 +267,13 @@ def test_other_integers_are_refused_by_name_with_a_remedy_that_works(declared, m
         from_pretrained(tmp_path, experts_quantization="int4")
     edit_config(tmp_path, quantization_config=None)  # the bf16 checkpoint
     assert packed_in(from_pretrained(tmp_path, experts_quantization="int4"))
+
+
+@pytest.mark.parametrize("target", [r"re:.*\.block_sparse_moe\.", "re:.*feed_forward.*", "re:.*mixer.*", "re:.*w1"])
+def test_experts_are_told_by_the_names_of_any_model(target):
+    assert vars(format_of("ct-32", **compressed_config(targets=[target]))) == vars(format_of("ct-32"))
+    with pytest.raises(CheckpointError, match="with experts left out"):
+        format_of("ct-32", ignore=[target])
 
 
 LAYER = "model.layers.1.mlp.experts.3.up_proj"
