@@ -2,10 +2,10 @@
 back. docs/patching.md has the list for users.
 
 Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT and of Transformers are
-replaced by ones that call the original for every model that is not ours. PEFT, with what it imports, takes as long to
-import as Transformers. So its functions are replaced at once only where it is imported already, and else when the first
-config or model names our experts, before PEFT can meet them. Other functions are replaced when patch_model or
-from_pretrained needs it; private/replaced.py knows all of them.
+replaced by ones that call the original for every model that is not ours, beside what changes no value. PEFT, with what
+it imports, takes as long to import as Transformers. So its functions are replaced at once only where it is imported
+already, and else when the first config or model names our experts, before PEFT can meet them. Other functions are
+replaced when patch_model or from_pretrained needs it; private/replaced.py knows all of them.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ class PackedWeight(torch.Tensor):
             result = operation(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        listed = (argument if isinstance(argument, (list, tuple)) else (argument,) for argument in args)
+        given = (*args, *(kwargs or {}).values())
+        listed = (argument if isinstance(argument, (list, tuple)) else (argument,) for argument in given)
         first = next(tensor for tensors in listed for tensor in tensors if isinstance(tensor, cls))
         first._raise_unsupported(function)
 

@@ -158,8 +158,9 @@ def check_loaded_names(model: nn.Module, settings: dict) -> None:
     """Raise ValueError where target_modules has a layer whose factors PEFT saves under a name that it loads as
     another's."""
     hub_names, targets = HubNames(cast(Any, model)), Names(settings.get("target_modules"))
+    excluded = Names(settings.get("exclude_modules"))
     for name in [without_base_layer(name) for name, _ in model.named_modules()]:
-        if name in targets and hub_names.in_adapter(name) is None:
+        if name in targets and name not in excluded and hub_names.in_adapter(name) is None:
             raise ValueError(
                 f"target_modules has {name}, whose factors PEFT and Transformers save but do not load again: leave it out"
             )

@@ -1,6 +1,6 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. PEFT's private parts here, of 0.20 and
-0.21: ParamWrapper (its `forward`, `num_experts`), `_check_merge_allowed`, `_inject_parameters`, fsdp_auto_wrap_policy and
-get_tp_plan_and_mesh.
+0.21: ParamWrapper (its `forward`, `num_experts`), `_check_merge_allowed`, `_inject_parameters`, Linear's
+`_cast_input_dtype`, fsdp_auto_wrap_policy and get_tp_plan_and_mesh.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. registration.py puts that in PEFT's place. shares.py has the adapters of experts
@@ -260,10 +260,17 @@ def _check_merge_allowed(self) -> None:
                 reason = "that ranks share, and of layers that they shard beside them,"
             if reason is not None:
                 raise UnsupportedModelError(shares.NOT_MERGED.format(kind=reason))
+    packed_merge.name_weights(self.model)
+    if not _has_our_experts(self.model):
+        _PEFTS_CHECK(self)
+        return
     with tied_head.without_warning(self.model):
         _PEFTS_CHECK(self)
-    packed_merge.name_weights(self.model)
     tied_head.untie_adapted_head(self.model)
+
+
+def _has_our_experts(model: nn.Module) -> bool:
+    return any(_implementation(experts) == IMPLEMENTATION for experts in every_experts(model))
 
 
 def _why_not_merged(wrapper: ParamWrapper) -> str | None:
@@ -290,7 +297,7 @@ def _cast_input_dtype(self, x, dtype):
 
 def _inject_parameters(self, peft_config, model, **options):
     """Adapt parameters as BaseTuner does, without the dropout of linear layers where some are of our experts."""
-    if any(_implementation(experts) == IMPLEMENTATION for experts in every_experts(model)):
+    if _has_our_experts(model):
         peft_config = dropout.without_dropout(peft_config)
     return _PEFTS_PARAMETERS(self, peft_config=peft_config, model=model, **options)
 

@@ -79,3 +79,5 @@ def test_a_layer_that_no_name_brings_back_is_refused_by_lora_config():
     ):
         lora_config(model, target_modules=["q_proj", "weight_proj"])
     assert lora_config(model, target_modules=["q_proj"]).target_modules == {"q_proj"}
+    excluded = lora_config(model, target_modules=["q_proj", "weight_proj"], exclude_modules=["weight_proj"])
+    assert excluded.target_modules >= {"q_proj"}

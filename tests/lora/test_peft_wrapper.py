@@ -370,3 +370,12 @@ def test_a_head_that_is_tied_is_untied_by_a_merge_but_not_by_one_that_peft_refus
     merged = adapted.merge_and_unload()
     assert merged.lm_head.weight is not merged.model.embed_tokens.weight and not merged.config.tie_word_embeddings
     assert not [str(each.message) for each in recwarn if "tie_word_embeddings" in str(each.message)]
+
+
+def test_the_tied_head_of_a_model_that_is_not_ours_is_peft_s_matter():
+    adapted = get_peft_model(
+        build("qwen3_moe", tie_word_embeddings=True, **ONE_LAYER), LoraConfig(r=2, target_modules=["lm_head"])
+    )
+    with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
+        merged = adapted.merge_and_unload()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight and merged.config.tie_word_embeddings

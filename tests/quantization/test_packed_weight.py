@@ -161,6 +161,7 @@ def test_a_weight_in_the_other_order_is_not_taken_for_one_of_its_shape():
         lambda weight: setattr(as_parameter(weight), "data", torch.zeros(weight.shape)),
         lambda weight: torch.zeros(weight.shape).copy_(weight),
         lambda weight: torch.zeros_like(weight),
+        lambda weight: torch.mul(torch.ones(3, 8, 8), 2.0, out=weight),
         lambda weight: weight.split(2, dim=1),
     ],
 )
