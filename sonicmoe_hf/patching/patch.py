@@ -65,13 +65,13 @@ def patch_experts(
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
     root = transformers_model(model)
     layers = undo_liger_and_check(root)
-    adopt_experts(root)
     if experts_compute is not None:
         for layer in find_layers(root):
             check_fp8_products(layer.experts)
     if experts_memory is not None:
         place_experts(root, experts_memory)
         guard_streamed(root)
+    adopt_experts(root)  # once nothing is refused
     guard = guard_of(root)
     own_configs = {} if guard is None else guard.own_configs
     use_own_configs(model, own_configs)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
 from ..formats.declared import declared_quantization
@@ -103,13 +104,14 @@ def _why_not_accelerated(
 def supports(model: nn.Module) -> list[LayerSupport]:
     """Tell for every mixture-of-experts layer of `model` (also on the meta device) what works, and why not."""
     check_module(model)
+    root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     layers = []
     bound_by_liger = {
         unwrap(module): why_not_reached(module) for module in experts_and_wrappers(model) if is_bound_by_liger(module)
     }
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
-        reason = _why_not_accelerated(model, layer, bound_by_liger)
+        reason = _why_not_accelerated(root, layer, bound_by_liger)
         layers.append(LayerSupport(layer.name, family, reason is None, reason or "fully supported"))
     return layers or [
         LayerSupport(name, None, False, f"{type(module).__name__} {OUTSIDE.format(more=_identities(module))}")

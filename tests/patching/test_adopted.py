@@ -55,6 +55,14 @@ def test_a_step_patched_and_unpatched(model):
     assert relative_error(step(other)["logits"], expected["logits"]) == 0
 
 
+@pytest.mark.parametrize("refused", [{"experts_compute": "fp8"}, {"experts_memory": "much"}])
+def test_a_patch_that_is_refused_changes_no_class(model, refused):
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError):
+        sonicmoe_hf.patch_model(model, **refused)
+    assert [type(module) for module in model.modules()] == before
+
+
 def test_adapters_train_and_merge(model, tmp_path):
     model.save_pretrained(tmp_path / "base")
     ours = sonicmoe_hf.from_pretrained(tmp_path / "base").train()
