@@ -85,6 +85,8 @@ class MatrixFormat(ABC):
 
     def check(self, *tensors: torch.Tensor) -> None:
         """Raise CheckpointError where one of the tensors that store a matrix has another shape or dtype than it must."""
+        if tensors[0].dim() != 2:
+            raise CheckpointError(f"{WEIGHT} has shape {tuple(tensors[0].shape)}; a matrix has two dimensions")
         specs = self.specs(WEIGHT, self.dense_shape(tensors[0].shape)).items()
         for tensor, (name, (shape, dtypes)) in zip(tensors, specs):
             own_shape = tuple(tensor.shape) or (1,)  # one number has either

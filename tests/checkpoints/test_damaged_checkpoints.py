@@ -230,6 +230,29 @@ def test_blocks_whose_scale_is_no_number_are_not_moved(tmp_path):
     assert_refused(tmp_path / "source", "down_proj_scales has NaN or infinite", quantize="mxfp4")
 
 
+@pytest.mark.parametrize("damage", [torch.flatten, lambda tensor: tensor.flatten()[0], lambda tensor: tensor[None]])
+@pytest.mark.parametrize(
+    "format, layout, suffix",
+    [
+        ("nf4", "native", "_absmax"),
+        ("mxfp4", "native", "_scales"),
+        ("fp8", "native", "_values"),
+        ("fp8", "native", "_scale_inv"),
+        ("int4", "native", "_packed"),
+        ("int4", "native", "_scale"),
+        ("int4", "hub", "_packed"),
+    ],
+)
+def test_a_packed_tensor_with_another_number_of_dimensions_is_named(tmp_path, format, layout, suffix, damage):
+    make(tmp_path / "dense", "qwen3_moe", num_hidden_layers=1, hidden_size=128, moe_intermediate_size=128)
+    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", layout, quantize=format)
+    name = ("model.layers.0.mlp.experts.c_proj" if layout == "native" else GATE.replace("s.1.", "s.0.")) + suffix
+    edit_tensors(tmp_path / "packed", {name: damage(tensors_in(tmp_path / "packed")[name]).clone()})
+    assert_refused(tmp_path / "packed", rf"model\.safetensors.*{name} .*\(", "hub" if layout == "native" else "native")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts.*_proj"):
+        sonicmoe_hf.from_pretrained(tmp_path / "packed", experts_quantization=None if layout == "native" else format)
+
+
 def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):
     from sonicmoe_hf.checkpoints.writing import atomic_folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,19 @@ class Weight:
         """The shape of the weight once it is read."""
         return self._files.tensors[self.tensor_names[0]].shape
 
+    @contextmanager
+    def _naming_shapes(self) -> Iterator[None]:
+        """Name the file, the weight and the shapes of its tensors where its format has others, inside `with`."""
+        try:
+            yield
+        except (ValueError, IndexError) as error:
+            headers = {name: self._files.tensors[name] for name in self.tensor_names}
+            shapes = ", ".join(f"{name} {header.shape}" for name, header in headers.items())
+            raise CheckpointError(
+                f"{self._files.folder / headers[self.tensor_names[0]].file}: no {self.format.name} weight has tensors of "
+                f"these shapes: {shapes}"
+            ) from error
+
     def by_expert(self, tensors: list[torch.Tensor]) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
         """Yield each expert's number with its slices of `tensors`; None with them whole, where the weight has no change
         that is made expert by expert."""
@@ -211,12 +225,13 @@ class PackedExperts(Weight):
         """See Weight."""
         shapes = (self._files.tensors[tensor].shape for tensor in self.tensor_names)
         packed = Quantized(*(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes))
-        return self._transpose_shape(self.format.shape(packed))
+        with self._naming_shapes():
+            return self._transpose_shape(self.format.shape(packed))
 
     def specs(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight. Of how many values share a scale the files alone know."""
         turned, scales = self._transpose_shape(shape), self._files.tensors[self.tensor_names[1]].shape
-        return self.format.specs(self.name, turned, order, turned[-1] // max(1, *scales[-1:]))
+        return self.format.specs(self.name, turned, order, turned[-1] // max((1, *scales[-1:])))
 
     def round_change(self, expert: int | None = None) -> RoundedMatrix:
         """See Weight."""
@@ -264,7 +279,8 @@ class MatrixWeight(Weight):
     @property
     def shape(self) -> tuple[int, ...]:
         """See Weight."""
-        return self.format.dense_shape(self._files.tensors[self.tensor_names[0]].shape)
+        with self._naming_shapes():
+            return self.format.dense_shape(self._files.tensors[self.tensor_names[0]].shape)
 
     @property
     def scales_header(self) -> Header:
@@ -274,7 +290,8 @@ class MatrixWeight(Weight):
 
     def specs(self, shape: tuple[int, ...], order: str) -> TensorSpecs:
         """See Weight."""
-        return dict(zip(self.tensor_names, self.format.specs(self.name, shape).values()))
+        with self._naming_shapes():
+            return dict(zip(self.tensor_names, self.format.specs(self.name, shape).values()))
 
     def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See Weight."""
