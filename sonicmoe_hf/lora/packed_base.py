@@ -23,6 +23,7 @@ from ..layer.experts_module import packable
 from ..layer.holding import is_partitioned, local_tensor, mesh_of
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
+from .names import without_base_layer
 
 logger = logging.getLogger(__name__)
 ENTRY = "sonicmoe_hf_base"
@@ -129,7 +130,7 @@ def _magnitude(norm: torch.Tensor) -> float:
 
 def _norms_of(model: nn.Module) -> dict[str, float]:
     """Measure the last norm of a few layers with experts: it comes before the experts, so AWQ scales it."""
-    layers = [name.rsplit(".", 2)[0] for name, module in model.named_modules() if packable(module)]
+    layers = [without_base_layer(name).rsplit(".", 2)[0] for name, module in model.named_modules() if packable(module)]
     norms: dict[str, tuple[str, nn.Parameter]] = {}  # by layer
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and name.endswith("norm.weight"):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.adapters import adapt
+from helpers.adapters import adapt, lora
 from helpers.checkpoints import make
 from helpers.engine_adapters import adapter_config
 from helpers.marks import rest_pinned, rest_slow
@@ -88,3 +88,13 @@ def test_an_adapter_that_is_trained_on_belongs_to_the_base_below_it(task, tmp_pa
     assert len(caplog.records) == 1, "once"
     model.save_pretrained(tmp_path / "again")
     assert ENTRY not in (adapter_config(tmp_path / "again")["auto_mapping"] or {})
+
+
+@pytest.mark.pinned
+def test_a_second_adapter_remembers_the_same_base(tmp_path):
+    trained(tmp_path, "nf4")
+    model = PeftModel.from_pretrained(load(tmp_path / "base", "nf4"), tmp_path / "adapter", is_trainable=True)
+    model.add_adapter("second", lora(model))
+    model.save_pretrained(tmp_path / "both")
+    first, second = (adapter_config(tmp_path / "both" / name)["auto_mapping"][ENTRY] for name in ("", "second"))
+    assert first == second and first["norms"]
