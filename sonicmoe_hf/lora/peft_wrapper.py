@@ -254,7 +254,7 @@ def _check_merge_allowed(self) -> None:
     the time that their error comes. Once nothing refuses it, do what merging needs of the whole model."""
     has_shares = any(expert_parallelism(module) is not None for module in self.model.modules())
     for module in self.model.modules():
-        if isinstance(module, LoraLayer) and not set(module.lora_A).isdisjoint(module.active_adapters):
+        if isinstance(module, LoraLayer) and module.lora_A:  # active or not: PEFT does not say which it merges
             reason = _why_not_merged(module) if isinstance(module, ParamWrapper) else None
             if has_shares and mesh_of(getattr(module.get_base_layer(), "weight", None)) is not None:
                 reason = "that ranks share, and of layers that they shard beside them,"

@@ -40,6 +40,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 import sonicmoe_hf
+from sonicmoe_hf.errors import UnsupportedModelError
 from sonicmoe_hf.lora import peft_wrapper as peft_adapters
 from sonicmoe_hf.patching.moe_layers import find_layers
 
@@ -379,3 +380,13 @@ def test_the_tied_head_of_a_model_that_is_not_ours_is_peft_s_matter():
     with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
         merged = adapted.merge_and_unload()
     assert merged.lm_head.weight is merged.model.embed_tokens.weight and merged.config.tie_word_embeddings
+
+
+def test_a_merge_of_an_adapter_that_is_not_active_is_refused_before_it_begins():
+    model = patch(build_one_layer("qwen3_moe"), experts_memory=0)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS))
+    for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+        with pytest.raises(UnsupportedModelError, match="host memory"):
+            merge(adapter_names=["other"])
+        assert not any(module.merged for module in adapted.modules() if isinstance(module, layer.LoraLayer))
