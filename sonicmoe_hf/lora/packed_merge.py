@@ -22,6 +22,7 @@ from ..kernels.packed.format import in_fp32
 from ..layer.experts_module import is_transposed
 from ..layer.holding import Holder, holding_of, local_tensor
 from ..layer.packed_weight import PackedWeight
+from ..patching.moe_layers import WRAPPERS
 from .dithering import dither_of
 from .factors import Factors
 
@@ -44,9 +45,8 @@ def name_weights(model: nn.Module) -> None:
     """Note by which names the packed weights of a Transformers model with adapters are dithered."""
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper) and packed_weight(module) is not None:
-            while name.endswith(".base_layer"):  # of wrappers inside others
-                name = name.removesuffix(".base_layer")
-            _dithers[module] = dither_of(f"{name}.{module.parameter_name}", module.get_base_layer(), seed=0)
+            name = WRAPPERS.sub("", f"{name}.{module.parameter_name}")  # which files do not have
+            _dithers[module] = dither_of(name, module.get_base_layer(), seed=0)
 
 
 def merge(wrapper: ParamWrapper, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from helpers.checkpoints import (
 from helpers.marks import crossed
 from helpers.models import logits_of
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
@@ -184,6 +185,18 @@ def test_a_merged_adapter_stays_and_one_that_is_not_finite_changes_nothing(tmp_p
     for undo in (peft.unmerge_adapter, partial(logits_of_base, peft)):
         with pytest.raises(UnsupportedModelError, match="cannot be taken out again"):
             undo()
+
+
+@pytest.mark.pinned
+def test_wrappers_of_layers_change_no_code_of_a_merge_in_memory(tmp_path):
+    base, adapter = packed_base(tmp_path, "qwen3_moe", SIZES, "nf4", "hub")
+    plain, wrapped = (PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(base), adapter) for _ in range(2))
+    layers = wrapped.get_base_model().model.layers
+    layers[0], layers[1] = checkpoint_wrapper(layers[0]), torch.compile(layers[1])
+    for model in (plain, wrapped):
+        model.merge_adapter()
+    for weight, same in zip(packed_in(wrapped).values(), packed_in(plain).values(), strict=True):
+        assert torch.equal(weight.codes, same.codes) and torch.equal(weight.scales, same.scales)
 
 
 def logits_of_base(peft):
