@@ -211,12 +211,13 @@ def _bytes_of_weight(experts: nn.Module, name: str, format: str | None, like: Qu
     weight: Any = experts._parameters[name]
     if format is None or isinstance(weight, PackedWeight):
         return weight.nbytes
-    return packed_nbytes(format, matrix_shape(experts, weight), row_order(experts, name), like)
+    shape, order = matrix_shape(experts, weight), row_order(experts, name)
+    return max(packed_nbytes(format, shape, order, each) for each in (like, None))
 
 
 def bytes_of(experts: nn.Module, format: str | None, like: Quantized | None = None) -> int:
-    """Count the bytes of a layer's experts as they are, or packed in a format, as `like` is; also of those on the meta
-    device."""
+    """Count the bytes of a layer's experts as they are, or packed in a format, as `like` is or as quantizing makes it,
+    whichever takes more: a checkpoint may have other layers in floats. Also of those on the meta device."""
     return sum(_bytes_of_weight(experts, name, format, like) for name in weight_names(experts))
 
 

@@ -87,6 +87,7 @@ class HostLayer:
                 if self.fills:
                     tensors[-1].copy_(tensor)
                 start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self._bytes[projection] = self._bytes[projection][:start]  # copies to the device take no more
         self.weights[projection] = held = Quantized(*tensors)
         if projection == "gate_up":
             STREAMED[held.codes.data_ptr()] = self

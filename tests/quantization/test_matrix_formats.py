@@ -24,6 +24,7 @@ from helpers.checkpoints import (
     tensors_in,
     to_fp8,
 )
+from helpers.integers import EXPERTS, to_integers
 from helpers.marks import crossed, loads_matrices, rest_pinned
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
@@ -245,6 +246,18 @@ def test_a_layers_experts_that_the_checkpoint_has_in_floats_are_packed_like_thos
     adapt(model, tmp_path / "adapter")
     notices = merge_adapter(tmp_path / "fp8", tmp_path / "adapter", tmp_path / "merged").notices
     assert any("the adapter was trained on" in notice for notice in notices) == (format != "fp8")
+
+
+def test_host_memory_holds_layers_that_have_more_scales_than_the_first(tmp_path):
+    """The checkpoint has them for groups of 128, and a layer in floats gets them for groups of 32."""
+    make(tmp_path / "packed", "qwen3_moe", hidden_size=128, moe_intermediate_size=64, num_hidden_layers=2)
+    to_integers(tmp_path / "packed", "gptq", rf"layers\.0\..*{EXPERTS}")
+    resident, streamed = (
+        from_pretrained(tmp_path / "packed", experts_quantization="int4", experts_memory=given) for given in (None, 0)
+    )
+    assert len({weight.packed.scales.numel() for name, weight in packed_in(resident).items() if "down" in name}) == 2
+    assert same_bits(streamed.state_dict(), resident.state_dict())
+    assert torch.equal(streamed(**BATCH).logits, resident(**BATCH).logits)
 
 
 @pytest.mark.parametrize("family", SIZES)
