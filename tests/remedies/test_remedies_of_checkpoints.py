@@ -7,7 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers.adapters import adapt
-from helpers.checkpoints import config_in, edit_config, edit_tensors, load_whole, make, tensors_in, to_fp8
+from helpers.checkpoints import config_in, edit_config, edit_tensors, load_whole, make, same_bits, tensors_in, to_fp8
 from helpers.engine_adapters import edit_adapter_config
 from helpers.integers import to_integers
 from helpers.marks import loads_matrices
@@ -191,6 +191,10 @@ def test_options_of_conversion_that_contradict_each_other(of_128):
         for name, format in (("fp8", None), ("hub", "fp8"))
     )
     assert relative_error(logits_of(fp8), logits_of(hub)) < EXACT, "the same blocks"
+    with says("is quantized (fp8): give quantize='fp8' (--quantize fp8) to keep the experts in that format"):
+        convert_checkpoint(place.path / "hub", place.path / "kept", dequantize=False)
+    convert_checkpoint(place.path / "hub", place.path / "kept", quantize="fp8")
+    assert same_bits(tensors_in(place.path / "kept"), tensors_in(place.path / "fp8"))
 
 
 def test_dtypes_of_conversion(tmp_path):

@@ -10,7 +10,7 @@ from ...errors import CheckpointError
 from ...formats.float_matrices import FP8Matrix
 from ...formats.integer_matrices import CompressedInt4
 from ...formats.quantizer import ExpertsQuantizationConfig
-from ...kernels.packed import Format
+from ...kernels.packed import FORMATS, Format
 from ...kernels.packed.fp8 import FP8_BLOCK
 from ...kernels.packed.int4 import GROUP
 from ..reading.source import Source
@@ -22,10 +22,20 @@ MXFP4_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.e
 
 def check_packing(source: Source, format: str, layout: str) -> None:
     """Raise CheckpointError where the experts of `source` cannot be packed in the format in "native" or "hub" layout."""
-    reason = _why_not_on_the_hub(source, format) if layout == "hub" else None
-    reason = reason or _why_not_from_packed(source, format, layout)
+    reason = _why_not(source, format, layout)
     if reason is not None:
         raise CheckpointError(reason)
+
+
+def keeps_blocks(source: Source, layout: str) -> bool:
+    """Tell whether conversion can move the blocks of quantized experts into "native" or "hub" layout as they are."""
+    format = FORMATS.get(str(source.quantization))
+    return format is not None and format.has_blocks_of(source.format) and not _why_not(source, format.name, layout)
+
+
+def _why_not(source: Source, format: str, layout: str) -> str | None:
+    reason = _why_not_on_the_hub(source, format) if layout == "hub" else None
+    return reason or _why_not_from_packed(source, format, layout)
 
 
 def _why_not_from_packed(source: Source, format: str, layout: str) -> str | None:

@@ -20,7 +20,7 @@ from ..reading.stored import DTYPES, StoredWeights
 from ..reading.weight import UntiedWeight
 from .hub_named import HubNamed
 from .output import Output
-from .packed_config import check_packing, quantization_config
+from .packed_config import check_packing, keeps_blocks, quantization_config
 from .relayout import Relayout
 
 OF_QUANTIZED = ("quantization_config", EXPERT_DTYPE)  # entries of config.json that dense checkpoints do not have
@@ -55,10 +55,11 @@ def target_of(
     check_choice("layout", layout, CHECKPOINT_LAYOUTS)
     target_layout = "native" if layout == "native" else source.family.hub_layout
     quantize = source.format_named(quantize)
+    has_own_layout = not source.is_packed_here and source.layout == target_layout
     layouts = source.family.name, source.layout, target_layout
     packed, notices = None, []
     if quantize is None:
-        check_dequantize(source, dequantize)
+        check_dequantize(source, dequantize, has_own_layout or keeps_blocks(source, layout))
         notices = _quantization_notices(source, dequantize)
     else:
         if layout == "hub" and dtype is not None:
@@ -67,7 +68,7 @@ def target_of(
                 "dtype out"
             )
         keeps = source.quantization == quantize
-        if keeps and not source.is_packed_here and source.layout == target_layout:
+        if keeps and has_own_layout:
             return own_target(source, layouts, keeps_format=True)
         check_packing(source, quantize, layout)
         packed = quantization_config(source, quantize, layout)
@@ -143,12 +144,15 @@ def own_target(stored: StoredWeights, layouts: tuple[str, str, str], keeps_forma
     return Target(*layouts, output, dict(stored.config), notices)
 
 
-def check_dequantize(source: StoredWeights, dequantize: bool | None) -> None:
-    """Raise CheckpointError where weights that are quantized are not to be dequantized."""
-    if source.quantization is not None and dequantize is False:
-        raise CheckpointError(
-            f"{source.folder} is quantized ({source.quantization}): conversion can only dequantize such weights"
-        )
+def check_dequantize(source: StoredWeights, dequantize: bool | None, can_keep: bool = False) -> None:
+    """Raise CheckpointError where weights that are quantized are not to be dequantized. can_keep: whether conversion
+    could keep their format, if users ask for that."""
+    format = source.quantization
+    if format is not None and dequantize is False:
+        remedy = "conversion can only dequantize such weights"
+        if can_keep and format in FORMATS:
+            remedy = f"give quantize={format!r} (--quantize {format}) to keep the experts in that format"
+        raise CheckpointError(f"{source.folder} is quantized ({format}): {remedy}")
 
 
 def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:
