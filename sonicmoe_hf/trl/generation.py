@@ -23,6 +23,7 @@ NOT_RETURNED = (
     "vLLM returned no routed experts for some completion; start it with --enable-return-routed-experts (colocated it is "
     "so started) and without --pipeline-parallel-size, a decode context or speculative decoding that adapts its length"
 )
+WITH_IMAGES = "TRL asks a vLLM server about images by a request of which no routed experts are kept; give replay=False"
 
 
 class AdapterGeneration(TrlClass):
@@ -122,6 +123,8 @@ class AdapterGeneration(TrlClass):
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self._wake()  # TRL would send weights
             self.llm.load_again()
+        if self.mode == "server" and self.accelerator.is_main_process:
+            self.server.routed_experts = []  # else those of an earlier call
         result = super().generate(prompts, images, num_generations, profiler)
         if self.replay:
             self._keep(prompts, result[1])
@@ -137,6 +140,8 @@ class AdapterGeneration(TrlClass):
             box = [self.server.routed_experts if self.accelerator.is_main_process else None]
             broadcast_object_list(box, from_process=0)
             experts, rank = box[0], self.accelerator.process_index
+            if prompts and not experts:
+                raise ValueError(WITH_IMAGES)
         own = experts[rank * len(prompts) : (rank + 1) * len(prompts)]
         if len(own) != len(prompts) or any(each is None for each in own):
             raise RuntimeError(NOT_RETURNED)

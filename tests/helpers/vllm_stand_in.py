@@ -200,6 +200,10 @@ def serving(folder, has_runtime_loading=True, is_in_development=True, sees_folde
                 self._send(200, {})
             elif self.path == "/v1/completions":
                 self._send(200, {"choices": complete(body)})
+            elif self.path == "/inference/v1/generate":  # for prompts with images
+                self._send(
+                    200, {"choices": complete(body | body["sampling_params"] | {"prompt": [body["token_ids"]]})}
+                )
             elif self.path == "/v1/load_lora_adapter" and has_runtime_loading:
                 if not sees_folders:
                     self._send(404, {"error": {"message": f"No adapter found for {body['lora_path']}"}})

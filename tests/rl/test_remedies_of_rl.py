@@ -1,5 +1,7 @@
 """Messages of reinforcement learning: each is raised, and then what it names is done."""
 
+import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +66,23 @@ def test_experts_of_completions_come_from_an_engine_that_returns_them():
     AdapterGeneration._keep(generation, prompts, completions)
     found = [generation.sequences.experts_of([*prompt, *own]) for prompt, own in zip(prompts, completions)]
     assert [experts[0].item() for experts in found] == [0, 1]
+
+
+def test_prompts_with_images_are_answered_by_a_server_without_replay(base, engine, tmp_path):
+    without = sonicmoe_hf.vllm_adapters(TRLsGRPOTrainer, replay=False)
+    with serving(base) as server:
+        for cls in (GRPOTrainer, without):
+            generation = make(cls, base, tmp_path, of(server)).vllm_generation
+            generation.vllm_client.image_features = lambda images: images
+            generation._place_features = lambda features, ids: features
+            generation.sync_weights()
+            generate = functools.partial(generation.generate, [[1, 2]] * 2, num_generations=2, profiler=nullcontext())
+            generate(images=None)  # whose experts are not those of the next
+            if cls is without:
+                assert len(generate(images=[["an image"]] * 2)[1]) == 2
+                continue
+            with says("a request of which no routed experts are kept; give replay=False"):
+                generate(images=[["an image"]] * 2)
 
 
 def test_a_server_is_started_as_the_message_says(base, engine, tmp_path):
