@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..errors import CheckpointError
 
@@ -16,9 +17,10 @@ def open_tensors(path: Path):
         CheckpointError: it is missing, damaged or cut short.
     """
     if not path.exists():
-        pickled = path.with_suffix(".bin")
-        remedy = f", and {pickled.name} is not read: load it with PEFT or Transformers and save it again"
-        raise CheckpointError(f"there is no {path}{remedy if pickled.exists() else ''}")
+        pickles = path.with_suffix(".bin").name, WEIGHTS_NAME, WEIGHTS_INDEX_NAME  # of an adapter; of a model
+        pickled = next((name for name in pickles if path.with_name(name).exists()), None)
+        remedy = f", and {pickled} is not read: load it with PEFT or Transformers and save it again"
+        raise CheckpointError(f"there is no {path}{remedy if pickled else ''}")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

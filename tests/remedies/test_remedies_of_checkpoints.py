@@ -16,6 +16,7 @@ from helpers.said import says, silent
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter, convert_checkpoint, from_pretrained, merge_adapter
@@ -375,4 +376,20 @@ def test_an_adapter_in_pickles_is_saved_again(place):
     with says("is not read: load it with PEFT or Transformers and save it again"):
         place_merge(place)
     PeftModel.from_pretrained(load_whole(place.base), place.adapter).save_pretrained(place.adapter)
+    assert place_merge(place)
+
+
+def test_a_model_in_pickles_is_saved_again(place):
+    tensors = tensors_in(place.base)
+    for file in place.base.glob("model*.safetensors*"):
+        file.unlink()
+    torch.save(tensors, place.base / "weights.bin")
+    (place.base / WEIGHTS_INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "weights.bin")}))
+    with says(f"{WEIGHTS_INDEX_NAME} is not read: load it with PEFT or Transformers and save it again"):
+        place_merge(place)
+    (place.base / "weights.bin").rename(place.base / WEIGHTS_NAME)
+    with says(f"{WEIGHTS_NAME} is not read: load it with PEFT or Transformers and save it again"):
+        place_merge(place)
+    (place.base / WEIGHTS_INDEX_NAME).unlink()
+    AutoModelForCausalLM.from_pretrained(place.base).save_pretrained(place.base)
     assert place_merge(place)
