@@ -34,7 +34,7 @@ def other_family(named: str | None, config: Mapping[str, Any], model_name: str) 
     if not named:
         return None
     try:
-        trained, here = (_families(each) for each in (_config_of(named), config))
+        trained, here = (_families(each) for each in (config_of(named), config))
     except (OSError, ValueError):
         return None
     if not trained or not here or trained & here:
@@ -52,7 +52,7 @@ def other_name(named: str | None, given: str, config: Mapping[str, Any]) -> str 
     if not named or _last(named) == _last(given):
         return None
     try:
-        if _is_native(_config_of(named)) != _is_native(config):
+        if _is_native(config_of(named)) != _is_native(config):
             return None
     except (OSError, ValueError):  # of that base nothing but its name is here
         pass
@@ -70,7 +70,8 @@ def warn_of_other_family(config: Any, model: nn.Module) -> None:
         logger.warning(f"sonicmoe_hf: {sentence}")
 
 
-def _config_of(named: str) -> dict[str, Any]:
+def config_of(named: str) -> dict[str, Any]:
+    """Read the config of a model in a folder, or in the hub's cache; raises OSError or ValueError where it has none."""
     return PreTrainedConfig.get_config_dict(named, local_files_only=True)[0]
 
 

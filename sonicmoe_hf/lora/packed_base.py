@@ -23,6 +23,7 @@ from ..layer.experts_module import packable
 from ..layer.holding import is_partitioned, local_tensor, mesh_of
 from ..layer.packed_weight import PackedWeight
 from ..private import attributes
+from .named_base import config_of
 from .names import without_base_layer
 
 logger = logging.getLogger(__name__)
@@ -141,20 +142,21 @@ def _norms_of(model: nn.Module) -> dict[str, float]:
     return {} if is_elsewhere else {name: _magnitude(weight) for name, weight in few}
 
 
-def option_to_load(auto_mapping: dict | None, base: Path) -> str | None:
-    """Find the experts_quantization with which the folder `base` has to be loaded to have the experts that an adapter was
-    trained beside; None where its own files have them so."""
+def option_to_load(auto_mapping: dict | None, base: str | Path) -> str | None:
+    """Find the experts_quantization with which `base`, a folder or the id of a hub's model, has to be loaded to have the
+    experts that an adapter was trained beside; None where its own files have them so."""
     trained = PackedBase.of_adapter(auto_mapping)
     return None if trained is None or trained.format == _declared_format(base) else trained.option
 
 
-def _declared_format(folder: Path) -> str | None:
-    """Find the experts' format in a model's folder; None of dense ones, and where there is no folder."""
-    file = folder / "config.json"
+def _declared_format(base: str | Path) -> str | None:
+    """Find the experts' format in a model's folder, or in the config that the hub's cache has; None of dense ones, and
+    where there is neither."""
+    file = Path(base) / "config.json"
     try:
-        declared = declared_quantization(read_json(file), file.parent) if file.is_file() else None
+        declared = declared_quantization(read_json(file) if file.is_file() else config_of(str(base)), file.parent)
         return None if declared is None else declared.format_name()
-    except CheckpointError:  # no format of ours
+    except (OSError, ValueError):  # no config, or no format of ours
         return None
 
 
@@ -165,7 +167,8 @@ def remember(config: Any, model: nn.Module) -> None:
         return
     trained, here = PackedBase.of_adapter(config.auto_mapping), PackedBase.of_model(model)
     sentence = None if trained is None else trained.difference_from(here, type(model).__name__)
-    if here is None and option_to_load(config.auto_mapping, Path(getattr(model, "name_or_path", ""))) is None:
+    named = getattr(model, "name_or_path", "")  # "" of a model that is built from a config
+    if here is None and named and option_to_load(config.auto_mapping, named) is None:
         sentence = None  # Transformers expanded the very values
     if sentence is not None and sentence not in _said:
         _said.add(sentence)

@@ -1,6 +1,7 @@
 """An adapter remembers how the experts of its base were packed, and says where it meets others."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers.adapters import adapt, lora
 from helpers.checkpoints import make
 from helpers.engine_adapters import adapter_config
 from helpers.marks import rest_pinned, rest_slow
+from huggingface_hub import constants
 from peft import PeftModel
 
 import sonicmoe_hf
@@ -54,12 +56,42 @@ def test_an_adapter_warns_on_another_packing_and_not_on_its_own(format, task, tm
         assert (how is None) == (f"--experts-quantization {format})" in record.getMessage())
     caplog.clear()
     packed_base._said.clear()
-    expanded, file = load(tmp_path / "base"), tmp_path / "base" / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"] = {"quant_method": QUANT_METHOD, "experts": format}
-    file.write_text(json.dumps(config))
+    expanded = load(tmp_path / "base")
+    declare(tmp_path / "base", format)
     PeftModel.from_pretrained(expanded, tmp_path / "again")
     assert not caplog.records, "Transformers has expanded a checkpoint in that very format"
+
+
+def declare(folder, format):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": QUANT_METHOD, "experts": format}}))
+
+
+@pytest.mark.pinned
+def test_a_hub_s_checkpoint_that_is_expanded_is_found_in_the_cache(tmp_path, caplog, monkeypatch):
+    trained(tmp_path, "nf4")
+    repository, commit = tmp_path / "hub" / "models--org--base", "0" * 40
+    shutil.copytree(tmp_path / "base", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    expanded = load("org/base")
+    declare(repository / "snapshots" / commit, "nf4")
+    PeftModel.from_pretrained(expanded, tmp_path / "adapter")
+    assert not caplog.records
+
+
+@pytest.mark.pinned
+def test_a_model_without_a_name_has_no_file_in_the_working_directory(tmp_path, caplog, monkeypatch):
+    trained(tmp_path, "nf4")
+    nameless = load(tmp_path / "base")
+    nameless.name_or_path = ""  # as of a model that is built from a config
+    declare(tmp_path / "base", "nf4")
+    monkeypatch.chdir(tmp_path / "base")
+    PeftModel.from_pretrained(nameless, tmp_path / "adapter")
+    (record,) = caplog.records
+    assert "are not packed" in record.getMessage()
 
 
 @pytest.mark.pinned
