@@ -19,6 +19,7 @@ from helpers.checkpoints import (
 from helpers.marks import loads_matrices
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained
+from sonicmoe_hf.checkpoints.writing.model_card import CARD
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -50,6 +51,13 @@ def test_it_becomes_bf16_with_modelopts_values(declared, tmp_path):
     assert [name for name in values if not torch.equal(converted[name], values[name])] == []
     assert "quantization_config" not in config_in(tmp_path / "hub")
     assert not (tmp_path / "hub" / "hf_quant_config.json").exists()
+
+
+def test_it_is_kept_as_it_is_and_its_card_names_the_format(declared, tmp_path):
+    folder, stored, _ = declared
+    convert_checkpoint(folder, tmp_path / "kept", "hub", quantize="nvfp4")
+    assert same_bits(tensors_in(tmp_path / "kept"), stored)
+    assert "layout, experts in nvfp4\n" in (tmp_path / "kept" / CARD).read_text()
 
 
 @loads_matrices

@@ -82,10 +82,12 @@ def write_checkpoint(
 def _format_of(target: Target) -> str:
     """Describe a checkpoint that is written."""
     layout = "Transformers' and the engines'" if target.target_layout != "native" else "sonicmoe_hf's native"
-    declared = target.config.get("quantization_config")
-    if declared is None:
-        return f"{layout} layout, dense"
-    return f"{layout} layout, experts in {declared.get('experts') or declared.get('quant_method')}"
+    if target.output.keeps_format:  # which another file than config.json may declare
+        format = target.output.stored.quantization
+    else:
+        declared = target.config.get("quantization_config") or {}
+        format = declared.get("experts") or declared.get("quant_method")
+    return f"{layout} layout, {'dense' if format is None else f'experts in {format}'}"
 
 
 def _shards(tensors: list[OutputTensors], max_shard_size: int | str) -> dict[str, list[OutputTensors]]:
