@@ -94,7 +94,12 @@ class Placement:
         self.layers = {experts: None if stays[experts] else _layer_of(experts) for experts in sizes}
         new = [experts for experts in sizes if not stays[experts] and self.layers[experts] is None]
         weights = {self._name(experts, name): (experts, name) for experts in new for name in weight_names(experts)}
-        rooms = {name: room_for(_bytes_of_weight(*weight, format, like)) for name, weight in weights.items()}
+        # layers that the checkpoint has in floats may take more than `like`: only memory of one process can grow then
+        likes = (like,) if len(self.memory.ranks) == 1 else (like, None)
+        rooms = {
+            name: room_for(max(_bytes_of_weight(*weight, format, each) for each in likes))
+            for name, weight in weights.items()
+        }
         stream = _stream_of(held, self.device)
         self._open_memory(rooms, None if is_loading else weights)
         nbytes = self.memory.num_copies * sum(rooms.values())
@@ -211,13 +216,12 @@ def _bytes_of_weight(experts: nn.Module, name: str, format: str | None, like: Qu
     weight: Any = experts._parameters[name]
     if format is None or isinstance(weight, PackedWeight):
         return weight.nbytes
-    shape, order = matrix_shape(experts, weight), row_order(experts, name)
-    return max(packed_nbytes(format, shape, order, each) for each in (like, None))
+    return packed_nbytes(format, matrix_shape(experts, weight), row_order(experts, name), like)
 
 
 def bytes_of(experts: nn.Module, format: str | None, like: Quantized | None = None) -> int:
-    """Count the bytes of a layer's experts as they are, or packed in a format, as `like` is or as quantizing makes it,
-    whichever takes more: a checkpoint may have other layers in floats. Also of those on the meta device."""
+    """Count the bytes of a layer's experts as they are, or packed in a format, as `like` is; also of those on the meta
+    device."""
     return sum(_bytes_of_weight(experts, name, format, like) for name in weight_names(experts))
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ..kernels.packed import Quantized
 from ..layer.fetching import STREAMED
-from .copies import Copies, copies_to
+from .copies import Copies, copies_to, page_aligned
 
 ALIGNMENT = 512  # bytes: of tensors in a buffer, as torch's allocator aligns them
 BUSY = (
@@ -80,6 +80,10 @@ class HostLayer:
 
     def hold(self, projection: str, packed: Quantized) -> Quantized:
         """Copy a weight to the host memory that is reserved for it, unless another rank does."""
+        needed = sum(ALIGNMENT * -(-tensor.nbytes // ALIGNMENT) for tensor in packed if tensor is not None)
+        if needed > self._bytes[projection].nbytes:  # of a layer that its checkpoint has in floats
+            self.stream.copies.unpin(self._bytes.pop(projection))
+            self.reserve(projection, page_aligned(needed))
         tensors, start = [], 0
         for tensor in packed:
             tensors.append(_like(tensor, self._bytes[projection], start))
