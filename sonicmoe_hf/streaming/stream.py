@@ -80,18 +80,18 @@ class HostLayer:
 
     def hold(self, projection: str, packed: Quantized) -> Quantized:
         """Copy a weight to the host memory that is reserved for it, unless another rank does."""
-        needed = sum(ALIGNMENT * -(-tensor.nbytes // ALIGNMENT) for tensor in packed if tensor is not None)
-        if needed > self._bytes[projection].nbytes:  # of a layer that its checkpoint has in floats
+        sizes = [0 if tensor is None else ALIGNMENT * -(-tensor.nbytes // ALIGNMENT) for tensor in packed]
+        needed, tensors, start = sum(sizes), [], 0
+        # memory of this process alone can grow, for a layer that its checkpoint has in floats
+        if needed > self._bytes[projection].nbytes and not self.has_one_copy:
             self.stream.copies.unpin(self._bytes.pop(projection))
             self.reserve(projection, page_aligned(needed))
-        tensors, start = [], 0
-        for tensor in packed:
+        for tensor, size in zip(packed, sizes):
             tensors.append(_like(tensor, self._bytes[projection], start))
-            if tensor is not None:
-                if self.fills:
-                    tensors[-1].copy_(tensor)
-                start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        self._bytes[projection] = self._bytes[projection][:start]  # copies to the device take no more
+            if tensor is not None and self.fills:
+                tensors[-1].copy_(tensor)
+            start += size
+        self._bytes[projection] = self._bytes[projection][:needed]  # copies to the device take no more
         self.weights[projection] = held = Quantized(*tensors)
         if projection == "gate_up":
             STREAMED[held.codes.data_ptr()] = self

@@ -16,7 +16,7 @@ from helpers.checkpoints import edit_tensors, tensors_in
 from helpers.marks import crossed
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import batch, loss_and_gradients
-from helpers.native import native_twin, save_both
+from helpers.native import save_both
 from helpers.streamed import add_adapter, build_small, build_streamed, host_weights
 from peft import prepare_model_for_kbit_training
 from torch import nn
@@ -206,21 +206,6 @@ def test_state_dicts_files_and_pickles_hold_ordinary_tensors(late_copies, format
         assert not isinstance(copied, HostWeight)
         assert torch.equal(copied.dequantize() if format else copied, weight.dequantize())
     assert isinstance(copy.deepcopy(weight), nn.Parameter)
-
-
-@pytest.mark.parametrize("format", [None, "nf4"])
-def test_a_native_model_loads_state_dicts_over_experts_in_host_memory(late_copies, format, tmp_path):
-    resident = native_twin(build_small(), tmp_path)
-    model = copy.deepcopy(resident)
-    if format is None:
-        patch_model(model, experts_memory=0)
-    else:
-        quantize_experts(resident, format)
-        quantize_experts(model, format, experts_memory=0)
-    state = {name: tensor.clone() for name, tensor in resident.state_dict().items()}
-    model.load_state_dict(state)
-    assert len(host_weights(model)) == 2 * LAYERS
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("format", [None, "nf4"])

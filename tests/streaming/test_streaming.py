@@ -11,12 +11,13 @@ from helpers.adapters import EXPERTS
 from helpers.late_copies import Hazard
 from helpers.marks import crossed, rest_pinned, rest_slow
 from helpers.models import batch, loss_and_gradients
-from helpers.streamed import add_adapter, build_streamed, copies_of, host_weights, streamed_layers
+from helpers.native import native_twin
+from helpers.streamed import add_adapter, build_small, build_streamed, copies_of, host_weights, streamed_layers
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from sonicmoe_hf import compile_layers, moe_experts, patch_model
+from sonicmoe_hf import compile_layers, moe_experts, patch_model, quantize_experts
 from sonicmoe_hf.kernels.packed import FORMATS
 from sonicmoe_hf.layer.call import LayerCall
 from sonicmoe_hf.layer.fetching import STREAMED, with_device_weights
@@ -328,3 +329,31 @@ def test_the_detector_sees_a_read_without_a_wait(late_copies, monkeypatch):
     monkeypatch.setattr(late_copies, "wait", lambda self, done: None)
     with pytest.raises(Hazard, match="before its copy has ended"):
         model(**BATCH)
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_a_native_model_loads_state_dicts_over_experts_in_host_memory(late_copies, format, tmp_path):
+    resident = native_twin(build_small(layers=LAYERS), tmp_path)
+    model = copy.deepcopy(resident)
+    if format is None:
+        patch_model(model, experts_memory=0)
+    else:
+        quantize_experts(resident, format)
+        quantize_experts(model, format, experts_memory=0)
+    state = {name: tensor.clone() for name, tensor in resident.state_dict().items()}
+    model.load_state_dict(state)
+    assert len(host_weights(model)) == 2 * LAYERS
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_memory_that_ranks_share_is_not_replaced_for_a_weight_that_takes_more(late_copies):
+    """Other ranks would go on reading the old."""
+    layer = host_weights(streamed(0, "nf4"))[0].layer
+    packed, reserved = layer.weights["gate_up"], layer._bytes["gate_up"]
+    larger = packed._replace(codes=torch.cat([packed.codes, packed.codes]))
+    layer.has_one_copy = True
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        layer.hold("gate_up", larger)
+    assert layer._bytes["gate_up"] is reserved
+    layer.has_one_copy = False
+    assert torch.equal(layer.hold("gate_up", larger).codes, larger.codes)
