@@ -40,8 +40,8 @@ V4, QWEN4, M3 = (modeling_module(folder) for folder in ("deepseek_v4", "qwen4_ex
 
 
 def use_our_forwards(model: nn.Module) -> None:
-    """Have a model's indexers, and its attentions that count keys from a row's start, run our forward: in pieces of
-    queries, without a loop, or on one sequence after the other. Their classes stay wrapped."""
+    """Wrap the forwards of a model's indexers, and of its attentions that count keys from a row's start, in ours: in
+    pieces of queries, without a loop, or on one sequence after the other. The classes stay wrapped."""
     ours: dict[type, Callable] = dict(_classes())
     for module in model.modules():
         if type(module) in ours:

@@ -85,7 +85,7 @@ class VllmServer:
             )
 
     def _choose_form(self) -> None:
-        """Have the adapter written in PEFT's own form where vLLM takes that of it and the server was started for it."""
+        """Choose the form of the adapter's files: PEFT's own, where vLLM takes that of it and was started for it."""
         takes_both = bool(self.info["lora_config"].get("enable_mixed_moe_lora_format"))
         self.versions.is_3d = self.versions.takes_3d and takes_both
 
